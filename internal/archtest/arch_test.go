@@ -1,0 +1,230 @@
+package archtest
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/drowse-vm/drowse"
+
+// rule says what a package may import of this module. Every package may import what is
+// below its own folder. "x/..." is x and all below it.
+type rule struct {
+	of  string
+	may []string
+}
+
+// rules are in order: the first whose "of" matches a package is the one. A package
+// that none matches may import nothing of this module.
+//
+// cmd -> sandbox -> {vmm, snapshot, netpolicy, rootfs, guest}; vmm -> {devices,
+// snapshot/pager}; devices -> {devices, devices/virtq} -> vmm/guestmem; snapshot ->
+// vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
+var rules = []rule{
+	{"cmd/drowse-agent", []string{"guest/..."}},
+	{"cmd/...", []string{"sandbox/...", "bench/...", "rootfs/...", "guest", "internal/..."}},
+
+	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/pager", "netpolicy", "rootfs/...", "guest"}},
+
+	{"vmm/guestmem", nil},
+	{"vmm/kvm", nil},
+	{"vmm/boot", []string{"vmm/guestmem"}},
+	{"vmm/...", []string{"vmm/...", "devices/...", "snapshot/pager"}},
+
+	{"devices/virtq", []string{"vmm/guestmem"}},
+	{"devices", []string{"devices/virtq", "vmm/guestmem"}},
+	{"devices/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
+	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
+
+	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/faultfs"}},
+	{"netpolicy/...", []string{"netpolicy/..."}},
+	{"rootfs/...", []string{"rootfs/...", "internal/faultfs"}},
+	{"guest/...", []string{"guest/..."}},
+
+	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/..."}},
+	{"internal/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/hwkvm/..."}},
+	{"internal/hwkvm/...", []string{"internal/hwkvm/..."}},
+}
+
+// forTests is what tests may import on top.
+var forTests = []string{"devices/devicetest", "devices/mmio", "vmm/guestmem", "internal/..."}
+
+func matches(pattern, pkg string) bool {
+	if dir, ok := strings.CutSuffix(pattern, "/..."); ok {
+		return pkg == dir || strings.HasPrefix(pkg, dir+"/")
+	}
+	return pkg == pattern
+}
+
+func allowed(pkg, imported string, test bool) bool {
+	if imported == pkg || strings.HasPrefix(imported, pkg+"/") {
+		return true
+	}
+	is := func(pattern string) bool { return matches(pattern, imported) }
+	if test && slices.ContainsFunc(forTests, is) {
+		return true
+	}
+	for _, r := range rules {
+		if matches(r.of, pkg) {
+			return slices.ContainsFunc(r.may, is)
+		}
+	}
+	return false
+}
+
+// source is a Go file, its path relative to the module.
+type source struct {
+	path string
+	file *ast.File
+}
+
+func (s source) pkg() string  { return path.Dir(s.path) }
+func (s source) isTest() bool { return strings.HasSuffix(s.path, "_test.go") }
+
+// violations lists what is wrong with the imports of a file.
+func (s source) violations() []string {
+	var out []string
+	for _, spec := range s.file.Imports {
+		name, err := strconv.Unquote(spec.Path.Value)
+		if err != nil {
+			continue // the compiler will tell
+		}
+		switch rest, own := strings.CutPrefix(name, module+"/"); {
+		case name == "unsafe" && ast.IsGenerated(s.file):
+			// protoc-gen-go does so.
+		case name == "unsafe" && !strings.HasSuffix(s.path, "_unsafe.go") && !strings.HasSuffix(s.path, "_unsafe_test.go"):
+			out = append(out, s.path+" imports unsafe: put what needs it into a file named *_unsafe.go")
+		case name == "C":
+			out = append(out, s.path+" uses cgo: the programs are static, and built without a C compiler")
+		case own && !allowed(s.pkg(), rest, s.isTest()):
+			out = append(out, fmt.Sprintf("%s imports %s, which package %s may not: see the rules in internal/archtest", s.path, rest, s.pkg()))
+		}
+	}
+	return out
+}
+
+func parse(t *testing.T, name string, text []byte) source {
+	t.Helper()
+	f, err := parser.ParseFile(token.NewFileSet(), name, text, parser.ImportsOnly|parser.ParseComments)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return source{name, f}
+}
+
+// sources reads all Go files of the module.
+func sources(t *testing.T) []source {
+	t.Helper()
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(root, "go.mod")); err != nil {
+		t.Fatal(err)
+	}
+	var out []source
+	err = filepath.WalkDir(root, func(p string, e fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		name := e.Name()
+		if e.IsDir() {
+			if p != root && (strings.HasPrefix(name, ".") || strings.HasPrefix(name, "_") || name == "testdata" || name == "bin") {
+				return fs.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(name, ".go") {
+			return nil
+		}
+		text, err := os.ReadFile(p)
+		if err != nil {
+			return err
+		}
+		rel, err := filepath.Rel(root, p)
+		if err != nil {
+			return err
+		}
+		out = append(out, parse(t, filepath.ToSlash(rel), text))
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func TestImportsRunOneWayAndUnsafeStaysInItsFiles(t *testing.T) {
+	all := sources(t)
+	if len(all) < 100 {
+		t.Fatalf("only %d Go files found: is this the module?", len(all))
+	}
+	for _, s := range all {
+		for _, v := range s.violations() {
+			t.Error(v)
+		}
+	}
+}
+
+func TestEveryPackageSaysWhatItIsFor(t *testing.T) {
+	documented := map[string]bool{}
+	for _, s := range sources(t) {
+		if !s.isTest() {
+			documented[s.pkg()] = documented[s.pkg()] || s.file.Doc != nil
+		}
+	}
+	for pkg, ok := range documented {
+		if !ok {
+			t.Errorf("package %s has no package comment: give it a doc.go", pkg)
+		}
+	}
+}
+
+func TestViolationsAreFound(t *testing.T) {
+	tests := []struct {
+		file, imports string
+		want          int
+	}{
+		{"vmm/machine.go", module + "/devices/serial", 0},
+		{"vmm/machine.go", module + "/snapshot/pager", 0},
+		{"vmm/machine.go", module + "/snapshot", 1},
+		{"vmm/machine.go", module + "/sandbox", 1},
+		{"vmm/guestmem/memory.go", module + "/vmm", 1},
+		{"devices/blk/device.go", module + "/vmm/guestmem", 0},
+		{"devices/blk/device.go", module + "/vmm/kvm", 1},
+		{"devices/blk/device.go", module + "/devices/vsock", 1},
+		{"devices/blk/device_test.go", module + "/devices/devicetest", 0},
+		{"devices/blk/device.go", module + "/devices/devicetest", 1},
+		{"snapshot/create.go", module + "/vmm", 1},
+		{"rootfs/disk/disk.go", module + "/snapshot", 1},
+		{"guest/client.go", module + "/vmm/guestmem", 1},
+		{"guest/client.go", module + "/guest/internal/flow", 0},
+		{"cmd/drowse/main.go", module + "/sandbox", 0},
+		{"cmd/drowse/main.go", module + "/vmm", 1},
+		{"cmd/drowse-agent/main.go", module + "/sandbox", 1},
+		{"elsewhere/new.go", module + "/vmm", 1},
+		{"vmm/access.go", "unsafe", 1},
+		{"vmm/access_unsafe.go", "unsafe", 0},
+		{"vmm/access_unsafe_test.go", "unsafe", 0},
+		{"vmm/access.go", "C", 1},
+	}
+	for _, tt := range tests {
+		t.Run(tt.file+" imports "+tt.imports, func(t *testing.T) {
+			s := parse(t, tt.file, fmt.Appendf(nil, "package p\nimport _ %q\n", tt.imports))
+			if got := s.violations(); len(got) != tt.want {
+				t.Errorf("%d violations, want %d: %q", len(got), tt.want, got)
+			}
+		})
+	}
+}

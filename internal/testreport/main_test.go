@@ -1,0 +1,57 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestReport(t *testing.T) {
+	const (
+		pass = `{"Action":"output","Package":"p","Test":"TestA","Output":"=== RUN TestA\n"}
+{"Action":"pass","Package":"p","Test":"TestA","Elapsed":0.5}
+`
+		skip = `{"Action":"output","Package":"p","Test":"TestS","Output":"=== RUN TestS\n"}
+{"Action":"output","Package":"p","Test":"TestS","Output":"    s_test.go:1: no KVM here\n"}
+{"Action":"skip","Package":"p","Test":"TestS"}
+`
+		fail = `{"Action":"output","Package":"p","Test":"TestF","Output":"    f_test.go:1: wrong\n"}
+{"Action":"fail","Package":"p","Test":"TestF"}
+{"Action":"fail","Package":"p","Elapsed":1}
+`
+		done = `{"Action":"pass","Package":"p","Elapsed":1}
+`
+		build = `{"ImportPath":"p","Action":"build-output","Output":"p.go:1:1: undefined: x\n"}
+{"ImportPath":"p","Action":"build-fail"}
+{"Action":"fail","Package":"p","Elapsed":0}
+`
+	)
+	tests := []struct {
+		name   string
+		in     string
+		allow  string
+		strict bool
+		want   int
+		says   string
+	}{
+		{"all pass", pass + done, "", true, 0, "1 tests passed in 1 packages, 0 failed, 0 skipped"},
+		{"a failure shows its output and fails", pass + fail, "", false, 1, "f_test.go:1: wrong"},
+		{"a skip is shown with its reason", pass + skip + done, "", false, 0, "skip  p.TestS: s_test.go:1: no KVM here"},
+		{"a skip fails when strict", pass + skip + done, "", true, 1, "1 tests were skipped"},
+		{"a skip that is allowed passes when strict", pass + skip + done, `^p\.TestS$`, true, 0, "skip  p.TestS"},
+		{"a build failure shows the compiler's words", build, "", false, 1, "undefined: x"},
+		{"no input fails", "", "", false, 1, "nothing was tested"},
+		{"lines of go itself pass through", "go: no module\n", "", false, 1, "go: no module"},
+		{"a wrong regexp is refused", pass, "(", false, 2, "missing closing"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			var out strings.Builder
+			if got := run(strings.NewReader(tt.in), &out, tt.allow, tt.strict); got != tt.want {
+				t.Errorf("exit status %d, want %d", got, tt.want)
+			}
+			if !strings.Contains(out.String(), tt.says) {
+				t.Errorf("no %q in\n%s", tt.says, &out)
+			}
+		})
+	}
+}
