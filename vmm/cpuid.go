@@ -1,0 +1,201 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"runtime"
+	"sync"
+
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// CPUID leaves and bits (SDM volume 2, CPUID; AMD APM volume 3, appendix E).
+const (
+	leafFeatures    = 0x1
+	leafCache       = 0x4
+	leafTopology    = 0xb
+	leafTopologyV2  = 0x1f
+	leafExtFeatures = 0x80000001
+	leafAddressSize = 0x80000008
+	leafAMDCache    = 0x8000001d
+	leafAMDTopology = 0x8000001e
+
+	ecxVMX         = 1 << 5
+	ecxTSCDeadline = 1 << 24
+	ecxHypervisor  = 1 << 31
+	edxHTT         = 1 << 28
+	ecxSVM         = 1 << 2
+	ecxCmpLegacy   = 1 << 1
+)
+
+// guestCPUID makes what vCPU id of n shows, from what KVM can offer on this host:
+// a single package of n cores without hyperthreads, no nested virtualisation.
+func guestCPUID(supported []kvm.CPUIDEntry, id, n int, tscDeadline bool) []kvm.CPUIDEntry {
+	out := make([]kvm.CPUIDEntry, 0, len(supported)+2)
+	idBits := uint32(bits.Len(uint(n - 1)))
+	topology := false
+	for _, e := range supported {
+		switch e.Function {
+		case leafFeatures:
+			e.EBX = e.EBX&0xffff | uint32(n)<<16 | uint32(id)<<24
+			e.ECX = e.ECX&^(ecxVMX|ecxTSCDeadline) | ecxHypervisor
+			if tscDeadline {
+				e.ECX |= ecxTSCDeadline
+			}
+			e.EDX &^= edxHTT
+			if n > 1 {
+				e.EDX |= edxHTT
+			}
+		case leafCache, leafAMDCache:
+			// No cache is shared between cores, but for the last level.
+			if level := e.EAX >> 5 & 7; level > 0 {
+				shared := uint32(0)
+				if level == 3 {
+					shared = uint32(n - 1)
+				}
+				e.EAX = e.EAX&0x3fff | shared<<14
+				if e.Function == leafCache {
+					e.EAX |= uint32(n-1) << 26
+				}
+			}
+		case leafTopology, leafTopologyV2:
+			// Replaced below.
+			if e.Function == leafTopology {
+				topology = true
+			}
+			continue
+		case leafExtFeatures:
+			e.ECX &^= ecxSVM | ecxCmpLegacy
+			if n > 1 {
+				e.ECX |= ecxCmpLegacy
+			}
+		case leafAddressSize:
+			e.ECX = e.ECX&^0xf0ff | idBits<<12 | uint32(n-1)
+		case leafAMDTopology:
+			e.EAX, e.EBX, e.ECX = uint32(id), uint32(id), 0
+		}
+		out = append(out, e)
+	}
+	if topology {
+		const (
+			significantIndex = 1
+			typeSMT          = 1 << 8
+			typeCore         = 2 << 8
+		)
+		out = append(out,
+			kvm.CPUIDEntry{Function: leafTopology, Index: 0, Flags: significantIndex, EAX: 0, EBX: 1, ECX: 0 | typeSMT, EDX: uint32(id)},
+			kvm.CPUIDEntry{Function: leafTopology, Index: 1, Flags: significantIndex, EAX: idBits, EBX: uint32(n), ECX: 1 | typeCore, EDX: uint32(id)})
+	}
+	return out
+}
+
+// HostFacts is what a guest depends on of the CPU that it runs on; a snapshot
+// keeps it.
+type HostFacts struct {
+	Arch   string           `json:"arch"`
+	TSCKHz uint64           `json:"tsc_khz"`
+	CPUID  []kvm.CPUIDEntry `json:"cpuid"`
+}
+
+func hostFacts(cpuid []kvm.CPUIDEntry, khz uint64) HostFacts {
+	return HostFacts{Arch: runtime.GOARCH, TSCKHz: khz, CPUID: cpuid}
+}
+
+// ErrForeign says that a machine was saved on a CPU that this host is not like.
+var ErrForeign = errors.New("the snapshot needs another host")
+
+// CheckFacts compares what a saved machine depends on with this host. The error
+// wraps ErrForeign and names the first thing that is missing.
+func CheckFacts(saved HostFacts) error {
+	if saved.Arch != runtime.GOARCH {
+		return fmt.Errorf("%w: it is of a %s machine, this is %s", ErrForeign, saved.Arch, runtime.GOARCH)
+	}
+	sys, err := kvm.Open()
+	if err != nil {
+		return err
+	}
+	defer sys.Close()
+	have, err := sys.SupportedCPUID()
+	if err != nil {
+		return err
+	}
+	return compareCPUID(saved.CPUID, have)
+}
+
+// features are the CPUID registers whose bits say what a CPU can do.
+var features = []struct {
+	function, index uint32
+	name            string
+	register        func(*kvm.CPUIDEntry) uint32
+	ignore          uint32 // bits that the VMM sets itself, or that mirror guest state
+}{
+	{0x1, 0, "CPUID.1:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, ecxHypervisor | ecxTSCDeadline | 1<<27},
+	{0x1, 0, "CPUID.1:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, edxHTT},
+	{0x7, 0, "CPUID.7.0:EBX", func(e *kvm.CPUIDEntry) uint32 { return e.EBX }, 0},
+	{0x7, 0, "CPUID.7.0:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, 1 << 4},
+	{0x7, 0, "CPUID.7.0:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{0xd, 0, "CPUID.D.0:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+	{0xd, 1, "CPUID.D.1:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+	{0x80000001, 0, "CPUID.80000001:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, ecxCmpLegacy},
+	{0x80000001, 0, "CPUID.80000001:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{0x40000001, 0, "CPUID.40000001:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+}
+
+func compareCPUID(saved, have []kvm.CPUIDEntry) error {
+	find := func(list []kvm.CPUIDEntry, function, index uint32) *kvm.CPUIDEntry {
+		for i := range list {
+			if list[i].Function == function && list[i].Index == index {
+				return &list[i]
+			}
+		}
+		return new(kvm.CPUIDEntry)
+	}
+	vendor := func(list []kvm.CPUIDEntry) [3]uint32 {
+		e := find(list, 0, 0)
+		return [3]uint32{e.EBX, e.EDX, e.ECX}
+	}
+	if vendor(saved) != vendor(have) {
+		return fmt.Errorf("%w: its CPU is of another vendor", ErrForeign)
+	}
+	for _, f := range features {
+		missing := f.register(find(saved, f.function, f.index)) &^ f.register(find(have, f.function, f.index)) &^ f.ignore
+		if missing != 0 {
+			return fmt.Errorf("%w: this CPU lacks features %#x of %s: restore on a CPU like the first", ErrForeign, missing, f.name)
+		}
+	}
+	return nil
+}
+
+// softKVMSignature is what a KVM without hardware virtualisation answers in an MSR
+// of KVM's paravirtual range.
+const (
+	softKVMMSR       = 0x4b564d11
+	softKVMSignature = 0x4d5650
+)
+
+// SoftKVM reports whether this host's KVM has no hardware virtualisation under it, so
+// that guest kernel code is interpreted. If that cannot be found out, it says no.
+var SoftKVM = sync.OnceValue(func() bool {
+	sys, err := kvm.Open()
+	if err != nil {
+		return false
+	}
+	defer sys.Close()
+	vm, err := sys.CreateVM()
+	if err != nil {
+		return false
+	}
+	defer vm.Close()
+	// vCPUs want their LAPIC.
+	if vm.CreateIRQChip() != nil {
+		return false
+	}
+	c, err := vm.CreateVCPU(0)
+	if err != nil {
+		return false
+	}
+	defer c.Close()
+	msrs, err := c.MSRs([]uint32{softKVMMSR})
+	return err == nil && len(msrs) == 1 && msrs[0].Value == softKVMSignature
+})

@@ -1,0 +1,104 @@
+package guestmem
+
+import (
+	"errors"
+	"io"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// MaxRanges is the most ranges that one vectored call takes: IOV_MAX.
+const MaxRanges = 1024
+
+var iovecs = sync.Pool{New: func() any { return new([MaxRanges]unix.Iovec) }}
+
+// transferOnce hands the ranges to one system call. The call may touch missing
+// pages: it blocks in the kernel, where it does not hold up the garbage
+// collector, until the pager has filled them.
+//
+// m.mu is not held: Discard must not wait for a read from a quiet socket. The
+// mapping stays in place until Close, and a page that vanishes under the call
+// is zero, as the guest that gave it away while it was a buffer has deserved.
+func (m *Memory) transferOnce(rs []Range, call func([]unix.Iovec) (int, error), into bool) (int, error) {
+	if len(rs) > MaxRanges {
+		return 0, ErrRange
+	}
+	iov := iovecs.Get().(*[MaxRanges]unix.Iovec)
+	defer iovecs.Put(iov)
+	k := 0
+	for _, r := range rs {
+		off, err := m.offset(r.GPA, uint64(r.Len))
+		if err != nil {
+			return 0, err
+		}
+		if r.Len == 0 {
+			continue
+		}
+		setIovec(&iov[k], m.mem, off, uint64(r.Len))
+		k++
+	}
+	if k == 0 {
+		return 0, nil
+	}
+	n, err := call(iov[:k])
+	// A pooled array must not keep addresses of a mapping that may go away.
+	clear(iov[:k])
+	if into && n > 0 {
+		left := uint64(n)
+		for _, r := range rs {
+			if left == 0 {
+				break
+			}
+			part := min(left, uint64(r.Len))
+			off, err := m.offset(r.GPA, part)
+			if err != nil {
+				return n, err
+			}
+			m.markDirty(off, part)
+			left -= part
+		}
+	}
+	return n, err
+}
+
+// transferAll repeats a system call until all ranges are done.
+func (m *Memory) transferAll(rs []Range, call func(iov []unix.Iovec, done int) (int, error), into bool) error {
+	total := 0
+	for _, r := range rs {
+		total += int(r.Len)
+	}
+	rest := rs
+	for done := 0; done < total; {
+		n, err := m.transferOnce(rest, func(iov []unix.Iovec) (int, error) { return call(iov, done) }, into)
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case err != nil:
+			return err
+		case n == 0:
+			return io.ErrUnexpectedEOF
+		}
+		done += n
+		if done < total {
+			rest = advance(rest, n)
+		}
+	}
+	return nil
+}
+
+// advance returns rs without its first n bytes. A short transfer is rare (end
+// of file, a signal, a full disk), so it may allocate.
+func advance(rs []Range, n int) []Range {
+	for len(rs) > 0 && n >= int(rs[0].Len) {
+		n -= int(rs[0].Len)
+		rs = rs[1:]
+	}
+	if n == 0 {
+		return rs
+	}
+	rest := append([]Range(nil), rs...)
+	rest[0].GPA += GPA(n)
+	rest[0].Len -= uint32(n)
+	return rest
+}

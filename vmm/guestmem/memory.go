@@ -1,0 +1,375 @@
+package guestmem
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// GPA is a guest physical address.
+type GPA uint64
+
+// PageSize is the granularity of residency and of dirty tracking, in bytes.
+const PageSize = 4096
+
+// The part of the 32-bit address space that is not RAM: interrupt controllers,
+// virtio-mmio windows and the ranges KVM wants for itself live there. RAM that
+// does not fit below it continues at 4 GiB.
+const (
+	HoleStart GPA = 3 << 30
+	HoleEnd   GPA = 4 << 30
+)
+
+// Limits on the size of a guest's RAM, in bytes.
+const (
+	MinSize = 64 << 20
+	MaxSize = 16 << 30
+)
+
+// ErrRange says that an address range is not wholly inside guest RAM.
+var ErrRange = errors.New("address range is not guest RAM")
+
+// ErrSize says that a RAM size cannot be had.
+var ErrSize = errors.New("unusable guest RAM size")
+
+// Slot is one contiguous piece of guest RAM, as KVM_SET_USER_MEMORY_REGION
+// wants it.
+type Slot struct {
+	GPA  GPA
+	Size uint64
+	// HVA is where the slot lies in this process. It is for handing to the
+	// kernel (memslots, userfaultfd), never for dereferencing.
+	HVA uintptr
+	// Offset is where the slot starts in the linear numbering of RAM, which
+	// skips the hole: page number Offset/PageSize is its first page.
+	Offset uint64
+}
+
+// Residency makes pages present that a lazy restore has not loaded yet.
+type Residency interface {
+	// Ensure returns when every page of [gpa, gpa+n) can be read and written
+	// by Go code without a fault that this process itself has to answer. The
+	// range is inside one slot. It is called on every access to guest memory,
+	// from many goroutines, so the case that nothing is missing must be cheap.
+	Ensure(gpa GPA, n uint64) error
+	// Discarding is called before the pages of [gpa, gpa+n), page aligned,
+	// are given back to the host; they read as zeros from then on. When it
+	// returns, no stale content may be put into these pages any more.
+	Discarding(gpa GPA, n uint64)
+}
+
+// File is something the kernel can read from or write to: an [os.File], a
+// socket, a TAP device.
+type File interface {
+	Fd() uintptr
+}
+
+// Range is a piece of guest RAM, for vectored I/O.
+type Range struct {
+	GPA GPA
+	Len uint32
+}
+
+// Memory is the RAM of one guest. All methods may be called from several
+// goroutines at once; Close must be the last call.
+type Memory struct {
+	size  uint64
+	slots []Slot
+	mem   []byte
+
+	// mu is held for reading while Go code looks at guest pages, and for
+	// writing while pages are taken away from under it.
+	mu        sync.RWMutex
+	residency Residency
+
+	// dirty has a bit for each page that this process has written.
+	dirty []atomic.Uint64
+}
+
+// New reserves size bytes of guest RAM: a multiple of PageSize, between MinSize
+// and MaxSize. The memory is private, anonymous and zero; the host commits
+// pages as they are touched. It fails with ErrSize when the size is out of
+// bounds, and with the mmap error when the host refuses the mapping.
+func New(size uint64) (*Memory, error) {
+	if size < MinSize || size > MaxSize || size%PageSize != 0 {
+		return nil, fmt.Errorf("reserving %d bytes of guest RAM: %w: use a multiple of %d from %d MiB to %d MiB",
+			size, ErrSize, PageSize, MinSize>>20, MaxSize>>20)
+	}
+	mem, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("reserving %d MiB of guest RAM: mmap: %w: lower the VM's memory or free some on the host",
+			size>>20, err)
+	}
+	// Guest RAM must not end up in a child process or in a core dump.
+	_ = unix.Madvise(mem, unix.MADV_DONTFORK)
+	_ = unix.Madvise(mem, unix.MADV_DONTDUMP)
+	m := &Memory{
+		size:  size,
+		mem:   mem,
+		dirty: make([]atomic.Uint64, (size/PageSize+63)/64),
+	}
+	low := min(size, uint64(HoleStart))
+	m.slots = append(m.slots, Slot{GPA: 0, Size: low, HVA: addressOf(mem), Offset: 0})
+	if size > low {
+		m.slots = append(m.slots, Slot{GPA: HoleEnd, Size: size - low, HVA: addressOf(mem) + uintptr(low), Offset: low})
+	}
+	return m, nil
+}
+
+// Close gives the memory back. Nothing may use m afterwards.
+func (m *Memory) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mem == nil {
+		return nil
+	}
+	mem := m.mem
+	m.mem, m.slots = nil, nil
+	return os.NewSyscallError("munmap guest RAM", unix.Munmap(mem))
+}
+
+// Size is the amount of RAM in bytes, without the hole.
+func (m *Memory) Size() uint64 { return m.size }
+
+// Slots returns the pieces of RAM in ascending order: one, or two when RAM
+// reaches beyond HoleStart.
+func (m *Memory) Slots() []Slot { return append([]Slot(nil), m.slots...) }
+
+// SetResidency installs the pager of a lazy restore. It must be called before
+// anything accesses the memory.
+func (m *Memory) SetResidency(r Residency) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.residency = r
+}
+
+// offset translates a range to an offset in the mapping.
+func (m *Memory) offset(gpa GPA, n uint64) (uint64, error) {
+	for i := range m.slots {
+		s := &m.slots[i]
+		// Written so that no sum can overflow.
+		if gpa >= s.GPA && uint64(gpa-s.GPA) <= s.Size && n <= s.Size-uint64(gpa-s.GPA) {
+			return s.Offset + uint64(gpa-s.GPA), nil
+		}
+	}
+	return 0, ErrRange
+}
+
+// Contains reports whether [gpa, gpa+n) lies inside one piece of RAM.
+func (m *Memory) Contains(gpa GPA, n uint64) bool {
+	_, err := m.offset(gpa, n)
+	return err == nil
+}
+
+// Linear translates a guest physical address to its position in RAM counted
+// without the hole; FromLinear goes the other way. Pages of a snapshot are
+// numbered so.
+func (m *Memory) Linear(gpa GPA) (uint64, error) { return m.offset(gpa, 1) }
+
+// FromLinear is the inverse of Linear.
+func (m *Memory) FromLinear(off uint64) (GPA, error) {
+	for i := range m.slots {
+		s := &m.slots[i]
+		if off >= s.Offset && off-s.Offset < s.Size {
+			return s.GPA + GPA(off-s.Offset), nil
+		}
+	}
+	return 0, ErrRange
+}
+
+// Read copies guest RAM at gpa into p. It fails with ErrRange, and then copies
+// nothing, or with the pager's error.
+func (m *Memory) Read(gpa GPA, p []byte) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	off, err := m.resident(gpa, uint64(len(p)))
+	if err != nil {
+		return err
+	}
+	copy(p, m.mem[off:])
+	return nil
+}
+
+// resident is offset for a range that Go code is about to look at. m.mu is held.
+func (m *Memory) resident(gpa GPA, n uint64) (uint64, error) {
+	off, err := m.offset(gpa, n)
+	if err != nil {
+		return 0, err
+	}
+	if m.residency != nil && n > 0 {
+		if err := m.residency.Ensure(gpa, n); err != nil {
+			return 0, err
+		}
+	}
+	return off, nil
+}
+
+// Write copies p into guest RAM at gpa and marks the pages dirty. It fails with
+// ErrRange, and then writes nothing, or with the pager's error.
+func (m *Memory) Write(gpa GPA, p []byte) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	off, err := m.resident(gpa, uint64(len(p)))
+	if err != nil {
+		return err
+	}
+	copy(m.mem[off:], p)
+	m.markDirty(off, uint64(len(p)))
+	return nil
+}
+
+// Zero clears n bytes of guest RAM at gpa and marks the pages dirty.
+func (m *Memory) Zero(gpa GPA, n uint64) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	off, err := m.resident(gpa, n)
+	if err != nil {
+		return err
+	}
+	clear(m.mem[off : off+n])
+	m.markDirty(off, n)
+	return nil
+}
+
+// FillFrom reads exactly n bytes of f at offset off straight into guest RAM. A
+// file that ends early is an io.ErrUnexpectedEOF.
+func (m *Memory) FillFrom(gpa GPA, n int, f File, off int64) error {
+	rs := [1]Range{{GPA: gpa, Len: uint32(n)}}
+	if n < 0 || uint64(n) > MaxSize || int(rs[0].Len) != n {
+		return ErrRange
+	}
+	return m.transferAll(rs[:], func(iov []unix.Iovec, done int) (int, error) {
+		return preadv(int(f.Fd()), iov, off+int64(done))
+	}, true)
+}
+
+// DrainTo writes exactly n bytes of guest RAM to f at offset off.
+func (m *Memory) DrainTo(gpa GPA, n int, f File, off int64) error {
+	rs := [1]Range{{GPA: gpa, Len: uint32(n)}}
+	if n < 0 || uint64(n) > MaxSize || int(rs[0].Len) != n {
+		return ErrRange
+	}
+	return m.transferAll(rs[:], func(iov []unix.Iovec, done int) (int, error) {
+		return pwritev(int(f.Fd()), iov, off+int64(done))
+	}, false)
+}
+
+// PreadFull is FillFrom into several ranges.
+func (m *Memory) PreadFull(rs []Range, f File, off int64) error {
+	return m.transferAll(rs, func(iov []unix.Iovec, done int) (int, error) {
+		return preadv(int(f.Fd()), iov, off+int64(done))
+	}, true)
+}
+
+// PwriteFull is DrainTo from several ranges.
+func (m *Memory) PwriteFull(rs []Range, f File, off int64) error {
+	return m.transferAll(rs, func(iov []unix.Iovec, done int) (int, error) {
+		return pwritev(int(f.Fd()), iov, off+int64(done))
+	}, false)
+}
+
+// Readv does one readv(2) from fd into the ranges, at most MaxRanges of them,
+// and returns the number of bytes read; unix.EAGAIN comes back as it is. The
+// pages of all ranges count as dirty.
+func (m *Memory) Readv(fd int, rs []Range) (int, error) {
+	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return readv(fd, iov) }, true)
+}
+
+// Writev does one writev(2) of the ranges, at most MaxRanges of them, to fd and
+// returns the number of bytes written; unix.EAGAIN comes back as it is.
+func (m *Memory) Writev(fd int, rs []Range) (int, error) {
+	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
+}
+
+// LoadUint16 reads a little-endian word that the guest may be writing, untorn.
+// gpa must be a multiple of 2, or it fails with ErrRange.
+func (m *Memory) LoadUint16(gpa GPA) (uint16, error) {
+	if gpa%2 != 0 {
+		return 0, ErrRange
+	}
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	off, err := m.resident(gpa, 2)
+	if err != nil {
+		return 0, err
+	}
+	return loadUint16(m.mem, off), nil
+}
+
+// StoreUint16 writes a little-endian word that the guest may be reading,
+// untorn and after everything that was written before it. gpa must be a
+// multiple of 2, or it fails with ErrRange.
+func (m *Memory) StoreUint16(gpa GPA, v uint16) error {
+	if gpa%2 != 0 {
+		return ErrRange
+	}
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	off, err := m.resident(gpa, 2)
+	if err != nil {
+		return err
+	}
+	storeUint16(m.mem, off, v)
+	m.markDirty(off, 2)
+	return nil
+}
+
+// Discard gives the whole pages inside [gpa, gpa+n) back to the host; they read
+// as zeros from then on. The balloon uses it.
+func (m *Memory) Discard(gpa GPA, n uint64) error {
+	first := (uint64(gpa) + PageSize - 1) &^ (PageSize - 1)
+	if n > MaxSize || first < uint64(gpa) {
+		return ErrRange
+	}
+	last := (uint64(gpa) + n) &^ (PageSize - 1)
+	if last <= first {
+		if !m.Contains(gpa, n) {
+			return ErrRange
+		}
+		return nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, err := m.offset(gpa, n); err != nil {
+		return err
+	}
+	off, err := m.offset(GPA(first), last-first)
+	if err != nil {
+		return err
+	}
+	if m.residency != nil {
+		m.residency.Discarding(GPA(first), last-first)
+	}
+	m.markDirty(off, last-first)
+	return os.NewSyscallError("madvise(MADV_DONTNEED) on guest RAM",
+		unix.Madvise(m.mem[off:off+last-first], unix.MADV_DONTNEED))
+}
+
+func (m *Memory) markDirty(off, n uint64) {
+	if n == 0 {
+		return
+	}
+	for page := off / PageSize; page <= (off+n-1)/PageSize; page++ {
+		w, bit := &m.dirty[page/64], uint64(1)<<(page%64)
+		if w.Load()&bit == 0 {
+			w.Or(bit)
+		}
+	}
+}
+
+// TakeDirty calls f with the linear page number of every page that this process
+// has written since the last call, and forgets them. The guest's own writes are
+// in KVM's dirty log. Call it while devices are paused.
+func (m *Memory) TakeDirty(f func(page uint64)) {
+	for i := range m.dirty {
+		for w := m.dirty[i].Swap(0); w != 0; w &= w - 1 {
+			f(uint64(i)*64 + uint64(bits.TrailingZeros64(w)))
+		}
+	}
+}

@@ -1,0 +1,128 @@
+package vmm
+
+import (
+	"fmt"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A guest that loops with interrupts off answers nothing and never ends. It is
+// found by looking at the CPU time of each vCPU thread, which costs next to nothing,
+// and only when that says that a vCPU does not rest, at its flags.
+const (
+	defaultWatchInterval = time.Second
+	// busyShare of the interval counts as not resting. On a crowded host a
+	// looping vCPU gets less than a whole CPU.
+	busyShare = 0.2
+	// hungAfter so many looks in a row with interrupts off, the guest counts
+	// as hung. The longest stretch of a healthy kernel with interrupts off is
+	// far below one second, even where its code is interpreted.
+	hungAfter = 10
+)
+
+// Health is what the machine thinks of its guest.
+type Health struct {
+	// Hung is set while a vCPU loops with interrupts off.
+	Hung bool
+	// Detail says which, where and for how long; empty unless Hung.
+	Detail string
+}
+
+type health struct {
+	mu  sync.Mutex
+	now Health
+}
+
+// Health says whether the guest looks alive.
+func (m *Machine) Health() Health {
+	m.health.mu.Lock()
+	defer m.health.mu.Unlock()
+	return m.health.now
+}
+
+func (m *Machine) setHealth(h Health) {
+	m.health.mu.Lock()
+	changed := m.health.now.Hung != h.Hung
+	m.health.now = h
+	m.health.mu.Unlock()
+	if changed && h.Hung {
+		m.log.Warn("guest is hung", "detail", h.Detail)
+	} else if changed {
+		m.log.Info("guest is no longer hung")
+	}
+}
+
+// watch looks at the vCPUs once a second until the machine ends.
+func (m *Machine) watch() {
+	interval := m.watchInterval
+	ticker := time.NewTicker(interval)
+	defer ticker.Stop()
+	used := make([]time.Duration, len(m.cpus))
+	looks := make([]int, len(m.cpus))
+	for {
+		select {
+		case <-m.ended:
+			return
+		case <-ticker.C:
+		}
+		var h Health
+		for i, c := range m.cpus {
+			now := threadTime(int(c.tid.Load()))
+			busy := now-used[i] >= time.Duration(float64(interval)*busyShare)
+			used[i] = now
+			if !busy {
+				looks[i] = 0
+				continue
+			}
+			s := m.look(c)
+			const interruptFlag = 1 << 9
+			if s == nil || s.rflags&interruptFlag != 0 {
+				looks[i] = 0
+				continue
+			}
+			looks[i]++
+			if looks[i] >= hungAfter {
+				h = Health{Hung: true, Detail: fmt.Sprintf("vCPU %d has been looping with interrupts off for %v, now at %s: it will not answer; remove the VM or restore a snapshot",
+					c.kvm.ID(), time.Duration(looks[i])*interval, m.location(s.rip))}
+			}
+		}
+		m.setHealth(h)
+	}
+}
+
+// look calls a vCPU out of the guest and returns its instruction pointer and flags,
+// or nil when it is not running.
+func (m *Machine) look(c *cpu) *sample {
+	s := &sample{done: make(chan struct{})}
+	g := &m.gate
+	g.mu.Lock()
+	if !g.run || g.stopped || c.parked || c.sample != nil {
+		g.mu.Unlock()
+		return nil
+	}
+	c.sample = s
+	err := c.callOut()
+	g.mu.Unlock()
+	if err != nil {
+		return nil
+	}
+	select {
+	case <-s.done:
+		return s
+	case <-m.ended:
+		return nil
+	}
+}
+
+// threadTime is the CPU time of a thread of this process (clock_getres(2), the
+// encoding of per-thread clock ids).
+func threadTime(tid int) time.Duration {
+	const perThreadCPU = 6
+	var ts unix.Timespec
+	if err := unix.ClockGettime(int32(^tid<<3|perThreadCPU), &ts); err != nil {
+		return 0
+	}
+	return time.Duration(ts.Nano())
+}

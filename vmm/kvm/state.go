@@ -1,0 +1,320 @@
+package kvm
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	gokvm "github.com/bobuhiro11/gokvm/kvm"
+)
+
+// The state of a vCPU is a sequence of records: tag and length, 32 bits each,
+// little-endian, then the kernel's own struct, whose layout is fixed by the KVM
+// ABI. The order in which they are loaded matters: CPUID before the MSRs that
+// depend on it; SREGS (which sets the APIC base), then LAPIC, then MSRs (the TSC
+// deadline is dropped unless the LAPIC timer is in that mode already).
+const (
+	tagCPUID = iota + 1
+	tagTSCKHz
+	tagMPState
+	tagRegs
+	tagSregs2
+	tagSregs
+	tagXSave
+	tagXCRs
+	tagDebug
+	tagEvents
+	tagLAPIC
+	tagMSRs
+	tagCount
+)
+
+// Indices of MSRs that need care.
+const (
+	msrTSC         = 0x10
+	MSRMiscEnable  = 0x1a0
+	MSRMTRRDefType = 0x2ff
+	msrTSCDeadline = 0x6e0
+)
+
+func record(p []byte, tag uint32, data []byte) []byte {
+	p = binary.LittleEndian.AppendUint32(p, tag)
+	p = binary.LittleEndian.AppendUint32(p, uint32(len(data)))
+	return append(p, data...)
+}
+
+// Export appends the whole state of the vCPU to p. cpuid is what SetCPUID was
+// given, msrIndex what MSRIndexList has returned. The vCPU must not run.
+func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, error) {
+	var data []byte
+	for i := range cpuid {
+		data = append(data, bytesOf(&cpuid[i])...)
+	}
+	p = record(p, tagCPUID, data)
+	if khz, err := c.TSCKHz(); err == nil {
+		p = record(p, tagTSCKHz, binary.LittleEndian.AppendUint64(nil, khz))
+	}
+	// KVM_GET_MP_STATE first of all: it lets the kernel settle pending INIT and
+	// SIPI events, which the other calls then see.
+	state, err := c.MPState()
+	if err != nil {
+		return p, err
+	}
+	p = record(p, tagMPState, binary.LittleEndian.AppendUint32(nil, state))
+	regs, err := c.Regs()
+	if err != nil {
+		return p, err
+	}
+	p = record(p, tagRegs, bytesOf(regs))
+	if err := gokvm.GetSRegs2(uintptr(c.fd), &c.sregs2); err == nil {
+		p = record(p, tagSregs2, bytesOf(&c.sregs2))
+	}
+	sregs, err := c.Sregs()
+	if err != nil {
+		return p, err
+	}
+	p = record(p, tagSregs, bytesOf(sregs))
+	if err := c.getXSave(); err != nil {
+		return p, err
+	}
+	p = record(p, tagXSave, c.xsave)
+	if err := gokvm.GetXCRS(uintptr(c.fd), &c.xcrs); err == nil {
+		p = record(p, tagXCRs, bytesOf(&c.xcrs))
+	}
+	if err := gokvm.GetDebugRegs(uintptr(c.fd), &c.debug); err != nil {
+		return p, fmt.Errorf("KVM_GET_DEBUGREGS: %w", err)
+	}
+	p = record(p, tagDebug, bytesOf(&c.debug))
+	data, err = c.LAPIC(nil)
+	if err != nil {
+		return p, err
+	}
+	p = record(p, tagLAPIC, data)
+	msrs, err := c.MSRs(msrIndex)
+	if err != nil {
+		return p, err
+	}
+	data = data[:0]
+	for i := range msrs {
+		data = append(data, bytesOf(&msrs[i])...)
+	}
+	p = record(p, tagMSRs, data)
+	if err := gokvm.GetVCPUEvents(uintptr(c.fd), &c.events); err != nil {
+		return p, fmt.Errorf("KVM_GET_VCPU_EVENTS: %w", err)
+	}
+	return record(p, tagEvents, bytesOf(&c.events)), nil
+}
+
+// Import loads what Export has returned into a fresh vCPU. It fails with ErrState
+// when p is damaged or incomplete, and with the kernel's error when this host
+// cannot take it.
+func (c *VCPU) Import(p []byte) error {
+	rec, err := parseRecords(p)
+	if err != nil {
+		return fmt.Errorf("vCPU %d: %w", c.id, err)
+	}
+	for _, tag := range []int{tagCPUID, tagMPState, tagRegs, tagSregs, tagXSave, tagDebug, tagEvents, tagLAPIC, tagMSRs} {
+		if rec[tag] == nil {
+			return fmt.Errorf("vCPU %d: %w: record %d is missing", c.id, ErrState, tag)
+		}
+	}
+	if err := c.importCPUID(rec[tagCPUID]); err != nil {
+		return err
+	}
+	if b := rec[tagTSCKHz]; b != nil {
+		if err := c.importTSCKHz(b); err != nil {
+			return err
+		}
+	}
+	if b := rec[tagXCRs]; b != nil {
+		if err := load(&c.xcrs, b); err != nil {
+			return fmt.Errorf("KVM_SET_XCRS: %w", err)
+		}
+		if err := gokvm.SetXCRS(uintptr(c.fd), &c.xcrs); err != nil {
+			return fmt.Errorf("KVM_SET_XCRS: %w", err)
+		}
+	}
+	clear(c.xsave)
+	if len(rec[tagXSave]) > len(c.xsave) {
+		return fmt.Errorf("KVM_SET_XSAVE: %w: %d bytes, this host takes %d", ErrState, len(rec[tagXSave]), len(c.xsave))
+	}
+	copy(c.xsave, rec[tagXSave])
+	if err := c.setXSave(); err != nil {
+		return err
+	}
+	if err := c.importSregs(rec[tagSregs2], rec[tagSregs]); err != nil {
+		return err
+	}
+	if err := c.SetLAPIC(rec[tagLAPIC]); err != nil {
+		return err
+	}
+	if err := c.importMSRs(rec[tagMSRs]); err != nil {
+		return err
+	}
+	regs := new(Regs)
+	if err := load(regs, rec[tagRegs]); err != nil {
+		return fmt.Errorf("KVM_SET_REGS: %w", err)
+	}
+	if err := c.SetRegs(regs); err != nil {
+		return err
+	}
+	if err := load(&c.debug, rec[tagDebug]); err != nil {
+		return fmt.Errorf("KVM_SET_DEBUGREGS: %w", err)
+	}
+	if err := gokvm.SetDebugRegs(uintptr(c.fd), &c.debug); err != nil {
+		return fmt.Errorf("KVM_SET_DEBUGREGS: %w", err)
+	}
+	if err := load(&c.events, rec[tagEvents]); err != nil {
+		return fmt.Errorf("KVM_SET_VCPU_EVENTS: %w", err)
+	}
+	if err := gokvm.SetVCPUEvents(uintptr(c.fd), &c.events); err != nil {
+		return fmt.Errorf("KVM_SET_VCPU_EVENTS: %w", err)
+	}
+	if len(rec[tagMPState]) != 4 {
+		return fmt.Errorf("KVM_SET_MP_STATE: %w", ErrState)
+	}
+	return c.SetMPState(binary.LittleEndian.Uint32(rec[tagMPState]))
+}
+
+func parseRecords(p []byte) (rec [tagCount][]byte, err error) {
+	for len(p) > 0 {
+		if len(p) < 8 {
+			return rec, fmt.Errorf("%w: truncated record", ErrState)
+		}
+		tag, n := binary.LittleEndian.Uint32(p), binary.LittleEndian.Uint32(p[4:])
+		p = p[8:]
+		if tag == 0 || tag >= tagCount || rec[tag] != nil || uint64(n) > uint64(len(p)) {
+			return rec, fmt.Errorf("%w: record %d of %d bytes", ErrState, tag, n)
+		}
+		rec[tag], p = p[:n:n], p[n:]
+	}
+	return rec, nil
+}
+
+// SavedCPUID returns what CPUID shows to the vCPU whose state Export has returned.
+func SavedCPUID(p []byte) ([]CPUIDEntry, error) {
+	rec, err := parseRecords(p)
+	if err != nil {
+		return nil, fmt.Errorf("state of a vCPU: %w", err)
+	}
+	return decodeCPUID(rec[tagCPUID])
+}
+
+func (c *VCPU) importCPUID(b []byte) error {
+	entries, err := decodeCPUID(b)
+	if err != nil {
+		return err
+	}
+	return c.SetCPUID(entries)
+}
+
+func decodeCPUID(b []byte) ([]CPUIDEntry, error) {
+	size := len(bytesOf(new(CPUIDEntry)))
+	if len(b)%size != 0 || len(b)/size > maxCPUIDEntries {
+		return nil, fmt.Errorf("CPUID of a vCPU: %w: %d bytes", ErrState, len(b))
+	}
+	entries := make([]CPUIDEntry, len(b)/size)
+	for i := range entries {
+		copy(bytesOf(&entries[i]), b[i*size:])
+	}
+	return entries, nil
+}
+
+// tscTolerance is how far two TSC rates may be apart, in parts per million, and
+// still count as the same: what NTP itself corrects.
+const tscTolerance = 250
+
+func (c *VCPU) importTSCKHz(b []byte) error {
+	if len(b) != 8 {
+		return fmt.Errorf("TSC frequency: %w", ErrState)
+	}
+	want := binary.LittleEndian.Uint64(b)
+	have, err := c.TSCKHz()
+	if err != nil || want == have {
+		return nil
+	}
+	diff := max(want, have) - min(want, have)
+	if diff*1_000_000 <= want*tscTolerance {
+		return nil
+	}
+	if err := c.SetTSCKHz(want); err != nil {
+		return fmt.Errorf("running a guest of %d kHz TSC on a host of %d kHz: %w: this host cannot scale the TSC; restore on one like the first", want, have, err)
+	}
+	return nil
+}
+
+func (c *VCPU) importSregs(b2, b []byte) error {
+	if b2 != nil {
+		if err := load(&c.sregs2, b2); err != nil {
+			return fmt.Errorf("KVM_SET_SREGS2: %w", err)
+		}
+		if err := gokvm.SetSRegs2(uintptr(c.fd), &c.sregs2); err == nil {
+			return nil
+		}
+	}
+	if err := load(&c.sregs, b); err != nil {
+		return fmt.Errorf("KVM_SET_SREGS: %w", err)
+	}
+	// What was pending is in the vCPU events.
+	c.sregs.InterruptBitmap = [len(c.sregs.InterruptBitmap)]uint64{}
+	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
+}
+
+func (c *VCPU) importMSRs(b []byte) error {
+	size := len(bytesOf(new(MSR)))
+	if len(b)%size != 0 || len(b)/size > maxMSRs {
+		return fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
+	}
+	msrs := make([]MSR, 0, len(b)/size)
+	var deadline *MSR
+	for ; len(b) > 0; b = b[size:] {
+		var m MSR
+		copy(bytesOf(&m), b)
+		if m.Index == msrTSCDeadline {
+			deadline = &m
+			continue
+		}
+		msrs = append(msrs, m)
+	}
+	// The deadline is compared with the TSC, so it comes after it.
+	if deadline != nil {
+		msrs = append(msrs, *deadline)
+	}
+	var refused []uint32
+	for len(msrs) > 0 {
+		n, err := c.SetMSRs(msrs)
+		if err != nil {
+			return err
+		}
+		if n >= len(msrs) {
+			break
+		}
+		// Some MSRs can be read but not written. One that holds zero has
+		// nothing to lose; any other is state this host cannot take.
+		if msrs[n].Value != 0 && !readOnlyMSR(msrs[n].Index) {
+			refused = append(refused, msrs[n].Index)
+		}
+		msrs = msrs[n+1:]
+	}
+	if refused != nil {
+		return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
+	}
+	return nil
+}
+
+var errRefusedMSR = errors.New("this host refuses the saved value")
+
+// readOnlyMSR names MSRs that describe the CPU rather than its state: a host
+// refuses to have them written when they do not differ, or at all.
+func readOnlyMSR(index uint32) bool {
+	switch index {
+	case 0x10a, // IA32_ARCH_CAPABILITIES
+		0x345,      // IA32_PERF_CAPABILITIES
+		0x8b,       // IA32_UCODE_REV
+		0xc0010015, // MSR_K7_HWCR
+		0xc0011029, // MSR_AMD64_DE_CFG
+		0x48:       // IA32_SPEC_CTRL where the guest does not have it
+		return true
+	}
+	return index >= 0x480 && index <= 0x491 // VMX capabilities
+}

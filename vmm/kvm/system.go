@@ -1,0 +1,99 @@
+package kvm
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	gokvm "github.com/bobuhiro11/gokvm/kvm"
+	"golang.org/x/sys/unix"
+)
+
+// APIVersion is the only one there is (api.rst 4.1).
+const APIVersion = 12
+
+// Why a host cannot run VMs.
+var (
+	ErrNoKVM        = errors.New("this host has no usable /dev/kvm")
+	ErrNoPermission = errors.New("no permission to use /dev/kvm")
+)
+
+// System is an open /dev/kvm. Its methods may be called from any goroutine.
+type System struct {
+	fd int
+
+	cpuidOnce sync.Once
+	cpuid     []CPUIDEntry
+	cpuidErr  error
+}
+
+// Open opens /dev/kvm. The error wraps ErrNoKVM or ErrNoPermission where that is
+// the cause.
+func Open() (*System, error) { return OpenPath("/dev/kvm") }
+
+// OpenPath is Open for another device node.
+func OpenPath(path string) (*System, error) {
+	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	switch {
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
+		return nil, fmt.Errorf("opening %s: %w (%w): enable virtualisation in the firmware and load kvm_intel or kvm_amd, or run where /dev/kvm is passed through",
+			path, ErrNoKVM, err)
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		return nil, fmt.Errorf("opening %s: %w (%w): run as root, or add the user to the group that owns it",
+			path, ErrNoPermission, err)
+	case err != nil:
+		return nil, fmt.Errorf("opening %s: %w", path, err)
+	}
+	v, err := gokvm.GetAPIVersion(uintptr(fd))
+	if err != nil || v != APIVersion {
+		unix.Close(fd)
+		return nil, fmt.Errorf("opening %s: %w: it is not KVM, or speaks API version %d instead of %d", path, ErrNoKVM, v, APIVersion)
+	}
+	return &System{fd: fd}, nil
+}
+
+// Close closes /dev/kvm; VMs made from it live on.
+func (s *System) Close() error { return os.NewSyscallError("close /dev/kvm", unix.Close(s.fd)) }
+
+// Check asks for a capability (api.rst 4.4): 0 means that it is not there, and
+// what a positive value means depends on it.
+func (s *System) Check(c Capability) int {
+	n, err := ioctl(s.fd, uintptr(gokvm.IIO(nrCheckExtension)), uintptr(c))
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
+// SupportedCPUID is what KVM can offer to guests on this host (api.rst 4.46). It
+// is asked for once, since that takes a large part of a millisecond; callers
+// must not change it.
+func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
+	s.cpuidOnce.Do(func() { s.cpuid, s.cpuidErr = supportedCPUID(s.fd) })
+	return s.cpuid, s.cpuidErr
+}
+
+// MSRIndexList names the MSRs that make up the state of a vCPU (api.rst 4.3).
+func (s *System) MSRIndexList() ([]uint32, error) { return msrIndexList(s.fd) }
+
+// CreateVM makes an empty VM (api.rst 4.2).
+func (s *System) CreateVM() (*VM, error) {
+	for {
+		fd, err := gokvm.CreateVM(uintptr(s.fd))
+		if errors.Is(err, unix.EINTR) {
+			// A signal during the start of KVM's worker thread; try again.
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("KVM_CREATE_VM: %w", err)
+		}
+		unix.CloseOnExec(int(fd))
+		size, err := gokvm.GetVCPUMMmapSize(uintptr(s.fd))
+		if err != nil {
+			unix.Close(int(fd))
+			return nil, fmt.Errorf("KVM_GET_VCPU_MMAP_SIZE: %w", err)
+		}
+		return &VM{fd: int(fd), runSize: int(size)}, nil
+	}
+}

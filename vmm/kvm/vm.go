@@ -1,0 +1,185 @@
+package kvm
+
+import (
+	"fmt"
+	"os"
+
+	gokvm "github.com/bobuhiro11/gokvm/kvm"
+	"golang.org/x/sys/unix"
+)
+
+// VM is a KVM virtual machine. Set-up calls are made from one goroutine.
+type VM struct {
+	fd      int
+	runSize int
+
+	// Heap memory for calls that go through gokvm; see the package comment.
+	clock   gokvm.ClockData
+	pit     gokvm.PITState2
+	irqchip gokvm.IRQChip
+	region  gokvm.UserspaceMemoryRegion
+}
+
+// FD is the VM's file descriptor.
+func (v *VM) FD() int { return v.fd }
+
+// Close releases the VM. Its vCPUs must have been closed.
+func (v *VM) Close() error { return os.NewSyscallError("close VM", unix.Close(v.fd)) }
+
+// Check asks for a capability of this VM (api.rst 4.4).
+func (v *VM) Check(c Capability) int {
+	n, err := ioctl(v.fd, uintptr(gokvm.IIO(nrCheckExtension)), uintptr(c))
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
+// SetTSSAddr says where VMX may keep three pages that no guest sees (api.rst 4.20).
+func (v *VM) SetTSSAddr(addr uint32) error {
+	return wrap("KVM_SET_TSS_ADDR", gokvm.SetTSSAddr(uintptr(v.fd), addr))
+}
+
+// SetIdentityMapAddr does the same for one page (api.rst 4.45).
+func (v *VM) SetIdentityMapAddr(addr uint64) error {
+	return wrap("KVM_SET_IDENTITY_MAP_ADDR", setIdentityMapAddr(v.fd, addr))
+}
+
+// CreateIRQChip makes the in-kernel PICs, IOAPIC and LAPICs (api.rst 4.24).
+func (v *VM) CreateIRQChip() error {
+	return wrap("KVM_CREATE_IRQCHIP", gokvm.CreateIRQChip(uintptr(v.fd)))
+}
+
+// CreatePIT2 makes the in-kernel i8254 (api.rst 4.70).
+func (v *VM) CreatePIT2() error {
+	return wrap("KVM_CREATE_PIT2", gokvm.CreatePIT2(uintptr(v.fd)))
+}
+
+// SetMemory puts size bytes of this process at hva into the guest at gpa (api.rst
+// 4.35); size 0 removes the slot.
+func (v *VM) SetMemory(slot uint32, gpa, size uint64, hva uintptr, flags uint32) error {
+	v.region = gokvm.UserspaceMemoryRegion{
+		Slot: slot, Flags: flags, GuestPhysAddr: gpa, MemorySize: size, UserspaceAddr: uint64(hva),
+	}
+	if err := gokvm.SetUserMemoryRegion(uintptr(v.fd), &v.region); err != nil {
+		return fmt.Errorf("KVM_SET_USER_MEMORY_REGION slot %d, %d bytes at %#x: %w", slot, size, gpa, err)
+	}
+	return nil
+}
+
+// IRQFD makes the eventfd raise an edge on an interrupt line (api.rst 4.75).
+func (v *VM) IRQFD(fd int, gsi uint32) error {
+	if err := irqfd(v.fd, fd, gsi, false); err != nil {
+		return fmt.Errorf("KVM_IRQFD for GSI %d: %w", gsi, err)
+	}
+	return nil
+}
+
+// IOEventFD makes a 32-bit guest write of value to the MMIO address signal the
+// eventfd, without leaving the kernel (api.rst 4.59).
+func (v *VM) IOEventFD(fd int, addr uint64, value uint32) error {
+	if err := ioeventfd(v.fd, fd, addr, value); err != nil {
+		return fmt.Errorf("KVM_IOEVENTFD at %#x: %w", addr, err)
+	}
+	return nil
+}
+
+// Route is one entry of the GSI routing table: an interrupt controller's pin.
+type Route struct {
+	GSI  uint32
+	Chip uint32 // 0 and 1: PIC, 2: IOAPIC
+	Pin  uint32
+}
+
+// SetGSIRouting replaces the routing table (api.rst 4.52).
+func (v *VM) SetGSIRouting(routes []Route) error {
+	return wrap("KVM_SET_GSI_ROUTING", setGSIRouting(v.fd, routes))
+}
+
+// EnableCap switches a capability on (api.rst 4.37).
+func (v *VM) EnableCap(c Capability, args ...uint64) error {
+	if err := enableCap(v.fd, c, args); err != nil {
+		return fmt.Errorf("KVM_ENABLE_CAP %d: %w", c, err)
+	}
+	return nil
+}
+
+// DirtyLog reads, and without manual protection clears, the dirty bitmap of a slot
+// into bitmap: a bit for each page (api.rst 4.8).
+func (v *VM) DirtyLog(slot uint32, bitmap []uint64) error {
+	return wrap("KVM_GET_DIRTY_LOG", dirtyLog(v.fd, slot, bitmap))
+}
+
+// ClearDirtyLog write-protects the pages again whose bits are set; first is a
+// multiple of 64, pages too unless it reaches the end of the slot (api.rst 4.117).
+func (v *VM) ClearDirtyLog(slot uint32, first uint64, pages uint32, bitmap []uint64) error {
+	return wrap("KVM_CLEAR_DIRTY_LOG", clearDirtyLog(v.fd, slot, first, pages, bitmap))
+}
+
+// Interrupt controllers that IRQChip and SetIRQChip know (api.rst 4.26).
+const (
+	ChipPICMaster = 0
+	ChipPICSlave  = 1
+	ChipIOAPIC    = 2
+)
+
+// IRQChip appends the state of an interrupt controller to p.
+func (v *VM) IRQChip(chip uint32, p []byte) ([]byte, error) {
+	v.irqchip = gokvm.IRQChip{ChipID: chip}
+	if err := gokvm.GetIRQChip(uintptr(v.fd), &v.irqchip); err != nil {
+		return p, fmt.Errorf("KVM_GET_IRQCHIP %d: %w", chip, err)
+	}
+	return append(p, v.irqchip.Chip[:]...), nil
+}
+
+// ChipSize is the size of the state of one interrupt controller in bytes.
+const ChipSize = 512
+
+// SetIRQChip loads what IRQChip has returned.
+func (v *VM) SetIRQChip(chip uint32, p []byte) error {
+	if len(p) != ChipSize {
+		return fmt.Errorf("KVM_SET_IRQCHIP %d: %w: %d bytes, want %d", chip, ErrState, len(p), ChipSize)
+	}
+	v.irqchip = gokvm.IRQChip{ChipID: chip}
+	copy(v.irqchip.Chip[:], p)
+	if err := gokvm.SetIRQChip(uintptr(v.fd), &v.irqchip); err != nil {
+		return fmt.Errorf("KVM_SET_IRQCHIP %d: %w", chip, err)
+	}
+	return nil
+}
+
+// PIT appends the state of the i8254 to p (api.rst 4.71).
+func (v *VM) PIT(p []byte) ([]byte, error) {
+	if err := gokvm.GetPIT2(uintptr(v.fd), &v.pit); err != nil {
+		return p, fmt.Errorf("KVM_GET_PIT2: %w", err)
+	}
+	return append(p, bytesOf(&v.pit)...), nil
+}
+
+// SetPIT loads what PIT has returned (api.rst 4.72).
+func (v *VM) SetPIT(p []byte) error {
+	if err := load(&v.pit, p); err != nil {
+		return fmt.Errorf("KVM_SET_PIT2: %w", err)
+	}
+	return wrap("KVM_SET_PIT2", gokvm.SetPIT2(uintptr(v.fd), &v.pit))
+}
+
+// Clock returns the guest's kvmclock in nanoseconds (api.rst 4.29).
+func (v *VM) Clock() (uint64, error) {
+	v.clock = gokvm.ClockData{}
+	err := gokvm.GetClock(uintptr(v.fd), &v.clock)
+	return v.clock.Clock, wrap("KVM_GET_CLOCK", err)
+}
+
+// SetClock sets the guest's kvmclock (api.rst 4.30).
+func (v *VM) SetClock(ns uint64) error {
+	v.clock = gokvm.ClockData{Clock: ns}
+	return wrap("KVM_SET_CLOCK", gokvm.SetClock(uintptr(v.fd), &v.clock))
+}
+
+func wrap(call string, err error) error {
+	if err != nil {
+		return fmt.Errorf("%s: %w", call, err)
+	}
+	return nil
+}

@@ -1,0 +1,572 @@
+package vmm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/mmio"
+	"github.com/drowse-vm/drowse/devices/reset"
+	"github.com/drowse-vm/drowse/devices/serial"
+	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// Interrupt lines, and where the I/O ports are that the boot tables describe.
+const (
+	serialPort     = 0x3f8
+	serialPorts    = 8
+	serialGSI      = 4
+	firstDeviceGSI = 5
+	lastDeviceGSI  = boot.IOAPICPins - 1
+)
+
+// MaxDevices is the most virtio devices of one machine.
+const MaxDevices = lastDeviceGSI - firstDeviceGSI + 1
+
+// Pages that VMX hosts want below 4 GiB and that no guest sees (api.rst 4.20, 4.45).
+const (
+	identityMapAddr = 0xfffbc000
+	tssAddr         = 0xfffbd000
+)
+
+// Device is a virtio device with the name under which its state is saved.
+type Device struct {
+	Name   string
+	Device devices.Device
+}
+
+// Config says what a machine is made of.
+type Config struct {
+	// VCPUs is 1 to boot.MaxVCPUs.
+	VCPUs int
+	// Memory is the guest's RAM. It stays the caller's, who closes it after the
+	// machine: devices and a pager are made with it before.
+	Memory *guestmem.Memory
+	// Devices are at most MaxDevices, in the order in which the guest finds
+	// them. The machine resets them when it is closed; it does not close what
+	// is behind them.
+	Devices []Device
+	// Console gets what the guest writes to its serial port. A slow writer
+	// loses output rather than stop the guest. Nil discards it.
+	Console io.Writer
+	// Symbolize, if not nil, is used in reports of crashes.
+	Symbolize Symbolizer
+	// Log gets what happens to the machine; nil discards it.
+	Log *slog.Logger
+}
+
+// What New refuses.
+var (
+	ErrConfig     = errors.New("impossible machine")
+	ErrHostMemory = errors.New("the host does not have that much memory")
+)
+
+// ErrEnded says that the machine has ended and cannot do what was asked.
+var ErrEnded = errors.New("the machine has ended")
+
+// ErrNotPaused says that something was asked of a running machine that can only be
+// done to a paused one.
+var ErrNotPaused = errors.New("the machine is not paused")
+
+// transport is a device in its place.
+type transport struct {
+	*mmio.Transport
+	name string
+	gsi  uint32
+	base guestmem.GPA
+	irq  *devices.Event
+}
+
+// Machine is one VM. Its methods may be called from any goroutine.
+type Machine struct {
+	cfg  Config
+	log  *slog.Logger
+	sys  *kvm.System
+	vm   *kvm.VM
+	mem  *guestmem.Memory
+	cpus []*cpu
+
+	mmioBus   devices.Bus
+	pioBus    devices.Bus
+	serial    *serial.UART
+	serialIRQ *devices.Event
+	virtio    []*transport
+	msrIndex  []uint32
+
+	gate   gate
+	ending atomic.Bool
+	ended  chan struct{}
+	exit   Exit
+	wg     sync.WaitGroup
+	stages Stages
+	health health
+	// watchInterval is how often the vCPUs are looked at.
+	watchInterval time.Duration
+
+	// life serialises Boot, Import, Start, Pause, Resume, Export and Close.
+	life     sync.Mutex
+	state    lifeState
+	imported bool
+}
+
+type lifeState int
+
+const (
+	shell   lifeState = iota // nothing to run yet
+	loaded                   // a kernel or a saved state is in it
+	running                  // vCPUs and devices run
+	paused                   // they stand still
+	closed
+)
+
+// New makes a machine with RAM, vCPUs, interrupt controllers and devices, and
+// nothing to run. The host commits memory only as it is used.
+func New(cfg Config) (*Machine, error) {
+	if cfg.VCPUs < 1 || cfg.VCPUs > boot.MaxVCPUs {
+		return nil, fmt.Errorf("%w: %d vCPUs, use 1 to %d", ErrConfig, cfg.VCPUs, boot.MaxVCPUs)
+	}
+	if len(cfg.Devices) > MaxDevices {
+		return nil, fmt.Errorf("%w: %d devices, at most %d", ErrConfig, len(cfg.Devices), MaxDevices)
+	}
+	m := &Machine{cfg: cfg, log: cfg.Log, mem: cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
+	if m.log == nil {
+		m.log = slog.New(slog.DiscardHandler)
+	}
+	m.gate.cond = sync.NewCond(&m.gate.mu)
+	m.stages.begin()
+	if err := m.build(); err != nil {
+		m.release()
+		return nil, err
+	}
+	return m, nil
+}
+
+// CheckHostMemory fails with ErrHostMemory when a guest of size bytes of RAM is
+// more than the host has in all. A host may well run guests that together have
+// more, as long as they do not use it.
+func CheckHostMemory(size uint64) error {
+	var si unix.Sysinfo_t
+	if err := unix.Sysinfo(&si); err != nil {
+		return fmt.Errorf("asking for the host's memory: %w", err)
+	}
+	if total := uint64(si.Totalram) * uint64(si.Unit); size > total {
+		return fmt.Errorf("a guest of %d MiB: %w: it has %d MiB: give the guest less", size>>20, ErrHostMemory, total>>20)
+	}
+	return nil
+}
+
+func (m *Machine) build() (err error) {
+	if m.sys, err = kvm.Open(); err != nil {
+		return err
+	}
+	if m.vm, err = m.sys.CreateVM(); err != nil {
+		return err
+	}
+	m.stages.mark(StageCreateVM)
+	if err := errors.Join(m.vm.SetTSSAddr(tssAddr), m.vm.SetIdentityMapAddr(identityMapAddr)); err != nil {
+		return err
+	}
+	if err := m.vm.CreateIRQChip(); err != nil {
+		return err
+	}
+	if err := m.vm.CreatePIT2(); err != nil {
+		return err
+	}
+	m.stages.mark(StageIRQChip)
+	for i, s := range m.mem.Slots() {
+		if err := m.vm.SetMemory(uint32(i), uint64(s.GPA), s.Size, s.HVA, 0); err != nil {
+			return err
+		}
+	}
+	m.stages.mark(StageMemory)
+	if err := m.buildVCPUs(); err != nil {
+		return err
+	}
+	m.stages.mark(StageVCPUs)
+	if err := m.buildDevices(); err != nil {
+		return err
+	}
+	m.stages.mark(StageDevices)
+	return nil
+}
+
+func (m *Machine) buildVCPUs() error {
+	supported, err := m.sys.SupportedCPUID()
+	if err != nil {
+		return err
+	}
+	if m.msrIndex, err = m.sys.MSRIndexList(); err != nil {
+		return err
+	}
+	deadline := m.vm.Check(kvm.CapTSCDeadlineTimer) > 0
+	for id := range m.cfg.VCPUs {
+		v, err := m.vm.CreateVCPU(id)
+		if err != nil {
+			return err
+		}
+		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: guestCPUID(supported, id, m.cfg.VCPUs, deadline)})
+	}
+	return nil
+}
+
+func (m *Machine) buildDevices() (err error) {
+	if m.serialIRQ, err = devices.NewEvent(); err != nil {
+		return err
+	}
+	if err := m.vm.IRQFD(m.serialIRQ.FD(), serialGSI); err != nil {
+		return err
+	}
+	m.serial = serial.New(m.cfg.Console, m.serialIRQ.Signal)
+	if err := errors.Join(
+		m.pioBus.Add(serialPort, serialPorts, m.serial),
+		reset.NewI8042(m.powerEvent).AddTo(&m.pioBus),
+		reset.NewPower(m.powerEvent).AddTo(&m.pioBus),
+		reset.NewPVPanic(m.powerEvent).AddTo(&m.pioBus),
+	); err != nil {
+		return err
+	}
+	for i, d := range m.cfg.Devices {
+		irq, err := devices.NewEvent()
+		if err != nil {
+			return err
+		}
+		t := &transport{
+			name: d.Name,
+			gsi:  uint32(firstDeviceGSI + i),
+			base: boot.MMIOBase + guestmem.GPA(i)*boot.MMIOStride,
+			irq:  irq,
+		}
+		if t.Transport, err = mmio.New(d.Device, m.mem, irq, mmio.Options{OnError: m.deviceError(d.Name)}); err != nil {
+			irq.Close()
+			return fmt.Errorf("device %s: %w", d.Name, err)
+		}
+		m.virtio = append(m.virtio, t)
+		if err := m.mmioBus.Add(uint64(t.base), boot.MMIOStride, t.Transport); err != nil {
+			return err
+		}
+		if err := m.vm.IRQFD(irq.FD(), t.gsi); err != nil {
+			return err
+		}
+		for q, kick := range t.Kicks() {
+			if err := m.vm.IOEventFD(kick.FD(), uint64(t.base)+mmio.QueueNotify, uint32(q)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Memory is the guest's RAM, for a pager that fills it and for whoever saves it.
+func (m *Machine) Memory() *guestmem.Memory { return m.mem }
+
+// Stages are the times of what has been done so far.
+func (m *Machine) Stages() *Stages { return &m.stages }
+
+// BootOptions say what to boot.
+type BootOptions struct {
+	// Kernel is the path of an ELF vmlinux or a bzImage.
+	Kernel string
+	// Initramfs is a path, or empty.
+	Initramfs string
+	// Cmdline is the kernel's command line.
+	Cmdline string
+	// NoACPI is for kernels without ACPI: virtio devices are named on the
+	// command line instead.
+	NoACPI bool
+	// Seed goes into the guest's random number generator; see boot.Config.
+	Seed []byte
+}
+
+// Boot loads a kernel into the shell.
+func (m *Machine) Boot(o BootOptions) error {
+	m.life.Lock()
+	defer m.life.Unlock()
+	if m.state != shell {
+		return fmt.Errorf("booting: %w: the machine already has something to run", ErrConfig)
+	}
+	c := boot.Config{
+		Kernel: o.Kernel, Initramfs: o.Initramfs, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: m.cfg.VCPUs,
+		Hardware: boot.Hardware{
+			SerialPort: serialPort, SerialGSI: serialGSI,
+			ResetPort: reset.ResetPort, ResetValue: reset.ResetValue,
+			SleepPort: reset.SleepControlPort, PvpanicPort: reset.PVPanicPort,
+		},
+	}
+	for _, t := range m.virtio {
+		d := boot.VirtioMMIO{Base: t.base, Size: mmio.WindowSize, GSI: t.gsi}
+		c.Devices = append(c.Devices, d)
+		if o.NoACPI {
+			c.Cmdline += " " + d.CmdlineParam()
+		}
+	}
+	entry, err := boot.Load(m.mem, c)
+	if err != nil {
+		return err
+	}
+	for i, c := range m.cpus {
+		if err := c.kvm.SetCPUID(c.cpuid); err != nil {
+			return err
+		}
+		if err := c.resetState(); err != nil {
+			return err
+		}
+		if i == 0 {
+			if err := c.bootRegisters(entry); err != nil {
+				return err
+			}
+		}
+	}
+	m.stages.mark(StageLoad)
+	m.state = loaded
+	return nil
+}
+
+// Start lets the vCPUs run, after Boot or Import.
+func (m *Machine) Start() error {
+	m.life.Lock()
+	defer m.life.Unlock()
+	if m.state != loaded {
+		return fmt.Errorf("starting: %w: there is nothing to run, or it runs already", ErrConfig)
+	}
+	if m.imported {
+		// Devices of a saved machine go on before its vCPUs do.
+		for _, t := range m.virtio {
+			if err := t.Restore(); err != nil {
+				return fmt.Errorf("restarting %s: %w", t.name, err)
+			}
+		}
+		if err := m.resumeDevices(); err != nil {
+			return err
+		}
+	}
+	for _, c := range m.cpus {
+		m.wg.Go(c.loop)
+	}
+	m.state = running
+	m.openGate()
+	m.wg.Go(m.watch)
+	return nil
+}
+
+func (m *Machine) openGate() {
+	m.gate.mu.Lock()
+	defer m.gate.mu.Unlock()
+	m.gate.run = true
+	m.gate.cond.Broadcast()
+}
+
+// Pause stops the vCPUs, then the devices, with no request in flight. Pausing a
+// paused machine does nothing. When ctx ends first, everything runs on.
+func (m *Machine) Pause(ctx context.Context) error {
+	m.life.Lock()
+	defer m.life.Unlock()
+	switch m.state {
+	case paused:
+		return nil
+	case running:
+	default:
+		return fmt.Errorf("pausing: %w: the machine is not running", ErrConfig)
+	}
+	begin := time.Now()
+	if err := m.pauseVCPUs(ctx); err != nil {
+		m.openGate()
+		return err
+	}
+	for i, t := range m.virtio {
+		if err := t.Pause(ctx); err != nil {
+			for _, t := range m.virtio[:i] {
+				if err := t.Resume(); err != nil {
+					m.finish(Exit{Reason: HostError, VCPU: -1, Detail: "resuming " + t.name + ": " + err.Error(), Err: err})
+				}
+			}
+			m.openGate()
+			return fmt.Errorf("pausing %s: %w", t.name, err)
+		}
+	}
+	m.stages.set(StagePause, time.Since(begin))
+	m.state = paused
+	return nil
+}
+
+func (m *Machine) pauseVCPUs(ctx context.Context) error {
+	g := &m.gate
+	stop := context.AfterFunc(ctx, func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.cond.Broadcast()
+	})
+	defer stop()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.run = false
+	for _, c := range m.cpus {
+		if err := c.callOut(); err != nil {
+			return err
+		}
+	}
+	for _, c := range m.cpus {
+		for !c.parked {
+			if g.stopped {
+				return fmt.Errorf("pausing: %w", ErrEnded)
+			}
+			if err := ctx.Err(); err != nil {
+				return fmt.Errorf("pausing vCPU %d: %w", c.kvm.ID(), err)
+			}
+			g.cond.Wait()
+		}
+	}
+	return nil
+}
+
+// Resume undoes Pause.
+func (m *Machine) Resume() error {
+	m.life.Lock()
+	defer m.life.Unlock()
+	switch m.state {
+	case running:
+		return nil
+	case paused:
+	default:
+		return fmt.Errorf("resuming: %w: the machine is not paused", ErrConfig)
+	}
+	for _, c := range m.cpus {
+		// The guest must not take the pause for a lockup. One without kvmclock
+		// refuses, and does not need it.
+		_ = c.kvm.KVMClockCtrl()
+	}
+	if err := m.resumeDevices(); err != nil {
+		return err
+	}
+	m.state = running
+	m.openGate()
+	return nil
+}
+
+func (m *Machine) resumeDevices() error {
+	for _, t := range m.virtio {
+		if err := t.Resume(); err != nil {
+			return fmt.Errorf("resuming %s: %w", t.name, err)
+		}
+	}
+	return nil
+}
+
+// deviceError is told when a device cannot go on: the guest has broken it, or the
+// host failed under it. The guest sees that it needs a reset.
+func (m *Machine) deviceError(name string) func(error) {
+	return func(err error) { m.log.Warn("device needs a reset", "device", name, "cause", err) }
+}
+
+// powerEvent is called on a vCPU thread.
+func (m *Machine) powerEvent(e reset.Event) {
+	switch e.Kind {
+	case reset.PowerOff:
+		m.finish(Exit{Reason: PoweredOff, VCPU: -1, Detail: "the guest switched itself off by " + e.Via})
+	case reset.Reset:
+		m.finish(Exit{Reason: Rebooted, VCPU: -1, Detail: "the guest asked for a reset by " + e.Via})
+	case reset.Panicked:
+		m.finish(Exit{Reason: Panicked, VCPU: -1, Detail: "the guest kernel panicked: its console says why"})
+	}
+}
+
+// finish ends the machine; the first reason counts. It does not wait.
+func (m *Machine) finish(x Exit) {
+	if m.ending.Swap(true) {
+		return
+	}
+	m.exit = x
+	m.log.Info("machine ended", "reason", string(x.Reason), "detail", x.Detail)
+	g := &m.gate
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.stopped = true
+	for _, c := range m.cpus {
+		_ = c.callOut()
+	}
+	g.cond.Broadcast()
+	close(m.ended)
+}
+
+// Fail ends the machine since something that it depends on has failed, such as the
+// storage its memory comes from.
+func (m *Machine) Fail(err error) {
+	m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
+}
+
+// Done is closed when the machine has ended.
+func (m *Machine) Done() <-chan struct{} { return m.ended }
+
+// Wait returns how the machine has ended, or the error of ctx.
+func (m *Machine) Wait(ctx context.Context) (Exit, error) {
+	select {
+	case <-m.ended:
+		return m.exit, nil
+	default:
+	}
+	select {
+	case <-m.ended:
+		return m.exit, nil
+	case <-ctx.Done():
+		return Exit{}, ctx.Err()
+	}
+}
+
+// WaitEntry returns when the first vCPU is about to enter the guest for the first
+// time, or with ErrEnded or the error of ctx.
+func (m *Machine) WaitEntry(ctx context.Context) error {
+	select {
+	case <-m.stages.inside:
+		return nil
+	case <-m.ended:
+		return ErrEnded
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Close stops the machine and gives back all that it holds. The pager, if there is
+// one, must still work until Close has returned: a vCPU may be waiting for it.
+func (m *Machine) Close() error {
+	m.life.Lock()
+	defer m.life.Unlock()
+	if m.state == closed {
+		return nil
+	}
+	m.finish(Exit{Reason: Stopped, VCPU: -1})
+	m.state = closed
+	return m.release()
+}
+
+func (m *Machine) release() error {
+	m.wg.Wait()
+	var errs []error
+	for _, t := range m.virtio {
+		errs = append(errs, t.Close(), t.irq.Close())
+	}
+	if m.serial != nil {
+		errs = append(errs, m.serial.Close())
+	}
+	if m.serialIRQ != nil {
+		errs = append(errs, m.serialIRQ.Close())
+	}
+	for _, c := range m.cpus {
+		errs = append(errs, c.kvm.Close())
+	}
+	if m.vm != nil {
+		errs = append(errs, m.vm.Close())
+	}
+	if m.sys != nil {
+		errs = append(errs, m.sys.Close())
+	}
+	return errors.Join(errs...)
+}
