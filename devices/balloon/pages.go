@@ -1,0 +1,92 @@
+package balloon
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// pieceLen is how many page numbers are looked at together; Linux sends up to 256.
+const pieceLen = 256
+
+// pageList is memory to be used again.
+type pageList struct {
+	raw     [4 * pieceLen]byte
+	numbers [pieceLen]uint32
+}
+
+// inflate takes the pages that a request names. The numbers are sorted, so that
+// neighbours go back to the host together.
+func (d *Device) inflate(c *virtq.Chain) error {
+	count := c.Reader.Remaining() / 4
+	if count > MaxPages {
+		d.badPages.Add(uint64(count - MaxPages))
+		count = MaxPages
+	}
+	for count > 0 {
+		n := min(count, pieceLen)
+		if err := c.Reader.ReadFull(d.pages.raw[:4*n]); err != nil {
+			return fmt.Errorf("reading a list of pages: %w", err)
+		}
+		numbers := d.pages.numbers[:n]
+		for i := range numbers {
+			numbers[i] = binary.LittleEndian.Uint32(d.pages.raw[4*i:])
+		}
+		slices.Sort(numbers)
+		for len(numbers) > 0 {
+			run := 1
+			for run < len(numbers) && numbers[run]-numbers[run-1] <= 1 {
+				run++
+			}
+			first, last := uint64(numbers[0]), uint64(numbers[run-1])
+			if d.discard(guestmem.GPA(first*PageSize), (last-first+1)*PageSize, run) {
+				d.inflated.Add((last - first + 1) * PageSize)
+			}
+			numbers = numbers[run:]
+		}
+		count -= n
+	}
+	return nil
+}
+
+// deflate lets the guest have its pages again: they are there as soon as it
+// touches them.
+func deflate(*virtq.Chain) error { return nil }
+
+// report takes the free pages that a request is made of: the buffers themselves,
+// which the device could write but does not.
+func (d *Device) report(c *virtq.Chain) error {
+	n := c.Writer.Remaining()
+	ranges, err := c.Writer.Ranges(d.ranges[:0], n)
+	d.ranges = ranges
+	if err != nil {
+		return fmt.Errorf("reading a report of free pages: %w", err)
+	}
+	for _, r := range ranges {
+		if d.discard(r.GPA, uint64(r.Len), 1) {
+			d.reported.Add(uint64(r.Len))
+		}
+	}
+	return nil
+}
+
+// discard gives a range of guest memory, which the guest has named as so many
+// pages, back to the host.
+func (d *Device) discard(gpa guestmem.GPA, n uint64, pages int) bool {
+	err := d.memory.Discard(gpa, n)
+	switch {
+	case err == nil:
+		return true
+	case errors.Is(err, guestmem.ErrRange):
+		d.badPages.Add(uint64(pages))
+	default:
+		if d.hostErrors.Add(1) == 1 && d.onError != nil {
+			d.onError(fmt.Errorf("giving %d bytes of guest memory at %#x back to the host: %w", n, gpa, err))
+		}
+	}
+	return false
+}

@@ -1,0 +1,171 @@
+package blk
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// Backend is a disk. Offsets and lengths are in bytes, inside [0, Size()), and
+// multiples of 512. The device calls it from one goroutine at a time.
+type Backend interface {
+	// Size of the disk in bytes. It does not change.
+	Size() int64
+	// ReadOnly says that writes, discards and zeroing fail.
+	ReadOnly() bool
+	// ReadExtent says where the first length bytes of [off, off+n) are to be
+	// read: at fileOff in f, or nowhere when f is nil, because they are zeros.
+	// length is from 1 to n.
+	ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err error)
+	// WriteExtent says where the first length bytes of [off, off+n) are to be
+	// written. Each success is followed by exactly one Wrote.
+	WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error)
+	// Wrote ends the write of an extent; err is nil or says why the bytes
+	// could not be put into the file. What it returns is the outcome.
+	Wrote(off, n int64, err error) error
+	// Flush makes all that has been written durable.
+	Flush() error
+	// Discard says that the content of a range does not matter any more.
+	Discard(off, n int64) error
+	// WriteZeroes makes a range read as zeros; mayUnmap allows to give back
+	// the space.
+	WriteZeroes(off, n int64, mayUnmap bool) error
+}
+
+// ErrLocked says that another VM has the file open.
+var ErrLocked = errors.New("the disk image is in use by another VM")
+
+// File is a [Backend] on one raw image: a regular file or a block device.
+type File struct {
+	f        *os.File
+	size     int64
+	readOnly bool
+}
+
+// OpenFile opens a raw image. It holds a lock on it (flock(2)): any number of
+// readers, or one writer; it fails with ErrLocked when that cannot be had. The
+// size must be a multiple of 512 bytes, and not zero.
+func OpenFile(path string, readOnly bool) (*File, error) {
+	flags, lock := os.O_RDWR, unix.LOCK_EX
+	if readOnly {
+		flags, lock = os.O_RDONLY, unix.LOCK_SH
+	}
+	f, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, 0)
+	if err != nil {
+		return nil, fmt.Errorf("opening a disk image: %w", err)
+	}
+	b, err := lockFile(f, lock)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("opening the disk image %s: %w", path, err), f.Close())
+	}
+	b.readOnly = readOnly
+	return b, nil
+}
+
+func lockFile(f *os.File, lock int) (*File, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if m := info.Mode(); !m.IsRegular() && (m&os.ModeDevice == 0 || m&os.ModeCharDevice != 0) {
+		return nil, errors.New("it is neither a regular file nor a block device")
+	}
+	if err := unix.Flock(int(f.Fd()), lock|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("%w: stop that VM, or open the image read-only in all of them", ErrLocked)
+		}
+		return nil, fmt.Errorf("locking it: %w", err)
+	}
+	// Unlike stat(2), seeking knows the size of a block device too.
+	size, err := f.Seek(0, io.SeekEnd)
+	if err != nil {
+		return nil, fmt.Errorf("finding its size: %w", err)
+	}
+	if size == 0 || size%SectorSize != 0 {
+		return nil, fmt.Errorf("its size of %d bytes is not a positive multiple of %d: pad it with truncate(1)", size, SectorSize)
+	}
+	return &File{f: f, size: size}, nil
+}
+
+// Close releases the file and its lock.
+func (b *File) Close() error { return b.f.Close() }
+
+// Size implements [Backend].
+func (b *File) Size() int64 { return b.size }
+
+// ReadOnly implements [Backend].
+func (b *File) ReadOnly() bool { return b.readOnly }
+
+// ReadExtent implements [Backend].
+func (b *File) ReadExtent(off, n int64) (*os.File, int64, int64, error) { return b.f, off, n, nil }
+
+// WriteExtent implements [Backend].
+func (b *File) WriteExtent(off, n int64) (*os.File, int64, int64, error) {
+	if b.readOnly {
+		return nil, 0, 0, unix.EROFS
+	}
+	return b.f, off, n, nil
+}
+
+// Wrote implements [Backend].
+func (b *File) Wrote(_, _ int64, err error) error { return err }
+
+// Flush implements [Backend].
+func (b *File) Flush() error {
+	if b.readOnly {
+		return nil
+	}
+	return os.NewSyscallError("fdatasync", retry(func() error { return unix.Fdatasync(int(b.f.Fd())) }))
+}
+
+// Discard implements [Backend]; where the file system cannot punch holes nothing
+// happens.
+func (b *File) Discard(off, n int64) error {
+	err := b.allocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return nil
+	}
+	return err
+}
+
+// WriteZeroes implements [Backend].
+func (b *File) WriteZeroes(off, n int64, mayUnmap bool) error {
+	mode := uint32(unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE)
+	if mayUnmap {
+		mode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+	}
+	err := b.allocate(mode, off, n)
+	if !errors.Is(err, unix.EOPNOTSUPP) {
+		return err
+	}
+	for n > 0 {
+		k, err := b.f.WriteAt(zeros[:min(n, int64(len(zeros)))], off)
+		if err != nil {
+			return err
+		}
+		off, n = off+int64(k), n-int64(k)
+	}
+	return nil
+}
+
+var zeros [64 << 10]byte
+
+func (b *File) allocate(mode uint32, off, n int64) error {
+	if b.readOnly {
+		return unix.EROFS
+	}
+	return os.NewSyscallError("fallocate", retry(func() error {
+		return unix.Fallocate(int(b.f.Fd()), mode, off, n)
+	}))
+}
+
+func retry(f func() error) error {
+	for {
+		if err := f(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

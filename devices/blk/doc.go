@@ -1,0 +1,7 @@
+// Package blk is the virtio block device (virtio 1.2, section 5.2): it turns the
+// guest's requests into reads and writes of extents of files, which the kernel
+// moves straight between guest pages and the file.
+//
+// Where the bytes of a disk live is its [Backend]'s business: one raw file
+// ([File]), or a stack of layers.
+package blk

@@ -1,0 +1,260 @@
+package blk
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"syscall"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
+)
+
+// Request types (virtio 1.2, 5.2.6).
+const (
+	typeIn          = 0
+	typeOut         = 1
+	typeFlush       = 4
+	typeGetID       = 8
+	typeDiscard     = 11
+	typeWriteZeroes = 13
+)
+
+// Statuses (virtio 1.2, 5.2.6).
+const (
+	statusOK          = 0
+	statusIOError     = 1
+	statusUnsupported = 2
+)
+
+const (
+	headerSize = 16 // type u32, reserved u32, sector u64
+	statusSize = 1
+	rangeSize  = 16 // sector u64, sectors u32, flags u32
+	flagUnmap  = 1
+)
+
+// How a request can fail without the host being at fault.
+var (
+	errRefused     = errors.New("the request breaks a rule of the protocol")
+	errUnsupported = errors.New("the request is not supported")
+)
+
+// handle does one request. Whatever is wrong with it, the guest gets a status
+// byte, unless it has left no room for one; that is never an error of the queue's.
+func (d *Device) handle(c *virtq.Chain) error {
+	data := c.Writer.Remaining() - statusSize
+	if data < 0 {
+		d.counters.refused.Add(1)
+		return nil
+	}
+	err := d.request(c, data)
+	status := [statusSize]byte{statusOK}
+	switch {
+	case err == nil:
+	case errors.Is(err, errUnsupported):
+		d.counters.refused.Add(1)
+		status[0] = statusUnsupported
+	case errors.Is(err, errRefused):
+		d.counters.refused.Add(1)
+		status[0] = statusIOError
+	default:
+		d.hostError(err)
+		status[0] = statusIOError
+	}
+	// The status is the last byte that the device may write.
+	if err := c.Writer.Skip(c.Writer.Remaining() - statusSize); err != nil {
+		return err
+	}
+	_, err = c.Writer.Write(status[:])
+	return err
+}
+
+// request does what the header says; data is the number of bytes that the device
+// may write before the status.
+func (d *Device) request(c *virtq.Chain, data int) error {
+	header := d.scratch[:headerSize]
+	if c.Reader.Remaining() < headerSize {
+		return errRefused
+	}
+	if err := c.Reader.ReadFull(header); err != nil {
+		return err
+	}
+	kind := binary.LittleEndian.Uint32(header)
+	sector := binary.LittleEndian.Uint64(header[8:])
+	// Data goes one way: what the device is to read excludes what it is to
+	// write.
+	reads, writes := c.Reader.Remaining() > 0, data > 0
+	switch kind {
+	case typeIn:
+		if reads {
+			return errRefused
+		}
+		return d.read(c, sector, data)
+	case typeOut:
+		if writes || d.readOnly {
+			return errRefused
+		}
+		return d.write(c, sector, c.Reader.Remaining())
+	case typeFlush:
+		if reads || writes {
+			return errRefused
+		}
+		d.counters.flushes.Add(1)
+		return d.backend.Flush()
+	case typeGetID:
+		if reads {
+			return errRefused
+		}
+		_, err := c.Writer.Write(d.serial[:min(data, SerialSize)])
+		return err
+	case typeDiscard:
+		return d.ranges(c, featureDiscard, writes, MaxDiscardSectors, 0, d.discard)
+	case typeWriteZeroes:
+		return d.ranges(c, featureWriteZeroes, writes, MaxZeroSectors, flagUnmap, d.zero)
+	}
+	return errUnsupported
+}
+
+// span checks a range of sectors against the disk and returns it in bytes.
+func (d *Device) span(sector, sectors uint64) (off, n int64, ok bool) {
+	if sectors > d.sectors || sector > d.sectors-sectors {
+		return 0, 0, false
+	}
+	return int64(sector * SectorSize), int64(sectors * SectorSize), true
+}
+
+// transferSpan is span for a transfer of n bytes, which must be whole sectors.
+func (d *Device) transferSpan(sector uint64, n int) (off, length int64, err error) {
+	off, length, ok := d.span(sector, uint64(n)/SectorSize)
+	if !ok || n%SectorSize != 0 {
+		return 0, 0, errRefused
+	}
+	return off, length, nil
+}
+
+func (d *Device) read(c *virtq.Chain, sector uint64, n int) error {
+	off, left, err := d.transferSpan(sector, n)
+	if err != nil {
+		return err
+	}
+	for left > 0 {
+		f, fileOff, length, err := d.backend.ReadExtent(off, left)
+		switch {
+		case err != nil:
+		case length <= 0 || length > left:
+			err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, left)
+		case f == nil:
+			err = c.Writer.Zero(int(length))
+		default:
+			err = c.Writer.FillFrom(f, fileOff, int(length))
+		}
+		if err != nil {
+			return fmt.Errorf("reading %d bytes at %d of a disk: %w", left, off, err)
+		}
+		off, left = off+length, left-length
+	}
+	d.counters.reads.Add(1)
+	d.counters.readBytes.Add(uint64(n))
+	return nil
+}
+
+func (d *Device) write(c *virtq.Chain, sector uint64, n int) error {
+	off, left, err := d.transferSpan(sector, n)
+	if err != nil {
+		return err
+	}
+	for left > 0 {
+		f, fileOff, length, err := d.backend.WriteExtent(off, left)
+		if err == nil {
+			if length <= 0 || length > left {
+				err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, left)
+			} else {
+				err = c.Reader.DrainTo(f, fileOff, int(length))
+			}
+			err = d.backend.Wrote(off, length, err)
+		}
+		if err != nil {
+			return fmt.Errorf("writing %d bytes at %d of a disk: %w", left, off, err)
+		}
+		off, left = off+length, left-length
+	}
+	d.counters.writes.Add(1)
+	d.counters.writtenBytes.Add(uint64(n))
+	if d.accepted&featureFlush == 0 {
+		// A driver that cannot flush relies on a write being durable when
+		// it is done (virtio 1.2, 5.2.6.2).
+		return d.backend.Flush()
+	}
+	return nil
+}
+
+// ranges does a request that carries a list of ranges instead of data.
+func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flags uint32, do func(off, n int64, flags uint32) error) error {
+	if d.accepted&feature == 0 {
+		return errUnsupported
+	}
+	n := c.Reader.Remaining()
+	if writes || d.readOnly || n == 0 || n%rangeSize != 0 || n > MaxRanges*rangeSize {
+		return errRefused
+	}
+	list := d.scratch[:n]
+	if err := c.Reader.ReadFull(list); err != nil {
+		return err
+	}
+	// All are checked before the first is done.
+	for e := list; len(e) > 0; e = e[rangeSize:] {
+		sector, sectors, f := decodeRange(e)
+		if f&^flags != 0 {
+			return errUnsupported
+		}
+		if _, _, ok := d.span(sector, uint64(sectors)); !ok || sectors > limit {
+			return errRefused
+		}
+	}
+	for e := list; len(e) > 0; e = e[rangeSize:] {
+		sector, sectors, f := decodeRange(e)
+		off, n, _ := d.span(sector, uint64(sectors))
+		if n == 0 {
+			continue
+		}
+		if err := do(off, n, f); err != nil {
+			return err
+		}
+	}
+	d.counters.discards.Add(1)
+	return nil
+}
+
+func decodeRange(e []byte) (sector uint64, sectors, flags uint32) {
+	le := binary.LittleEndian
+	return le.Uint64(e), le.Uint32(e[8:]), le.Uint32(e[12:])
+}
+
+func (d *Device) discard(off, n int64, _ uint32) error {
+	if err := d.backend.Discard(off, n); err != nil {
+		return fmt.Errorf("discarding %d bytes at %d of a disk: %w", n, off, err)
+	}
+	return nil
+}
+
+func (d *Device) zero(off, n int64, flags uint32) error {
+	if err := d.backend.WriteZeroes(off, n, flags&flagUnmap != 0); err != nil {
+		return fmt.Errorf("zeroing %d bytes at %d of a disk: %w", n, off, err)
+	}
+	return nil
+}
+
+// hostError counts an error of the host's and reports it if it is the first of
+// its kind. Kinds are error numbers, so there is an end to them.
+func (d *Device) hostError(err error) {
+	d.counters.hostErrors.Add(1)
+	var kind syscall.Errno // zero for all that have none
+	errors.As(err, &kind)
+	d.mu.Lock()
+	_, known := d.reported[kind]
+	d.reported[kind] = struct{}{}
+	d.mu.Unlock()
+	if !known && d.onError != nil {
+		d.onError(err)
+	}
+}

@@ -1,0 +1,157 @@
+package devices
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// countingLooper counts what its loop asks of it.
+type countingLooper struct {
+	event                     *Event
+	turns, ready              atomic.Int64
+	settled, rested, finished atomic.Int64
+	delay                     atomic.Int64
+}
+
+func (c *countingLooper) Turn() time.Duration {
+	c.turns.Add(1)
+	return time.Duration(c.delay.Load())
+}
+func (c *countingLooper) Ready(token, generation int32, events uint32) {
+	if token == 7 && generation == 8 && events == unix.EPOLLIN {
+		c.ready.Add(1)
+	}
+}
+func (c *countingLooper) Settle()              { c.settled.Add(1) }
+func (c *countingLooper) Rested(time.Duration) { c.rested.Add(1) }
+func (c *countingLooper) Lost(error)           {}
+func (c *countingLooper) End()                 { c.finished.Add(1) }
+
+func newCountingLoop(t *testing.T, paused bool) (*Loop, *countingLooper) {
+	t.Helper()
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &countingLooper{}
+	c.delay.Store(-1)
+	if c.event, err = NewEvent(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.event.Close() })
+	if err := l.Watch(c.event.FD(), unix.EPOLLIN, 7, 8); err != nil {
+		t.Fatal(err)
+	}
+	l.Start(c, paused)
+	return l, c
+}
+
+func eventually(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(5 * time.Second); !f(); time.Sleep(100 * time.Microsecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s did not happen", what)
+		}
+	}
+}
+
+func TestLoopTellsOfEachSignalOnceAndSleepsInBetween(t *testing.T) {
+	l, c := newCountingLoop(t, false)
+	defer l.Stop()
+	for i := range int64(3) {
+		c.event.Signal()
+		eventually(t, "the event", func() bool { return c.ready.Load() == i+1 })
+	}
+	time.Sleep(5 * time.Millisecond)
+	turns := c.turns.Load()
+	time.Sleep(20 * time.Millisecond)
+	if n := c.turns.Load() - turns; n != 0 {
+		t.Errorf("%d turns without a reason", n)
+	}
+	l.Do()
+	eventually(t, "a turn", func() bool { return c.turns.Load() > turns })
+}
+
+func TestLoopTakesATurnWhenItsTimeHasCome(t *testing.T) {
+	l, c := newCountingLoop(t, false)
+	defer l.Stop()
+	c.delay.Store(int64(time.Millisecond))
+	l.Do()
+	eventually(t, "ten turns", func() bool { return c.turns.Load() > 10 })
+}
+
+func TestPausedLoopDoesNothingAndKeepsItsEvents(t *testing.T) {
+	l, c := newCountingLoop(t, true)
+	ctx := context.Background()
+	for range 2 {
+		if err := l.Pause(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if c.turns.Load() != 0 {
+		t.Error("a loop that starts paused has taken a turn")
+	}
+	c.event.Signal()
+	time.Sleep(5 * time.Millisecond)
+	if c.ready.Load() != 0 {
+		t.Error("a paused loop has handled an event")
+	}
+	l.Resume()
+	eventually(t, "the event", func() bool { return c.ready.Load() == 1 })
+	if c.settled.Load() != 1 || c.rested.Load() != 1 {
+		t.Errorf("settled %d times, rested %d times", c.settled.Load(), c.rested.Load())
+	}
+	if err := l.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	l.Stop()
+	if c.finished.Load() != 1 {
+		t.Error("stopping a paused loop has not ended it")
+	}
+}
+
+func TestPauseOfABusyLoopEndsWithItsContextAndTheLoopGoesOn(t *testing.T) {
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stuck := &stuckLooper{release: make(chan struct{})}
+	l.Start(stuck, false)
+	eventually(t, "the first turn", stuck.entered.Load)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
+	defer cancel()
+	if err := l.Pause(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
+	}
+	close(stuck.release)
+	turns := stuck.turns.Load()
+	l.Do()
+	eventually(t, "another turn", func() bool { return stuck.turns.Load() > turns })
+	l.Stop()
+}
+
+type stuckLooper struct {
+	countingLooper
+	entered atomic.Bool
+	release chan struct{}
+}
+
+func (s *stuckLooper) Turn() time.Duration {
+	s.entered.Store(true)
+	<-s.release
+	s.turns.Add(1)
+	return -1
+}
+
+func TestLoopThatNeverStartedReleasesWhatItHas(t *testing.T) {
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Stop()
+}

@@ -1,0 +1,366 @@
+package mmio
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// FeatureVersion1 is VIRTIO_F_VERSION_1, without which no driver is accepted
+// (virtio 1.2, section 6).
+const FeatureVersion1 uint64 = 1 << 32
+
+// transportFeatures are offered for every device.
+const transportFeatures = FeatureVersion1 | virtq.FeatureIndirectDesc | virtq.FeatureEventIdx
+
+// MaxQueues bounds the queues of one device.
+const MaxQueues = 64
+
+// errNeedsReset stops the queues of a device that was restored when it had
+// already asked for a reset.
+var errNeedsReset = errors.New("the device waits to be reset by its driver")
+
+// Options are what New can do without.
+type Options struct {
+	// OnError is told of every failure that is the host's and not the guest's,
+	// after which the device waits for its driver to reset it. It must not
+	// block, and must not call the transport. Nil ignores them.
+	OnError func(error)
+}
+
+// Stats counts what has happened since the transport was made.
+type Stats struct {
+	// Kicks are the signals that the device's workers have taken: the driver's
+	// kicks, and those by which a worker goes on after a batch or a pause.
+	Kicks uint64
+	// Interrupts sent to the driver.
+	Interrupts uint64
+	// BadChains that were malformed and given back unused.
+	BadChains uint64
+	// NeedsReset is how often the device had to be given up: the guest broke a
+	// ring, or the host failed.
+	NeedsReset uint64
+}
+
+// queue is what the driver says about a virtqueue before it starts the device.
+type queue struct {
+	max    uint16
+	ready  bool
+	layout virtq.Layout
+}
+
+// Transport puts one virtio device behind a window of registers. It implements
+// [devices.IO], [devices.Pauser] and [devices.Stateful].
+//
+// A register access waits while the device is being reset or paused; reading
+// the interrupt status, acknowledging and kicking do not.
+type Transport struct {
+	dev     devices.Device
+	mem     *guestmem.Memory
+	irq     *devices.Event
+	onError func(error)
+	kicks   []*devices.Event
+	offered uint64
+
+	// These change under mu and from the device's goroutines, so they are
+	// atomic; those goroutines never take mu, which is held while the device
+	// waits for them to stop.
+	status     atomic.Uint32
+	interrupts atomic.Uint32
+	generation atomic.Uint32
+
+	interruptCount atomic.Uint64
+	resetCount     atomic.Uint64
+
+	mu                sync.Mutex
+	deviceFeaturesSel uint32
+	driverFeaturesSel uint32
+	accepted          uint64
+	acceptedBeyond    bool // the driver set a feature bit above 63
+	queueSel          uint32
+	queues            []queue
+	running           []*devices.Queue // while active; nil for a queue not set up
+	active            bool             // between Activate and Reset
+	paused            bool
+	restore           []virtq.Position // of an imported device that waits for Restore
+	closed            bool
+	badChains         uint64 // of activations that are over
+}
+
+// New makes the transport and one kick event for each queue. irq is signalled
+// for every interrupt and stays the caller's.
+//
+// The interrupt is meant for an irqfd on an edge-triggered line: each signal is
+// one edge. A bit of the interrupt status is set before the signal, always, so
+// that whatever the driver's handler read or acknowledged before, it runs again
+// after the last change.
+func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options) (*Transport, error) {
+	sizes := dev.QueueSizes()
+	if len(sizes) > MaxQueues {
+		return nil, fmt.Errorf("making a virtio-mmio transport: the device has %d queues, at most %d are possible", len(sizes), MaxQueues)
+	}
+	t := &Transport{
+		dev:     dev,
+		mem:     mem,
+		irq:     irq,
+		onError: o.OnError,
+		offered: dev.Features() | transportFeatures,
+		queues:  make([]queue, len(sizes)),
+	}
+	for i, size := range sizes {
+		if size == 0 || size > virtq.MaxSize || size&(size-1) != 0 {
+			return nil, errors.Join(
+				fmt.Errorf("making a virtio-mmio transport: queue %d has size %d: use a power of two up to %d", i, size, virtq.MaxSize),
+				t.closeKicks())
+		}
+		t.queues[i].max = size
+		kick, err := devices.NewEvent()
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("making a virtio-mmio transport: %w", err), t.closeKicks())
+		}
+		t.kicks = append(t.kicks, kick)
+	}
+	return t, nil
+}
+
+// Device is what the transport carries.
+func (t *Transport) Device() devices.Device { return t.dev }
+
+// Kicks has the event of each queue, for ioeventfds at [QueueNotify] with the
+// queue's index as datamatch. They live as long as the transport.
+func (t *Transport) Kicks() []*devices.Event { return t.kicks }
+
+// Stats may be called at any time.
+func (t *Transport) Stats() Stats {
+	s := Stats{Interrupts: t.interruptCount.Load(), NeedsReset: t.resetCount.Load()}
+	for _, k := range t.kicks {
+		s.Kicks += k.Taken()
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s.BadChains = t.badChains + t.countBadChains()
+	return s
+}
+
+func (t *Transport) countBadChains() (n uint64) {
+	for _, q := range t.running {
+		if q != nil {
+			n += q.BadChains()
+		}
+	}
+	return n
+}
+
+// setStatus is a write to the status register. The driver can add bits, in the
+// order of virtio 1.2, 3.1.1, or reset the device by writing zero; a write that
+// takes bits away is ignored.
+func (t *Transport) setStatus(v uint32) {
+	if v == 0 {
+		t.reset()
+		return
+	}
+	old := t.status.Load()
+	driver := old &^ statusNeedsReset
+	if t.closed || v&driver != driver || old&statusFailed != 0 {
+		return
+	}
+	added := v &^ old
+	if added&statusFailed != 0 {
+		t.status.Or(statusFailed)
+		return
+	}
+	if old&statusNeedsReset != 0 {
+		return
+	}
+	if added&statusAcknowledge != 0 {
+		t.status.Or(statusAcknowledge)
+	}
+	if added&statusDriver != 0 && t.has(statusAcknowledge) {
+		t.status.Or(statusDriver)
+	}
+	if added&statusFeaturesOK != 0 && t.has(statusDriver) && t.acceptable() {
+		t.status.Or(statusFeaturesOK)
+	}
+	if added&statusDriverOK != 0 && t.has(statusFeaturesOK) {
+		t.status.Or(statusDriverOK)
+		if err := t.activate(nil); err != nil {
+			t.NeedsReset(fmt.Errorf("starting a virtio device of type %d: %w", t.dev.ID(), err))
+		}
+	}
+}
+
+func (t *Transport) has(bits uint32) bool { return t.status.Load()&bits == bits }
+
+// acceptable says whether the device can work with what the driver has chosen.
+func (t *Transport) acceptable() bool {
+	return t.accepted&^t.offered == 0 && !t.acceptedBeyond && t.accepted&FeatureVersion1 != 0
+}
+
+// activate starts the device on the queues that are ready: afresh, or where the
+// positions say. mu is held.
+func (t *Transport) activate(restored []virtq.Position) error {
+	running := make([]*devices.Queue, len(t.queues))
+	for i := range t.queues {
+		if !t.queues[i].ready {
+			continue
+		}
+		q, err := virtq.New(t.mem, t.queues[i].layout, t.accepted)
+		if err != nil {
+			return fmt.Errorf("queue %d: %w", i, err)
+		}
+		if restored != nil {
+			q.SetPosition(restored[i])
+			if t.has(statusNeedsReset) {
+				q.Break(errNeedsReset)
+			}
+		}
+		running[i] = &devices.Queue{Queue: q, Kick: t.kicks[i]}
+	}
+	t.running, t.active = running, true
+	err := t.dev.Activate(devices.Activation{
+		Features:  t.accepted,
+		Queues:    running,
+		Interrupt: t,
+		Restored:  restored != nil,
+	})
+	if err != nil {
+		return errors.Join(err, t.stop())
+	}
+	if p, ok := t.dev.(devices.Pauser); ok && t.paused {
+		// Nothing has been kicked yet, so there is nothing to wait for.
+		if err := p.Pause(context.Background()); err != nil {
+			return errors.Join(err, t.stop())
+		}
+	}
+	return nil
+}
+
+// reset is what writing zero to the status register does: the device stops, and
+// everything is as before the driver came. Config generation goes on counting.
+// When the device cannot be stopped it keeps asking for a reset. mu is held.
+func (t *Transport) reset() {
+	if err := t.stop(); err != nil {
+		t.NeedsReset(fmt.Errorf("resetting a virtio device of type %d: %w", t.dev.ID(), err))
+		return
+	}
+	t.deviceFeaturesSel, t.driverFeaturesSel, t.queueSel = 0, 0, 0
+	t.accepted, t.acceptedBeyond = 0, false
+	for i := range t.queues {
+		t.queues[i] = queue{max: t.queues[i].max}
+	}
+	t.restore = nil
+	t.status.Store(0)
+	t.interrupts.Store(0)
+}
+
+// stop ends the device's work. mu is held.
+func (t *Transport) stop() error {
+	if err := t.dev.Reset(); err != nil {
+		return err
+	}
+	t.badChains += t.countBadChains()
+	t.running, t.active = nil, false
+	return nil
+}
+
+// Close stops the device and releases the kick events. The vCPUs must have
+// stopped. The device itself stays its owner's.
+func (t *Transport) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.closed = true
+	t.status.Store(0)
+	if err := t.stop(); err != nil {
+		// Its workers may still be waiting on the events.
+		return fmt.Errorf("stopping a virtio device of type %d: %w", t.dev.ID(), err)
+	}
+	return t.closeKicks()
+}
+
+func (t *Transport) closeKicks() error {
+	var errs []error
+	for _, k := range t.kicks {
+		errs = append(errs, k.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Queue implements [devices.Interrupt].
+func (t *Transport) Queue() { t.interrupt(interruptQueue) }
+
+// Config implements [devices.Interrupt].
+func (t *Transport) Config() {
+	t.generation.Add(1)
+	t.interrupt(interruptConfig)
+}
+
+// NeedsReset implements [devices.Interrupt]. An error that does not wrap
+// virtq.ErrDriver is the host's and goes to the owner.
+func (t *Transport) NeedsReset(reason error) {
+	t.resetCount.Add(1)
+	t.status.Or(statusNeedsReset)
+	if !errors.Is(reason, virtq.ErrDriver) && t.onError != nil {
+		t.onError(reason)
+	}
+	t.interrupt(interruptConfig)
+}
+
+// interrupt tells the driver, if there is one: before DRIVER_OK it must not be
+// interrupted (virtio 1.2, 3.1.1).
+func (t *Transport) interrupt(bit uint32) {
+	if !t.has(statusDriverOK) {
+		return
+	}
+	t.interrupts.Or(bit)
+	t.interruptCount.Add(1)
+	t.irq.Signal()
+}
+
+// Pause implements [devices.Pauser]; a device that cannot pause is left alone.
+func (t *Transport) Pause(ctx context.Context) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.paused {
+		return nil
+	}
+	if p, ok := t.dev.(devices.Pauser); ok && t.active {
+		if err := p.Pause(ctx); err != nil {
+			return fmt.Errorf("pausing a virtio device of type %d: %w", t.dev.ID(), err)
+		}
+	}
+	t.paused = true
+	return nil
+}
+
+// Resume implements [devices.Pauser]. An interrupt that the driver has not
+// acknowledged is sent again: the edge may have been lost with the process that
+// took the snapshot. A device that was imported must have been restored before.
+func (t *Transport) Resume() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.restore != nil {
+		return fmt.Errorf("resuming a virtio device of type %d: it has been imported but not restored: call Restore first", t.dev.ID())
+	}
+	if !t.paused {
+		return nil
+	}
+	if p, ok := t.dev.(devices.Pauser); ok && t.active {
+		if err := p.Resume(); err != nil {
+			return fmt.Errorf("resuming a virtio device of type %d: %w", t.dev.ID(), err)
+		}
+	}
+	t.paused = false
+	if t.interrupts.Load() != 0 {
+		t.irq.Signal()
+	}
+	return nil
+}

@@ -1,0 +1,258 @@
+package net
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"golang.org/x/sys/unix"
+)
+
+// Virtqueues of the device without VIRTIO_NET_F_MQ (virtio 1.2, 5.1.2).
+const (
+	queueRX = iota
+	queueTX
+	queueCount
+
+	queueSize = 256
+)
+
+// Feature bits (virtio 1.2, 5.1.3).
+const (
+	featureCsum      uint64 = 1 << 0
+	featureGuestCsum uint64 = 1 << 1
+	featureMTU       uint64 = 1 << 3
+	featureMAC       uint64 = 1 << 5
+	featureGuestTSO4 uint64 = 1 << 7
+	featureGuestTSO6 uint64 = 1 << 8
+	featureGuestECN  uint64 = 1 << 9
+	featureHostTSO4  uint64 = 1 << 11
+	featureHostTSO6  uint64 = 1 << 12
+	featureHostECN   uint64 = 1 << 13
+	featureMrgRxbuf  uint64 = 1 << 15
+	featureStatus    uint64 = 1 << 16
+
+	featureGuestTSO = featureGuestTSO4 | featureGuestTSO6
+)
+
+// Configuration space (virtio 1.2, 5.1.4).
+const (
+	configMAC      = 0
+	configStatus   = 6
+	configMaxPairs = 8
+	configMTU      = 10
+	configSize     = 12
+
+	statusLinkUp = 1
+)
+
+// MinMTU and MaxMTU bound what Config may say (virtio 1.2, 5.1.4.1, and the
+// length field of IP).
+const (
+	MinMTU = 68
+	MaxMTU = 65535
+)
+
+// ErrNotPaused is returned by Export while the device is running.
+var ErrNotPaused = errors.New("the device is not paused")
+
+// Backend carries frames. One write to its descriptor sends a frame and one read
+// receives one; each begins with a struct virtio_net_hdr of HeaderSize bytes.
+type Backend interface {
+	// FD is a descriptor in non-blocking mode, valid until the device is
+	// reset.
+	FD() int
+	// SetOffloads says what may be left to the guest in frames that it
+	// receives: TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 and TUN_F_TSO_ECN of the
+	// kernel's if_tun.h.
+	SetOffloads(flags int) error
+}
+
+// MAC is an Ethernet address.
+type MAC [6]byte
+
+// Config says what a device is to be.
+type Config struct {
+	// MAC is the guest's address: unicast, not zero. After Import it is the
+	// one of the saved state, which the guest knows.
+	MAC MAC
+	// MTU is announced to the guest when it is not zero; MinMTU to MaxMTU.
+	MTU uint16
+	// LinkDown makes the device start with its link down, also when it
+	// imports the state of one whose link was up: a clone is not to be heard
+	// before it has its own identity. SetLink(true) ends it.
+	LinkDown bool
+}
+
+// Device is a virtio network device. All methods may be called from any
+// goroutine.
+type Device struct {
+	mem     *guestmem.Memory
+	backend Backend
+	config  Config
+	stats   counters
+	link    atomic.Bool
+
+	mu     sync.Mutex // guards what follows
+	mac    MAC
+	engine *engine // nil while the device is not active
+	paused bool
+	// told is what the guest last heard of the link. The engine has it while
+	// the device is active.
+	told bool
+}
+
+var (
+	_ devices.Device   = (*Device)(nil)
+	_ devices.Pauser   = (*Device)(nil)
+	_ devices.Stateful = (*Device)(nil)
+)
+
+// New makes a device on backend, which stays the caller's and must outlive it.
+func New(mem *guestmem.Memory, backend Backend, cfg Config) (*Device, error) {
+	switch {
+	case cfg.MAC == MAC{} || cfg.MAC[0]&1 != 0:
+		return nil, fmt.Errorf("making a network device: %x is not the address of one host", cfg.MAC)
+	case cfg.MTU != 0 && cfg.MTU < MinMTU:
+		return nil, fmt.Errorf("making a network device: an MTU of %d is less than %d", cfg.MTU, MinMTU)
+	}
+	d := &Device{mem: mem, backend: backend, config: cfg, mac: cfg.MAC, told: !cfg.LinkDown}
+	d.link.Store(!cfg.LinkDown)
+	return d, nil
+}
+
+// ID implements [devices.Device].
+func (d *Device) ID() devices.ID { return devices.IDNet }
+
+// Features implements [devices.Device].
+func (d *Device) Features() uint64 {
+	f := featureCsum | featureGuestCsum | featureMAC | featureStatus | featureMrgRxbuf |
+		featureGuestTSO | featureGuestECN | featureHostTSO4 | featureHostTSO6 | featureHostECN
+	if d.config.MTU != 0 {
+		f |= featureMTU
+	}
+	return f
+}
+
+// QueueSizes implements [devices.Device].
+func (d *Device) QueueSizes() []uint16 { return []uint16{queueSize, queueSize} }
+
+// ReadConfig implements [devices.Device].
+func (d *Device) ReadConfig(off uint32, p []byte) {
+	var config [configSize]byte
+	d.mu.Lock()
+	copy(config[configMAC:], d.mac[:])
+	d.mu.Unlock()
+	if d.link.Load() {
+		binary.LittleEndian.PutUint16(config[configStatus:], statusLinkUp)
+	}
+	binary.LittleEndian.PutUint16(config[configMaxPairs:], 1)
+	binary.LittleEndian.PutUint16(config[configMTU:], d.config.MTU)
+	clear(p)
+	if off < configSize {
+		copy(p, config[off:])
+	}
+}
+
+// WriteConfig implements [devices.Device]; nothing here can be written.
+func (d *Device) WriteConfig(uint32, []byte) {}
+
+// Activate implements [devices.Device]. After a restore the device stands still
+// until Resume.
+func (d *Device) Activate(a devices.Activation) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.engine != nil:
+		return errors.New("activating a network device: it is active")
+	case len(a.Queues) != queueCount || a.Queues[queueRX] == nil || a.Queues[queueTX] == nil:
+		return fmt.Errorf("activating a network device: the driver has not set up both queues: %w", virtq.ErrLayout)
+	}
+	if err := d.backend.SetOffloads(offloads(a.Features)); err != nil {
+		return fmt.Errorf("activating a network device: %w", err)
+	}
+	e, err := newEngine(d, a)
+	if err != nil {
+		return fmt.Errorf("activating a network device: %w", err)
+	}
+	d.engine, d.paused = e, a.Restored
+	return nil
+}
+
+// offloads translates what the driver accepts in frames that it receives.
+func offloads(features uint64) int {
+	if features&featureGuestCsum == 0 {
+		// The others need it (virtio 1.2, 5.1.3.1).
+		return 0
+	}
+	flags := unix.TUN_F_CSUM
+	if features&featureGuestTSO4 != 0 {
+		flags |= unix.TUN_F_TSO4
+	}
+	if features&featureGuestTSO6 != 0 {
+		flags |= unix.TUN_F_TSO6
+	}
+	if features&featureGuestECN != 0 && features&featureGuestTSO != 0 {
+		flags |= unix.TUN_F_TSO_ECN
+	}
+	return flags
+}
+
+// Reset implements [devices.Device].
+func (d *Device) Reset() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine != nil {
+		d.engine.loop.Stop()
+	}
+	d.engine, d.paused = nil, false
+	// The next driver reads the status for itself.
+	d.told = d.link.Load()
+	return nil
+}
+
+// SetLink raises or lowers the link and tells the guest. While the device is
+// paused it takes effect on Resume.
+func (d *Device) SetLink(up bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.link.Store(up)
+	if d.engine != nil {
+		d.engine.loop.Do()
+	}
+}
+
+// Link reports whether the link is up.
+func (d *Device) Link() bool { return d.link.Load() }
+
+// Pause implements [devices.Pauser]. What the guest has sent until then goes to
+// the backend as far as it takes it.
+func (d *Device) Pause(ctx context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine == nil {
+		return nil
+	}
+	if err := d.engine.loop.Pause(ctx); err != nil {
+		return fmt.Errorf("pausing a network device: %w", err)
+	}
+	d.paused = true
+	return nil
+}
+
+// Resume implements [devices.Pauser].
+func (d *Device) Resume() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine != nil {
+		d.paused = false
+		d.engine.loop.Resume()
+	}
+	return nil
+}

@@ -1,0 +1,528 @@
+package net
+
+import (
+	"encoding/binary"
+	"errors"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+const (
+	tokenBackend int32 = iota
+	tokenRX
+	tokenTX
+)
+
+// Bounds.
+const (
+	// turnFrames is how many frames one turn of the loop passes on in each
+	// direction.
+	turnFrames = 128
+	// maxHeld is how many receive buffers are kept at hand for a frame of
+	// unknown size.
+	maxHeld = queueSize
+	// rxPatience is how long a frame that might not fit waits for the guest to
+	// give more buffers.
+	rxPatience = 5 * time.Millisecond
+	// txRetry is how soon a backend that took no more is tried again if it
+	// does not say so itself.
+	txRetry = 10 * time.Millisecond
+)
+
+// held is a receive buffer at hand.
+type held struct {
+	chain  virtq.Chain
+	size   int
+	ranges int
+}
+
+// engine serves the device between Activate and Reset. After newEngine it belongs
+// to the goroutine of its loop, or to whoever has paused that.
+type engine struct {
+	dev      *Device
+	mem      *guestmem.Memory
+	stats    *counters
+	features uint64
+	rx, tx   *devices.Queue
+	irq      devices.Interrupt
+	loop     *devices.Loop
+	fd       int
+	merge    bool // a frame may be spread over several buffers
+	want     int  // bytes, header included, that hold any frame
+	ordinary int  // bytes that hold any frame without a VLAN tag
+
+	failReason error // the device waits for a reset
+	told       bool  // what the guest knows of the link
+	start      time.Time
+
+	txReady bool
+	blocked bool // the backend takes no more
+	retryAt time.Time
+	txChain virtq.Chain
+	txOut   []guestmem.Range
+	header  [HeaderSize]byte
+
+	readable bool // the backend may have frames
+	quiet    bool // the driver was asked not to kick rx
+	starved  bool // there are no receive buffers; a kick is awaited
+	// patient: a lack of buffers is temporary as far as one knows.
+	patient   bool
+	readAt    time.Time // when patience ends; zero when it is not needed
+	held      [maxHeld]held
+	heldFrom  int
+	heldCount int
+	room      int // bytes
+	ranges    []guestmem.Range
+	used      [maxHeld]virtq.Used
+	number    [2]byte
+}
+
+func newEngine(d *Device, a devices.Activation) (*engine, error) {
+	e := &engine{
+		dev:      d,
+		mem:      d.mem,
+		stats:    &d.stats,
+		features: a.Features,
+		rx:       a.Queues[queueRX],
+		tx:       a.Queues[queueTX],
+		irq:      a.Interrupt,
+		fd:       d.backend.FD(),
+		merge:    a.Features&featureMrgRxbuf != 0,
+		told:     d.told,
+		txReady:  true,
+		readable: true,
+		patient:  true,
+		txOut:    make([]guestmem.Range, 0, virtq.MaxSegments),
+		ranges:   make([]guestmem.Range, 0, 2*virtq.MaxSegments),
+	}
+	payload := defaultMTU
+	switch {
+	case a.Features&featureGuestTSO != 0:
+		payload = maxPayload
+	case d.config.MTU != 0:
+		payload = int(d.config.MTU)
+	}
+	e.ordinary = HeaderSize + ethernetHeader + payload
+	e.want = e.ordinary + vlanTag
+	for _, q := range a.Queues {
+		if q.Broken() != nil {
+			// The driver knows that it has to reset the device.
+			e.failReason = q.Broken()
+		}
+	}
+	var err error
+	if e.loop, err = devices.NewLoop(); err != nil {
+		return nil, err
+	}
+	err = errors.Join(
+		e.loop.Watch(e.fd, unix.EPOLLIN|unix.EPOLLOUT, tokenBackend, 0),
+		e.loop.Watch(e.rx.Kick.FD(), unix.EPOLLIN, tokenRX, 0),
+		e.loop.Watch(e.tx.Kick.FD(), unix.EPOLLIN, tokenTX, 0),
+	)
+	if err != nil {
+		e.loop.Stop()
+		return nil, err
+	}
+	e.loop.Start(e, a.Restored)
+	return e, nil
+}
+
+// Ready implements [devices.Looper].
+func (e *engine) Ready(token, _ int32, events uint32) {
+	switch token {
+	case tokenBackend:
+		if events&(unix.EPOLLIN|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
+			e.readable = true
+		}
+		if events&unix.EPOLLOUT != 0 {
+			e.blocked = false
+		}
+	case tokenRX:
+		e.kicked(e.rx)
+		e.starved = false
+	case tokenTX:
+		e.kicked(e.tx)
+		e.txReady = true
+	}
+}
+
+// kicked takes the signals of a queue. epoll has just said that there are some,
+// and nobody else takes them, so this does not block.
+func (e *engine) kicked(q *devices.Queue) {
+	if err := q.Kick.Wait(); err != nil {
+		e.fail(err)
+	}
+}
+
+// Lost implements [devices.Looper].
+func (e *engine) Lost(err error) { e.fail(err) }
+
+// End implements [devices.Looper].
+func (e *engine) End() {}
+
+// Rested implements [devices.Looper].
+func (e *engine) Rested(time.Duration) {
+	// Kicks may have been lost with the process that took a snapshot.
+	e.txReady, e.readable = true, true
+	e.starved, e.blocked, e.quiet = false, false, false
+}
+
+// Settle implements [devices.Looper].
+func (e *engine) Settle() {
+	if e.failReason != nil {
+		return
+	}
+	err := e.pumpTX(queueSize)
+	e.release()
+	if err == nil {
+		err = e.notify()
+	}
+	if err != nil {
+		e.fail(err)
+	}
+}
+
+// release makes the receive buffers at hand available again.
+func (e *engine) release() {
+	for ; e.heldCount > 0; e.heldCount-- {
+		e.rx.Unpop(&e.held[(e.heldFrom+e.heldCount-1)%maxHeld].chain)
+	}
+	e.heldFrom, e.room, e.ranges = 0, 0, e.ranges[:0]
+}
+
+// Turn implements [devices.Looper].
+func (e *engine) Turn() time.Duration {
+	if e.failReason == nil {
+		if err := e.turn(); err != nil {
+			e.fail(err)
+		}
+	}
+	if e.failReason != nil {
+		return -1
+	}
+	wait := time.Duration(-1)
+	sooner := func(d time.Duration) {
+		if d = max(d, 0); wait < 0 || d < wait {
+			wait = d
+		}
+	}
+	link := e.dev.link.Load()
+	if link != e.told || e.txReady && !e.blocked {
+		sooner(0)
+	}
+	if e.blocked {
+		sooner(time.Until(e.retryAt))
+	}
+	if link && e.readable && !e.starved {
+		if e.readAt.IsZero() {
+			sooner(0)
+		} else {
+			sooner(time.Until(e.readAt))
+		}
+	}
+	return wait
+}
+
+// turn passes on a bounded number of frames and tells the guest once.
+func (e *engine) turn() error {
+	if link := e.dev.link.Load(); link != e.told {
+		e.told = link
+		if e.features&featureStatus != 0 {
+			e.irq.Config()
+		}
+	}
+	if e.blocked && !time.Now().Before(e.retryAt) {
+		e.blocked = false
+	}
+	if e.txReady && !e.blocked {
+		if err := e.pumpTX(turnFrames); err != nil {
+			return err
+		}
+	}
+	if e.readable && !e.starved && e.dev.link.Load() {
+		if err := e.pumpRX(turnFrames); err != nil {
+			return err
+		}
+	}
+	return e.notify()
+}
+
+// notify interrupts the guest at most once for both queues.
+func (e *engine) notify() error {
+	rx, err := e.rx.NeedsInterrupt()
+	if err != nil {
+		return err
+	}
+	tx, err := e.tx.NeedsInterrupt()
+	if err != nil {
+		return err
+	}
+	if rx || tx {
+		e.irq.Queue()
+	}
+	return nil
+}
+
+// fail gives the device up until its driver resets it.
+func (e *engine) fail(err error) {
+	if e.failReason != nil {
+		return
+	}
+	e.failReason = err
+	e.rx.Break(err)
+	e.tx.Break(err)
+	e.irq.NeedsReset(err)
+}
+
+// pumpTX sends up to limit frames of the guest.
+func (e *engine) pumpTX(limit int) error {
+	if err := e.tx.DisableKicks(); err != nil {
+		return err
+	}
+	for range limit {
+		ok, err := e.tx.Pop(&e.txChain)
+		if err != nil {
+			return err
+		}
+		if !ok {
+			more, err := e.tx.EnableKicks()
+			if err != nil {
+				return err
+			}
+			if !more {
+				e.txReady = false
+				return nil
+			}
+			continue
+		}
+		done, err := e.send(&e.txChain.Reader)
+		if err != nil {
+			return err
+		}
+		if !done {
+			e.tx.Unpop(&e.txChain)
+			e.blocked = true
+			e.retryAt = time.Now().Add(txRetry)
+			e.stats.waits.Add(1)
+			return nil
+		}
+		if err := e.tx.Push(e.txChain.Head(), 0); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// send writes one frame to the backend, or drops it. It reports false when the
+// backend takes no more.
+func (e *engine) send(r *virtq.Reader) (bool, error) {
+	total := r.Remaining()
+	if total < HeaderSize+minFrame || total > HeaderSize+maxFrame {
+		e.stats.malformed.Add(1)
+		return true, nil
+	}
+	head := *r
+	if err := head.ReadFull(e.header[:]); err != nil {
+		return false, err
+	}
+	if !valid(&e.header, total-HeaderSize, e.features) {
+		e.stats.malformed.Add(1)
+		return true, nil
+	}
+	if !e.dev.link.Load() {
+		e.stats.linkDown.Add(1)
+		return true, nil
+	}
+	var err error
+	if e.txOut, err = r.Ranges(e.txOut[:0], total); err != nil {
+		return false, err
+	}
+	_, err = e.mem.Writev(e.fd, e.txOut)
+	for errors.Is(err, unix.EINTR) {
+		_, err = e.mem.Writev(e.fd, e.txOut)
+	}
+	switch {
+	case err == nil:
+		e.stats.framesFromGuest.Add(1)
+		e.stats.bytesFromGuest.Add(uint64(total - HeaderSize))
+	case errors.Is(err, unix.EAGAIN):
+		return false, nil
+	case ofFrame(err):
+		e.stats.refused.Add(1)
+	default:
+		return false, &BackendError{"sending a frame", err}
+	}
+	return true, nil
+}
+
+// ofFrame reports whether a write failed because of the frame or the state of the
+// interface, and not because the descriptor or guest memory is bad.
+func ofFrame(err error) bool {
+	var errno unix.Errno
+	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EBADFD && errno != unix.EBADF
+}
+
+// BackendError is a failure of the backend or of guest memory, after which the
+// device waits to be reset.
+type BackendError struct {
+	Doing string
+	Err   error
+}
+
+func (e *BackendError) Error() string { return e.Doing + ": " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *BackendError) Unwrap() error { return e.Err }
+
+// pumpRX receives up to limit frames.
+func (e *engine) pumpRX(limit int) error {
+	if !e.quiet {
+		e.quiet = true
+		if err := e.rx.DisableKicks(); err != nil {
+			return err
+		}
+	}
+	for range limit {
+		if err := e.fill(); err != nil {
+			return err
+		}
+		if e.room >= e.want || !e.merge && e.heldCount > 0 {
+			e.patient, e.readAt = true, time.Time{}
+		} else if wait, err := e.lack(); wait || err != nil {
+			return err
+		}
+		more, err := e.receive()
+		if err != nil || !more {
+			return err
+		}
+	}
+	return nil
+}
+
+// fill takes receive buffers until any frame fits.
+func (e *engine) fill() error {
+	for e.room < e.want && e.heldCount < maxHeld && (e.merge || e.heldCount == 0) {
+		h := &e.held[(e.heldFrom+e.heldCount)%maxHeld]
+		ok, err := e.rx.Pop(&h.chain)
+		if err != nil || !ok {
+			return err
+		}
+		w := h.chain.Writer
+		h.size = w.Remaining()
+		if h.size < HeaderSize {
+			// Not even the header of a frame would fit (virtio 1.2, 5.1.6.3.1).
+			e.stats.shortBuffers.Add(1)
+			if e.heldCount > 0 {
+				// Those before it come first.
+				e.rx.Unpop(&h.chain)
+				return nil
+			}
+			if err := e.rx.Push(h.chain.Head(), 0); err != nil {
+				return err
+			}
+			continue
+		}
+		before := len(e.ranges)
+		rs, err := w.Ranges(e.ranges, h.size)
+		if err != nil {
+			return err
+		}
+		if len(rs) > guestmem.MaxRanges {
+			e.ranges = rs[:before]
+			e.rx.Unpop(&h.chain)
+			return nil
+		}
+		h.ranges = len(rs) - before
+		e.ranges = rs
+		e.room += h.size
+		e.heldCount++
+	}
+	return nil
+}
+
+// lack decides what to do when a frame might not fit in the buffers that there
+// are, and reports whether to wait for more.
+func (e *engine) lack() (bool, error) {
+	if e.heldCount > 0 && !e.patient {
+		return false, nil
+	}
+	if e.heldCount > 0 && !e.readAt.IsZero() && !time.Now().Before(e.readAt) {
+		// The guest gives no more. Frames that fit must get through.
+		e.patient, e.readAt = false, time.Time{}
+		return false, nil
+	}
+	e.quiet = false
+	more, err := e.rx.EnableKicks()
+	if err != nil {
+		return false, err
+	}
+	switch {
+	case more && e.heldCount == 0:
+		return true, nil // the next turn takes them
+	case e.heldCount == 0:
+		e.starved = true
+		e.readAt = time.Time{}
+	case e.readAt.IsZero():
+		e.readAt = time.Now().Add(rxPatience)
+	}
+	return true, nil
+}
+
+// receive reads one frame into the buffers at hand. It reports false when there
+// is none.
+func (e *engine) receive() (bool, error) {
+	n, err := e.mem.Readv(e.fd, e.ranges)
+	for errors.Is(err, unix.EINTR) {
+		n, err = e.mem.Readv(e.fd, e.ranges)
+	}
+	switch {
+	case errors.Is(err, unix.EAGAIN), err == nil && n == 0:
+		e.readable = false
+		return false, nil
+	case err != nil:
+		return false, &BackendError{"receiving a frame", err}
+	case n < HeaderSize+minFrame:
+		e.stats.tooShort.Add(1)
+		return true, nil
+	case n >= e.room && e.room < e.ordinary:
+		// Perhaps cut off: the kernel does not say.
+		e.stats.tooLong.Add(1)
+		return true, nil
+	}
+	count := 0
+	for left := n; left > 0; count++ {
+		h := &e.held[(e.heldFrom+count)%maxHeld]
+		k := min(left, h.size)
+		e.used[count] = virtq.Used{Head: h.chain.Head(), Written: uint32(k)}
+		left -= k
+	}
+	// The kernel does not know of this field.
+	w := e.held[e.heldFrom].chain.Writer
+	if err := w.Skip(headerNumBuffers); err != nil {
+		return false, err
+	}
+	binary.LittleEndian.PutUint16(e.number[:], uint16(count))
+	if _, err := w.Write(e.number[:]); err != nil {
+		return false, err
+	}
+	if err := e.rx.PushAll(e.used[:count]); err != nil {
+		return false, err
+	}
+	ranges := 0
+	for range count {
+		h := &e.held[e.heldFrom]
+		ranges += h.ranges
+		e.room -= h.size
+		e.heldFrom = (e.heldFrom + 1) % maxHeld
+		e.heldCount--
+	}
+	e.ranges = e.ranges[:copy(e.ranges, e.ranges[ranges:])]
+	e.stats.framesToGuest.Add(1)
+	e.stats.bytesToGuest.Add(uint64(n - HeaderSize))
+	return true, nil
+}

@@ -1,0 +1,67 @@
+package net
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/drowse-vm/drowse/devices"
+)
+
+// Kind and version of the saved state: the MAC, whether the link is up, and
+// whether the guest knows it to be.
+const (
+	stateKind    = "virtio-net"
+	stateVersion = 1
+)
+
+// Export implements [devices.Stateful]. It fails with ErrNotPaused when the device
+// is active and runs.
+func (d *Device) Export() (devices.Payload, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	told := d.told
+	if d.engine != nil {
+		if !d.paused {
+			return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
+		}
+		// The loop is parked, or will be before it does anything.
+		if err := d.engine.loop.Pause(context.Background()); err != nil {
+			return devices.Payload{}, err
+		}
+		told = d.engine.told
+	}
+	var e devices.Encoder
+	for _, b := range d.mac {
+		e.Uint8(b)
+	}
+	e.Bool(d.link.Load())
+	e.Bool(told)
+	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+}
+
+// Import implements [devices.Stateful].
+func (d *Device) Import(p devices.Payload) error {
+	if err := p.Check(stateKind, stateVersion); err != nil {
+		return err
+	}
+	r := devices.NewDecoder(p.Data)
+	var mac MAC
+	for i := range mac {
+		mac[i] = r.Uint8()
+	}
+	link, told := r.Bool(), r.Bool()
+	if mac == (MAC{}) || mac[0]&1 != 0 {
+		r.Fail("the MAC is not the address of one host")
+	}
+	if err := r.Finish(); err != nil {
+		return fmt.Errorf("importing %s state: %w", stateKind, err)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine != nil {
+		return fmt.Errorf("importing %s state: the device is active", stateKind)
+	}
+	d.mac, d.told = mac, told
+	d.link.Store(link && !d.config.LinkDown)
+	return nil
+}

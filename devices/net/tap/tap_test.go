@@ -1,0 +1,219 @@
+package tap
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// isolate gives the test a network namespace of its own, so that nothing it does
+// reaches the host.
+func isolate(t *testing.T) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("making TAP devices needs root")
+	}
+	if _, err := os.Stat(clone); err != nil {
+		t.Skipf("the host has no TAP devices: %v", err)
+	}
+	runtime.LockOSThread() // and never unlocked: the thread ends with the test
+	ns, err := netns.New()
+	if err != nil {
+		t.Skipf("the host does not allow network namespaces: %v", err)
+	}
+	t.Cleanup(func() { ns.Close() })
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestCreatedDeviceIsAsConfiguredAndVanishesOnClose(t *testing.T) {
+	isolate(t)
+	mac := net.HardwareAddr{2, 0, 0, 0, 0, 9}
+	d, err := Create(Config{
+		Name: "drowse%d", MAC: mac, MTU: 1400,
+		Addresses: []netip.Prefix{netip.MustParsePrefix("10.1.2.1/24"), netip.MustParsePrefix("fd00::1/64")},
+	})
+	must(t, err)
+	if d.Name() != "drowse0" {
+		t.Errorf("name %q", d.Name())
+	}
+	link, err := netlink.LinkByName("drowse0")
+	must(t, err)
+	a := link.Attrs()
+	if a.MTU != 1400 || a.HardwareAddr.String() != mac.String() || a.Flags&net.FlagUp == 0 || a.Index != d.Index() {
+		t.Errorf("the interface is %+v", a)
+	}
+	addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL)
+	must(t, err)
+	var got []string
+	for _, a := range addrs {
+		got = append(got, a.IPNet.String())
+	}
+	for _, want := range []string{"10.1.2.1/24", "fd00::1/64"} {
+		if !strings.Contains(strings.Join(got, " "), want) {
+			t.Errorf("addresses %v lack %s", got, want)
+		}
+	}
+	second, err := Create(Config{Name: "drowse%d", Down: true})
+	must(t, err)
+	if second.Name() != "drowse1" {
+		t.Errorf("the second name is %q", second.Name())
+	}
+	must(t, second.Close())
+	must(t, d.SetOffloads(unix.TUN_F_CSUM|unix.TUN_F_TSO4|unix.TUN_F_TSO6|unix.TUN_F_TSO_ECN))
+	must(t, d.Close())
+	must(t, d.Close())
+	if _, err := netlink.LinkByName("drowse0"); err == nil {
+		t.Error("the interface is still there")
+	}
+}
+
+func TestCreateRefusesBadAndTakenNames(t *testing.T) {
+	isolate(t)
+	d, err := Create(Config{Name: "taken"})
+	must(t, err)
+	defer d.Close()
+	for name, want := range map[string]error{
+		"":                  ErrName,
+		".":                 ErrName,
+		"..":                ErrName,
+		"sixteen-bytes-xx":  ErrName,
+		"a/b":               ErrName,
+		"a b":               ErrName,
+		"a:b":               ErrName,
+		"a%s":               ErrName,
+		"a%d%d":             ErrName,
+		"fifteen-bytes-x%d": ErrName,
+		"taken":             ErrExists,
+		"lo":                ErrExists,
+	} {
+		d, err := Create(Config{Name: name})
+		if !errors.Is(err, want) {
+			t.Errorf("Create(%q): got %v, want %v", name, err, want)
+		}
+		if d != nil {
+			d.Close()
+		}
+	}
+	if d, err := Create(Config{Name: "fifteen-bytes-x"}); err != nil {
+		t.Errorf("a name of 15 bytes: %v", err)
+	} else {
+		d.Close()
+	}
+	for _, mtu := range []int{-1, 1 << 16, 10} {
+		if d, err := Create(Config{Name: "mtu", MTU: mtu}); err == nil {
+			d.Close()
+			t.Errorf("an MTU of %d was accepted", mtu)
+		}
+	}
+	if _, err := netlink.LinkByName("mtu"); err == nil {
+		t.Error("a failed Create has left its interface behind")
+	}
+}
+
+func TestOpenTakesAPersistentDeviceAndLeavesItThere(t *testing.T) {
+	isolate(t)
+	must(t, netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "kept"}, Mode: netlink.TUNTAP_MODE_TAP, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_VNET_HDR}))
+	d, err := Open("kept")
+	must(t, err)
+	if _, err := Open("kept"); !errors.Is(err, ErrBusy) {
+		t.Errorf("opening it twice: got %v, want ErrBusy", err)
+	}
+	must(t, d.Close())
+	d, err = Open("kept")
+	must(t, err)
+	must(t, d.Close())
+	if _, err := Open("none"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a missing interface: got %v", err)
+	}
+	if _, err := net.InterfaceByName("none"); err == nil {
+		t.Error("opening a missing interface has created it")
+	}
+	if _, err := Open("lo"); !errors.Is(err, ErrNotTAP) {
+		t.Errorf("the loopback interface: got %v, want ErrNotTAP", err)
+	}
+}
+
+func TestAdoptTakesOnlyTheWireOfATAP(t *testing.T) {
+	isolate(t)
+	d, err := Create(Config{Name: "passed"})
+	must(t, err)
+	a, err := Adopt(d.FD())
+	must(t, err)
+	if a.Name() != "passed" || a.Index() != d.Index() {
+		t.Errorf("adopted %q, %d", a.Name(), a.Index())
+	}
+	must(t, d.Close())
+	if _, err := net.InterfaceByName("passed"); err != nil {
+		t.Errorf("the interface has gone with its first owner: %v", err)
+	}
+	must(t, a.Close())
+	f, err := os.Open(os.DevNull)
+	must(t, err)
+	defer f.Close()
+	if _, err := Adopt(int(f.Fd())); !errors.Is(err, ErrNotTAP) {
+		t.Errorf("got %v, want ErrNotTAP", err)
+	}
+}
+
+func TestWithoutPermissionTheErrorSaysSo(t *testing.T) {
+	if os.Getenv("TAP_TEST_UNPRIVILEGED") != "" {
+		_, err := Create(Config{Name: "denied"})
+		fmt.Printf("permission=%v err=%v\n", errors.Is(err, os.ErrPermission), err)
+		return
+	}
+	isolate(t)
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestWithoutPermissionTheErrorSaysSo$")
+	cmd.Env = append(os.Environ(), "TAP_TEST_UNPRIVILEGED=1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Skipf("the test binary cannot run as another user: %v: %s", err, out)
+	}
+	if !strings.Contains(string(out), "permission=true") || !strings.Contains(string(out), "CAP_NET_ADMIN") {
+		t.Errorf("output %s", out)
+	}
+}
+
+func TestDeviceVanishesWithAKilledProcess(t *testing.T) {
+	if os.Getenv("TAP_TEST_HOLD") != "" {
+		_, err := Create(Config{Name: "held"})
+		fmt.Println("created", err)
+		time.Sleep(time.Minute)
+		return
+	}
+	isolate(t)
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestDeviceVanishesWithAKilledProcess$")
+	cmd.Env = append(os.Environ(), "TAP_TEST_HOLD=1")
+	out, err := cmd.StdoutPipe()
+	must(t, err)
+	must(t, cmd.Start())
+	line := make([]byte, 64)
+	n, err := out.Read(line)
+	must(t, err)
+	if _, err := net.InterfaceByName("held"); err != nil {
+		t.Errorf("%s: %v", line[:n], err)
+	}
+	must(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	if _, err := net.InterfaceByName("held"); err == nil {
+		t.Error("the interface has outlived its process")
+	}
+}

@@ -1,0 +1,182 @@
+package net
+
+import (
+	"bytes"
+	"encoding/binary"
+	stdnet "net"
+	"net/netip"
+	"os"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+
+	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/devices/net/tap"
+)
+
+// newTAP makes a TAP device in a network namespace of the test's own. The host is
+// 10.9.0.1, the guest 10.9.0.2 with testMAC.
+func newTAP(t testing.TB) *tap.Device {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("making TAP devices needs root")
+	}
+	if _, err := os.Stat("/dev/net/tun"); err != nil {
+		t.Skipf("the host has no TAP devices: %v", err)
+	}
+	runtime.LockOSThread() // and never unlocked: the thread ends with the test
+	ns, err := netns.New()
+	if err != nil {
+		t.Skipf("the host does not allow network namespaces: %v", err)
+	}
+	t.Cleanup(func() { ns.Close() })
+	dev, err := tap.Create(tap.Config{
+		Name: "drowse%d", MAC: stdnet.HardwareAddr{2, 0, 0, 0, 0, 1},
+		Addresses: []netip.Prefix{netip.MustParsePrefix("10.9.0.1/24")},
+	})
+	must(t, err)
+	t.Cleanup(func() { must(t, dev.Close()) })
+	must(t, netlink.NeighAdd(&netlink.Neigh{
+		LinkIndex: dev.Index(), State: netlink.NUD_PERMANENT,
+		IP: stdnet.IPv4(10, 9, 0, 2), HardwareAddr: testMAC[:],
+	}))
+	return dev
+}
+
+// udp is a frame from the guest to the host with a UDP checksum that is left to
+// the receiver, as Linux sends it.
+func udp(port uint16, payload []byte) (header, frame []byte) {
+	be := binary.BigEndian
+	f := []byte{2, 0, 0, 0, 0, 1}
+	f = append(f, testMAC[:]...)
+	f = append(f, 8, 0, 0x45, 0)
+	f = be.AppendUint16(f, uint16(28+len(payload)))
+	f = append(f, 0, 0, 0, 0, 64, 17, 0, 0, 10, 9, 0, 2, 10, 9, 0, 1)
+	be.PutUint16(f[24:], ^sum(f[14:34]))
+	f = be.AppendUint16(f, 4000)
+	f = be.AppendUint16(f, port)
+	f = be.AppendUint16(f, uint16(8+len(payload)))
+	// The sum of the pseudo header.
+	pseudo := append([]byte{0, 17}, be.AppendUint16(nil, uint16(8+len(payload)))...)
+	f = be.AppendUint16(f, sum(append(pseudo, f[26:34]...)))
+	header = make([]byte, HeaderSize)
+	header[headerFlags] = flagNeedsCsum
+	binary.LittleEndian.PutUint16(header[headerCsumStart:], 34)
+	binary.LittleEndian.PutUint16(header[headerCsumOffset:], 6)
+	return header, append(f, payload...)
+}
+
+// sum is the Internet checksum, not inverted.
+func sum(p []byte) uint16 {
+	s := uint32(0)
+	for i := 0; i+1 < len(p); i += 2 {
+		s += uint32(p[i])<<8 | uint32(p[i+1])
+	}
+	for s > 0xffff {
+		s = s>>16 + s&0xffff
+	}
+	return uint16(s)
+}
+
+func startOnTAP(t testing.TB, features uint64) (*devicetest.Driver, *Device) {
+	dev := newTAP(t)
+	mem := devicetest.NewMemory(t)
+	d, err := New(mem, dev, Config{MAC: testMAC})
+	must(t, err)
+	drv := devicetest.NewDriver(t, d, mem)
+	drv.Start(features)
+	return drv, d
+}
+
+// nextUDP receives frames until one of UDP comes.
+func nextUDP(d *devicetest.Driver) (header, payload []byte) {
+	for {
+		data, used := d.Queue(queueRX).Do(nil, 1700)
+		f := data[HeaderSize:used]
+		if len(f) > 42 && f[12] == 8 && f[13] == 0 && f[23] == 17 {
+			return data[:HeaderSize], f[42:]
+		}
+	}
+}
+
+func TestUDPCrossesATAPBothWays(t *testing.T) {
+	for name, features := range map[string]uint64{"with offloads": devicetest.AllFeatures, "without": 0} {
+		t.Run(name, func(t *testing.T) {
+			d, dev := startOnTAP(t, features)
+			host, err := stdnet.ListenUDP("udp4", &stdnet.UDPAddr{IP: stdnet.IPv4(10, 9, 0, 1)})
+			must(t, err)
+			defer host.Close()
+			must(t, host.SetDeadline(time.Now().Add(10*time.Second)))
+			payload := bytes.Repeat([]byte("drowse "), 100)
+			_, err = host.WriteToUDP(payload, &stdnet.UDPAddr{IP: stdnet.IPv4(10, 9, 0, 2), Port: 4000})
+			must(t, err)
+			header, got := nextUDP(d)
+			if !bytes.Equal(got, payload) {
+				t.Errorf("the guest got %q", got)
+			}
+			if offload := header[headerFlags]&flagNeedsCsum != 0; offload != (features != 0) {
+				t.Errorf("header % x: is the checksum left to the guest?", header)
+			}
+			h, f := udp(uint16(host.LocalAddr().(*stdnet.UDPAddr).Port), payload)
+			if features == 0 {
+				// The host is to believe in a sum that is right.
+				binary.BigEndian.PutUint16(f[40:], ^sum(append(f[34:], make([]byte, len(f)%2)...)))
+				clear(h)
+			}
+			d.Queue(queueTX).Do([][]byte{h, f})
+			buf := make([]byte, 2000)
+			n, from, err := host.ReadFromUDP(buf)
+			if err != nil || !bytes.Equal(buf[:n], payload) || from.String() != "10.9.0.2:4000" {
+				t.Errorf("the host got %q from %v, %v", buf[:n], from, err)
+			}
+			if st := dev.Stats(); st.Refused != 0 || st.Malformed != 0 {
+				t.Errorf("%+v", st)
+			}
+		})
+	}
+}
+
+func TestFloodedTAPDoesNotFreezeWhenBuffersComeBack(t *testing.T) {
+	d, _ := startOnTAP(t, allButTSO)
+	host, err := stdnet.DialUDP("udp4", nil, &stdnet.UDPAddr{IP: stdnet.IPv4(10, 9, 0, 2), Port: 4000})
+	must(t, err)
+	defer host.Close()
+	for range 5 {
+		// More than the queue of the TAP holds.
+		for range 3000 {
+			host.Write([]byte("flood"))
+		}
+		for range 300 {
+			if _, got := nextUDP(d); string(got) != "flood" {
+				t.Fatalf("got %q", got)
+			}
+		}
+	}
+	// The guest drains what is left, and a new packet gets through.
+	host.Write([]byte("last"))
+	for {
+		if _, got := nextUDP(d); string(got) == "last" {
+			return
+		}
+		host.Write([]byte("last"))
+	}
+}
+
+func TestFramesThatTheKernelRefusesAreCounted(t *testing.T) {
+	d, dev := startOnTAP(t, devicetest.AllFeatures)
+	links, err := netlink.LinkList()
+	must(t, err)
+	for _, l := range links {
+		if l.Type() == "tuntap" {
+			must(t, netlink.LinkSetDown(l))
+		}
+	}
+	h, f := udp(9, []byte("nobody hears"))
+	d.Queue(queueTX).Do([][]byte{h, f})
+	if st := dev.Stats(); st.Refused != 1 || st.FramesFromGuest != 0 {
+		t.Errorf("%+v", st)
+	}
+}

@@ -1,0 +1,29 @@
+package rng
+
+import (
+	"fmt"
+
+	"github.com/drowse-vm/drowse/devices"
+)
+
+// The saved state is empty.
+const (
+	stateKind    = "virtio-rng"
+	stateVersion = 1
+)
+
+// Export implements [devices.Stateful].
+func (d *Device) Export() (devices.Payload, error) {
+	return devices.Payload{Kind: stateKind, Version: stateVersion}, nil
+}
+
+// Import implements [devices.Stateful].
+func (d *Device) Import(p devices.Payload) error {
+	if err := p.Check(stateKind, stateVersion); err != nil {
+		return err
+	}
+	if err := devices.NewDecoder(p.Data).Finish(); err != nil {
+		return fmt.Errorf("importing an entropy device: %w", err)
+	}
+	return nil
+}

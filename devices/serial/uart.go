@@ -1,0 +1,306 @@
+package serial
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/drowse-vm/drowse/devices"
+)
+
+// Where COM1 is on a PC.
+const (
+	// Port is its first I/O port, Ports how many it has.
+	Port  = 0x3f8
+	Ports = 8
+	// IRQ is its interrupt line: edge-triggered on ISA.
+	IRQ = 4
+)
+
+// InputSize is how many bytes of input wait for the guest.
+const InputSize = 4 << 10
+
+// fifoSize is that of the 16550A: what clearing the receive FIFO throws away.
+const fifoSize = 16
+
+// Registers, and the bits of them that are used (National Semiconductor
+// PC16550D, table II).
+const (
+	regData     = 0 // RBR, THR; divisor low with DLAB
+	regIER      = 1 // divisor high with DLAB
+	regIIR      = 2 // FCR when written
+	regLCR      = 3
+	regMCR      = 4
+	regLSR      = 5
+	regMSR      = 6
+	regScratch  = 7
+	ierReceive  = 0x01
+	ierTransmit = 0x02
+	ierMask     = 0x0f
+	iirNone     = 0x01
+	iirTransmit = 0x02
+	iirReceive  = 0x04
+	iirFIFO     = 0xc0
+	fcrEnable   = 0x01
+	fcrClear    = 0x02
+	lcrDLAB     = 0x80
+	mcrDTR      = 0x01
+	mcrRTS      = 0x02
+	mcrOut1     = 0x04
+	mcrOut2     = 0x08
+	mcrLoop     = 0x10
+	mcrMask     = 0x1f
+	lsrReady    = 0x01
+	lsrIdle     = 0x60 // transmitter holding register and shift register empty
+	msrCTS      = 0x10
+	msrDSR      = 0x20
+	msrRI       = 0x40
+	msrDCD      = 0x80
+)
+
+// registers is the state that the guest can see.
+type registers struct {
+	ier, lcr, mcr, scratch uint8
+	fifo                   bool
+	divisor                uint16
+	// transmit is the interrupt "transmitter holding register empty": set by
+	// an output and by enabling it, cleared by reading it from IIR.
+	transmit bool
+}
+
+var afterReset = registers{mcr: mcrOut2, divisor: 12}
+
+// UART is one serial port. It implements [devices.IO], [devices.Pauser] and
+// [devices.Stateful]; all methods may be called at any time from any goroutine,
+// and the register accesses do not block.
+type UART struct {
+	raise func()
+	out   *devices.Output
+
+	mu      sync.Mutex
+	regs    registers
+	input   []byte // at most InputSize
+	line    bool   // the interrupt line is high
+	paused  bool
+	refused uint64
+}
+
+// New makes a port whose output goes to w, nil for nowhere. raise is called for
+// each rising edge of the interrupt line and must not block: the Signal method of
+// an irqfd's event.
+func New(w io.Writer, raise func()) *UART {
+	return &UART{raise: raise, out: devices.NewOutput(w), regs: afterReset}
+}
+
+// Close writes out what waits, for a second at most.
+func (u *UART) Close() error { return u.out.Close() }
+
+// Stats counts what went wrong.
+type Stats struct {
+	// OutputDropped is the number of bytes that a slow or failed writer lost.
+	OutputDropped uint64
+	// InputRefused is the number of bytes that Input did not take.
+	InputRefused uint64
+}
+
+// Stats may be called at any time.
+func (u *UART) Stats() Stats {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return Stats{OutputDropped: u.out.Dropped(), InputRefused: u.refused}
+}
+
+// Input types p at the guest and returns how many bytes of it were taken. Fewer
+// than len(p) means that the guest does not read: try the rest later, or drop it.
+func (u *UART) Input(p []byte) int {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	n := min(len(p), InputSize-len(u.input))
+	u.input = append(u.input, p[:n]...)
+	u.refused += uint64(len(p) - n)
+	if n > 0 {
+		// An edge for each input, also when the line is still high from an
+		// earlier one: should the guest ever have missed an edge, it
+		// recovers at the next key.
+		u.line = false
+	}
+	u.update()
+	return n
+}
+
+// update moves the interrupt line. Only a rising edge is an event: the handler of
+// an edge-triggered UART reads IIR until nothing is pending, which is when the
+// line falls. mu is held.
+func (u *UART) update() {
+	line := u.pending() != iirNone
+	if line && !u.line && !u.paused {
+		u.raise()
+	}
+	u.line = line
+}
+
+// pending is the interrupt that IIR shows: the most urgent one.
+func (u *UART) pending() uint8 {
+	switch {
+	case u.regs.ier&ierReceive != 0 && len(u.input) > 0:
+		return iirReceive
+	case u.regs.ier&ierTransmit != 0 && u.regs.transmit:
+		return iirTransmit
+	}
+	return iirNone
+}
+
+// ReadIO implements [devices.IO]. Registers are 8 bits wide; a wider access sees
+// the one it starts at, then zeros.
+func (u *UART) ReadIO(off uint64, p []byte) {
+	clear(p)
+	if len(p) == 0 || off >= Ports {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	p[0] = u.read(off)
+	u.update()
+}
+
+func (u *UART) read(off uint64) uint8 {
+	r := &u.regs
+	switch off {
+	case regData:
+		if r.lcr&lcrDLAB != 0 {
+			return uint8(r.divisor)
+		}
+		if len(u.input) == 0 {
+			return 0
+		}
+		b := u.input[0]
+		u.consume(1)
+		return b
+	case regIER:
+		if r.lcr&lcrDLAB != 0 {
+			return uint8(r.divisor >> 8)
+		}
+		return r.ier
+	case regIIR:
+		iir := u.pending()
+		if iir == iirTransmit {
+			r.transmit = false
+		}
+		if r.fifo {
+			iir |= iirFIFO
+		}
+		return iir
+	case regLCR:
+		return r.lcr
+	case regMCR:
+		return r.mcr
+	case regLSR:
+		if len(u.input) > 0 {
+			return lsrIdle | lsrReady
+		}
+		return lsrIdle
+	case regMSR:
+		return u.modemStatus()
+	default:
+		return r.scratch
+	}
+}
+
+// consume drops the first n bytes of input and keeps the rest at the start of its
+// array, which therefore never grows beyond InputSize.
+func (u *UART) consume(n int) { u.input = append(u.input[:0], u.input[n:]...) }
+
+// modemStatus is that of a modem that is always there, or of our own control
+// lines in loopback mode.
+func (u *UART) modemStatus() uint8 {
+	mcr := u.regs.mcr
+	if mcr&mcrLoop == 0 {
+		return msrCTS | msrDSR | msrDCD
+	}
+	var msr uint8
+	for _, wire := range [...]struct{ from, to uint8 }{
+		{mcrRTS, msrCTS}, {mcrDTR, msrDSR}, {mcrOut1, msrRI}, {mcrOut2, msrDCD},
+	} {
+		if mcr&wire.from != 0 {
+			msr |= wire.to
+		}
+	}
+	return msr
+}
+
+// WriteIO implements [devices.IO]; of a wider access the first byte counts.
+func (u *UART) WriteIO(off uint64, p []byte) {
+	if len(p) == 0 || off >= Ports {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.write(off, p[:1])
+	u.update()
+}
+
+func (u *UART) write(off uint64, p []byte) {
+	r, v := &u.regs, p[0]
+	switch off {
+	case regData:
+		if r.lcr&lcrDLAB != 0 {
+			r.divisor = r.divisor&0xff00 | uint16(v)
+			return
+		}
+		r.transmit = true
+		// Looped-back output becomes input, if there is room.
+		if r.mcr&mcrLoop == 0 {
+			_, _ = u.out.Write(p)
+		} else if len(u.input) < InputSize {
+			u.input = append(u.input, v)
+		}
+	case regIER:
+		if r.lcr&lcrDLAB != 0 {
+			r.divisor = r.divisor&0x00ff | uint16(v)<<8
+			return
+		}
+		// Enabling the transmit interrupt raises it, since the register is
+		// empty; drivers probe for this.
+		if v&^r.ier&ierTransmit != 0 {
+			r.transmit = true
+		}
+		r.ier = v & ierMask
+	case regIIR:
+		r.fifo = v&fcrEnable != 0
+		if v&fcrClear != 0 {
+			u.consume(min(fifoSize, len(u.input)))
+		}
+	case regLCR:
+		r.lcr = v
+	case regMCR:
+		r.mcr = v & mcrMask
+	case regScratch:
+		r.scratch = v
+	}
+}
+
+// Pause implements [devices.Pauser]. Input and register accesses are still
+// taken, but raise no interrupt before Resume. Output that a stuck writer has not
+// taken stays in the state.
+func (u *UART) Pause(ctx context.Context) error {
+	if err := u.out.Pause(ctx); err != nil {
+		return fmt.Errorf("pausing the serial port: %w", err)
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.paused = true
+	return nil
+}
+
+// Resume implements [devices.Pauser]. When the interrupt line is high it is
+// raised again, since the edge may have been lost.
+func (u *UART) Resume() error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.paused = false
+	u.line = false
+	u.update()
+	u.out.Resume()
+	return nil
+}

@@ -1,0 +1,149 @@
+package vsock
+
+import (
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"golang.org/x/sys/unix"
+)
+
+// Limits on connections.
+const (
+	// MaxConnections bounds all connections of one device together, those
+	// included whose client has not yet said where it wants to go.
+	MaxConnections = 1024
+	// largeBuffer is what the guest may have in flight on each of the first
+	// largeBuffers connections, smallBuffer on each of the others, in bytes:
+	// 60 MiB altogether.
+	largeBuffer  = 256 << 10
+	smallBuffer  = 32 << 10
+	largeBuffers = 128
+)
+
+// Ports from firstHostPort up to lastHostPort are given to connections from the
+// host: above what services use.
+const (
+	firstHostPort = 1 << 30
+	lastHostPort  = 1 << 31
+)
+
+// key tells connections apart; the context IDs are always the same.
+type key struct{ guestPort, hostPort uint32 }
+
+type connState uint8
+
+const (
+	// stateHandshake: a host client has not said its line yet.
+	stateHandshake connState = iota
+	// stateRequested: the guest has been asked, or will be, and has not
+	// answered.
+	stateRequested
+	// stateOpen: bytes flow.
+	stateOpen
+	// stateClosing: the guest has been told, or will be, that the host's end is
+	// gone, and has not confirmed.
+	stateClosing
+	// stateDraining: the connection is over for the guest; what it has sent
+	// still goes to the host client.
+	stateDraining
+)
+
+// What is to be said to the guest, besides data.
+const (
+	sayRequest = 1 << iota
+	sayResponse
+	sayShutdown
+	sayCredit
+	sayWantCredit
+)
+
+// conn is one connection. It belongs to the engine's goroutine.
+type conn struct {
+	slot  int32 // in engine.slots
+	gen   int32 // tells late events of an earlier connection in the slot apart
+	fd    int   // -1 after the host's end was closed
+	state connState
+	key   key
+
+	say    uint8
+	queued bool  // in the engine's queue towards the guest
+	next   *conn // there
+
+	// readable: the socket may have bytes. It becomes false when a read finds
+	// none; epoll sets it again (edge-triggered).
+	readable bool
+	eof      bool // the client has ended its direction
+	hup      bool // the client has closed
+	blocked  bool // the socket takes no more; EPOLLOUT is awaited
+	burst    int  // receive buffers to fill with one read
+
+	told   uint32 // shutdown flags sent to the guest
+	toTell uint32 // shutdown flags that it is to know
+	got    uint32 // shutdown flags received from it
+
+	// Towards the guest (virtio 1.2, 5.10.6.3). All counts wrap.
+	peerAlloc, peerForwarded uint32
+	sent                     uint32
+	stalled                  bool // waits for credit
+
+	// From the guest.
+	alloc         uint32 // advertised
+	received      uint32
+	forwarded     uint32 // taken by the socket
+	toldForwarded uint32
+	backlog       backlog
+
+	deadline int64 // of the state, in the engine's clock; 0 when there is none
+}
+
+// credit is how many bytes the guest has room for.
+func (c *conn) credit() int {
+	inFlight := c.sent - c.peerForwarded
+	if inFlight >= c.peerAlloc {
+		return 0
+	}
+	return int(c.peerAlloc - inFlight)
+}
+
+// wantsRead reports whether bytes of the client may go to the guest.
+func (c *conn) wantsRead() bool {
+	return c.state == stateOpen && c.readable && !c.eof && c.got&shutdownReceive == 0
+}
+
+// backlog is a ring buffer of what a socket did not take at once.
+type backlog struct {
+	buf  []byte
+	from int
+	n    int
+}
+
+// fill appends the next n bytes of r, which fit.
+func (b *backlog) fill(r *virtq.Reader, n int) error {
+	for n > 0 {
+		at := (b.from + b.n) % len(b.buf)
+		k := min(n, len(b.buf)-at)
+		if err := r.ReadFull(b.buf[at : at+k]); err != nil {
+			return err
+		}
+		b.n += k
+		n -= k
+	}
+	return nil
+}
+
+// flush writes to fd as much as it takes and returns how many bytes that was.
+func (b *backlog) flush(fd int) (int, error) {
+	done := 0
+	for b.n > 0 {
+		k := min(b.n, len(b.buf)-b.from)
+		w, err := unix.Write(fd, b.buf[b.from:b.from+k])
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return done, err
+		}
+		b.from = (b.from + w) % len(b.buf)
+		b.n -= w
+		done += w
+	}
+	return done, nil
+}

@@ -1,0 +1,204 @@
+package vsock
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Virtqueues of the device (virtio 1.2, 5.10.2), and their largest sizes. Linux
+// posts receive buffers of 4 KiB until the ring is full, and 8 event buffers.
+const (
+	queueRX = iota
+	queueTX
+	queueEvent
+	queueCount
+
+	rxSize    = 256
+	txSize    = 256
+	eventSlot = 16
+)
+
+// featureStream says that stream sockets are supported (virtio 1.2, 5.10.3).
+const featureStream uint64 = 1 << 0
+
+// Limits on the context ID of a guest: 0 to 2 are taken, and the field has 32
+// bits that are not all ones (virtio 1.2, 5.10.4).
+const (
+	MinCID = 3
+	MaxCID = 1<<32 - 2
+)
+
+// ErrNotPaused is returned by Export while the device is running.
+var ErrNotPaused = errors.New("the device is not paused")
+
+// Config says what a device is to be.
+type Config struct {
+	// CID is the guest's context ID, MinCID to MaxCID. Guests of different VMs
+	// may have the same. After Import it is the one of the saved state, which
+	// the guest knows.
+	CID uint64
+	// Path is the Unix socket that host clients connect to; the guest reaches
+	// port P at Path_P. Its last element is at most 96 bytes long when Path
+	// itself fits in a Unix socket address; longer paths need /proc.
+	Path string
+	// Listener, when not nil, is a socket that listens already, on behalf of
+	// Path: the device takes a duplicate of it, and neither creates nor
+	// removes a file.
+	Listener *os.File
+}
+
+// Device is a virtio socket device. All methods may be called from any
+// goroutine.
+type Device struct {
+	mem   *guestmem.Memory
+	stats counters
+
+	mu       sync.Mutex // guards what follows
+	cid      uint64
+	endpoint *endpoint
+	engine   *engine // nil while the device is not active
+	paused   bool    // the engine stands still
+	// carried is what a snapshot has brought and nobody has told the guest
+	// yet. The engine takes it over.
+	carried *state
+	// nextPort is where the search for a free host port begins. It goes on
+	// after resets and restores, so that a new connection is not mistaken for
+	// an old one.
+	nextPort uint32
+	closed   bool
+}
+
+var (
+	_ devices.Device   = (*Device)(nil)
+	_ devices.Pauser   = (*Device)(nil)
+	_ devices.Stateful = (*Device)(nil)
+)
+
+// New makes a device and listens on its path. Clients that connect before the
+// guest's driver is ready wait. It fails with ErrInUse when another process
+// listens on the path, and with ErrPath when there cannot be a socket.
+func New(mem *guestmem.Memory, cfg Config) (*Device, error) {
+	if cfg.CID < MinCID || cfg.CID > MaxCID {
+		return nil, fmt.Errorf("making a vsock device: context ID %d is not from %d to %d", cfg.CID, MinCID, uint64(MaxCID))
+	}
+	e, err := openEndpoint(cfg.Path, cfg.Listener)
+	if err != nil {
+		return nil, fmt.Errorf("making a vsock device: %w", err)
+	}
+	return &Device{mem: mem, cid: cfg.CID, endpoint: e, nextPort: firstHostPort}, nil
+}
+
+// ID is the virtio device type.
+func (d *Device) ID() devices.ID { return devices.IDVsock }
+
+// Features offers stream sockets.
+func (d *Device) Features() uint64 { return featureStream }
+
+// QueueSizes is for rx, tx and event.
+func (d *Device) QueueSizes() []uint16 { return []uint16{rxSize, txSize, eventSlot} }
+
+// ReadConfig reads struct virtio_vsock_config (virtio 1.2, 5.10.4): the guest's
+// context ID.
+func (d *Device) ReadConfig(off uint32, p []byte) {
+	var config [8]byte
+	d.mu.Lock()
+	binary.LittleEndian.PutUint64(config[:], d.cid)
+	d.mu.Unlock()
+	clear(p)
+	if off < uint32(len(config)) {
+		copy(p, config[off:])
+	}
+}
+
+// WriteConfig does nothing: the configuration space is read-only.
+func (d *Device) WriteConfig(uint32, []byte) {}
+
+// Activate starts the device. After a restore it stands still until Resume.
+func (d *Device) Activate(a devices.Activation) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.closed:
+		return fmt.Errorf("activating a vsock device: %w", os.ErrClosed)
+	case d.engine != nil:
+		return errors.New("activating a vsock device: it is active")
+	case len(a.Queues) != queueCount || a.Queues[queueRX] == nil || a.Queues[queueTX] == nil:
+		return errors.New("activating a vsock device: the driver has not set up its rx and tx queues")
+	}
+	if !a.Restored {
+		d.carried = nil
+	}
+	e, err := newEngine(d, a)
+	if err != nil {
+		return fmt.Errorf("activating a vsock device: %w", err)
+	}
+	d.carried = nil
+	d.engine, d.paused = e, a.Restored
+	return nil
+}
+
+// Reset closes all connections and forgets the driver. The listener stays.
+func (d *Device) Reset() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.reset()
+	return nil
+}
+
+func (d *Device) reset() {
+	if d.engine == nil {
+		d.carried = nil
+		return
+	}
+	d.engine.loop.Stop()
+	d.nextPort = d.engine.nextPort
+	d.engine, d.paused = nil, false
+}
+
+// Close resets the device and removes its socket. The device is of no use
+// afterwards.
+func (d *Device) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return nil
+	}
+	d.closed = true
+	d.reset()
+	return d.endpoint.close()
+}
+
+// Pause stops the device. What the guest has sent until then goes to the host's
+// sockets as far as they take it without blocking; the rest is kept, and the
+// guest has not been told that it was received. Connections stay open, and new
+// clients wait.
+func (d *Device) Pause(ctx context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine == nil {
+		return nil
+	}
+	if err := d.engine.loop.Pause(ctx); err != nil {
+		return fmt.Errorf("pausing a vsock device: %w", err)
+	}
+	d.paused = true
+	return nil
+}
+
+// Resume undoes Pause.
+func (d *Device) Resume() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine != nil {
+		d.paused = false
+		d.engine.loop.Resume()
+	}
+	return nil
+}

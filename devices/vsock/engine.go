@@ -1,0 +1,429 @@
+package vsock
+
+import (
+	"time"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"golang.org/x/sys/unix"
+)
+
+// How patient the device is with the guest. Where guest kernel code is interpreted, and
+// the host is busy besides, a wake has been seen to take a quarter of a minute.
+// Variables, so that tests need not wait as long.
+var (
+	// requestTimeout is how long the guest may take to accept a connection.
+	requestTimeout = time.Minute
+	// ackTimeout is how long new packets wait after a restore for the driver
+	// to handle the transport reset. A connection that is made before that is
+	// lost to the guest without the host ever hearing of it, so the wait ends
+	// only where the driver is not going to answer.
+	ackTimeout = time.Minute
+)
+
+// Time limits and amounts of work.
+const (
+	// handshakeTimeout is how long a host client may take to say its line.
+	handshakeTimeout = 5 * time.Second
+	// closeTimeout is how long the guest may take to confirm that a
+	// connection is over; Linux allows as much to us.
+	closeTimeout = 8 * time.Second
+	// acceptPause is how long the device does not accept when the host is out
+	// of file descriptors.
+	acceptPause = 100 * time.Millisecond
+	// txNotifyDelay is how long transmitted buffers stay without an interrupt
+	// of their own. A driver does not wait for them unless its ring is full.
+	txNotifyDelay = 5 * time.Millisecond
+	// txNotifyPart of the tx ring, used, is announced without delay.
+	txNotifyPart = 8
+
+	// turnChains bounds what one turn of the loop takes from each queue, and
+	// turnAccepts how many clients it accepts, so that everybody gets a turn.
+	turnChains  = 256
+	turnAccepts = 64
+	// maxBurst is how many receive buffers one read fills at most.
+	maxBurst = 16
+	// maxPacket is the most payload of one packet in bytes; Linux sends as
+	// much.
+	maxPacket = 64 << 10
+	// maxResets is how many resets wait for receive buffers at most.
+	maxResets = 4096
+	// spareBuffers is how many backlog buffers are kept for reuse.
+	spareBuffers = 4
+)
+
+// What an epoll event is about, where it is not a connection's slot.
+const (
+	tokenListener int32 = -1 - iota
+	tokenRX
+	tokenTX
+	tokenEvent
+)
+
+// reset is a packet that refuses or ends a connection that the device does not
+// know (any more).
+type reset struct {
+	key key
+	typ uint16
+}
+
+// engine serves the device between Activate and Reset. After newEngine it belongs
+// to the goroutine of its loop, or to whoever has paused that.
+type engine struct {
+	mem      *guestmem.Memory
+	stats    *counters
+	endpoint *endpoint
+	cid      uint64
+	rx, tx   *queue
+	event    *queue // or nil
+	irq      devices.Interrupt
+	loop     *devices.Loop
+
+	failReason error // the device waits for a reset
+	start      time.Time
+	now        int64
+	carried    *state // to be announced to the guest
+	nextPort   uint32
+	conns      map[key]*conn
+	slots      []*conn
+	freeSlots  []int32
+	generation int32
+	open       int // slots in use
+	large      int // connections that advertise largeBuffer
+	spare      [][]byte
+
+	head, tail   *conn // connections that have something for the guest
+	resets       []reset
+	resetsFrom   int
+	resetsCount  int
+	txReady      bool
+	acceptReady  bool
+	acceptAfter  int64
+	quiet        bool  // the driver was asked not to kick rx
+	starved      bool  // rx buffers have run out, a kick is awaited
+	hold         bool  // nothing goes to the guest before it has handled the reset
+	holdUntil    int64 //
+	ackIndex     uint16
+	nextDeadline int64
+	txDeadline   int64
+
+	txChain virtq.Chain
+	rxChain [maxBurst]virtq.Chain
+	writers [maxBurst]virtq.Writer // at the headers of rxChain
+	space   [maxBurst]int
+	ranges  []guestmem.Range
+	raw     [headerSize]byte
+	out     [headerSize]byte
+	line    [maxLine]byte
+}
+
+func newEngine(d *Device, a devices.Activation) (*engine, error) {
+	e := &engine{
+		mem:      d.mem,
+		stats:    &d.stats,
+		endpoint: d.endpoint,
+		cid:      d.cid,
+		rx:       newQueue(a.Queues[queueRX]),
+		tx:       newQueue(a.Queues[queueTX]),
+		event:    newQueue(a.Queues[queueEvent]),
+		irq:      a.Interrupt,
+		start:    time.Now(),
+		now:      1,
+		carried:  d.carried,
+		nextPort: d.nextPort,
+		conns:    make(map[key]*conn),
+		resets:   make([]reset, maxResets),
+		ranges:   make([]guestmem.Range, 0, virtq.MaxSegments),
+	}
+	for _, q := range a.Queues {
+		if q != nil && q.Broken() != nil {
+			// The driver knows that it has to reset the device.
+			e.failReason = q.Broken()
+		}
+	}
+	var err error
+	if e.loop, err = devices.NewLoop(); err != nil {
+		return nil, err
+	}
+	add := func(token int32, fd int) {
+		if err == nil {
+			err = e.loop.Watch(fd, unix.EPOLLIN, token, 0)
+		}
+	}
+	add(tokenListener, e.endpoint.fd)
+	add(tokenRX, e.rx.Kick.FD())
+	add(tokenTX, e.tx.Kick.FD())
+	if e.event != nil {
+		add(tokenEvent, e.event.Kick.FD())
+	}
+	if err != nil {
+		e.loop.Stop()
+		return nil, err
+	}
+	// A restored device does nothing before it is resumed: the rest of the
+	// machine may not be in place.
+	e.loop.Start(e, a.Restored)
+	return e, nil
+}
+
+// Rested implements [devices.Looper].
+func (e *engine) Rested(d time.Duration) {
+	// Time stands still for a paused guest.
+	e.start = e.start.Add(d)
+	// Kicks may have been lost with the process that took a snapshot.
+	e.txReady = true
+	e.starved = false
+}
+
+// Settle implements [devices.Looper]: it leaves nothing undone that the guest
+// believes to be done.
+func (e *engine) Settle() {
+	e.now = e.clock()
+	if e.failReason != nil || e.carried != nil {
+		return
+	}
+	err := e.drainTX(txSize)
+	for _, c := range e.slots {
+		if c != nil && c.backlog.n > 0 {
+			e.flush(c)
+		}
+	}
+	e.txDeadline = e.now
+	if err == nil {
+		err = e.notify()
+	}
+	if err != nil {
+		e.fail(err)
+	}
+}
+
+func (e *engine) clock() int64 { return int64(time.Since(e.start)) + 1 }
+
+// End implements [devices.Looper].
+func (e *engine) End() { e.closeConnections() }
+
+// Lost implements [devices.Looper].
+func (e *engine) Lost(err error) { e.fail(err) }
+
+// Turn implements [devices.Looper].
+func (e *engine) Turn() time.Duration {
+	e.now = e.clock()
+	if e.failReason == nil {
+		if err := e.turn(); err != nil {
+			e.fail(err)
+		}
+	} else if e.acceptReady {
+		e.accept()
+	}
+	return e.timeout()
+}
+
+// timeout is how long nothing is due.
+func (e *engine) timeout() time.Duration {
+	if e.failReason != nil {
+		return -1
+	}
+	if e.txReady || e.acceptReady && e.acceptAfter == 0 || e.work() {
+		return 0
+	}
+	next := e.nextDeadline
+	for _, t := range [...]int64{e.txDeadline, e.acceptAfter, e.holdUntil} {
+		if t != 0 && (next == 0 || t < next) {
+			next = t
+		}
+	}
+	if next == 0 {
+		return -1
+	}
+	return time.Duration(max(0, next-e.now))
+}
+
+// work reports whether something can go to the guest right now.
+func (e *engine) work() bool {
+	return !e.hold && !e.starved && (e.head != nil || e.resetsCount > 0)
+}
+
+// Ready implements [devices.Looper].
+func (e *engine) Ready(token, generation int32, events uint32) {
+	e.now = e.clock()
+	switch token {
+	case tokenListener:
+		e.acceptReady = true
+	case tokenTX:
+		e.kicked(e.tx)
+		e.txReady = true
+	case tokenRX:
+		e.kicked(e.rx)
+		e.starved = false
+	case tokenEvent:
+		// Every turn looks at the event queue while it matters.
+		e.kicked(e.event)
+	default:
+		if token < 0 || int(token) >= len(e.slots) {
+			return
+		}
+		if c := e.slots[token]; c != nil && c.gen == generation {
+			e.ready(c, events)
+		}
+	}
+}
+
+// kicked takes the signals of a queue. epoll has just said that there are some,
+// and nobody else takes them, so this does not block.
+func (e *engine) kicked(q *queue) {
+	if err := q.Kick.Wait(); err != nil {
+		e.fail(err)
+	}
+}
+
+// turn does what there is to do, in bounded amounts, and tells the guest once.
+func (e *engine) turn() error {
+	if e.carried != nil {
+		if err := e.announce(); err != nil {
+			return err
+		}
+	}
+	if e.nextDeadline != 0 && e.now >= e.nextDeadline {
+		e.expire()
+	}
+	if e.acceptReady {
+		e.accept()
+	}
+	if e.txReady {
+		if err := e.drainTX(turnChains); err != nil {
+			return err
+		}
+	}
+	if e.hold {
+		if err := e.checkHold(); err != nil {
+			return err
+		}
+	}
+	if e.work() {
+		if err := e.pumpRX(turnChains); err != nil {
+			return err
+		}
+	}
+	return e.notify()
+}
+
+// queue remembers how much of what was used the driver has been told of. The
+// queue itself gives malformed chains back, so counting pushes would miss some.
+type queue struct {
+	*devices.Queue
+	announced uint16
+}
+
+func newQueue(q *devices.Queue) *queue {
+	if q == nil {
+		return nil
+	}
+	return &queue{q, q.Position().NextUsed}
+}
+
+func (q *queue) unannounced() uint16 { return q.Position().NextUsed - q.announced }
+
+func (q *queue) news() bool { return q.unannounced() != 0 }
+
+// ask sets need if the driver wants to hear of the news.
+func (q *queue) ask(need *bool) error {
+	q.announced = q.Position().NextUsed
+	wanted, err := q.NeedsInterrupt()
+	*need = *need || wanted
+	return err
+}
+
+// notify interrupts the guest at most once for all queues.
+func (e *engine) notify() error {
+	need := false
+	if e.event != nil && e.event.news() {
+		if err := e.event.ask(&need); err != nil {
+			return err
+		}
+	}
+	if e.rx.news() {
+		if err := e.rx.ask(&need); err != nil {
+			return err
+		}
+	}
+	if used := e.tx.unannounced(); used > 0 {
+		if e.txDeadline == 0 {
+			e.txDeadline = e.now + int64(txNotifyDelay)
+		}
+		if need || e.now >= e.txDeadline || used >= e.tx.Layout().Size/txNotifyPart {
+			if err := e.tx.ask(&need); err != nil {
+				return err
+			}
+		}
+	}
+	if !e.tx.news() {
+		e.txDeadline = 0
+	}
+	if need {
+		e.irq.Queue()
+	}
+	return nil
+}
+
+// fail gives the device up until its driver resets it.
+func (e *engine) fail(err error) {
+	if e.failReason != nil {
+		return
+	}
+	e.failReason = err
+	for _, q := range []*queue{e.rx, e.tx, e.event} {
+		if q != nil {
+			q.Break(err)
+		}
+	}
+	e.closeConnections()
+	e.irq.NeedsReset(err)
+}
+
+func (e *engine) closeConnections() {
+	for _, c := range e.slots {
+		if c != nil {
+			e.drop(c)
+		}
+	}
+}
+
+// setDeadline lets the state of c expire after d, or never when d is zero.
+func (e *engine) setDeadline(c *conn, d time.Duration) {
+	if d == 0 {
+		c.deadline = 0
+		return
+	}
+	c.deadline = e.now + int64(d)
+	if e.nextDeadline == 0 || c.deadline < e.nextDeadline {
+		e.nextDeadline = c.deadline
+	}
+}
+
+// expire ends what has taken too long.
+func (e *engine) expire() {
+	e.nextDeadline = 0
+	for _, c := range e.slots {
+		if c == nil || c.deadline == 0 {
+			continue
+		}
+		if c.deadline > e.now {
+			if e.nextDeadline == 0 || c.deadline < e.nextDeadline {
+				e.nextDeadline = c.deadline
+			}
+			continue
+		}
+		switch {
+		case c.state == stateHandshake, c.state == stateRequested && c.say&sayRequest != 0:
+			// The guest has not heard of it.
+			e.stats.refused.Add(1)
+			e.drop(c)
+		case c.state == stateRequested:
+			e.stats.refused.Add(1)
+			e.abort(c)
+		default:
+			e.abort(c)
+		}
+	}
+}

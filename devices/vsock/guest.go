@@ -1,0 +1,570 @@
+package vsock
+
+import (
+	"errors"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
+	"golang.org/x/sys/unix"
+)
+
+// This file is about the guest's side: what its packets do, and how packets get
+// to it.
+
+// drainTX handles up to limit packets of the guest.
+func (e *engine) drainTX(limit int) error {
+	if err := e.tx.DisableKicks(); err != nil {
+		return err
+	}
+	for range limit {
+		ok, err := e.tx.Pop(&e.txChain)
+		if err != nil {
+			return err
+		}
+		if !ok {
+			more, err := e.tx.EnableKicks()
+			if err != nil {
+				return err
+			}
+			if !more {
+				e.txReady = false
+				return nil
+			}
+			continue
+		}
+		if err := e.packet(&e.txChain.Reader); err != nil {
+			return err
+		}
+		if err := e.tx.Push(e.txChain.Head(), 0); err != nil {
+			return err
+		}
+	}
+	e.txReady = true
+	return nil
+}
+
+// packet handles one packet. Only errors of the host come back.
+func (e *engine) packet(r *virtq.Reader) error {
+	e.stats.packetsFromGuest.Add(1)
+	if err := r.ReadFull(e.raw[:]); err != nil {
+		if errors.Is(err, virtq.ErrDriver) {
+			e.stats.violations.Add(1)
+			return nil
+		}
+		return err
+	}
+	var h header
+	h.decode(&e.raw)
+	if h.srcCID != e.cid || h.dstCID != HostCID {
+		e.stats.ignored.Add(1)
+		return nil
+	}
+	k := key{guestPort: h.srcPort, hostPort: h.dstPort}
+	if h.typ != typeStream {
+		// A packet of unknown type is answered with a reset (virtio 1.2,
+		// 5.10.6.4).
+		e.stats.violations.Add(1)
+		if h.op != opReset {
+			e.sendReset(k, h.typ)
+		}
+		return nil
+	}
+	c := e.conns[k]
+	if c != nil && c.state == stateClosing && h.op == opRequest {
+		// The guest has forgotten a connection that we have not, and uses its
+		// port again.
+		e.drop(c)
+		c = nil
+	}
+	if c == nil {
+		switch h.op {
+		case opReset:
+		case opRequest:
+			e.request(k, &h)
+		default:
+			e.sendReset(k, typeStream)
+		}
+		return nil
+	}
+	c.peerAlloc, c.peerForwarded = h.bufAlloc, h.fwdCnt
+	if c.stalled && c.credit() > 0 {
+		c.stalled = false
+		if c.wantsRead() {
+			e.enqueue(c)
+		}
+	}
+	switch h.op {
+	case opData:
+		return e.data(c, r, &h)
+	case opCreditUpdate:
+	case opCreditRequest:
+		c.say |= sayCredit
+		e.enqueue(c)
+	case opShutdown:
+		e.guestShutdown(c, h.flags&shutdownBoth)
+	case opReset:
+		e.guestReset(c)
+	case opResponse:
+		if c.state != stateRequested || c.say&sayRequest != 0 {
+			e.violation(c)
+			break
+		}
+		e.accepted(c)
+	default:
+		e.violation(c)
+	}
+	return nil
+}
+
+// violation resets a connection on which the guest breaks the protocol.
+func (e *engine) violation(c *conn) {
+	e.stats.violations.Add(1)
+	e.abort(c)
+}
+
+// request connects the guest to a service of the host.
+func (e *engine) request(k key, h *header) {
+	fd, err := e.endpoint.connect(k.hostPort)
+	if err != nil {
+		e.stats.refused.Add(1)
+		e.sendReset(k, typeStream)
+		return
+	}
+	c := e.newConn(fd, stateOpen)
+	if c == nil {
+		e.stats.refused.Add(1)
+		e.sendReset(k, typeStream)
+		return
+	}
+	e.stats.connections.Add(1)
+	e.register(c, k)
+	c.peerAlloc, c.peerForwarded = h.bufAlloc, h.fwdCnt
+	c.say |= sayResponse
+	e.enqueue(c)
+}
+
+// accepted opens a connection that the host has asked for.
+func (e *engine) accepted(c *conn) {
+	if !e.greet(c) {
+		e.stats.refused.Add(1)
+		e.abort(c)
+		return
+	}
+	e.stats.connections.Add(1)
+	c.state = stateOpen
+	e.setDeadline(c, 0)
+	// What the client has said early waits in the socket.
+	c.readable = true
+	e.enqueue(c)
+}
+
+// data passes bytes of the guest on.
+func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
+	n := h.len
+	switch {
+	case uint64(n) > uint64(r.Remaining()), // longer than the packet
+		c.state == stateRequested,                                  // not accepted
+		c.got&shutdownSend != 0,                                    // after its end
+		uint64(c.received-c.forwarded)+uint64(n) > uint64(c.alloc): // beyond the credit
+		e.violation(c)
+		return nil
+	}
+	e.stats.bytesFromGuest.Add(uint64(n))
+	c.received += n
+	if c.fd < 0 || c.toTell&shutdownReceive != 0 {
+		// Sent before the guest knew that nobody reads any more.
+		c.forwarded += n
+		return nil
+	}
+	written := 0
+	if c.backlog.n == 0 {
+		var err error
+		before := *r
+		if e.ranges, err = r.Ranges(e.ranges[:0], int(n)); err != nil {
+			return err
+		}
+		written, err = e.mem.Writev(c.fd, e.ranges)
+		for errors.Is(err, unix.EINTR) {
+			written, err = e.mem.Writev(c.fd, e.ranges)
+		}
+		c.forwarded += uint32(written)
+		switch {
+		case err == nil, errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EPIPE), errors.Is(err, unix.ECONNRESET):
+			c.forwarded += n
+			e.unwritable(c)
+			return nil
+		case ofSocket(err):
+			e.abort(c)
+			return nil
+		default:
+			return err
+		}
+		*r = before
+		if err := r.Skip(written); err != nil {
+			return err
+		}
+	}
+	if rest := int(n) - written; rest > 0 {
+		e.takeBuffer(c)
+		if err := c.backlog.fill(r, rest); err != nil {
+			return err
+		}
+		e.stats.buffered.Add(uint64(rest))
+		e.block(c)
+		return nil
+	}
+	e.giveCredit(c)
+	return nil
+}
+
+// ofSocket reports whether a transfer failed because of the socket, and not
+// because of guest memory, which is the machine's ruin.
+func ofSocket(err error) bool {
+	var errno unix.Errno
+	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EIO
+}
+
+// giveCredit tells the guest of new room once half of the buffer has become
+// free, unless some other packet has told it.
+func (e *engine) giveCredit(c *conn) {
+	if c.state == stateOpen && c.got&shutdownSend == 0 && c.forwarded-c.toldForwarded >= c.alloc/2 {
+		c.say |= sayCredit
+		e.enqueue(c)
+	}
+}
+
+// guestShutdown: the guest will not send, or not receive, any more.
+func (e *engine) guestShutdown(c *conn, flags uint32) {
+	if c.state == stateRequested {
+		e.violation(c)
+		return
+	}
+	news := flags &^ c.got
+	c.got |= flags
+	if c.got == shutdownBoth {
+		// Over. The reset confirms it (virtio 1.2, 5.10.6.5); what the guest
+		// has sent is ours to deliver.
+		e.sendReset(c.key, typeStream)
+		e.guestReset(c)
+		return
+	}
+	if c.fd < 0 {
+		return
+	}
+	if news&shutdownReceive != 0 {
+		_ = unix.Shutdown(c.fd, unix.SHUT_RD)
+	}
+	if news&shutdownSend != 0 && c.backlog.n == 0 {
+		_ = unix.Shutdown(c.fd, unix.SHUT_WR)
+	}
+}
+
+// guestReset: the connection is over for the guest.
+func (e *engine) guestReset(c *conn) {
+	if c.state == stateRequested {
+		e.stats.refused.Add(1)
+	}
+	if c.backlog.n == 0 || c.fd < 0 {
+		e.drop(c)
+		return
+	}
+	e.forget(c)
+	c.state = stateDraining
+	c.readable = false
+	e.setDeadline(c, 0)
+	_ = unix.Shutdown(c.fd, unix.SHUT_RD)
+}
+
+// sendReset queues a reset for a connection that is not ours, or no longer.
+func (e *engine) sendReset(k key, typ uint16) {
+	if e.resetsCount == len(e.resets) {
+		e.stats.droppedResets.Add(1)
+		return
+	}
+	e.resets[(e.resetsFrom+e.resetsCount)%len(e.resets)] = reset{k, typ}
+	e.resetsCount++
+}
+
+// enqueue makes a connection wait for its turn to send to the guest.
+func (e *engine) enqueue(c *conn) {
+	if c.queued {
+		return
+	}
+	c.queued = true
+	c.next = nil
+	if e.tail == nil {
+		e.head = c
+	} else {
+		e.tail.next = c
+	}
+	e.tail = c
+}
+
+func (e *engine) dequeue() *conn {
+	c := e.head
+	e.head = c.next
+	if e.head == nil {
+		e.tail = nil
+	}
+	c.queued, c.next = false, nil
+	return c
+}
+
+func (e *engine) unqueue(c *conn) {
+	if !c.queued {
+		return
+	}
+	var prev *conn
+	for p := e.head; p != c; p = p.next {
+		prev = p
+	}
+	if prev == nil {
+		e.head = c.next
+	} else {
+		prev.next = c.next
+	}
+	if e.tail == c {
+		e.tail = prev
+	}
+	c.queued, c.next = false, nil
+}
+
+// pumpRX sends to the guest what there is, one packet or one read for each
+// connection in turn, until its buffers run out.
+func (e *engine) pumpRX(limit int) error {
+	if !e.quiet {
+		e.quiet = true
+		if err := e.rx.DisableKicks(); err != nil {
+			return err
+		}
+	}
+	for range limit {
+		if e.resetsCount == 0 && e.head == nil {
+			return nil
+		}
+		ok, err := e.popRX(&e.rxChain[0])
+		if err != nil {
+			return err
+		}
+		if !ok {
+			e.quiet = false
+			more, err := e.rx.EnableKicks()
+			if err != nil {
+				return err
+			}
+			if more {
+				continue
+			}
+			e.starved = true
+			return nil
+		}
+		if e.resetsCount > 0 {
+			r := e.resets[e.resetsFrom]
+			e.resetsFrom = (e.resetsFrom + 1) % len(e.resets)
+			e.resetsCount--
+			h := header{op: opReset, typ: r.typ}
+			if err := e.sendFor(&h, r.key); err != nil {
+				return err
+			}
+			continue
+		}
+		if err := e.serve(e.dequeue()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// popRX takes the next receive buffer that can hold a packet with payload.
+func (e *engine) popRX(c *virtq.Chain) (bool, error) {
+	for {
+		ok, err := e.rx.Pop(c)
+		if err != nil || !ok {
+			return false, err
+		}
+		if c.Writer.Remaining() > headerSize {
+			return true, nil
+		}
+		e.stats.shortBuffers.Add(1)
+		if err := e.rx.Push(c.Head(), 0); err != nil {
+			return false, err
+		}
+	}
+}
+
+// serve sends one packet, or the result of one read, of a connection. The first
+// receive buffer is at hand.
+func (e *engine) serve(c *conn) error {
+	say := func(bit uint8, h header) error {
+		c.say &^= bit
+		if c.say != 0 || c.wantsRead() {
+			e.enqueue(c)
+		}
+		return e.sendOn(c, &h)
+	}
+	switch {
+	case c.say&sayRequest != 0:
+		return say(sayRequest, header{op: opRequest})
+	case c.say&sayResponse != 0:
+		return say(sayResponse, header{op: opResponse})
+	}
+	if c.wantsRead() {
+		sent, err := e.forward(c)
+		if err != nil || sent {
+			return err
+		}
+	}
+	switch {
+	case c.say&sayShutdown != 0:
+		c.told = c.toTell
+		return say(sayShutdown, header{op: opShutdown, flags: c.told})
+	case c.say&sayWantCredit != 0:
+		c.say &^= sayCredit
+		return say(sayWantCredit, header{op: opCreditRequest})
+	case c.say&sayCredit != 0:
+		return say(sayCredit, header{op: opCreditUpdate})
+	}
+	e.rx.Unpop(&e.rxChain[0])
+	return nil
+}
+
+// forward reads from the client into receive buffers. It reports whether it
+// has used the one at hand.
+func (e *engine) forward(c *conn) (bool, error) {
+	credit := c.credit()
+	if credit == 0 {
+		if !c.stalled {
+			c.stalled = true
+			c.say |= sayWantCredit
+		}
+		return false, nil
+	}
+	e.ranges = e.ranges[:0]
+	chains, total := 0, 0
+	for {
+		w := &e.rxChain[chains].Writer
+		e.writers[chains] = *w
+		if err := w.Skip(headerSize); err != nil {
+			return false, err
+		}
+		n := min(w.Remaining(), maxPacket, credit-total)
+		before := len(e.ranges)
+		rs, err := w.Ranges(e.ranges, n)
+		if err != nil {
+			return false, err
+		}
+		if len(rs) > virtq.MaxSegments {
+			// More pieces than one call takes; the buffers so far will do.
+			e.ranges = rs[:before]
+			e.rx.Unpop(&e.rxChain[chains])
+			break
+		}
+		e.ranges = rs
+		e.space[chains] = n
+		total += n
+		chains++
+		if chains >= c.burst || total >= credit {
+			break
+		}
+		ok, err := e.rx.Pop(&e.rxChain[chains])
+		if err != nil {
+			return false, err
+		}
+		if !ok {
+			break
+		}
+		if e.rxChain[chains].Writer.Remaining() <= headerSize {
+			// Left to the next popRX, which gives it back.
+			e.rx.Unpop(&e.rxChain[chains])
+			break
+		}
+	}
+	n, err := e.mem.Readv(c.fd, e.ranges)
+	for errors.Is(err, unix.EINTR) {
+		n, err = e.mem.Readv(c.fd, e.ranges)
+	}
+	used := 0
+	for left := n; left > 0; used++ {
+		k := min(left, e.space[used])
+		if err := e.pushData(c, used, k); err != nil {
+			return false, err
+		}
+		left -= k
+	}
+	for i := chains - 1; i >= max(used, 1); i-- {
+		e.rx.Unpop(&e.rxChain[i])
+	}
+	switch {
+	case n == total:
+		c.burst = min(2*c.burst, maxBurst)
+	default:
+		c.burst = 1
+	}
+	switch {
+	case n > 0:
+		c.say &^= sayCredit
+		e.enqueue(c)
+		return true, nil
+	case errors.Is(err, unix.EAGAIN):
+		c.readable = false
+	case err == nil:
+		c.eof = true
+		c.hup = c.hup || hungUp(c.fd)
+		e.ended(c)
+	case ofSocket(err):
+		c.eof, c.hup = true, true
+		e.ended(c)
+	default:
+		return false, err
+	}
+	// The first buffer is as it was, for another packet.
+	e.rxChain[0].Writer = e.writers[0]
+	return false, nil
+}
+
+// pushData completes a packet whose n bytes of payload are in place.
+func (e *engine) pushData(c *conn, i, n int) error {
+	c.sent += uint32(n)
+	h := header{op: opData, len: uint32(n)}
+	e.address(c, &h)
+	h.encode(&e.out)
+	w := &e.writers[i]
+	if _, err := w.Write(e.out[:]); err != nil {
+		return err
+	}
+	e.stats.packetsToGuest.Add(1)
+	e.stats.bytesToGuest.Add(uint64(n))
+	return e.rx.Push(e.rxChain[i].Head(), headerSize+uint32(n))
+}
+
+// address completes the header of a packet of a connection.
+func (e *engine) address(c *conn, h *header) {
+	h.typ = typeStream
+	h.srcCID, h.dstCID = HostCID, e.cid
+	h.srcPort, h.dstPort = c.key.hostPort, c.key.guestPort
+	h.bufAlloc, h.fwdCnt = c.alloc, c.forwarded
+	c.toldForwarded = c.forwarded
+}
+
+// sendOn puts a packet of a connection into the buffer at hand.
+func (e *engine) sendOn(c *conn, h *header) error {
+	e.address(c, h)
+	return e.send(h)
+}
+
+// sendFor puts a packet that belongs to no connection into the buffer at hand.
+func (e *engine) sendFor(h *header, k key) error {
+	h.srcCID, h.dstCID = HostCID, e.cid
+	h.srcPort, h.dstPort = k.hostPort, k.guestPort
+	return e.send(h)
+}
+
+func (e *engine) send(h *header) error {
+	h.encode(&e.out)
+	w := &e.rxChain[0].Writer
+	if _, err := w.Write(e.out[:]); err != nil {
+		return err
+	}
+	e.stats.packetsToGuest.Add(1)
+	return e.rx.Push(e.rxChain[0].Head(), headerSize)
+}

@@ -1,0 +1,14 @@
+package vsock
+
+import (
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) {
+	// The drivers of the tests are quick, or do not answer at all.
+	requestTimeout, ackTimeout = 10*time.Second, 2*time.Second
+	goleak.VerifyTestMain(m)
+}

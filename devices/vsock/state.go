@@ -1,0 +1,232 @@
+package vsock
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+
+	"github.com/drowse-vm/drowse/devices"
+)
+
+// Kind and version of the saved state.
+const (
+	stateKind    = "virtio-vsock"
+	stateVersion = 1
+)
+
+// maxRefused bounds the refused connections of a saved state: queued resets, and
+// connections that the guest waits for.
+const maxRefused = maxResets + MaxConnections
+
+// state is what a snapshot keeps.
+type state struct {
+	cid      uint64
+	nextPort uint32
+	// reset asks for a transport reset even when no connection is live.
+	reset bool
+	// live are connections that the guest has, or may have, established.
+	live []key
+	// refused are connections of which a reset is on its way, or that the
+	// guest still waits for. Linux resets only established ones on a
+	// transport reset.
+	refused []key
+}
+
+func (s *state) encode() []byte {
+	var e devices.Encoder
+	e.Uint64(s.cid)
+	e.Uint32(s.nextPort)
+	e.Bool(s.reset)
+	for _, keys := range [][]key{s.live, s.refused} {
+		e.Uint32(uint32(len(keys)))
+		for _, k := range keys {
+			e.Uint32(k.guestPort)
+			e.Uint32(k.hostPort)
+		}
+	}
+	return e.Data()
+}
+
+func decodeState(p []byte) (*state, error) {
+	d := devices.NewDecoder(p)
+	s := &state{cid: d.Uint64(), nextPort: d.Uint32(), reset: d.Bool()}
+	if s.cid < MinCID || s.cid > MaxCID {
+		d.Fail("the context ID is out of range")
+	}
+	if s.nextPort < firstHostPort || s.nextPort >= lastHostPort {
+		d.Fail("the next port is out of range")
+	}
+	keys := func(limit uint32) (ks []key) {
+		n := d.Uint32()
+		if n > limit {
+			d.Fail("there are too many connections")
+			n = 0
+		}
+		for range n {
+			ks = append(ks, key{guestPort: d.Uint32(), hostPort: d.Uint32()})
+		}
+		return ks
+	}
+	s.live = keys(MaxConnections)
+	s.refused = keys(maxRefused)
+	if err := d.Finish(); err != nil {
+		return nil, fmt.Errorf("importing %s state: %w", stateKind, err)
+	}
+	return s, nil
+}
+
+// Export returns the state of a paused device. It fails with ErrNotPaused when
+// the device is active and runs.
+func (d *Device) Export() (devices.Payload, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	s := &state{}
+	switch {
+	case d.engine != nil && !d.paused:
+		return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
+	case d.engine != nil:
+		// The loop is parked, or will be before it does anything.
+		if err := d.engine.loop.Pause(context.Background()); err != nil {
+			return devices.Payload{}, err
+		}
+		d.engine.export(s)
+	case d.carried != nil:
+		*s = *d.carried
+	default:
+		s.nextPort = d.nextPort
+	}
+	s.cid = d.cid
+	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: s.encode()}, nil
+}
+
+// Import takes over a saved state. The guest's context ID becomes the saved one,
+// and with [Device.Activate] the guest learns that its connections are gone.
+func (d *Device) Import(p devices.Payload) error {
+	if err := p.Check(stateKind, stateVersion); err != nil {
+		return err
+	}
+	s, err := decodeState(p.Data)
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.engine != nil {
+		return fmt.Errorf("importing %s state: the device is active", stateKind)
+	}
+	d.cid, d.nextPort, d.carried = s.cid, s.nextPort, s
+	return nil
+}
+
+// export fills in what the guest knows or awaits. The loop is parked.
+func (e *engine) export(s *state) {
+	s.nextPort = e.nextPort
+	s.reset = e.hold
+	if e.carried != nil {
+		s.reset = s.reset || e.carried.reset
+		s.live = append(s.live, e.carried.live...)
+		s.refused = append(s.refused, e.carried.refused...)
+	}
+	for _, c := range e.slots {
+		switch {
+		case c == nil, c.state == stateHandshake, c.state == stateDraining:
+		case c.say&sayRequest != 0: // the guest has never heard of it
+		case c.say&sayResponse != 0:
+			s.refused = append(s.refused, c.key)
+		default:
+			s.live = append(s.live, c.key)
+		}
+	}
+	for i := range e.resetsCount {
+		s.refused = append(s.refused, e.resets[(e.resetsFrom+i)%len(e.resets)].key)
+	}
+	s.live = s.live[:min(len(s.live), MaxConnections)]
+	s.refused = s.refused[:min(len(s.refused), maxRefused)]
+}
+
+// announce tells a restored guest which connections have not survived.
+func (e *engine) announce() error {
+	s := e.carried
+	e.carried = nil
+	told := false
+	if s.reset || len(s.live) > 0 {
+		var err error
+		if told, err = e.transportReset(); err != nil {
+			return err
+		}
+	}
+	if !told {
+		for _, k := range s.live {
+			e.sendReset(k, typeStream)
+		}
+	}
+	for _, k := range s.refused {
+		e.sendReset(k, typeStream)
+	}
+	return nil
+}
+
+// transportReset puts the event into the event queue, and then holds back all
+// packets until the driver has given the buffer back. It reports false when the
+// driver has posted no buffer.
+func (e *engine) transportReset() (bool, error) {
+	if e.event == nil {
+		return false, nil
+	}
+	index, err := e.eventIndex()
+	if err != nil {
+		return false, err
+	}
+	c := &e.rxChain[0]
+	ok, err := e.event.Pop(c)
+	if err != nil || !ok {
+		return false, err
+	}
+	if c.Writer.Remaining() < eventSize {
+		e.stats.shortBuffers.Add(1)
+		return false, e.event.Push(c.Head(), 0)
+	}
+	var event [eventSize]byte
+	binary.LittleEndian.PutUint32(event[:], eventTransportReset)
+	if _, err := c.Writer.Write(event[:]); err != nil {
+		return false, err
+	}
+	if err := e.event.Push(c.Head(), eventSize); err != nil {
+		return false, err
+	}
+	e.hold, e.ackIndex = true, index
+	e.holdUntil = e.now + int64(ackTimeout)
+	// A kick is wanted for the next buffer, which comes after those that are
+	// there: the queue asks for it where it stands, so it goes there and back.
+	left := 0
+	for ; left < eventSlot; left++ {
+		if ok, err := e.event.Pop(c); err != nil || !ok {
+			if err != nil {
+				return false, err
+			}
+			break
+		}
+	}
+	_, err = e.event.EnableKicks()
+	for range left {
+		e.event.Unpop(c)
+	}
+	return true, err
+}
+
+// eventIndex is the driver's index in the event queue.
+func (e *engine) eventIndex() (uint16, error) {
+	return e.mem.LoadUint16(e.event.Layout().Avail + 2)
+}
+
+// checkHold lets packets flow again once the driver has handled the reset.
+func (e *engine) checkHold() error {
+	index, err := e.eventIndex()
+	if err != nil {
+		return err
+	}
+	if index != e.ackIndex || e.now >= e.holdUntil {
+		e.hold, e.holdUntil = false, 0
+	}
+	return nil
+}
