@@ -1,0 +1,179 @@
+package snapshot
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/klauspost/compress/zstd"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// benchRAM names a file with the RAM of a guest to measure with, as QEMU's
+// pmemsave writes it. Without it the benchmarks take this test's own binary,
+// which compresses like program text and nothing else.
+const benchRAM = "DROWSE_BENCH_RAM"
+
+func ramPages(b *testing.B) []byte {
+	b.Helper()
+	name := os.Getenv(benchRAM)
+	if name == "" {
+		name = os.Args[0]
+	}
+	data, err := os.ReadFile(name)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return data[:len(data)/guestmem.PageSize*guestmem.PageSize]
+}
+
+// framesOf packs the pages of data that are not zeros as the writer does.
+func framesOf(data []byte, pages int) (frames [][]byte, total int) {
+	var cur []byte
+	for i := 0; i < len(data); i += guestmem.PageSize {
+		if i%(ChunkPages*guestmem.PageSize) == 0 && len(cur) > 0 {
+			frames, cur = append(frames, cur), nil
+		}
+		p := data[i : i+guestmem.PageSize]
+		if bytes.Equal(p, zeroPage[:]) {
+			continue
+		}
+		total += len(p)
+		if cur = append(cur, p...); len(cur) == pages*guestmem.PageSize {
+			frames, cur = append(frames, cur), nil
+		}
+	}
+	if len(cur) > 0 {
+		frames = append(frames, cur)
+	}
+	return frames, total
+}
+
+// cpuTime is what this process has used of the processors, in microseconds. On
+// a busy machine it says more than the time that has passed.
+func cpuTime(b *testing.B) float64 {
+	b.Helper()
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e3
+}
+
+// BenchmarkFrame is what FramePages and frameLevel were chosen by: the time to
+// compress and to decompress a frame on one processor, and the ratio.
+func BenchmarkFrame(b *testing.B) {
+	data := ramPages(b)
+	for _, pages := range []int{8, 16, 32, 64} {
+		frames, total := framesOf(data, pages)
+		for _, level := range []zstd.EncoderLevel{zstd.SpeedFastest, zstd.SpeedDefault, zstd.SpeedBetterCompression} {
+			c, err := newCompressor(level)
+			if err != nil {
+				b.Fatal(err)
+			}
+			var stored [][]byte
+			var descs []Frame
+			size := 0
+			for _, raw := range frames {
+				out, f := c.append(nil, raw)
+				f.file = 1
+				stored, descs, size = append(stored, out), append(descs, f), size+len(out)
+			}
+			name := fmt.Sprintf("pages=%d/level=%v", pages, level)
+			b.Run("compress/"+name, func(b *testing.B) {
+				b.SetBytes(int64(total / len(frames)))
+				var buf []byte
+				began := cpuTime(b)
+				for i := range b.N {
+					buf, _ = c.append(buf[:0], frames[i%len(frames)])
+				}
+				b.ReportMetric((cpuTime(b)-began)/float64(b.N), "cpu-us/frame")
+				b.ReportMetric(float64(total)/float64(size), "ratio")
+			})
+			b.Run("decompress/"+name, func(b *testing.B) {
+				d, err := NewDecoder()
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer d.Release()
+				b.SetBytes(int64(total / len(frames)))
+				began := cpuTime(b)
+				for i := range b.N {
+					k := i % len(frames)
+					if _, wrong := d.decode(&descs[k], stored[k]); wrong != "" {
+						b.Fatal(wrong)
+					}
+				}
+				b.ReportMetric((cpuTime(b)-began)/float64(b.N), "cpu-us/frame")
+			})
+		}
+	}
+}
+
+func loadRAM(b *testing.B, mem *guestmem.Memory, data []byte) {
+	b.Helper()
+	for i := 0; i < len(data) && uint64(i) < mem.Size(); i += guestmem.PageSize {
+		if p := data[i : i+guestmem.PageSize]; !bytes.Equal(p, zeroPage[:]) {
+			writePage(b, mem, uint64(i/guestmem.PageSize), p)
+		}
+	}
+}
+
+// BenchmarkCreate writes whole snapshots, with everything that makes them
+// durable, and BenchmarkOpen opens them.
+func BenchmarkCreate(b *testing.B) {
+	data := ramPages(b)
+	mem := testMemory(b, 4<<30)
+	loadRAM(b, mem, data)
+	spec := testSpec(b, mem)
+	parent := b.TempDir()
+	var info *Info
+	for i := range b.N {
+		var err error
+		if info, err = Create(context.Background(), filepath.Join(parent, fmt.Sprint(i)), spec); err != nil {
+			b.Fatal(err)
+		}
+	}
+	st := info.Manifest.Stats
+	b.SetBytes(int64(st.Pages * guestmem.PageSize))
+	b.ReportMetric(float64(st.Pages*guestmem.PageSize)/(1<<20), "MiB-raw")
+	b.ReportMetric(float64(info.SizeBytes)/(1<<20), "MiB-stored")
+	b.ReportMetric(float64(info.CommitTime.Milliseconds()), "ms-commit")
+}
+
+func BenchmarkOpen(b *testing.B) {
+	data := ramPages(b)
+	for _, mib := range []uint64{256, 4096, 16384} {
+		b.Run(fmt.Sprintf("RAM=%dMiB", mib), func(b *testing.B) {
+			mem := testMemory(b, mib<<20)
+			loadRAM(b, mem, data[:min(len(data), 128<<20)])
+			dir := filepath.Join(b.TempDir(), "snap")
+			if _, err := Create(context.Background(), dir, testSpec(b, mem)); err != nil {
+				b.Fatal(err)
+			}
+			b.ResetTimer()
+			for range b.N {
+				s, err := Open(dir)
+				if err != nil {
+					b.Fatal(err)
+				}
+				s.Close()
+			}
+		})
+	}
+}
+
+// BenchmarkChecksum is the price of looking at a frame before believing it.
+func BenchmarkChecksum(b *testing.B) {
+	p := make([]byte, 16<<10)
+	b.SetBytes(int64(len(p)))
+	for range b.N {
+		_, _ = io.Discard.Write(p[:checksum(p)&1])
+	}
+}

@@ -1,0 +1,92 @@
+package snapshot
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+const maxFrameBytes = MaxFramePages * guestmem.PageSize
+
+// compressor turns pages into frames. It is for one goroutine.
+type compressor struct{ enc *zstd.Encoder }
+
+func newCompressor(level zstd.EncoderLevel) (*compressor, error) {
+	// No zstd checksum: the frame's own CRC-32C is over the compressed bytes and
+	// is looked at before the decoder sees them.
+	enc, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(level),
+		zstd.WithEncoderCRC(false), zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true),
+		zstd.WithWindowSize(maxFrameBytes))
+	if err != nil {
+		return nil, fmt.Errorf("setting up zstd: %w", err)
+	}
+	return &compressor{enc: enc}, nil
+}
+
+// append appends a frame with the pages in raw to dst. The file and the offset
+// of the frame are left for the caller.
+func (c *compressor) append(dst, raw []byte) ([]byte, Frame) {
+	at := len(dst)
+	f := Frame{codec: codecZstd, pages: uint8(len(raw) / guestmem.PageSize)}
+	dst = c.enc.EncodeAll(raw, dst)
+	if len(dst)-at >= len(raw) {
+		f.codec = codecRaw
+		dst = append(dst[:at], raw...)
+	}
+	f.stored = uint32(len(dst) - at)
+	f.crc = checksum(dst[at:])
+	return dst, f
+}
+
+// A Decoder holds what reading frames needs, so that reading one allocates
+// nothing. It is for one goroutine at a time; get one with NewDecoder and give
+// it back with Release.
+type Decoder struct {
+	zstd *zstd.Decoder
+	in   []byte
+	out  []byte
+}
+
+var decoders = sync.Pool{}
+
+// NewDecoder returns a decoder, perhaps one that was released before.
+func NewDecoder() (*Decoder, error) {
+	if d, ok := decoders.Get().(*Decoder); ok {
+		return d, nil
+	}
+	// The output is bounded by the capacity of the buffer, which is the size of
+	// the frame as the index states it: a frame that expands to more is refused
+	// when it reaches that, however much it would have expanded to.
+	z, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
+		zstd.WithDecoderMaxMemory(maxFrameBytes), zstd.WithDecoderMaxWindow(maxFrameBytes), zstd.WithDecoderLowmem(true))
+	if err != nil {
+		return nil, fmt.Errorf("setting up zstd: %w", err)
+	}
+	return &Decoder{zstd: z, in: make([]byte, maxFrameBytes), out: make([]byte, maxFrameBytes)}, nil
+}
+
+// Release gives the decoder back. What ReadFrame returned is not valid any more.
+func (d *Decoder) Release() { decoders.Put(d) }
+
+// decode checks in against the frame's checksum and returns the pages in it,
+// valid until the next call. What is wrong comes back as a text.
+func (d *Decoder) decode(f *Frame, in []byte) ([]byte, string) {
+	if got := checksum(in); got != f.crc {
+		return nil, fmt.Sprintf("frame checksum is %08x, the index says %08x", got, f.crc)
+	}
+	raw := int(f.pages) * guestmem.PageSize
+	if f.codec == codecRaw {
+		return in, ""
+	}
+	out, err := d.zstd.DecodeAll(in, d.out[:0:raw])
+	if err != nil {
+		return nil, fmt.Sprintf("frame does not decompress to %d bytes: %v", raw, err)
+	}
+	if len(out) != raw {
+		return nil, fmt.Sprintf("frame decompresses to %d bytes instead of %d", len(out), raw)
+	}
+	return out, ""
+}

@@ -1,0 +1,125 @@
+package snapshot
+
+import (
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// FS is what Create needs of a file system. Tests put one in its place that
+// fails, or that forgets what was not synced.
+type FS interface {
+	// Exists reports whether there is anything of that name.
+	Exists(name string) (bool, error)
+	// Mkdir makes a directory; it fails with fs.ErrExist if the name is taken.
+	Mkdir(name string) error
+	// Lock marks a directory as in use by this process, until the Closer is
+	// closed or the process ends. It fails if another has marked it, or if the
+	// directory is not there any more.
+	Lock(name string) (io.Closer, error)
+	// Create makes a file that does not exist.
+	Create(name string) (File, error)
+	// Rename makes the directory oldname appear as newname in one step, and
+	// fails with fs.ErrExist if that name is taken.
+	Rename(oldname, newname string) error
+	// SyncDir makes the entries of a directory durable.
+	SyncDir(name string) error
+	// RemoveAll removes a directory with everything in it.
+	RemoveAll(name string) error
+	// Free is how many bytes can still be written to the file system of name.
+	Free(name string) (uint64, error)
+}
+
+// File is a file being written.
+type File interface {
+	io.Writer
+	Sync() error
+	Close() error
+}
+
+type osFS struct{}
+
+func (osFS) Exists(name string) (bool, error) {
+	_, err := os.Lstat(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+func (osFS) Mkdir(name string) error { return os.Mkdir(name, 0o700) }
+
+func (osFS) Lock(name string) (io.Closer, error) {
+	d, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	if err := flock(d); err != nil {
+		d.Close()
+		return nil, err
+	}
+	// Whoever had the lock before may have removed the directory.
+	there, err := os.Lstat(name)
+	if err == nil {
+		var held fs.FileInfo
+		if held, err = d.Stat(); err == nil && !os.SameFile(there, held) {
+			err = &fs.PathError{Op: "lock", Path: name, Err: fs.ErrNotExist}
+		}
+	}
+	if err != nil {
+		d.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+func flock(d *os.File) error {
+	for {
+		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EINTR) {
+			return os.NewSyscallError("flock", err)
+		}
+	}
+}
+
+func (osFS) Create(name string) (File, error) {
+	return os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+}
+
+func (osFS) Rename(oldname, newname string) error {
+	err := unix.Renameat2(unix.AT_FDCWD, oldname, unix.AT_FDCWD, newname, unix.RENAME_NOREPLACE)
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
+		// The file system cannot do it in one step. rename(2) itself refuses to
+		// replace anything but an empty directory.
+		if _, serr := os.Lstat(newname); serr == nil {
+			err = unix.EEXIST
+		} else {
+			err = unix.Rename(oldname, newname)
+		}
+	}
+	if err != nil {
+		return &os.LinkError{Op: "rename", Old: oldname, New: newname, Err: err}
+	}
+	return nil
+}
+
+func (osFS) SyncDir(name string) error {
+	d, err := os.Open(name)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func (osFS) RemoveAll(name string) error { return os.RemoveAll(name) }
+
+func (osFS) Free(name string) (uint64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(name, &st); err != nil {
+		return 0, &fs.PathError{Op: "statfs", Path: name, Err: err}
+	}
+	return st.Bavail * uint64(st.Bsize), nil
+}

@@ -1,0 +1,480 @@
+package snapshot
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Version is the format version that this package writes and reads.
+const Version = 1
+
+// Bounds of a manifest. Open refuses more before it allocates anything.
+const (
+	MaxPayloads     = 1024
+	MaxPayloadBytes = 16 << 20 // of one payload
+	MaxStateBytes   = 64 << 20 // of all payloads, with their headers
+	MaxManifestJSON = 4 << 20
+	MaxNameBytes    = 255
+	MaxVCPUs        = 255
+	MaxDisks        = 64
+	MaxDiskLayers   = 65536
+	MaxParents      = 65535
+	maxMapEntries   = 16384
+	maxValueBytes   = 64 << 10
+	maxSlots        = 8
+)
+
+// Names of the files of a snapshot.
+const (
+	ManifestName = "manifest"
+	MemoryName   = "memory"
+)
+
+const (
+	manifestMagic  = "DROWSEMF"
+	manifestHeader = 32
+	manifestSum    = sha256.Size
+	payloadHeader  = 12
+)
+
+// arch is the only architecture so far. A snapshot of another one is foreign.
+const arch = "x86_64"
+
+// Payload is the state of one part of the machine, as its own code wrote it.
+// This package looks at nothing in it.
+type Payload struct {
+	// Name says which instance it is ("vcpu0", "blk1"), at most MaxNameBytes
+	// of printable text. Whether names may repeat is for the reader to say.
+	Name string
+	// Kind says what wrote it ("vcpu", "virtio-blk"), bounded like Name.
+	Kind string
+	// Version is the version of Data's own layout.
+	Version uint32
+	// Data is at most MaxPayloadBytes bytes.
+	Data []byte
+}
+
+// Manifest describes a snapshot. Every string is printable text.
+type Manifest struct {
+	Version uint32 `json:"version"`
+	Arch    string `json:"arch"`
+	// ID is unique among all snapshots: 32 hex digits.
+	ID string `json:"id"`
+	// Parents are the IDs of the snapshots whose memory files this one needs,
+	// the nearest first. Empty for a full snapshot.
+	Parents []string `json:"parents"`
+	// CreatedUnixNano is the host's wall clock when the snapshot was begun.
+	CreatedUnixNano int64  `json:"created_unix_nano"`
+	Sandbox         string `json:"sandbox"`
+	VCPUs           int    `json:"vcpus"`
+	// Kernel and Image identify what the guest was booted from.
+	Kernel string `json:"kernel"`
+	Image  string `json:"image"`
+	// Memory is where RAM is.
+	Memory MemoryLayout `json:"memory"`
+	// Disks name the layers that belong to this instant; see package blk.
+	Disks []Disk `json:"disks"`
+	// Host has the facts of the host that the guest depends on (CPUID leaves,
+	// TSC rate, KVM capabilities, kind of KVM), in the words of the VMM.
+	Host map[string]string `json:"host"`
+	// Labels are the caller's own.
+	Labels map[string]string `json:"labels"`
+	// Stats say what the snapshot costs.
+	Stats Stats `json:"stats"`
+}
+
+// MemoryLayout describes guest RAM and the files that hold it.
+type MemoryLayout struct {
+	// Slots are the pieces of RAM in ascending order. Pages are numbered
+	// through them, without the hole.
+	Slots []Slot `json:"slots"`
+	// Files are numbered from 1 on. All are in the snapshot's own directory as
+	// long as Parents is empty.
+	Files []MemoryFile `json:"files"`
+	// Root is the top of the index.
+	Root Extent `json:"root"`
+}
+
+// Slot is one piece of RAM, in bytes.
+type Slot struct {
+	GPA  guestmem.GPA `json:"gpa"`
+	Size uint64       `json:"size"`
+}
+
+// MemoryFile is one file with frames and leaves.
+type MemoryFile struct {
+	// ID is written into the file as well, 32 hex digits, so that a file of
+	// another snapshot is not mistaken for it.
+	ID   string `json:"id"`
+	Name string `json:"name"`
+	// Size is the exact length in bytes.
+	Size int64 `json:"size"`
+}
+
+// Extent is a checked piece of a memory file.
+type Extent struct {
+	// File is a number of MemoryLayout.Files, from 1 on.
+	File   uint32 `json:"file"`
+	Offset int64  `json:"offset"`
+	Length int64  `json:"length"`
+	// CRC32C is the Castagnoli checksum of the bytes.
+	CRC32C uint32 `json:"crc32c"`
+}
+
+// Disk is a writable disk of the machine at the instant of the snapshot. The
+// layers are named for the disk's own code, the lowest first.
+type Disk struct {
+	Name   string   `json:"name"`
+	Size   uint64   `json:"size"`
+	Layers []string `json:"layers"`
+}
+
+// Stats say how much RAM was stored in how much space.
+type Stats struct {
+	// Pages is the number of pages that are not all zeros.
+	Pages uint64 `json:"pages"`
+	// Frames is the number of frames that hold them.
+	Frames uint64 `json:"frames"`
+	// StoredBytes is the size of the frames, without the index.
+	StoredBytes uint64 `json:"stored_bytes"`
+}
+
+// RAM is the amount of guest memory in bytes.
+func (m *Manifest) RAM() uint64 {
+	var n uint64
+	for _, s := range m.Memory.Slots {
+		n += s.Size
+	}
+	return n
+}
+
+func checkText(what, s string, limit int) error {
+	if len(s) > limit {
+		return fmt.Errorf("%s has %d bytes, at most %d are allowed: %w", what, len(s), limit, ErrSpec)
+	}
+	if !utf8.ValidString(s) {
+		return fmt.Errorf("%s is not UTF-8: %w", what, ErrSpec)
+	}
+	for _, r := range s {
+		// Nothing that an encoder may write in two ways, and no U+FFFD, which is
+		// what decoders put in place of what they do not understand.
+		if !unicode.IsPrint(r) || r == utf8.RuneError {
+			return fmt.Errorf("%s has the unprintable character %U: %w", what, r, ErrSpec)
+		}
+	}
+	return nil
+}
+
+func checkHex(what, s string) error {
+	b, err := hex.DecodeString(s)
+	if err != nil || len(b) != 16 || strings.ToLower(s) != s {
+		return fmt.Errorf("%s %.40q is not 32 lower-case hex digits: %w", what, s, ErrSpec)
+	}
+	return nil
+}
+
+func checkMap(what string, m map[string]string) error {
+	if len(m) > maxMapEntries {
+		return fmt.Errorf("%s has %d entries, at most %d are allowed: %w", what, len(m), maxMapEntries, ErrSpec)
+	}
+	for k, v := range m {
+		if err := checkText("a key of "+what, k, MaxNameBytes); err != nil {
+			return err
+		}
+		if err := checkText(what+"["+k+"]", v, maxValueBytes); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkSlots(slots []Slot) error {
+	if len(slots) == 0 || len(slots) > maxSlots {
+		return fmt.Errorf("%d memory slots, 1 to %d are allowed: %w", len(slots), maxSlots, ErrSpec)
+	}
+	var total uint64
+	var end guestmem.GPA
+	for i, s := range slots {
+		switch {
+		case s.Size == 0 || s.Size > guestmem.MaxSize || s.Size%guestmem.PageSize != 0 || s.GPA%guestmem.PageSize != 0:
+			return fmt.Errorf("memory slot %d has an unusable address %#x or size %#x: %w", i, s.GPA, s.Size, ErrSpec)
+		case s.GPA < end || s.GPA > 1<<46:
+			return fmt.Errorf("memory slot %d at %#x overlaps the one before it or is out of reach: %w", i, s.GPA, ErrSpec)
+		}
+		end = s.GPA + guestmem.GPA(s.Size)
+		total += s.Size
+	}
+	if total > guestmem.MaxSize {
+		return fmt.Errorf("%d bytes of RAM, at most %d are allowed: %w", total, uint64(guestmem.MaxSize), ErrSpec)
+	}
+	return nil
+}
+
+// check says whether m keeps to the rules of the format, whoever wrote it.
+func (m *Manifest) check() error {
+	if m.Version != Version {
+		return fmt.Errorf("manifest of format %d in a file of format %d: %w", m.Version, Version, ErrSpec)
+	}
+	if err := checkHex("snapshot id", m.ID); err != nil {
+		return err
+	}
+	if m.Parents == nil || len(m.Parents) != 0 {
+		return fmt.Errorf("%d parents: format %d has full snapshots only: %w", len(m.Parents), Version, ErrSpec)
+	}
+	if m.VCPUs < 1 || m.VCPUs > MaxVCPUs {
+		return fmt.Errorf("%d vCPUs, 1 to %d are allowed: %w", m.VCPUs, MaxVCPUs, ErrSpec)
+	}
+	for _, f := range []struct{ what, s string }{
+		{"arch", m.Arch}, {"sandbox name", m.Sandbox}, {"kernel id", m.Kernel}, {"image id", m.Image},
+	} {
+		if err := checkText(f.what, f.s, MaxNameBytes); err != nil {
+			return err
+		}
+	}
+	if err := checkMap("host facts", m.Host); err != nil {
+		return err
+	}
+	if err := checkMap("labels", m.Labels); err != nil {
+		return err
+	}
+	if len(m.Disks) > MaxDisks {
+		return fmt.Errorf("%d disks, at most %d are allowed: %w", len(m.Disks), MaxDisks, ErrSpec)
+	}
+	for i, d := range m.Disks {
+		if err := checkText(fmt.Sprintf("name of disk %d", i), d.Name, MaxNameBytes); err != nil {
+			return err
+		}
+		if len(d.Layers) > MaxDiskLayers {
+			return fmt.Errorf("disk %q has %d layers, at most %d are allowed: %w", d.Name, len(d.Layers), MaxDiskLayers, ErrSpec)
+		}
+		for _, l := range d.Layers {
+			if err := checkText("a layer of disk "+d.Name, l, maxValueBytes); err != nil {
+				return err
+			}
+		}
+	}
+	if err := checkSlots(m.Memory.Slots); err != nil {
+		return err
+	}
+	return m.checkFiles()
+}
+
+func (m *Manifest) checkFiles() error {
+	l := &m.Memory
+	if len(l.Files) != 1 {
+		return fmt.Errorf("%d memory files: a full snapshot has one: %w", len(l.Files), ErrSpec)
+	}
+	for i, f := range l.Files {
+		if err := checkHex(fmt.Sprintf("id of memory file %d", i+1), f.ID); err != nil {
+			return err
+		}
+		if f.Name != MemoryName || f.Size < fileHeader || f.Size > maxFileSize {
+			return fmt.Errorf("memory file %d has the unusable name %.40q or size %d: %w", i+1, f.Name, f.Size, ErrSpec)
+		}
+	}
+	r := l.Root
+	if r.File < 1 || int(r.File) > len(l.Files) {
+		return fmt.Errorf("index root in memory file %d of %d: %w", r.File, len(l.Files), ErrSpec)
+	}
+	if want := int64(chunksOf(m.RAM())) * rootEntry; r.Length != want {
+		return fmt.Errorf("index root of %d bytes, this RAM needs %d: %w", r.Length, want, ErrSpec)
+	}
+	if size := l.Files[r.File-1].Size; r.Offset < fileHeader || r.Offset > size || r.Length > size-r.Offset {
+		return fmt.Errorf("index root outside memory file %d: %w", r.File, ErrSpec)
+	}
+	return nil
+}
+
+// encodeJSON writes the one form of m that decodeJSON accepts.
+func (m *Manifest) encodeJSON() ([]byte, error) {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(m); err != nil {
+		return nil, err
+	}
+	return b.Bytes(), nil
+}
+
+// encodeManifest is the content of a manifest file.
+func encodeManifest(m *Manifest, payloads []Payload) ([]byte, error) {
+	if err := m.check(); err != nil {
+		return nil, err
+	}
+	if err := checkPayloads(payloads); err != nil {
+		return nil, err
+	}
+	doc, err := m.encodeJSON()
+	if err != nil {
+		return nil, fmt.Errorf("encoding the manifest: %w", err)
+	}
+	if len(doc) > MaxManifestJSON {
+		return nil, fmt.Errorf("the manifest has %d bytes, at most %d are allowed: %w", len(doc), MaxManifestJSON, ErrSpec)
+	}
+	state := payloadBytes(payloads)
+	b := make([]byte, 0, manifestHeader+len(doc)+state+manifestSum)
+	b = append(b, manifestMagic...)
+	b = binary.LittleEndian.AppendUint32(b, Version)
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(doc)))
+	b = binary.LittleEndian.AppendUint64(b, uint64(state))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(payloads)))
+	b = binary.LittleEndian.AppendUint32(b, 0)
+	b = append(b, doc...)
+	for _, p := range payloads {
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(p.Name)))
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(p.Kind)))
+		b = binary.LittleEndian.AppendUint32(b, p.Version)
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(p.Data)))
+		b = append(b, p.Name...)
+		b = append(b, p.Kind...)
+		b = append(b, p.Data...)
+	}
+	sum := sha256.Sum256(b)
+	return append(b, sum[:]...), nil
+}
+
+func payloadBytes(ps []Payload) int {
+	n := 0
+	for _, p := range ps {
+		n += payloadHeader + len(p.Name) + len(p.Kind) + len(p.Data)
+	}
+	return n
+}
+
+func checkPayloads(ps []Payload) error {
+	if len(ps) > MaxPayloads {
+		return fmt.Errorf("%d payloads, at most %d are allowed: %w", len(ps), MaxPayloads, ErrSpec)
+	}
+	for i, p := range ps {
+		if err := checkText(fmt.Sprintf("name of payload %d", i), p.Name, MaxNameBytes); err != nil {
+			return err
+		}
+		if err := checkText(fmt.Sprintf("kind of payload %d", i), p.Kind, MaxNameBytes); err != nil {
+			return err
+		}
+		if len(p.Data) > MaxPayloadBytes {
+			return fmt.Errorf("payload %q has %d bytes, at most %d are allowed: %w", p.Name, len(p.Data), MaxPayloadBytes, ErrSpec)
+		}
+	}
+	if n := payloadBytes(ps); n > MaxStateBytes {
+		return fmt.Errorf("all payloads have %d bytes, at most %d are allowed: %w", n, MaxStateBytes, ErrSpec)
+	}
+	return nil
+}
+
+// manifestSize says how long a manifest file with this header must be.
+func manifestSize(h []byte) (int64, error) {
+	if len(h) < manifestHeader {
+		if !strings.HasPrefix(manifestMagic, string(h[:min(len(h), len(manifestMagic))])) {
+			return 0, fmt.Errorf("%s does not begin like one: %w", ManifestName, ErrForeign)
+		}
+		return 0, fmt.Errorf("%s has only %d bytes: %w", ManifestName, len(h), ErrIncomplete)
+	}
+	if string(h[:8]) != manifestMagic {
+		return 0, fmt.Errorf("%s does not begin like one: %w", ManifestName, ErrForeign)
+	}
+	if v := binary.LittleEndian.Uint32(h[8:]); v != Version {
+		return 0, fmt.Errorf("%s is of format %d, this version reads format %d: %w: use the version that wrote it",
+			ManifestName, v, Version, ErrVersion)
+	}
+	doc, state := binary.LittleEndian.Uint32(h[12:]), binary.LittleEndian.Uint64(h[16:])
+	if doc > MaxManifestJSON || state > MaxStateBytes || binary.LittleEndian.Uint32(h[24:]) > MaxPayloads ||
+		binary.LittleEndian.Uint32(h[28:]) != 0 {
+		return 0, corrupt(ManifestName, 0, "the header states impossible lengths")
+	}
+	return manifestHeader + int64(doc) + int64(state) + manifestSum, nil
+}
+
+// decodeManifest is the inverse of encodeManifest. The payloads' Data point
+// into b. It accepts only what encodeManifest writes.
+func decodeManifest(b []byte) (*Manifest, []Payload, error) {
+	size, err := manifestSize(b)
+	if err != nil {
+		return nil, nil, err
+	}
+	if int64(len(b)) < size {
+		return nil, nil, fmt.Errorf("%s has %d bytes of %d: %w", ManifestName, len(b), size, ErrIncomplete)
+	}
+	if int64(len(b)) > size {
+		return nil, nil, corrupt(ManifestName, size, "%d bytes too many", int64(len(b))-size)
+	}
+	body, sum := b[:size-manifestSum], b[size-manifestSum:]
+	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {
+		return nil, nil, corrupt(ManifestName, 0, "SHA-256 is %x, the file says %x", got[:4], sum[:4])
+	}
+	docEnd := manifestHeader + int(binary.LittleEndian.Uint32(b[12:]))
+	m, err := decodeJSON(body[manifestHeader:docEnd])
+	if err != nil {
+		return nil, nil, err
+	}
+	ps, err := decodePayloads(body[docEnd:], int(binary.LittleEndian.Uint32(b[24:])), int64(docEnd))
+	if err != nil {
+		return nil, nil, err
+	}
+	return m, ps, nil
+}
+
+func decodeJSON(doc []byte) (*Manifest, error) {
+	m := new(Manifest)
+	dec := json.NewDecoder(bytes.NewReader(doc))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(m); err != nil {
+		return nil, corrupt(ManifestName, manifestHeader, "JSON: %v", err)
+	}
+	if _, err := dec.Token(); err != io.EOF {
+		return nil, corrupt(ManifestName, manifestHeader, "JSON: something follows the document")
+	}
+	if m.Arch != arch {
+		return nil, fmt.Errorf("%s is of a %.20q machine, this is %s: %w", ManifestName, m.Arch, arch, ErrForeign)
+	}
+	if err := m.check(); err != nil {
+		return nil, corrupt(ManifestName, manifestHeader, "%v", err)
+	}
+	// Repeated names, names in other cases and missing fields pass the decoder.
+	// There is one way to write a manifest, and this was another.
+	if again, err := m.encodeJSON(); err != nil || !bytes.Equal(again, doc) {
+		return nil, corrupt(ManifestName, manifestHeader, "JSON is not in canonical form")
+	}
+	return m, nil
+}
+
+func decodePayloads(b []byte, n int, at int64) ([]Payload, error) {
+	total := len(b)
+	ps := make([]Payload, 0, n)
+	for i := range n {
+		where := at + int64(total-len(b))
+		if len(b) < payloadHeader {
+			return nil, corrupt(ManifestName, where, "payload %d of %d has no header", i, n)
+		}
+		name, kind := uint64(binary.LittleEndian.Uint16(b)), uint64(binary.LittleEndian.Uint16(b[2:]))
+		version, data := binary.LittleEndian.Uint32(b[4:]), uint64(binary.LittleEndian.Uint32(b[8:]))
+		b = b[payloadHeader:]
+		if name > MaxNameBytes || kind > MaxNameBytes || data > MaxPayloadBytes || name+kind+data > uint64(len(b)) {
+			return nil, corrupt(ManifestName, where, "payload %d of %d has impossible lengths", i, n)
+		}
+		ps = append(ps, Payload{
+			Name:    string(b[:name]),
+			Kind:    string(b[name : name+kind]),
+			Version: version,
+			Data:    b[name+kind : name+kind+data : name+kind+data],
+		})
+		b = b[name+kind+data:]
+	}
+	if len(b) != 0 {
+		return nil, corrupt(ManifestName, at+int64(total-len(b)), "%d bytes follow the last payload", len(b))
+	}
+	if err := checkPayloads(ps); err != nil {
+		return nil, corrupt(ManifestName, at, "%v", err)
+	}
+	return ps, nil
+}

@@ -1,0 +1,139 @@
+package snapshot
+
+import (
+	"context"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// usedPages lists the pages that the kernel has committed.
+func usedPages(t *testing.T, pm *Pagemap, mem *guestmem.Memory) []uint64 {
+	t.Helper()
+	var out []uint64
+	for page := uint64(0); ; {
+		first, end, err := pm.NextData(mem.Slots(), page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if first == end {
+			return out
+		}
+		if first < page {
+			t.Fatalf("run from %d, asked from %d", first, page)
+		}
+		for page = first; page < end; page++ {
+			out = append(out, page)
+		}
+	}
+}
+
+func hasPagemapScan(t *testing.T, mem *guestmem.Memory) bool {
+	t.Helper()
+	pm, err := OpenPagemap()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pm.Close()
+	if _, _, err := pm.NextData(mem.Slots(), 0); err != nil {
+		t.Fatal(err)
+	}
+	return pm.scan
+}
+
+func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
+	mem := testMemory(t, 4<<30)
+	// Without huge pages, which the kernel may commit for a single byte.
+	for _, s := range mem.Slots() {
+		if _, _, errno := unix.Syscall(unix.SYS_MADVISE, s.HVA, uintptr(s.Size), unix.MADV_NOHUGEPAGE); errno != 0 && errno != unix.EINVAL {
+			t.Fatal(errno)
+		}
+	}
+	hole := uint64(guestmem.HoleStart) / guestmem.PageSize
+	last := mem.Size()/guestmem.PageSize - 1
+	written := []uint64{0, 1, 5, 511, 512, 100000, hole - 1, hole, hole + 1, last}
+	for _, page := range written {
+		writePage(t, mem, page, []byte{1})
+	}
+	// A page that was only read is mapped, but to zeros.
+	if err := mem.Read(7*guestmem.PageSize, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	scan := hasPagemapScan(t, mem)
+	for _, tc := range []struct {
+		name string
+		scan bool
+		want []uint64
+	}{
+		{"PAGEMAP_SCAN", true, written},
+		{"pagemap file", false, slices.Sorted(slices.Values(append([]uint64{7}, written...)))},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			if tc.scan && !scan {
+				t.Skip("this kernel has no PAGEMAP_SCAN: it came with Linux 6.7")
+			}
+			pm, err := OpenPagemap()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer pm.Close()
+			pm.scan = tc.scan
+			if got := usedPages(t, pm, mem); !slices.Equal(got, tc.want) {
+				t.Errorf("pages %v are in use, want %v", got, tc.want)
+			}
+			if pm.scan != tc.scan {
+				t.Error("it was asked in another way")
+			}
+		})
+	}
+}
+
+func TestASnapshotCommitsNoMemoryOfTheGuest(t *testing.T) {
+	mem := testMemory(t, 4<<30)
+	for page := uint64(0); page < 300; page++ {
+		writePage(t, mem, page*1000, []byte{1})
+	}
+	pm, err := OpenPagemap()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pm.Close()
+	pm.scan = false // which counts mapped zeros as well
+	before := usedPages(t, pm, mem)
+	spec := testSpec(t, mem)
+	spec.Memory.(*GuestSource).pagemap.scan = hasPagemapScan(t, mem)
+	if _, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec); err != nil {
+		t.Fatal(err)
+	}
+	if after := usedPages(t, pm, mem); len(after) != len(before) {
+		t.Errorf("%d pages were committed before the snapshot, %d after it", len(before), len(after))
+	}
+}
+
+func TestSnapshotsAreTheSameWithoutPagemapScan(t *testing.T) {
+	mem := testMemory(t, 4<<30)
+	p := make([]byte, guestmem.PageSize)
+	for page := uint64(0); page < 900; page += 2 {
+		fillPage(p, page, false)
+		writePage(t, mem, page*900, p)
+	}
+	var stats [2]Stats
+	for i := range stats {
+		spec := testSpec(t, mem)
+		if i == 1 {
+			spec.Memory.(*GuestSource).pagemap.scan = false
+		}
+		info, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		stats[i] = info.Manifest.Stats
+	}
+	if stats[0] != stats[1] || stats[0].Pages != 450 {
+		t.Errorf("%+v and %+v", stats[0], stats[1])
+	}
+}

@@ -1,0 +1,631 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Errors of New.
+var (
+	// ErrNotPermitted: this process may not handle page faults of the kernel.
+	ErrNotPermitted = errors.New("not permitted to use userfaultfd: run as root, or allow access to " +
+		userfaultfdDevice + ", or set vm.unprivileged_userfaultfd=1")
+	// ErrNotSupported: the kernel has no userfaultfd, or too old a one.
+	ErrNotSupported = errors.New("the kernel lacks userfaultfd: use Linux 6.1 or later with CONFIG_USERFAULTFD")
+	// ErrLayout: the guest's RAM is not what the snapshot has.
+	ErrLayout = errors.New("guest RAM differs from the snapshot's")
+)
+
+// ErrNotFresh is why a restore fails when guest RAM had been touched before New.
+var ErrNotFresh = errors.New("guest RAM was in use before its pager was set up: give New memory that nothing has touched")
+
+// ErrClosed is what access to guest RAM fails with after Close.
+var ErrClosed = errors.New("guest RAM is gone: its pager was closed before everything was loaded")
+
+const (
+	pageSize   = guestmem.PageSize
+	chunkPages = snapshot.ChunkPages
+	chunkBytes = chunkPages * pageSize
+	words      = chunkPages / 64
+
+	// zeroRun is how many neighbouring pages of zeros are filled at once, and
+	// aligned to it.
+	zeroRun = 64
+	// maxRanges bounds the pieces that RAM is registered in: each costs the
+	// kernel a mapping, and New a system call.
+	maxRanges = 256
+	// messages is how many faults are taken from the kernel at once.
+	messages = 8
+)
+
+// Defaults and bounds of Options.
+const (
+	DefaultHandlers    = 2
+	MaxHandlers        = 16
+	DefaultRecordPages = 16384
+	MaxRecordPages     = 1 << 20
+	DefaultRecordTime  = 3 * time.Second
+)
+
+// Options of a Pager. The zero value is good.
+type Options struct {
+	// WorkingSet are the pages that Start loads ahead of the faults, in this
+	// order: what WorkingSet of an earlier pager has returned. Numbers that are
+	// out of range are ignored.
+	WorkingSet []uint64
+	// OnFailure is called at most once, on a goroutine of its own, when a page
+	// cannot be had. The VM cannot go on.
+	OnFailure func(error)
+	// RecordPages and RecordTime bound the recording of the working set: as
+	// many pages, for so long after Start. Defaults are used for 0; a negative
+	// RecordTime records nothing.
+	RecordPages int
+	RecordTime  time.Duration
+	// Handlers is how many faults are worked on at once; DefaultHandlers if 0.
+	Handlers int
+}
+
+// Pager fills guest RAM from a snapshot. It implements guestmem.Residency. Its
+// methods may be called from several goroutines at once.
+type Pager struct {
+	mem   *guestmem.Memory
+	snap  *snapshot.Memory
+	slots []guestmem.Slot
+	opts  Options
+
+	uffd   int
+	stopFD int
+	// registered are the ranges of RAM that fault, in bytes of the linear
+	// numbering; inRange has a bit for each chunk in them.
+	registered []span
+	inRange    []uint64
+	// chunks come into being when they are first needed.
+	chunks []atomic.Pointer[chunk]
+
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	wg     sync.WaitGroup
+
+	failure  atomic.Pointer[error]
+	loaded   atomic.Bool // nothing but zeros is missing any more
+	detached atomic.Bool // and nothing is registered
+
+	mu      sync.Mutex // guards started and closed, and wg.Add against wg.Wait
+	started bool
+	closed  bool
+
+	workers sync.Pool
+	record  record
+	count   counters
+}
+
+type span struct{ start, end uint64 }
+
+// chunk is the state of 2 MiB of RAM, see the package comment.
+type chunk struct {
+	mu sync.Mutex
+	// known says that leaf has been read; it is nil if all pages are zeros. Both
+	// are guarded by mu, and do not change once known is set.
+	known   bool
+	leaf    *snapshot.Leaf
+	present [words]atomic.Uint64
+	zeroed  [words]atomic.Uint64
+}
+
+func bit(i int) (word int, mask uint64) { return i / 64, 1 << (i % 64) }
+
+func (c *chunk) isPresent(i int) bool { w, m := bit(i); return c.present[w].Load()&m != 0 }
+func (c *chunk) isZeroed(i int) bool  { w, m := bit(i); return c.zeroed[w].Load()&m != 0 }
+
+// missing reports whether page i may be given the snapshot's content.
+func (c *chunk) missing(i int) bool {
+	w, m := bit(i)
+	return (c.present[w].Load()|c.zeroed[w].Load())&m == 0
+}
+
+func (c *chunk) setPresent(first, n int) {
+	for i := first; i < first+n; i++ {
+		w, m := bit(i)
+		c.present[w].Or(m)
+	}
+}
+
+// A worker has what one goroutine needs to fill pages.
+type worker struct {
+	fill filler
+	dec  *snapshot.Decoder
+}
+
+// New makes mem the RAM of the snapshot: pages get their content when they are
+// touched. mem must be as guestmem.New has made it, and must have the layout of
+// snap, or New fails with ErrLayout. Nothing touches mem before Start but
+// through its own methods. The snapshot must stay open until Close.
+//
+// New does not read RAM, so its time depends on how many pieces of RAM are in
+// use but not on how large RAM is.
+func New(mem *guestmem.Memory, snap *snapshot.Memory, opts Options) (*Pager, error) {
+	p, err := newPager(mem, snap, opts)
+	if err != nil {
+		return nil, fmt.Errorf("setting up lazy restore: %w", err)
+	}
+	return p, nil
+}
+
+func newPager(mem *guestmem.Memory, snap *snapshot.Memory, opts Options) (*Pager, error) {
+	if opts.Handlers <= 0 {
+		opts.Handlers = DefaultHandlers
+	}
+	opts.Handlers = min(opts.Handlers, MaxHandlers)
+	if opts.RecordPages <= 0 {
+		opts.RecordPages = DefaultRecordPages
+	}
+	opts.RecordPages = min(opts.RecordPages, MaxRecordPages)
+	if opts.RecordTime == 0 {
+		opts.RecordTime = DefaultRecordTime
+	}
+	slots := mem.Slots()
+	if err := sameLayout(slots, snap.Slots()); err != nil {
+		return nil, err
+	}
+	p := &Pager{
+		mem: mem, snap: snap, slots: slots, opts: opts, uffd: -1, stopFD: -1,
+		chunks:  make([]atomic.Pointer[chunk], snap.Chunks()),
+		inRange: make([]uint64, (snap.Chunks()+63)/64),
+	}
+	p.ctx, p.cancel = context.WithCancelCause(context.Background())
+	if err := p.setUp(); err != nil {
+		p.cancel(err)
+		p.closeFDs()
+		return nil, err
+	}
+	p.record.init(opts)
+	mem.SetResidency(p)
+	return p, nil
+}
+
+func sameLayout(have []guestmem.Slot, want []snapshot.Slot) error {
+	ok := len(have) == len(want)
+	for i := 0; ok && i < len(have); i++ {
+		// Chunks must not cross a slot, or a run of pages would not be
+		// contiguous in this process.
+		ok = have[i].GPA == want[i].GPA && have[i].Size == want[i].Size && have[i].Offset%chunkBytes == 0
+	}
+	if !ok {
+		return fmt.Errorf("%w: it has %v, the snapshot %v", ErrLayout, have, want)
+	}
+	return nil
+}
+
+func (p *Pager) setUp() (err error) {
+	if p.uffd, err = openUserfaultfd(); err != nil {
+		p.uffd = -1
+		return err
+	}
+	if p.stopFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		p.stopFD = -1
+		return fmt.Errorf("eventfd: %w", err)
+	}
+	p.registered = p.ranges()
+	for _, r := range p.registered {
+		hva := p.hva(r.start / pageSize)
+		if err := register(p.uffd, hva, r.end-r.start); err != nil {
+			return fmt.Errorf("RAM from %#x to %#x: %w", r.start, r.end, err)
+		}
+		for c := r.start / chunkBytes; c*chunkBytes < r.end; c++ {
+			p.inRange[c/64] |= 1 << (c % 64)
+		}
+	}
+	return nil
+}
+
+// ranges finds the parts of RAM that are not known to be zeros, at most
+// maxRanges of them, none across two slots.
+func (p *Pager) ranges() []span {
+	var all []span
+	for _, s := range p.slots {
+		var rs []span
+		for at := s.Offset; at < s.Offset+s.Size; at += chunkBytes {
+			if p.snap.ZeroChunk(int(at / chunkBytes)) {
+				continue
+			}
+			end := min(at+chunkBytes, s.Offset+s.Size)
+			if k := len(rs); k > 0 && rs[k-1].end == at {
+				rs[k-1].end = end
+			} else {
+				rs = append(rs, span{at, end})
+			}
+		}
+		// Close the smallest gaps first until there are few enough.
+		for gap := uint64(chunkBytes); len(rs) > maxRanges/len(p.slots); gap *= 2 {
+			k := 0
+			for _, r := range rs[1:] {
+				if r.start-rs[k].end <= gap {
+					rs[k].end = r.end
+				} else {
+					k++
+					rs[k] = r
+				}
+			}
+			rs = rs[:k+1]
+		}
+		all = append(all, rs...)
+	}
+	return all
+}
+
+func (p *Pager) closeFDs() {
+	if p.uffd >= 0 {
+		unix.Close(p.uffd)
+	}
+	if p.stopFD >= 0 {
+		unix.Close(p.stopFD)
+	}
+}
+
+// Start begins to answer faults, and to load Options.WorkingSet. It does
+// nothing when called again or after Close.
+func (p *Pager) Start() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.started || p.closed {
+		return
+	}
+	p.started = true
+	p.record.start(p.opts.RecordTime)
+	for range p.opts.Handlers {
+		p.wg.Go(p.serve)
+	}
+	if len(p.opts.WorkingSet) > 0 {
+		p.wg.Go(func() {
+			// A failure has been reported by fail, and Close wants no report.
+			_ = p.Prefetch(p.ctx, p.opts.WorkingSet)
+		})
+	}
+}
+
+// Err says why the restore has failed, nil if it has not.
+func (p *Pager) Err() error {
+	if e := p.failure.Load(); e != nil {
+		return *e
+	}
+	return nil
+}
+
+// fail makes err the reason of the failure, if it is the first.
+func (p *Pager) fail(err error) error {
+	err = fmt.Errorf("restoring guest RAM: %w", err)
+	if p.failure.CompareAndSwap(nil, &err) && p.opts.OnFailure != nil {
+		go p.opts.OnFailure(err)
+	}
+	return p.Err()
+}
+
+// Close ends the restore, in any state of it, and gives everything back but the
+// memory. Stop vCPUs and device I/O first: unless Load has finished, whoever
+// still touches guest RAM gets EFAULT from then on, or ErrClosed from the
+// methods of guestmem.Memory. The memory must be closed after the pager.
+func (p *Pager) Close() error {
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		return nil
+	}
+	p.closed = true
+	p.mu.Unlock()
+	p.cancel(ErrClosed)
+	if err := signalEvent(p.stopFD); err != nil {
+		return fmt.Errorf("stopping the pager: %w", err)
+	}
+	p.wg.Wait()
+	var err error
+	if p.loaded.Load() && p.Err() == nil {
+		err = p.detach()
+	} else {
+		err = p.revokeAll()
+	}
+	p.closeFDs()
+	return err
+}
+
+// detach leaves RAM to the kernel, when only zeros are missing. Memory may be
+// in use. A range must not fault any more before Ensure stops being asked, or a
+// goroutine could fault with nobody to answer.
+func (p *Pager) detach() error {
+	p.detached.Store(true)
+	var errs []error
+	for _, r := range p.registered {
+		errs = append(errs, unregister(p.uffd, p.hva(r.start/pageSize), r.end-r.start))
+	}
+	p.mem.SetResidency(nil)
+	return errors.Join(errs...)
+}
+
+// revokeAll makes RAM inaccessible, but for what was never anything but zeros.
+func (p *Pager) revokeAll() error {
+	if len(p.mem.Slots()) == 0 {
+		return nil // unmapped: the addresses are not ours any more
+	}
+	// This waits until no Go code is looking at guest memory.
+	p.mem.SetResidency(closedResidency{})
+	var errs []error
+	for _, r := range p.registered {
+		errs = append(errs, revoke(p.hva(r.start/pageSize), r.end-r.start))
+	}
+	return errors.Join(errs...)
+}
+
+// enter keeps Close waiting until leave.
+func (p *Pager) enter() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return ErrClosed
+	}
+	p.wg.Add(1)
+	return nil
+}
+
+func (p *Pager) leave() { p.wg.Done() }
+
+func signalEvent(fd int) error {
+	for {
+		_, err := unix.Write(fd, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// closedResidency keeps Go code away from memory that is not accessible.
+type closedResidency struct{}
+
+func (closedResidency) Ensure(guestmem.GPA, uint64) error { return ErrClosed }
+func (closedResidency) Discarding(guestmem.GPA, uint64)   {}
+
+// hva is where a page lies in this process.
+func (p *Pager) hva(page uint64) uintptr {
+	off := page * pageSize
+	for i := range p.slots {
+		if s := &p.slots[i]; off-s.Offset < s.Size {
+			return s.HVA + uintptr(off-s.Offset)
+		}
+	}
+	return 0
+}
+
+// pageAt is the inverse of hva.
+func (p *Pager) pageAt(hva uintptr) (uint64, bool) {
+	for i := range p.slots {
+		if s := &p.slots[i]; uint64(hva-s.HVA) < s.Size {
+			return (s.Offset + uint64(hva-s.HVA)) / pageSize, true
+		}
+	}
+	return 0, false
+}
+
+func (p *Pager) linear(gpa guestmem.GPA) (uint64, bool) {
+	for i := range p.slots {
+		if s := &p.slots[i]; uint64(gpa-s.GPA) < s.Size {
+			return s.Offset + uint64(gpa-s.GPA), true
+		}
+	}
+	return 0, false
+}
+
+func (p *Pager) isRegistered(chunk uint64) bool { return p.inRange[chunk/64]>>(chunk%64)&1 != 0 }
+
+// chunk returns the state of a chunk.
+func (p *Pager) chunk(n uint64) *chunk {
+	if c := p.chunks[n].Load(); c != nil {
+		return c
+	}
+	c := new(chunk)
+	if !p.isRegistered(n) {
+		// The kernel fills these with zeros and asks nobody.
+		c.known = true
+		for i := range c.present {
+			c.present[i].Store(^uint64(0))
+		}
+	}
+	if !p.chunks[n].CompareAndSwap(nil, c) {
+		c = p.chunks[n].Load()
+	}
+	return c
+}
+
+// leafOf returns the index of chunk n. c.mu is held.
+func (p *Pager) leafOf(c *chunk, n uint64) (*snapshot.Leaf, error) {
+	if c.known {
+		return c.leaf, nil
+	}
+	l, err := p.snap.Leaf(int(n))
+	if err != nil {
+		return nil, err
+	}
+	c.leaf, c.known = l, true
+	return l, nil
+}
+
+// getWorker returns a worker; putWorker takes it back.
+func (p *Pager) getWorker() (*worker, error) {
+	if w, ok := p.workers.Get().(*worker); ok {
+		return w, nil
+	}
+	d, err := snapshot.NewDecoder()
+	if err != nil {
+		return nil, err
+	}
+	return &worker{fill: filler{fd: p.uffd}, dec: d}, nil
+}
+
+func (p *Pager) putWorker(w *worker) { p.workers.Put(w) }
+
+// Ensure implements guestmem.Residency. Discard must be held off by the caller
+// until it has finished with the range, as the methods of guestmem.Memory do.
+func (p *Pager) Ensure(gpa guestmem.GPA, n uint64) error {
+	off, ok := p.linear(gpa)
+	if !ok || n == 0 {
+		return nil // guestmem.Memory has checked the range
+	}
+	for page, last := off/pageSize, (off+n-1)/pageSize; page <= last; page++ {
+		if c := p.chunks[page/chunkPages].Load(); c != nil && c.isPresent(int(page%chunkPages)) {
+			continue
+		}
+		if err := p.ensurePage(page); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *Pager) ensurePage(page uint64) error {
+	began := time.Now()
+	w, err := p.getWorker()
+	if err != nil {
+		return p.fail(err)
+	}
+	defer p.putWorker(w)
+	c := p.chunk(page / chunkPages)
+	i := int(page % chunkPages)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.isPresent(i) {
+		return nil
+	}
+	// Looked at under the mutex: see refuse.
+	if err := p.Err(); err != nil {
+		return err
+	}
+	if c.isZeroed(i) {
+		if err = w.fill.zero(p.hva(page), pageSize); err == nil {
+			c.setPresent(i, 1)
+			p.count.zeroed.Add(1)
+		}
+	} else {
+		p.record.add(page)
+		err = p.fill(c, page, w)
+	}
+	if err != nil {
+		if p.detached.Load() && errors.Is(err, unix.ENOENT) {
+			return nil // not registered any more: the kernel fills it with zeros
+		}
+		return p.fail(err)
+	}
+	p.count.ensured.Add(1)
+	p.count.latency.add(time.Since(began))
+	return nil
+}
+
+// Discarding implements guestmem.Residency.
+func (p *Pager) Discarding(gpa guestmem.GPA, n uint64) {
+	off, ok := p.linear(gpa)
+	if !ok || n == 0 {
+		return
+	}
+	for page, last := off/pageSize, (off+n-1)/pageSize; page <= last; {
+		next := min((page/chunkPages+1)*chunkPages, last+1)
+		if p.isRegistered(page / chunkPages) {
+			c := p.chunk(page / chunkPages)
+			c.mu.Lock()
+			for ; page < next; page++ {
+				w, m := bit(int(page % chunkPages))
+				c.zeroed[w].Or(m)
+				c.present[w].And(^m)
+			}
+			c.mu.Unlock()
+		}
+		page = next
+	}
+}
+
+// fill gives page, and what else is in its frame, the content that it has in
+// the snapshot. c.mu is held, and the page is missing.
+func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
+	i := int(page % chunkPages)
+	leaf, err := p.leafOf(c, page/chunkPages)
+	if err != nil {
+		return err
+	}
+	if leaf != nil {
+		if frame, _, ok := leaf.Page(i); ok {
+			raw, err := p.readFrame(leaf.Frame(frame), w)
+			if err != nil {
+				return err
+			}
+			return p.install(c, page-uint64(i), frame, raw, w)
+		}
+	}
+	return p.installZeros(c, page, w)
+}
+
+func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
+	p.count.frames.Add(1)
+	p.count.bytesRead.Add(uint64(f.StoredBytes()))
+	return p.snap.ReadFrame(f, w.dec)
+}
+
+// install puts those pages of a frame in place that are still missing. base is
+// the first page of the chunk. c.mu is held.
+func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker) error {
+	end := c.leaf.Frame(frame).Pages()
+	for i := 0; i < chunkPages; {
+		f, slot, ok := c.leaf.Page(i)
+		if !ok || f != frame || !c.missing(i) {
+			i++
+			continue
+		}
+		// Neighbours in RAM that are neighbours in the frame go together.
+		n := 1
+		for i+n < chunkPages && slot+n < end && c.missing(i+n) {
+			if f, s, ok := c.leaf.Page(i + n); !ok || f != frame || s != slot+n {
+				break
+			}
+			n++
+		}
+		// Counted first: those who wait run on before the system call returns.
+		p.count.copied.Add(uint64(n))
+		if err := w.fill.copy(p.hva(base+uint64(i)), raw[slot*pageSize:(slot+n)*pageSize]); err != nil {
+			return err
+		}
+		c.setPresent(i, n)
+		i += n
+	}
+	return nil
+}
+
+// installZeros fills page and those around it that are zeros. c.mu is held.
+func (p *Pager) installZeros(c *chunk, page uint64, w *worker) error {
+	at := int(page % chunkPages)
+	lo, hi := at, at+1
+	fits := func(i int) bool {
+		if !c.missing(i) || page-uint64(at)+uint64(i) >= p.snap.Pages() {
+			return false
+		}
+		if c.leaf == nil {
+			return true
+		}
+		_, _, stored := c.leaf.Page(i)
+		return !stored
+	}
+	for lo > at&^(zeroRun-1) && fits(lo-1) {
+		lo--
+	}
+	for hi < at&^(zeroRun-1)+zeroRun && fits(hi) {
+		hi++
+	}
+	p.count.zeroed.Add(uint64(hi - lo))
+	if err := w.fill.zero(p.hva(page)-uintptr(at-lo)*pageSize, uint64(hi-lo)*pageSize); err != nil {
+		return err
+	}
+	c.setPresent(lo, hi-lo)
+	return nil
+}

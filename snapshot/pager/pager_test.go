@@ -1,0 +1,817 @@
+package pager
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+func TestMain(m *testing.M) {
+	if code, ok := childMain(); ok {
+		os.Exit(code)
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// content is what the tests store in a page: nothing at all, in every third
+// page something that does not compress.
+func content(page uint64, p []byte) {
+	clear(p)
+	if page%7 == 3 {
+		return
+	}
+	r := rand.New(rand.NewPCG(page, 1))
+	for i := range p {
+		if page%3 == 0 || i%16 == 0 {
+			p[i] = byte(r.Uint32())
+		}
+	}
+	p[0] = 1
+}
+
+// parts are the pages that have content: two pieces, one in a chunk of its own.
+type part struct{ first, end uint64 }
+
+var smallRAM = []part{{0, 3000}, {8 * chunkPages, 8*chunkPages + 20}}
+
+func expect(parts []part, page uint64, p []byte) {
+	for _, r := range parts {
+		if page >= r.first && page < r.end {
+			content(page, p)
+			return
+		}
+	}
+	clear(p)
+}
+
+func newMemory(t testing.TB, size uint64) *guestmem.Memory {
+	t.Helper()
+	mem, err := guestmem.New(size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { mem.Close() })
+	return mem
+}
+
+func gpaOf(t testing.TB, mem *guestmem.Memory, page uint64) guestmem.GPA {
+	t.Helper()
+	gpa, err := mem.FromLinear(page * pageSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return gpa
+}
+
+// makeSnapshot writes a snapshot of size bytes of RAM with content in parts.
+func makeSnapshot(t testing.TB, size uint64, parts []part) string {
+	t.Helper()
+	mem := newMemory(t, size)
+	buf := make([]byte, pageSize)
+	for _, r := range parts {
+		for page := r.first; page < r.end; page++ {
+			content(page, buf)
+			if err := mem.Write(gpaOf(t, mem, page), buf); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	src, err := snapshot.NewGuestSource(mem)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	return create(t, src)
+}
+
+func create(t testing.TB, src snapshot.MemorySource) string {
+	t.Helper()
+	dir := filepath.Join(t.TempDir(), "snap")
+	if _, err := snapshot.Create(context.Background(), dir, snapshot.Spec{VCPUs: 1, Memory: src}); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func openSnapshot(t testing.TB, dir string) *snapshot.Snapshot {
+	t.Helper()
+	s, err := snapshot.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func newPagerFor(t testing.TB, s *snapshot.Snapshot, opts Options) (*Pager, *guestmem.Memory) {
+	t.Helper()
+	mem := newMemory(t, s.Manifest().RAM())
+	p, err := New(mem, s.Memory(), opts)
+	skipWithout(t, err)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return p, mem
+}
+
+func skipWithout(t testing.TB, err error) {
+	t.Helper()
+	if errors.Is(err, ErrNotPermitted) || errors.Is(err, ErrNotSupported) {
+		t.Skipf("this host cannot restore lazily: %v", err)
+	}
+}
+
+func restore(t testing.TB, dir string, opts Options) (*Pager, *guestmem.Memory) {
+	t.Helper()
+	p, mem := newPagerFor(t, openSnapshot(t, dir), opts)
+	p.Start()
+	return p, mem
+}
+
+// toucher touches pages as a device's system calls do: the kernel takes the
+// fault, and nothing has asked for residency.
+type toucher struct{ f *os.File }
+
+func newToucher(t testing.TB) *toucher {
+	t.Helper()
+	fd, err := unix.MemfdCreate("toucher", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "toucher")
+	t.Cleanup(func() { f.Close() })
+	return &toucher{f}
+}
+
+func (o *toucher) read(mem *guestmem.Memory, gpa guestmem.GPA, p []byte) error {
+	if err := mem.DrainTo(gpa, len(p), o.f, 0); err != nil {
+		return err
+	}
+	_, err := o.f.ReadAt(p, 0)
+	return err
+}
+
+func (o *toucher) write(mem *guestmem.Memory, gpa guestmem.GPA, p []byte) error {
+	if _, err := o.f.WriteAt(p, 0); err != nil {
+		return err
+	}
+	return mem.FillFrom(gpa, len(p), o.f, 0)
+}
+
+func within(t testing.TB, limit time.Duration, what string, f func() error) error {
+	t.Helper()
+	done := make(chan error, 1)
+	go func() { done <- f() }()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(limit):
+		t.Fatalf("%s: nothing happened for %v", what, limit)
+		return nil
+	}
+}
+
+func TestEveryWayOfTouchingAPageGivesTheSnapshotsContent(t *testing.T) {
+	const size = 64 << 20
+	dir := makeSnapshot(t, size, smallRAM)
+	p, mem := restore(t, dir, Options{WorkingSet: []uint64{2000, 100, 1 << 40, 2999}})
+	var wg sync.WaitGroup
+	check := func(name string, read func(guestmem.GPA, []byte) error) {
+		seed := rand.Uint64()
+		wg.Go(func() {
+			r := rand.New(rand.NewPCG(seed, 0))
+			want := make([]byte, pageSize)
+			for range 4000 {
+				page := r.Uint64N(3500)
+				if r.Uint32N(10) == 0 {
+					page = 8*chunkPages - 30 + r.Uint64N(100)
+				}
+				n := 1 + r.Uint64N(3)
+				got := make([]byte, n*pageSize)
+				if err := read(guestmem.GPA(page*pageSize), got); err != nil {
+					t.Errorf("%s of page %d: %v", name, page, err)
+					return
+				}
+				for i := range n {
+					expect(smallRAM, page+i, want)
+					if !bytes.Equal(got[i*pageSize:(i+1)*pageSize], want) {
+						t.Errorf("%s: page %d is not what was stored", name, page+i)
+						return
+					}
+				}
+			}
+		})
+	}
+	for range 2 {
+		check("Read", mem.Read)
+		o := newToucher(t)
+		check("system call", func(gpa guestmem.GPA, b []byte) error { return o.read(mem, gpa, b) })
+	}
+	wg.Go(func() {
+		if err := p.Load(context.Background()); err != nil {
+			t.Errorf("Load: %v", err)
+		}
+	})
+	wg.Wait()
+	st := p.Stats()
+	t.Logf("%+v", st)
+	want := make([]byte, pageSize)
+	stored := uint64(0)
+	for _, r := range smallRAM {
+		for page := r.first; page < r.end; page++ {
+			if content(page, want); want[0] != 0 {
+				stored++
+			}
+		}
+	}
+	if st.PagesCopied != stored {
+		t.Errorf("%d pages copied, want each of %d once", st.PagesCopied, stored)
+	}
+}
+
+func TestWritesStayAndNeighboursOfTheFrameDoNotComeBack(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	_, mem := restore(t, dir, Options{})
+	o := newToucher(t)
+	mine := bytes.Repeat([]byte{0xee}, 2*pageSize)
+	for page := uint64(0); page < 3000; page += 5 {
+		gpa := guestmem.GPA(page*pageSize + 100)
+		var err error
+		if page%2 == 0 {
+			err = mem.Write(gpa, mine[:pageSize])
+		} else {
+			err = o.write(mem, gpa, mine[:pageSize])
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, want := make([]byte, 5*pageSize), make([]byte, 5*pageSize)
+	for page := uint64(0); page < 3000; page += 5 {
+		for i := range uint64(5) {
+			expect(smallRAM, page+i, want[i*pageSize:(i+1)*pageSize])
+		}
+		copy(want[100:], mine[:pageSize])
+		if err := mem.Read(guestmem.GPA(page*pageSize), got); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, want) {
+			t.Fatalf("pages %d to %d are wrong", page, page+4)
+		}
+	}
+}
+
+// Pages are discarded while others touch them in every way. Whoever sees a page
+// after Discard has returned sees zeros; before that, the snapshot's content or
+// zeros, and nothing in between.
+func TestDiscardedPagesAreZeroForEver(t *testing.T) {
+	const pages = 2048
+	parts := []part{{0, pages}}
+	dir := makeSnapshot(t, 64<<20, parts)
+	p, mem := restore(t, dir, Options{})
+	var gone [pages]atomic.Bool
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	look := func(name string, read func(guestmem.GPA, []byte) error) {
+		wg.Go(func() {
+			got, want, zero := make([]byte, pageSize), make([]byte, pageSize), make([]byte, pageSize)
+			for !stop.Load() {
+				page := rand.Uint64N(pages)
+				wasGone := gone[page].Load()
+				if err := read(guestmem.GPA(page*pageSize), got); err != nil {
+					t.Errorf("%s of page %d: %v", name, page, err)
+					return
+				}
+				content(page, want)
+				switch {
+				case wasGone && !bytes.Equal(got, zero):
+					t.Errorf("%s: page %d has old content after it was discarded", name, page)
+					return
+				case name == "Read" && !bytes.Equal(got, zero) && !bytes.Equal(got, want):
+					t.Errorf("%s: page %d is neither what was stored nor zeros", name, page)
+					return
+				}
+			}
+		})
+	}
+	for range 2 {
+		look("Read", mem.Read)
+		o := newToucher(t)
+		look("system call", func(gpa guestmem.GPA, b []byte) error { return o.read(mem, gpa, b) })
+	}
+	wg.Go(func() {
+		for !stop.Load() {
+			if err := p.Prefetch(context.Background(), somePages(pages)); err != nil {
+				t.Errorf("Prefetch: %v", err)
+				return
+			}
+		}
+	})
+	for i, page := range rand.Perm(pages) {
+		n := uint64(1 + i%3)
+		if page+int(n) > pages {
+			n = 1
+		}
+		if err := mem.Discard(guestmem.GPA(page*pageSize), n*pageSize); err != nil {
+			t.Fatal(err)
+		}
+		for k := range n {
+			gone[page+int(k)].Store(true)
+		}
+	}
+	time.Sleep(50 * time.Millisecond)
+	stop.Store(true)
+	wg.Wait()
+}
+
+// damage changes one byte of a frame with page in it, and returns its offset.
+func damage(t testing.TB, dir string, off int64) {
+	t.Helper()
+	f, err := os.OpenFile(filepath.Join(dir, snapshot.MemoryName), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var b [1]byte
+	if _, err := f.ReadAt(b[:], off); err != nil {
+		t.Fatal(err)
+	}
+	b[0] ^= 0x10
+	if _, err := f.WriteAt(b[:], off); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestABadFrameStopsEverybodyAndFeedsNobody(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		harm func(t *testing.T, dir string)
+		want error
+	}{
+		{"flipped bit", func(t *testing.T, dir string) { damage(t, dir, 70) }, snapshot.ErrCorrupt},
+		{"file cut short while open", func(t *testing.T, dir string) {
+			if err := os.Truncate(filepath.Join(dir, snapshot.MemoryName), 64); err != nil {
+				t.Fatal(err)
+			}
+		}, snapshot.ErrIncomplete},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			dir := makeSnapshot(t, 64<<20, smallRAM)
+			s := openSnapshot(t, dir)
+			tc.harm(t, dir)
+			var calls atomic.Int32
+			failed := make(chan error, 2)
+			p, mem := newPagerFor(t, s, Options{OnFailure: func(err error) {
+				calls.Add(1)
+				failed <- err
+			}})
+			p.Start()
+			o := newToucher(t)
+			buf := make([]byte, pageSize)
+			err := within(t, time.Second, "reading a bad page in a system call", func() error { return o.read(mem, 0, buf) })
+			if !errors.Is(err, unix.EFAULT) {
+				t.Errorf("system call on a bad page: got %v, want EFAULT", err)
+			}
+			select {
+			case err := <-failed:
+				if !errors.Is(err, tc.want) {
+					t.Errorf("OnFailure(%v), want %v", err, tc.want)
+				}
+			case <-time.After(time.Second):
+				t.Error("OnFailure was not called within a second")
+			}
+			if err := mem.Read(0, buf); !errors.Is(err, tc.want) {
+				t.Errorf("Read of a bad page: got %v, want %v", err, tc.want)
+			}
+			// It is over for all other pages, too.
+			err = within(t, time.Second, "writing another page", func() error { return o.write(mem, 2000*pageSize, buf) })
+			if !errors.Is(err, unix.EFAULT) {
+				t.Errorf("system call on another page: got %v, want EFAULT", err)
+			}
+			if err := p.Load(context.Background()); !errors.Is(err, tc.want) {
+				t.Errorf("Load: got %v, want %v", err, tc.want)
+			}
+			if err := within(t, time.Second, "Close", p.Close); err != nil {
+				t.Error(err)
+			}
+			if n := calls.Load(); n != 1 {
+				t.Errorf("OnFailure was called %d times", n)
+			}
+		})
+	}
+}
+
+func TestCloseFreesThoseWhoWaitAndFeedsThemNothing(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
+	// Nobody answers: the pager is not started.
+	const waiters = 4
+	errs := make(chan error, waiters)
+	for i := range waiters {
+		o := newToucher(t)
+		go func() { errs <- o.read(mem, guestmem.GPA(i*100*pageSize), make([]byte, pageSize)) }()
+	}
+	time.Sleep(100 * time.Millisecond)
+	if err := within(t, time.Second, "Close", p.Close); err != nil {
+		t.Fatal(err)
+	}
+	for range waiters {
+		err := within(t, time.Second, "a system call that waited for a page", func() error { return <-errs })
+		if !errors.Is(err, unix.EFAULT) {
+			t.Errorf("it got %v, want EFAULT", err)
+		}
+	}
+	if err := mem.Read(0, make([]byte, 1)); !errors.Is(err, ErrClosed) {
+		t.Errorf("Read after Close: got %v, want ErrClosed", err)
+	}
+	if err := p.Prefetch(context.Background(), []uint64{1}); !errors.Is(err, ErrClosed) {
+		t.Errorf("Prefetch after Close: got %v, want ErrClosed", err)
+	}
+	if err := p.Close(); err != nil {
+		t.Errorf("second Close: %v", err)
+	}
+}
+
+func TestAfterLoadThePagerCanBeClosedWhileMemoryIsInUse(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	s := openSnapshot(t, dir)
+	p, mem := newPagerFor(t, s, Options{})
+	p.Start()
+	if err := p.Load(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	for i := range 2 {
+		o := newToucher(t)
+		wg.Go(func() {
+			got, want := make([]byte, pageSize), make([]byte, pageSize)
+			for n := 0; !stop.Load() || n < 100; n++ {
+				page := rand.Uint64N(16384)
+				read := mem.Read
+				if i == 0 {
+					read = func(gpa guestmem.GPA, b []byte) error { return o.read(mem, gpa, b) }
+				}
+				if err := read(guestmem.GPA(page*pageSize), got); err != nil {
+					t.Errorf("page %d: %v", page, err)
+					return
+				}
+				expect(smallRAM, page, want)
+				if !bytes.Equal(got, want) {
+					t.Errorf("page %d is not what was stored", page)
+					return
+				}
+			}
+		})
+	}
+	time.Sleep(10 * time.Millisecond)
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	stop.Store(true)
+	wg.Wait()
+}
+
+func TestTheRecordedWorkingSetSparesTheNextResumeItsFaults(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	touch := func(mem *guestmem.Memory) {
+		o := newToucher(t)
+		for _, page := range rand.Perm(60) {
+			if err := o.read(mem, guestmem.GPA(page*50*pageSize), make([]byte, 10)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	p, mem := restore(t, dir, Options{})
+	touch(mem)
+	set := p.WorkingSet()
+	first := p.Stats()
+	if len(set) == 0 || uint64(len(set)) > first.ReadFaults {
+		t.Fatalf("%d pages recorded of %d faults", len(set), first.ReadFaults)
+	}
+	p2, mem2 := newPagerFor(t, openSnapshot(t, dir), Options{})
+	if err := p2.Prefetch(context.Background(), set); err != nil {
+		t.Fatal(err)
+	}
+	p2.Start()
+	touch(mem2)
+	second := p2.Stats()
+	t.Logf("%d faults, then %d; %d pages recorded", first.ReadFaults, second.ReadFaults, len(set))
+	if second.ReadFaults != 0 {
+		t.Errorf("%d faults in spite of the working set", second.ReadFaults)
+	}
+	p3, mem3 := restore(t, dir, Options{RecordPages: 5})
+	touch(mem3)
+	if n := len(p3.WorkingSet()); n != 5 {
+		t.Errorf("%d pages recorded, the bound is 5", n)
+	}
+	p4, mem4 := restore(t, dir, Options{RecordTime: -1})
+	touch(mem4)
+	if n := len(p4.WorkingSet()); n != 0 {
+		t.Errorf("%d pages recorded, want none", n)
+	}
+	// What was replayed is in the next list, unless what is new needs the room.
+	p5, mem5 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 1 << 50, 100, 2990}, RecordPages: 3})
+	for _, page := range []uint64{2000, 100} {
+		if err := mem5.Read(guestmem.GPA(page*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, want := p5.WorkingSet(), []uint64{0, 2000, 100}; !slices.Equal(got, want) {
+		t.Errorf("working set %v, want %v", got, want)
+	}
+}
+
+func committed(t testing.TB, mem *guestmem.Memory) uint64 {
+	t.Helper()
+	pm, err := snapshot.OpenPagemap()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pm.Close()
+	var n uint64
+	for page := uint64(0); ; {
+		first, end, err := pm.NextData(mem.Slots(), page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if first == end {
+			return n
+		}
+		n, page = n+end-first, end
+	}
+}
+
+func TestASnapshotOfALazyMachineDoesNotLoadIt(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	p, mem := restore(t, dir, Options{})
+	mine := bytes.Repeat([]byte{7}, pageSize)
+	changed := map[uint64][]byte{}
+	for _, page := range []uint64{5, 700, 3000, 5000, 8*chunkPages + 19, 16383} {
+		if err := mem.Write(gpaOf(t, mem, page), mine); err != nil {
+			t.Fatal(err)
+		}
+		changed[page] = mine
+	}
+	for _, page := range []uint64{6, 1500, 1501, 9000} {
+		if err := mem.Discard(gpaOf(t, mem, page), pageSize); err != nil {
+			t.Fatal(err)
+		}
+		changed[page] = make([]byte, pageSize)
+	}
+	// A page that was given away and is used again.
+	o := newToucher(t)
+	if err := mem.Discard(gpaOf(t, mem, 1600), pageSize); err != nil {
+		t.Fatal(err)
+	}
+	if err := o.write(mem, gpaOf(t, mem, 1600), mine); err != nil {
+		t.Fatal(err)
+	}
+	changed[1600] = mine
+
+	before := committed(t, mem)
+	src, err := p.Source()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	dir2 := create(t, src)
+	if after := committed(t, mem); after != before {
+		t.Errorf("%d pages were committed before the snapshot, %d after it", before, after)
+	}
+	s2 := openSnapshot(t, dir2)
+	if err := s2.Verify(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	d, err := snapshot.NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	for page := uint64(0); page < s2.Memory().Pages(); page++ {
+		if err := s2.Memory().ReadPage(page, got, d); err != nil {
+			t.Fatal(err)
+		}
+		if c, ok := changed[page]; ok {
+			copy(want, c)
+		} else {
+			expect(smallRAM, page, want)
+		}
+		if !bytes.Equal(got, want) {
+			t.Fatalf("page %d of the second snapshot is wrong", page)
+		}
+	}
+}
+
+func TestASnapshotWhileEverythingIsBeingLoadedMissesNothing(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	p, _ := restore(t, dir, Options{})
+	src, err := p.Source()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	s2 := openSnapshot(t, create(t, &loadingSource{Source: src, t: t}))
+	d, err := snapshot.NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	for page := uint64(0); page < 9*chunkPages; page++ {
+		if err := s2.Memory().ReadPage(page, got, d); err != nil {
+			t.Fatal(err)
+		}
+		if expect(smallRAM, page, want); !bytes.Equal(got, want) {
+			t.Fatalf("page %d of the second snapshot is wrong", page)
+		}
+	}
+}
+
+// loadingSource loads everything after the first question, the worst moment.
+type loadingSource struct {
+	*Source
+	t    *testing.T
+	once sync.Once
+}
+
+func (s *loadingSource) NextData(page uint64) (uint64, uint64, error) {
+	first, end, err := s.Source.NextData(page)
+	s.once.Do(func() {
+		if err := s.p.Load(context.Background()); err != nil {
+			s.t.Error(err)
+		}
+	})
+	return first, end, err
+}
+
+func TestRAMOfAnotherLayoutIsRefused(t *testing.T) {
+	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
+	mem := newMemory(t, 128<<20)
+	if _, err := New(mem, s.Memory(), Options{}); !errors.Is(err, ErrLayout) {
+		t.Errorf("got %v, want ErrLayout", err)
+	}
+}
+
+func TestRAMThatWasInUseBeforeIsNoticed(t *testing.T) {
+	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
+	mem := newMemory(t, 64<<20)
+	if err := mem.Write(0, []byte{9}); err != nil {
+		t.Fatal(err)
+	}
+	p, err := New(mem, s.Memory(), Options{})
+	skipWithout(t, err)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	p.Start()
+	if err := mem.Read(pageSize, make([]byte, 1)); !errors.Is(err, ErrNotFresh) {
+		t.Errorf("got %v, want ErrNotFresh", err)
+	}
+}
+
+func TestLatencyPercentilesAreUpperBounds(t *testing.T) {
+	var h histogram
+	for i := 1; i <= 1000; i++ {
+		h.add(time.Duration(i) * time.Microsecond)
+	}
+	l := h.summary()
+	for _, c := range []struct {
+		name      string
+		got, want time.Duration
+	}{{"p50", l.P50, 500 * time.Microsecond}, {"p90", l.P90, 900 * time.Microsecond}, {"p99", l.P99, 990 * time.Microsecond}} {
+		if c.got < c.want || float64(c.got) > 1.13*float64(c.want) {
+			t.Errorf("%s is %v, want %v to 13%% more", c.name, c.got, c.want)
+		}
+	}
+	if l.Count != 1000 || l.Max != time.Millisecond {
+		t.Errorf("%+v", l)
+	}
+	for ns := range uint64(100000) {
+		if i := bucketOf(ns); bucketEnd(i) < ns || i > 0 && bucketEnd(i-1) >= ns {
+			t.Fatalf("%d ns is in bucket %d", ns, i)
+		}
+	}
+	h.add(1<<63 - 1)
+}
+
+func somePages(below uint64) []uint64 {
+	out := make([]uint64, 64)
+	for i := range out {
+		out[i] = rand.Uint64N(below)
+	}
+	return out
+}
+
+// A system call that waits for a page is not interrupted by the signals that the
+// Go runtime sends; it neither fails with EFAULT nor transfers less.
+func TestASignalToAWaitingSystemCallDoesNoHarm(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	for _, name := range []string{"read", "write"} {
+		t.Run(name, func(t *testing.T) {
+			p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
+			o := newToucher(t)
+			got := make([]byte, 3*pageSize)
+			tid, done := make(chan int, 1), make(chan error, 1)
+			go func() {
+				runtime.LockOSThread()
+				defer runtime.UnlockOSThread()
+				tid <- unix.Gettid()
+				if name == "read" {
+					done <- o.read(mem, 100, got)
+				} else {
+					done <- o.write(mem, 100, got)
+				}
+			}()
+			id := <-tid
+			time.Sleep(50 * time.Millisecond)
+			for range 5 {
+				if err := unix.Tgkill(os.Getpid(), id, unix.SIGURG); err != nil {
+					t.Fatal(err)
+				}
+				select {
+				case err := <-done:
+					t.Fatalf("the system call ended without its page: %v", err)
+				case <-time.After(20 * time.Millisecond):
+				}
+			}
+			p.Start()
+			if err := within(t, time.Second, name, func() error { return <-done }); err != nil {
+				t.Fatal(err)
+			}
+			if err := mem.Read(100, got); err != nil {
+				t.Fatal(err)
+			}
+			want := make([]byte, 4*pageSize)
+			if name == "read" {
+				for i := range uint64(4) {
+					expect(smallRAM, i, want[i*pageSize:(i+1)*pageSize])
+				}
+			}
+			if !bytes.Equal(got, want[100:100+len(got)]) {
+				t.Error("wrong bytes")
+			}
+		})
+	}
+}
+
+func TestAFaultAllocatesNothing(t *testing.T) {
+	const pages = 8 * chunkPages
+	dir := makeSnapshot(t, 64<<20, []part{{0, pages}})
+	p, mem := restore(t, dir, Options{})
+	o := newToucher(t)
+	b := make([]byte, 1)
+	// The first fault in each chunk reads the chunk's leaf.
+	for c := range uint64(8) {
+		if err := o.read(mem, guestmem.GPA(c*chunkBytes), b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := p.Stats()
+	page := uint64(0)
+	n := testing.AllocsPerRun(400, func() {
+		page += 19 // more than a frame
+		if page >= pages {
+			page %= pages
+		}
+		if err := o.f.Truncate(0); err != nil {
+			t.Fatal(err)
+		}
+		if err := mem.DrainTo(guestmem.GPA(page*pageSize), 1, o.f, 0); err != nil {
+			t.Fatal(err)
+		}
+	})
+	after := p.Stats()
+	t.Logf("%v allocations for each touch, %d faults", n, after.ReadFaults-before.ReadFaults)
+	if after.ReadFaults-before.ReadFaults < 150 {
+		t.Error("there were hardly any faults")
+	}
+	if n != 0 {
+		t.Errorf("%v allocations for each touch", n)
+	}
+}

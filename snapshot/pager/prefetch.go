@@ -1,0 +1,145 @@
+package pager
+
+import (
+	"context"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+)
+
+// Prefetch loads the pages in the list, in its order, and what else is in their
+// frames. Pages that are there already cost next to nothing; numbers out of
+// range are ignored. It fails with the context's error, ErrClosed, or the error
+// that ended the restore. It may be called before Start.
+func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
+	if err := p.enter(); err != nil {
+		return err
+	}
+	defer p.leave()
+	w, err := p.getWorker()
+	if err != nil {
+		return p.fail(err)
+	}
+	defer p.putWorker(w)
+	for _, page := range pages {
+		if page >= p.snap.Pages() {
+			continue
+		}
+		if err := p.usable(ctx); err != nil {
+			return err
+		}
+		if err := p.prefetch(page, w); err != nil {
+			return p.fail(err)
+		}
+	}
+	return nil
+}
+
+// usable says whether background work may go on.
+func (p *Pager) usable(ctx context.Context) error {
+	switch {
+	case p.ctx.Err() != nil:
+		return context.Cause(p.ctx)
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	}
+	return p.Err()
+}
+
+// prefetch loads the frame of a page that nobody waits for yet. It decompresses
+// before it takes the chunk's mutex, so that a fault in the same chunk waits for
+// the copying only; if the fault was for the same frame, the work was in vain.
+func (p *Pager) prefetch(page uint64, w *worker) error {
+	c := p.chunk(page / chunkPages)
+	i := int(page % chunkPages)
+	if !c.missing(i) {
+		return nil
+	}
+	c.mu.Lock()
+	leaf, err := p.leafOf(c, page/chunkPages)
+	c.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	var raw []byte
+	frame, stored := 0, false
+	if leaf != nil {
+		frame, _, stored = leaf.Page(i)
+	}
+	if stored {
+		if raw, err = p.readFrame(leaf.Frame(frame), w); err != nil {
+			return err
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p.Err() != nil || !c.missing(i) {
+		return nil
+	}
+	p.count.prefetched.Add(1)
+	if stored {
+		return p.install(c, page-uint64(i), frame, raw, w)
+	}
+	return p.installZeros(c, page, w)
+}
+
+// loadNice is the priority of Load's thread.
+const loadNice = 10
+
+// Load loads everything, at low priority, and returns when it is done. From then
+// on guest RAM does not need the snapshot any more, and Close leaves it as it
+// is. It fails like Prefetch.
+func (p *Pager) Load(ctx context.Context) error {
+	if err := p.enter(); err != nil {
+		return err
+	}
+	defer p.leave()
+	errs := make(chan error, 1)
+	go func() {
+		// The thread is not given back, so it ends with this goroutine and its
+		// priority with it.
+		runtime.LockOSThread()
+		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), loadNice)
+		errs <- p.load(ctx)
+	}()
+	return <-errs
+}
+
+func (p *Pager) load(ctx context.Context) error {
+	w, err := p.getWorker()
+	if err != nil {
+		return p.fail(err)
+	}
+	defer p.putWorker(w)
+	for n := range uint64(p.snap.Chunks()) {
+		if err := p.usable(ctx); err != nil {
+			return err
+		}
+		if !p.isRegistered(n) {
+			continue
+		}
+		leaf, err := p.snap.Leaf(int(n))
+		if err != nil {
+			return p.fail(err)
+		}
+		for i := range chunkPages {
+			if leaf == nil {
+				break
+			}
+			if _, _, stored := leaf.Page(i); !stored {
+				continue
+			}
+			if err := p.usable(ctx); err != nil {
+				return err
+			}
+			if err := p.prefetch(n*chunkPages+uint64(i), w); err != nil {
+				return p.fail(err)
+			}
+		}
+	}
+	if err := p.Err(); err != nil {
+		return err
+	}
+	p.loaded.Store(true)
+	return nil
+}

@@ -1,0 +1,13 @@
+package pager
+
+import (
+	"unsafe"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// rawPage is what nobody may have: a slice of guest memory.
+func rawPage(mem *guestmem.Memory, page uint64) []byte {
+	hva := mem.Slots()[0].HVA + uintptr(page*pageSize)
+	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&hva))), pageSize)
+}

@@ -1,0 +1,137 @@
+package pager
+
+import (
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// Source is the RAM of a machine that has been restored lazily, for
+// snapshot.Create. Pages that nobody has touched since are taken from the
+// snapshot that the machine came from; they do not become resident. The guest
+// and its devices must be paused while it is in use; Load may go on.
+type Source struct {
+	p       *Pager
+	pagemap *snapshot.Pagemap
+	// The last answer of pagemap to a question from page `from` on. It stays
+	// right while the guest is paused: what Load fills meanwhile is stored.
+	from, first, end uint64
+	asked            bool
+}
+
+// Source returns a source. Close it when done, before the pager.
+func (p *Pager) Source() (*Source, error) {
+	pm, err := snapshot.OpenPagemap()
+	if err != nil {
+		return nil, err
+	}
+	return &Source{p: p, pagemap: pm}, nil
+}
+
+// Close gives back what the source holds.
+func (s *Source) Close() error { return s.pagemap.Close() }
+
+// Slots implements snapshot.MemorySource.
+func (s *Source) Slots() []snapshot.Slot { return snapshot.LayoutOf(s.p.mem) }
+
+// NextData implements snapshot.MemorySource: there may be data in pages that the
+// host has committed, and in those that the snapshot has content for, whether it
+// is there already or not: Load may fill them between two questions.
+func (s *Source) NextData(page uint64) (first, end uint64, err error) {
+	if !s.asked || page == 0 || page < s.from || page >= s.end && s.first < s.end {
+		if s.first, s.end, err = s.pagemap.NextData(s.p.slots, page); err != nil {
+			return 0, 0, err
+		}
+		s.from, s.asked = page, true
+	}
+	first, end = max(s.first, page), s.end
+	none := s.first == s.end
+	lo, hi, err := s.nextStored(page)
+	switch {
+	case err != nil:
+		return 0, 0, err
+	case lo == hi && none:
+		return page, page, nil
+	case lo == hi:
+		return first, end, nil
+	case none || lo < first:
+		if !none {
+			hi = min(hi, first)
+		}
+		return lo, hi, nil
+	}
+	return first, end, nil
+}
+
+// nextStored is the first run of pages from page on that the snapshot has content
+// for and that were not given to the balloon, not beyond the end of a chunk.
+func (s *Source) nextStored(page uint64) (first, end uint64, err error) {
+	p := s.p
+	for n := page / chunkPages; n < uint64(p.snap.Chunks()); n, page = n+1, (n+1)*chunkPages {
+		leaf, err := p.snap.Leaf(int(n))
+		if err != nil {
+			return 0, 0, err
+		}
+		if leaf == nil {
+			continue
+		}
+		c := p.chunk(n)
+		stored := func(i int) bool {
+			_, _, ok := leaf.Page(i)
+			return ok && !c.isZeroed(i)
+		}
+		for i := int(page % chunkPages); i < chunkPages; i++ {
+			if !stored(i) {
+				continue
+			}
+			k := i + 1
+			for k < chunkPages && stored(k) {
+				k++
+			}
+			return n*chunkPages + uint64(i), n*chunkPages + uint64(k), nil
+		}
+	}
+	return page, page, nil
+}
+
+// ReadPages implements snapshot.MemorySource.
+func (s *Source) ReadPages(page uint64, b []byte) error {
+	p := s.p
+	d, err := snapshot.NewDecoder()
+	if err != nil {
+		return err
+	}
+	defer d.Release()
+	var frame *snapshot.Frame // what raw holds the pages of
+	var raw []byte
+	for ; len(b) > 0; b, page = b[pageSize:], page+1 {
+		n, i := page/chunkPages, int(page%chunkPages)
+		leaf, err := p.snap.Leaf(int(n))
+		if err != nil {
+			return err
+		}
+		c := p.chunk(n)
+		if !c.missing(i) {
+			// It was given to the balloon, or it is there; reading it from the
+			// guest puts at most a page of zeros in place.
+			if err := snapshot.ReadGuest(p.mem, page, b[:pageSize]); err != nil {
+				return err
+			}
+			continue
+		}
+		k, slot, stored := 0, 0, false
+		if leaf != nil {
+			k, slot, stored = leaf.Page(i)
+		}
+		if !stored {
+			clear(b[:pageSize])
+			continue
+		}
+		if f := leaf.Frame(k); f != frame {
+			if raw, err = p.snap.ReadFrame(f, d); err != nil {
+				return err
+			}
+			frame = f
+		}
+		copy(b, raw[slot*pageSize:(slot+1)*pageSize])
+	}
+	return nil
+}

@@ -1,0 +1,209 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// childEnv makes the test binary run one of the torture children instead of the
+// tests; its value is the child's name and the snapshot's directory.
+const childEnv = "DROWSE_PAGER_TORTURE"
+
+// collecting is what a child says before it starts the collector while a page is
+// being waited for.
+const collecting = "collecting\n"
+
+// collected ends the names of children that run the collector; the others run
+// without any collection.
+const collected = " while the collector runs"
+
+func childMain() (code int, ok bool) {
+	name, dir, ok := strings.Cut(os.Getenv(childEnv), ":")
+	if !ok {
+		return 0, false
+	}
+	if err := torture(name, dir); err != nil {
+		os.Stderr.WriteString(err.Error() + "\n")
+		return 1, true
+	}
+	return 0, true
+}
+
+// torture touches all of a restored RAM in the way that name says: by the rule
+// of package guestmem, or against it.
+func torture(name, dir string) error {
+	t := &childT{}
+	s := openSnapshot(t, dir)
+	p, mem := newPagerFor(t, s, Options{})
+	o := newToucher(t)
+	name, collect := strings.CutSuffix(name, collected)
+	touch := map[string]func(page uint64, b []byte) error{
+		"Read":        func(page uint64, b []byte) error { return mem.Read(guestmem.GPA(page*pageSize), b) },
+		"Write":       func(page uint64, b []byte) error { return mem.Write(guestmem.GPA(page*pageSize+8), b[:8]) },
+		"system call": func(page uint64, b []byte) error { return o.read(mem, guestmem.GPA(page*pageSize), b) },
+		"copy without Ensure": func(page uint64, b []byte) error {
+			copy(b, rawPage(mem, page))
+			return nil
+		},
+	}[name]
+	if touch == nil {
+		return errors.New("no such child: " + name)
+	}
+	if err := collectDuringFault(p, touch, collect); err != nil {
+		return err
+	}
+	if !collect {
+		return p.Close()
+	}
+	var stop atomic.Bool
+	var collector, touchers sync.WaitGroup
+	collector.Go(func() {
+		for !stop.Load() {
+			runtime.GC()
+		}
+	})
+	errs := make(chan error, 2)
+	for k := range uint64(2) {
+		touchers.Go(func() {
+			b := make([]byte, pageSize)
+			for page := k; page < 3000; page += 2 {
+				if err := touch(page, b); err != nil {
+					errs <- err
+					return
+				}
+			}
+		})
+	}
+	touchers.Wait()
+	stop.Store(true)
+	collector.Wait()
+	close(errs)
+	return errors.Join(<-errs, p.Close())
+}
+
+// collectDuringFault runs the collector at the very moment when a page is being
+// waited for, and only then lets the pager work.
+func collectDuringFault(p *Pager, touch func(uint64, []byte) error, collect bool) error {
+	touched := make(chan error, 1)
+	go func() { touched <- touch(1, make([]byte, pageSize)) }()
+	fds := []unix.PollFd{{Fd: int32(p.uffd), Events: unix.POLLIN}}
+	for fds[0].Revents == 0 {
+		select {
+		case err := <-touched: // without a fault: Ensure did it
+			p.Start()
+			return err
+		default:
+		}
+		if _, err := unix.Poll(fds, 1); err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+	if collect {
+		os.Stdout.WriteString(collecting)
+		runtime.GC()
+	}
+	p.Start()
+	return <-touched
+}
+
+func TestTheCollectorAndThePagerDoNotWaitForEachOther(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	newPagerFor(t, openSnapshot(t, dir), Options{}) // skips where there is no userfaultfd
+	const tries = 5
+	run := func(name string, limit time.Duration) error {
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		cmd := exec.CommandContext(ctx, os.Args[0])
+		cmd.Env = append(os.Environ(), childEnv+"="+name+":"+dir)
+		if !strings.HasSuffix(name, collected) {
+			cmd.Env = append(cmd.Env, "GOGC=off")
+		}
+		out, err := cmd.CombinedOutput()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	}
+	for _, name := range []string{
+		"Read" + collected, "Write" + collected, "system call" + collected, "copy without Ensure",
+	} {
+		t.Run(name+" passes", func(t *testing.T) {
+			for i := range tries {
+				if err := run(name, time.Minute); err != nil {
+					t.Fatalf("try %d of %d: %v", i+1, tries, err)
+				}
+			}
+		})
+	}
+	t.Run("copy without Ensure"+collected+" hangs", func(t *testing.T) {
+		var hung atomic.Int32
+		var wg sync.WaitGroup
+		for range tries {
+			wg.Go(func() {
+				if err := hangs("copy without Ensure"+collected, dir); err != nil {
+					t.Log(err)
+				} else {
+					hung.Add(1)
+				}
+			})
+		}
+		wg.Wait()
+		if n := hung.Load(); n != tries {
+			t.Errorf("the rule was broken %d times and only %d hung: this test does not show any more what the rule is for", tries, n)
+		}
+	})
+}
+
+// hangs says what is wrong if a child does not hang from the moment on when it
+// starts the collector.
+func hangs(name, dir string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, os.Args[0])
+	cmd.Env = append(os.Environ(), childEnv+"="+name+":"+dir)
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	if _, err := io.ReadFull(out, make([]byte, len(collecting))); err != nil {
+		return errors.Join(fmt.Errorf("it did not come as far as the collector: %w", err), cmd.Wait())
+	}
+	done := make(chan error, 1)
+	go func() { done <- cmd.Wait() }()
+	select {
+	case err := <-done:
+		return fmt.Errorf("it ended: %v", err)
+	case <-time.After(4 * time.Second):
+		cancel()
+		<-done
+		return nil
+	}
+}
+
+// childT stands in for testing.TB in a child process.
+type childT struct{ testing.TB }
+
+func (*childT) Helper()                          {}
+func (*childT) Cleanup(func())                   {}
+func (*childT) Fatal(args ...any)                { panic(args) }
+func (*childT) Skipf(format string, args ...any) { panic(format) }

@@ -1,0 +1,197 @@
+package pager
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// linux/userfaultfd.h
+const (
+	uffdAPI           = 0xaa
+	ioctlNew          = 0xaa00     // USERFAULTFD_IOC_NEW on /dev/userfaultfd, Linux 6.1
+	ioctlAPI          = 0xc018aa3f // UFFDIO_API
+	ioctlRegister     = 0xc020aa00 // UFFDIO_REGISTER
+	ioctlUnregister   = 0x8010aa01 // UFFDIO_UNREGISTER
+	ioctlWake         = 0x8010aa02 // UFFDIO_WAKE
+	ioctlCopy         = 0xc028aa03 // UFFDIO_COPY
+	ioctlZero         = 0xc020aa04 // UFFDIO_ZEROPAGE
+	registerMissing   = 1 << 0
+	canWake           = 1 << 2
+	canCopy           = 1 << 3
+	canZero           = 1 << 4
+	eventPagefault    = 0x12
+	flagWrite         = 1 << 0
+	messageSize       = 32
+	messageFlags      = 8  // offset of arg.pagefault.flags
+	messageAddress    = 16 // offset of arg.pagefault.address
+	userfaultfdDevice = "/dev/userfaultfd"
+)
+
+type uffdAPIArg struct{ api, features, ioctls uint64 }
+
+type uffdRange struct{ start, length uint64 }
+
+type uffdRegister struct {
+	r            uffdRange
+	mode, ioctls uint64
+}
+
+type uffdCopy struct {
+	dst, src, length, mode uint64
+	copied                 int64
+}
+
+type uffdZero struct {
+	r      uffdRange
+	mode   uint64
+	zeroed int64
+}
+
+// openUserfaultfd returns a descriptor that also gets the faults of the kernel
+// itself, which is how KVM touches guest memory.
+func openUserfaultfd() (int, error) {
+	fd, err := newUserfaultfd()
+	if err != nil {
+		return -1, err
+	}
+	// No optional feature is asked for: MISSING faults on anonymous memory have
+	// been there since Linux 4.3.
+	arg := uffdAPIArg{api: uffdAPI}
+	if err := ioctl(fd, ioctlAPI, unsafe.Pointer(&arg)); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("ioctl(UFFDIO_API): %w", err)
+	}
+	return fd, nil
+}
+
+func newUserfaultfd() (int, error) {
+	const flags = unix.O_CLOEXEC | unix.O_NONBLOCK
+	dev, derr := unix.Open(userfaultfdDevice, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if derr == nil {
+		fd, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(dev), ioctlNew, flags)
+		unix.Close(dev)
+		if errno == 0 {
+			return int(fd), nil
+		}
+		derr = errno
+	}
+	fd, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, flags, 0, 0)
+	switch {
+	case errno == 0:
+		return int(fd), nil
+	case errno == unix.EPERM:
+		return -1, fmt.Errorf("%w: opening %s: %w; userfaultfd(2): %w", ErrNotPermitted, userfaultfdDevice, derr, errno)
+	case errno == unix.ENOSYS:
+		return -1, fmt.Errorf("%w: userfaultfd(2): %w", ErrNotSupported, errno)
+	}
+	return -1, os.NewSyscallError("userfaultfd", errno)
+}
+
+func ioctl(fd int, req uintptr, arg unsafe.Pointer) error {
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), req, uintptr(arg)); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// register asks for the MISSING faults of a range.
+func register(fd int, hva uintptr, n uint64) error {
+	arg := uffdRegister{r: uffdRange{uint64(hva), n}, mode: registerMissing}
+	if err := ioctl(fd, ioctlRegister, unsafe.Pointer(&arg)); err != nil {
+		return os.NewSyscallError("ioctl(UFFDIO_REGISTER)", err)
+	}
+	const need = canWake | canCopy | canZero
+	if arg.ioctls&need != need {
+		return fmt.Errorf("%w: userfaultfd can do %#x, %#x is needed", ErrNotSupported, arg.ioctls, uint64(need))
+	}
+	return nil
+}
+
+// unregister leaves a range to the kernel, and wakes those who wait for it.
+func unregister(fd int, hva uintptr, n uint64) error {
+	arg := uffdRange{uint64(hva), n}
+	return os.NewSyscallError("ioctl(UFFDIO_UNREGISTER)", ioctl(fd, ioctlUnregister, unsafe.Pointer(&arg)))
+}
+
+// filler does the ioctls that fill pages. It is for one goroutine at a time, and
+// exists so that they allocate nothing.
+type filler struct {
+	fd int
+	c  uffdCopy
+	z  uffdZero
+	r  uffdRange
+}
+
+// copy puts src at hva, which is page aligned, page for page. A page that is
+// there already is an error: it has content that nobody has put there by the
+// rules.
+func (f *filler) copy(hva uintptr, src []byte) error {
+	for len(src) > 0 {
+		f.c = uffdCopy{dst: uint64(hva), src: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(src)))), length: uint64(len(src))}
+		err := ioctl(f.fd, ioctlCopy, unsafe.Pointer(&f.c))
+		n, err := outcome(f.c.copied, uint64(len(src)), err)
+		if errors.Is(err, unix.EEXIST) {
+			return ErrNotFresh
+		}
+		if err != nil {
+			return os.NewSyscallError("ioctl(UFFDIO_COPY)", err)
+		}
+		hva, src = hva+uintptr(n), src[n:]
+	}
+	return nil
+}
+
+// zero maps the kernel's page of zeros at the pages of [hva, hva+n) that are
+// missing. A page that is there already stays as it is.
+func (f *filler) zero(hva uintptr, n uint64) error {
+	for n > 0 {
+		f.z = uffdZero{r: uffdRange{uint64(hva), n}}
+		err := ioctl(f.fd, ioctlZero, unsafe.Pointer(&f.z))
+		done, err := outcome(f.z.zeroed, n, err)
+		if errors.Is(err, unix.EEXIST) {
+			// Whoever waits for it shall look again.
+			f.wake(hva, pageSize)
+			done, err = pageSize, nil
+		}
+		if err != nil {
+			return os.NewSyscallError("ioctl(UFFDIO_ZEROPAGE)", err)
+		}
+		hva, n = hva+uintptr(done), n-done
+	}
+	return nil
+}
+
+// outcome says how many bytes of n are done after an ioctl has ended with err and
+// reported done bytes.
+func outcome(done int64, n uint64, err error) (uint64, error) {
+	switch {
+	case err == nil:
+		return n, nil
+	case done > 0:
+		return uint64(done), nil
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR):
+		return 0, nil
+	}
+	return 0, err
+}
+
+// wake makes the threads that wait for pages of a range look again.
+func (f *filler) wake(hva uintptr, n uint64) {
+	f.r = uffdRange{uint64(hva), n}
+	// It can only fail for a range that is not registered any more, and closing
+	// the descriptor has woken everybody then.
+	_ = ioctl(f.fd, ioctlWake, unsafe.Pointer(&f.r))
+}
+
+// revoke takes all access to pages away from this process and from KVM: system
+// calls and KVM_RUN get EFAULT when they touch them.
+func revoke(hva uintptr, n uint64) error {
+	if _, _, errno := unix.Syscall(unix.SYS_MPROTECT, hva, uintptr(n), unix.PROT_NONE); errno != 0 {
+		return os.NewSyscallError("mprotect guest RAM", errno)
+	}
+	return nil
+}

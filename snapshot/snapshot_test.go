@@ -1,0 +1,127 @@
+package snapshot
+
+import (
+	"bytes"
+	"context"
+	"math/rand/v2"
+	"path/filepath"
+	"testing"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// testMemory has pages of every kind: zeros never touched, zeros that were
+// touched, text, and noise that does not compress.
+func testMemory(t testing.TB, size uint64) *guestmem.Memory {
+	t.Helper()
+	mem, err := guestmem.New(size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { mem.Close() })
+	return mem
+}
+
+func fillPage(p []byte, page uint64, noise bool) {
+	r := rand.New(rand.NewPCG(page, 7))
+	for i := 0; i < len(p); i += 8 {
+		v := r.Uint64()
+		if !noise {
+			v &= 0x0101010101010101
+		}
+		for j := range 8 {
+			p[i+j] = byte(v >> (8 * j))
+		}
+	}
+}
+
+func writePage(t testing.TB, mem *guestmem.Memory, page uint64, p []byte) {
+	t.Helper()
+	gpa, err := mem.FromLinear(page * guestmem.PageSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := mem.Write(gpa, p); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func testSpec(t testing.TB, mem *guestmem.Memory) Spec {
+	t.Helper()
+	src, err := NewGuestSource(mem)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { src.Close() })
+	return Spec{
+		Sandbox: "otter", VCPUs: 2, Kernel: "k", Image: "i", Memory: src,
+		Host:  map[string]string{"tsc_khz": "2600000"},
+		Disks: []Disk{{Name: "root", Size: 1 << 30, Layers: []string{"base", "top"}}},
+		Payloads: []Payload{
+			{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte("regs")},
+			{Name: "blk0", Kind: "virtio-blk", Version: 3, Data: nil},
+		},
+	}
+}
+
+func TestWhatWasWrittenIsReadBack(t *testing.T) {
+	mem := testMemory(t, 4<<30)
+	want := map[uint64][]byte{}
+	put := func(page uint64, p []byte) {
+		want[page] = p
+		writePage(t, mem, page, p)
+	}
+	for page := uint64(100); page < 1700; page += 1 + page%5 {
+		p := make([]byte, guestmem.PageSize)
+		fillPage(p, page, page%3 == 0)
+		put(page, p)
+	}
+	last := uint64(4<<30)/guestmem.PageSize - 1
+	hole := uint64(guestmem.HoleStart) / guestmem.PageSize
+	for _, page := range []uint64{0, hole - 1, hole, last} {
+		p := make([]byte, guestmem.PageSize)
+		fillPage(p, page, false)
+		put(page, p)
+	}
+	put(5000, make([]byte, guestmem.PageSize))
+
+	dir := filepath.Join(t.TempDir(), "snap")
+	info, err := Create(context.Background(), dir, testSpec(t, mem))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%+v", info.Manifest.Stats)
+	if got := info.Manifest.Stats.Pages; got != uint64(len(want)-1) {
+		t.Errorf("%d pages stored, want %d", got, len(want)-1)
+	}
+	s, err := Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := s.Verify(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	d, err := NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
+	got := make([]byte, guestmem.PageSize)
+	for page := uint64(0); page < s.Memory().Pages(); page++ {
+		w, ok := want[page]
+		if !ok {
+			if s.Memory().ZeroChunk(int(page / ChunkPages)) {
+				page |= ChunkPages - 1
+				continue
+			}
+			w = zeroPage[:]
+		}
+		if err := s.Memory().ReadPage(page, got, d); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, w) {
+			t.Fatalf("page %d differs", page)
+		}
+	}
+}

@@ -1,0 +1,84 @@
+package snapshot
+
+import (
+	"fmt"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// MemorySource is what Create reads RAM from. Nothing may write to the RAM
+// meanwhile. Pages are numbered through all slots, without the hole.
+type MemorySource interface {
+	// Slots are the pieces of RAM in ascending order.
+	Slots() []Slot
+	// NextData returns the first run [first, end) of pages at or after page
+	// that may be something else than zeros. The run may end early; there is
+	// nothing more if first == end.
+	NextData(page uint64) (first, end uint64, err error)
+	// ReadPages copies pages from page on into p, whose length is a multiple
+	// of guestmem.PageSize. It is called from several goroutines at once and
+	// must not make missing pages resident.
+	ReadPages(page uint64, p []byte) error
+}
+
+// GuestSource reads RAM that is all there: the machine was not restored lazily,
+// or its restore is finished. Package pager has the source for the others.
+type GuestSource struct {
+	mem     *guestmem.Memory
+	slots   []guestmem.Slot
+	pagemap *Pagemap
+}
+
+// NewGuestSource returns a source for mem. Close it when done.
+func NewGuestSource(mem *guestmem.Memory) (*GuestSource, error) {
+	pm, err := OpenPagemap()
+	if err != nil {
+		return nil, err
+	}
+	return &GuestSource{mem: mem, slots: mem.Slots(), pagemap: pm}, nil
+}
+
+// Close gives back what the source holds; the memory stays as it is.
+func (g *GuestSource) Close() error { return g.pagemap.Close() }
+
+// LayoutOf returns the slots of mem in the form of the manifest.
+func LayoutOf(mem *guestmem.Memory) []Slot {
+	var out []Slot
+	for _, s := range mem.Slots() {
+		out = append(out, Slot{GPA: s.GPA, Size: s.Size})
+	}
+	return out
+}
+
+// Slots implements MemorySource.
+func (g *GuestSource) Slots() []Slot { return LayoutOf(g.mem) }
+
+// NextData implements MemorySource: pages that the host never had to commit are
+// zeros, and so are those that it maps to its page of zeros.
+func (g *GuestSource) NextData(page uint64) (first, end uint64, err error) {
+	return g.pagemap.NextData(g.slots, page)
+}
+
+// ReadPages implements MemorySource.
+func (g *GuestSource) ReadPages(page uint64, p []byte) error {
+	return ReadGuest(g.mem, page, p)
+}
+
+// ReadGuest copies pages of guest memory, which may cross a hole, into p.
+func ReadGuest(mem *guestmem.Memory, page uint64, p []byte) error {
+	for len(p) > 0 {
+		gpa, err := mem.FromLinear(page * guestmem.PageSize)
+		if err != nil {
+			return fmt.Errorf("reading guest page %d: %w", page, err)
+		}
+		n := uint64(len(p))
+		if gpa < guestmem.HoleStart {
+			n = min(n, uint64(guestmem.HoleStart-gpa))
+		}
+		if err := mem.Read(gpa, p[:n]); err != nil {
+			return fmt.Errorf("reading guest page %d: %w", page, err)
+		}
+		p, page = p[n:], page+n/guestmem.PageSize
+	}
+	return nil
+}
