@@ -1,0 +1,58 @@
+package disk
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"golang.org/x/sys/unix"
+)
+
+// The kinds of failure that a caller may have to tell apart. They come wrapped, with the path and the
+// cause, so test with errors.Is.
+var (
+	// ErrCorrupt: a header, map or table breaks its checksum or a rule of the format.
+	ErrCorrupt = errors.New("layer is corrupt")
+	// ErrTruncated: a layer file is shorter than its header says.
+	ErrTruncated = errors.New("layer is truncated")
+	// ErrVersion: a layer was written in a format that this build does not read.
+	ErrVersion = errors.New("layer has an unknown format version")
+	// ErrMissingParent: a stack lacks a layer, or its layers do not belong together.
+	ErrMissingParent = errors.New("layer's parent is not the one below it")
+	// ErrMerging: a merge of two layers was interrupted and has to be repeated first.
+	ErrMerging = errors.New("an interrupted merge must be repeated first")
+	// ErrReadOnly: the disk was opened read-only or has no writable top.
+	ErrReadOnly = errors.New("disk is read-only")
+	// ErrSealed: the layer on top is sealed and cannot be written; Fork a new top over it.
+	ErrSealed = errors.New("top layer is sealed")
+	// ErrInUse: another open disk, here or in another process, holds the layer's lock.
+	ErrInUse = errors.New("layer is in use")
+	// ErrNoSpace: the host's file system or quota is full. Retry when there is space.
+	ErrNoSpace = errors.New("no space on the host")
+	// ErrIO: the host failed to read or write.
+	ErrIO = errors.New("host I/O error")
+	// ErrSyncFailed: a sync failed earlier, so flushes can no longer be promised. Go back to the last
+	// snapshot, or open the stack again, which keeps what was flushed before the failure.
+	ErrSyncFailed = errors.New("an earlier flush failed")
+	// ErrRange: an offset or length lies outside of the disk, or is not positive.
+	ErrRange = errors.New("range is outside of the disk")
+	// ErrClosed: the disk is closed.
+	ErrClosed = errors.New("disk is closed")
+	// ErrTooManyLayers: the stack is deeper than MaxLayers; merge or flatten it.
+	ErrTooManyLayers = errors.New("too many layers")
+	// ErrSize: a disk size is not a positive multiple of BlockSize up to MaxSize.
+	ErrSize = errors.New("bad disk size")
+)
+
+// ioError wraps what the host answered into one of the typed errors, and keeps the cause.
+func ioError(doing string, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, ErrNoSpace), errors.Is(err, ErrIO), errors.Is(err, fs.ErrNotExist), errors.Is(err, fs.ErrExist), errors.Is(err, fs.ErrPermission):
+		return fmt.Errorf("%s: %w", doing, err)
+	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+		return fmt.Errorf("%s: %w (free space on the host and try again): %w", doing, ErrNoSpace, err)
+	}
+	return fmt.Errorf("%s: %w: %w", doing, ErrIO, err)
+}

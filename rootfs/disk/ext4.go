@@ -1,0 +1,187 @@
+package disk
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// DefaultExt4Size is the size of a sandbox's writable disk unless told otherwise, in bytes.
+	DefaultExt4Size = 8 << 30
+	// MinExt4Size is the smallest disk that FormatExt4 makes: room for the journal and some files.
+	MinExt4Size = 16 << 20
+	// Ext4Label is the volume label of the file system.
+	Ext4Label = "drowse-rw"
+
+	// templateRevision is part of a template's name: raise it when ext4Args or ext4Config change.
+	templateRevision = 1
+	lockPoll         = 20 * time.Millisecond
+)
+
+// ext4Config stands in for /etc/mke2fs.conf, so that every host makes the same file system.
+const ext4Config = `[defaults]
+	base_features = none
+	enable_periodic_fsck = 0
+	blocksize = 4096
+	inode_size = 256
+	inode_ratio = 16384
+	reserved_ratio = 0
+[fs_types]
+	ext4 = {
+	}
+	drowse = {
+	}
+`
+
+// ext4Args are the options of mkfs.ext4 for a disk of size bytes. The aim is that a guest, whose
+// kernel may be slow, has little to do when it mounts and writes:
+//
+//   - No metadata_csum: the guest need not checksum 4 KiB for each metadata block that it writes.
+//     uninit_bg keeps checksums of the group descriptors, and with them the flag "inode table is
+//     zeroed", which mkfs sets for every group because it discards a sparse file first. So no thread
+//     of the guest goes round zeroing tables (ext4lazyinit) after the first mount.
+//   - A small journal: 16 MiB is 30 s of busy metadata, and it is the part of a disk that a guest
+//     rewrites for ever and that every snapshot would therefore carry again.
+//   - No resize_inode: it reserves tables for growing while mounted, and sandbox disks do not grow.
+func ext4Args(raw string, size int64) []string {
+	journal := int64(16)
+	if size < 256<<20 {
+		journal = 4 // MiB; the least that ext4 takes
+	}
+	return []string{
+		"-q", "-F", "-t", "ext4", "-T", "drowse", "-L", Ext4Label, "-b", "4096", "-I", "256", "-m", "0",
+		"-O", "none,has_journal,ext_attr,dir_index,filetype,extent,flex_bg,sparse_super,large_file,huge_file,uninit_bg,dir_nlink,extra_isize",
+		"-J", "size=" + strconv.FormatInt(journal, 10),
+		"-E", "discard,root_owner=0:0",
+		raw, strconv.FormatInt(size/BlockSize, 10),
+	}
+}
+
+// FormatExt4 makes a new disk in the file path that holds an empty ext4 of size bytes (0:
+// DefaultExt4Size) with the label Ext4Label. The file system itself is a sealed layer, the template,
+// which is made once for each size under cacheDir with mkfs.ext4 and then shared by all disks: a new
+// disk costs one small file. All disks of a size thus have one file-system UUID; mount by device or
+// label. The template must stay as long as a disk refers to it.
+func FormatExt4(ctx context.Context, cacheDir, path string, size int64) (Stack, error) {
+	template, err := Ext4Template(ctx, cacheDir, size)
+	if err != nil {
+		return Stack{}, err
+	}
+	return Fork(path, template, 0)
+}
+
+// Ext4Template makes the template of FormatExt4 for a size, unless it exists, and names it.
+func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, error) {
+	if size == 0 {
+		size = DefaultExt4Size
+	}
+	if err := checkSize(size); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	if size < MinExt4Size {
+		return Stack{}, fmt.Errorf("format ext4: %w: %d bytes; the least is %d", ErrSize, size, int64(MinExt4Size))
+	}
+	path := filepath.Join(cacheDir, fmt.Sprintf("ext4-%d-%d.layer", templateRevision, size))
+	if s, ok, err := existing(path); ok || err != nil {
+		return s, err
+	}
+	if err := os.MkdirAll(cacheDir, 0o755); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	unlock, err := lockFile(ctx, filepath.Join(cacheDir, ".ext4.lock"))
+	if err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	defer unlock()
+	if s, ok, err := existing(path); ok || err != nil { // somebody else was faster
+		return s, err
+	}
+	return makeTemplate(ctx, cacheDir, path, size)
+}
+
+// existing answers the template if it is there and in order.
+func existing(path string) (s Stack, ok bool, err error) {
+	s = Stack{Layers: []string{path}}
+	if err = Verify(s); errors.Is(err, fs.ErrNotExist) {
+		return Stack{}, false, nil
+	}
+	if err != nil {
+		return Stack{}, false, fmt.Errorf("ext4 template: %w (if no disk uses it, delete it and it is made anew)", err)
+	}
+	return s, true, nil
+}
+
+// lockFile takes the lock of a file that stays behind.
+func lockFile(ctx context.Context, path string) (unlock func(), err error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return func() { _ = f.Close() }, nil // closing unlocks
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
+			_ = f.Close()
+			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+		select {
+		case <-ctx.Done():
+			_ = f.Close()
+			return nil, fmt.Errorf("lock %s: %w", path, ctx.Err())
+		case <-time.After(lockPoll):
+		}
+	}
+}
+
+func makeTemplate(ctx context.Context, cacheDir, path string, size int64) (s Stack, err error) {
+	tool, err := findMkfs(mkfsNames)
+	if err != nil {
+		return Stack{}, err
+	}
+	dir, err := os.MkdirTemp(cacheDir, ".mkfs-")
+	if err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	raw, conf := filepath.Join(dir, "raw"), filepath.Join(dir, "mke2fs.conf")
+	if err := os.WriteFile(conf, []byte(ext4Config), 0o600); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	if err := os.WriteFile(raw, nil, 0o600); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	if err := os.Truncate(raw, size); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %w", err)
+	}
+	cmd := exec.CommandContext(ctx, tool, ext4Args(raw, size)...)
+	cmd.Env = append(os.Environ(), "MKE2FS_CONFIG="+conf, "LC_ALL=C")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return Stack{}, fmt.Errorf("format ext4: %s: %w: %s", tool, err, bytes.TrimSpace(out))
+	}
+	return Import(ctx, path, raw)
+}
+
+// mkfsNames is where mkfs.ext4 may be: in the path, or where Debian puts it, which is not in every
+// user's path.
+var mkfsNames = []string{"mkfs.ext4", "/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"}
+
+func findMkfs(names []string) (string, error) {
+	for _, name := range names {
+		if p, err := exec.LookPath(name); err == nil {
+			return p, nil
+		}
+	}
+	return "", fmt.Errorf("format ext4: mkfs.ext4 is missing: %w; install it with: apt-get install e2fsprogs", exec.ErrNotFound)
+}

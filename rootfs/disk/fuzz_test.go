@@ -1,0 +1,150 @@
+package disk
+
+import (
+	"bytes"
+	"encoding/binary"
+	"hash/crc32"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+func FuzzDecodeHeader(f *testing.F) {
+	add := func(a, b *header) {
+		p := make([]byte, headerSpace)
+		a.encode(p)
+		if b != nil {
+			b.encode(p[slotStride:])
+		}
+		// The corpus holds both slots only: what lies between them is never looked at.
+		f.Add(append(bytes.Clone(p[:headerSize]), p[slotStride:slotStride+headerSize]...), true)
+	}
+	open := &header{size: mib, id: ID{1}, state: StateOpen}
+	sealed := &header{size: mib, id: ID{1}, parent: ID{2}, gen: 1, state: StateSealed, tableOff: 2 * mib, tableLen: 8}
+	merging := &header{size: mib, id: ID{1}, gen: 2, state: StateMerging, tableOff: 2 * mib, merge: ID{3}}
+	add(open, nil)
+	add(open, sealed)
+	add(merging, sealed)
+	// With resum the checksums are made to fit, so that mutations reach the rules behind them.
+	f.Fuzz(func(t *testing.T, slots []byte, resum bool) {
+		if len(slots) < 2*headerSize {
+			if _, err := decodeHeader(slots); err == nil {
+				t.Fatal("a short header was accepted")
+			}
+			return
+		}
+		p := make([]byte, headerSpace)
+		copy(p, slots[:headerSize])
+		copy(p[slotStride:], slots[headerSize:2*headerSize])
+		for _, slot := range [][]byte{p[:headerSize], p[slotStride:]} {
+			if resum {
+				binary.LittleEndian.PutUint32(slot[508:], crc32.Checksum(slot[:508], crcTable))
+			}
+		}
+		h, err := decodeHeader(p)
+		if err != nil {
+			return
+		}
+		// What is accepted obeys the rules, and survives being written again.
+		if err := h.check(); err != nil {
+			t.Fatal(err)
+		}
+		if h.endOfData() <= 0 || h.tableOff+h.tableLen < 0 || h.tableLen > maxBlocks*tableEntry {
+			t.Fatalf("header overflows: %+v", h)
+		}
+		var again [headerSize]byte
+		h.encode(again[:])
+		got, err := decodeSlot(again[:])
+		if err != nil || got != h {
+			t.Fatalf("header reads back as %+v (%v), want %+v", got, err, h)
+		}
+	})
+}
+
+func FuzzDecodeTable(f *testing.F) {
+	f.Add([]byte{}, int64(1))
+	f.Add(appendEntry(appendEntry(nil, run{0, 3, blockData}), run{5, 1, blockZero}), int64(6))
+	f.Add(appendEntry(nil, run{0, maxRun + 7, blockData}), int64(maxBlocks))
+	f.Fuzz(func(t *testing.T, p []byte, blocks int64) {
+		if blocks <= 0 || blocks > maxBlocks {
+			return
+		}
+		var again []byte
+		var end int64
+		err := decodeTable(p, blocks, func(r run) {
+			if r.start < end || r.count <= 0 || r.start+r.count > blocks {
+				t.Fatalf("run %+v after block %d of %d", r, end, blocks)
+			}
+			end = r.start + r.count
+			again = appendEntry(again, r)
+		})
+		if err == nil && !bytes.Equal(again, p) {
+			t.Fatalf("table reads back as %x, want %x", again, p)
+		}
+	})
+}
+
+func FuzzDecodeMap(f *testing.F) {
+	f.Add([]byte{0, 1, 1, 2, 3, 3, 4, 0, 0})
+	f.Add([]byte{5})
+	f.Fuzz(func(t *testing.T, p []byte) {
+		again := make([]byte, len(p))
+		err := decodeMap(p, 100, func(r run) {
+			for i := range r.count {
+				again[r.start-100+i] = r.state
+			}
+		})
+		if err == nil && !bytes.Equal(again, p) {
+			t.Fatalf("map reads back as %x, want %x", again, p)
+		}
+	})
+}
+
+// FuzzOpenLayer opens a small layer in which the fuzzer has overwritten some bytes, header and
+// checksums included: whatever happens, it is an error or a disk that can be read to its end.
+func FuzzOpenLayer(f *testing.F) {
+	dir := f.TempDir()
+	s, err := Create(filepath.Join(dir, "0"), 4*BlockSize)
+	must(f, err)
+	d, err := Open(s, Options{})
+	must(f, err)
+	mustWrite(f, d, 0, fillBlock(1, 2*BlockSize))
+	must(f, d.CloseSealed())
+	file, err := os.ReadFile(s.Top())
+	must(f, err)
+	h, err := decodeHeader(file)
+	must(f, err)
+	f.Add(uint16(0), []byte{}, uint32(StateSealed), h.tableOff, h.tableLen)
+	f.Add(uint16(0), []byte{}, uint32(StateOpen), int64(0), int64(0))
+	f.Add(uint16(mapOffset), []byte{1, 2, 3, 4}, uint32(StateFrozen), int64(0), int64(0))
+	f.Add(uint16(mapOffset), []byte{9}, uint32(StateFrozen), int64(0), int64(0))
+	f.Add(uint16(100), []byte{1}, uint32(StateMerging), h.tableOff, h.tableLen+8)
+	f.Fuzz(func(t *testing.T, off uint16, patch []byte, state uint32, tableOff, tableLen int64) {
+		p := bytes.Clone(file)
+		h := h
+		h.state, h.tableOff, h.tableLen = State(state), tableOff, tableLen
+		if h.state != StateSealed && h.state != StateMerging {
+			h.tableCRC = 0
+		}
+		h.encode(p)
+		h.encode(p[slotStride:])
+		copy(p[min(int(off), len(p)):], patch)
+		path := filepath.Join(t.TempDir(), "l")
+		must(t, os.WriteFile(path, p, 0o600))
+		s := Stack{Layers: []string{path}}
+		for _, o := range []Options{{ReadOnly: true}, {}} {
+			d, err := Open(s, o)
+			if err != nil {
+				continue
+			}
+			if _, err := d.ReadAt(make([]byte, d.Size()), 0); err != nil {
+				t.Errorf("read: %v", err)
+			}
+			if !o.ReadOnly {
+				mustWrite(t, d, 512, fillBlock(3, 512))
+				wantBytes(t, d, 512, fillBlock(3, 512))
+			}
+			must(t, d.Close())
+		}
+	})
+}

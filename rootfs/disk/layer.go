@@ -1,0 +1,415 @@
+package disk
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"github.com/drowse-vm/drowse/internal/faultfs"
+	"golang.org/x/sys/unix"
+)
+
+// env is what a disk needs from its host.
+type env struct {
+	fs   faultfs.FS
+	boot [bootIDSize]byte // zero: unknown, equal to none
+}
+
+// hostBoot reads the id of this boot (random(4)). Where there is no /proc it stays unknown, and what
+// an earlier process did not flush then counts as lost.
+var hostBoot = sync.OnceValue(func() (id [bootIDSize]byte) {
+	p, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err == nil {
+		id, _ = parseBootID(string(bytes.TrimSpace(p)))
+	}
+	return id
+})
+
+func parseBootID(s string) (id [bootIDSize]byte, err error) {
+	p, err := hex.DecodeString(strings.ReplaceAll(s, "-", ""))
+	if err != nil || len(p) != len(id) {
+		return id, fmt.Errorf("boot id %q: want a UUID as in /proc/sys/kernel/random/boot_id", s)
+	}
+	return [bootIDSize]byte(p), nil
+}
+
+func hostEnv() env { return env{fs: faultfs.OS, boot: hostBoot()} }
+
+// layer is one open file of a stack.
+type layer struct {
+	path  string
+	f     faultfs.File
+	os    *os.File
+	data  int64 // file offset of block 0
+	limit int64 // bytes of the disk that the layer can hold data for
+	base  bool  // a raw file; hdr holds only size and id
+	hdr   header
+	fresh bool // its name in the directory may not be durable yet
+}
+
+// flock takes or changes the lock of a layer: LOCK_EX for a writable top, LOCK_SH for all others.
+func (l *layer) flock(how int) error {
+	for {
+		err := unix.Flock(int(l.os.Fd()), how|unix.LOCK_NB)
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case errors.Is(err, unix.EWOULDBLOCK):
+			return fmt.Errorf("lock %s: %w (another VM or command has it open)", l.path, ErrInUse)
+		case err != nil:
+			return ioError("lock "+l.path, err)
+		}
+		return nil
+	}
+}
+
+// openLayer opens a file, locks it, and reads its header.
+func (e env) openLayer(path string, flag, lock int) (l *layer, err error) {
+	f, err := e.fs.OpenFile(path, flag, 0)
+	if err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("open layer: %w: %w", ErrMissingParent, err)
+		}
+		return nil, ioError("open layer", err)
+	}
+	l = &layer{path: path, f: f, os: f.OS()}
+	defer func() {
+		if err != nil {
+			_ = f.Close() // the first error is the one to report
+		}
+	}()
+	if err := l.flock(lock); err != nil {
+		return nil, err
+	}
+	if err := l.readHeader(); err != nil {
+		return nil, err
+	}
+	l.data, l.limit = l.hdr.dataOffset(), l.hdr.size
+	return l, nil
+}
+
+// headerBufs spares a deep stack's Open the garbage of a buffer for each layer.
+var headerBufs = sync.Pool{New: func() any { return new([headerSpace]byte) }}
+
+// readHeader reads or re-reads the header. It leaves alone what readers of data look at.
+func (l *layer) readHeader() error {
+	buf, _ := headerBufs.Get().(*[headerSpace]byte)
+	defer headerBufs.Put(buf)
+	n, err := l.f.ReadAt(buf[:], 0)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return ioError("read header of "+l.path, err)
+	}
+	if l.hdr, err = decodeHeader(buf[:n]); err != nil {
+		return fmt.Errorf("%s: %w", l.path, err)
+	}
+	st, err := l.f.Stat()
+	if err != nil {
+		return ioError("read length of "+l.path, err)
+	}
+	want := l.hdr.endOfData()
+	if l.hdr.tableLen > 0 {
+		want = l.hdr.tableOff + l.hdr.tableLen
+	}
+	if st.Size() < want {
+		return fmt.Errorf("%s: %w: %d bytes, need %d", l.path, ErrTruncated, st.Size(), want)
+	}
+	return nil
+}
+
+// writeHeader writes h into the slot that does not hold the current header, and takes it over.
+func (l *layer) writeHeader(h header) error {
+	var buf [headerSize]byte
+	h.gen = l.hdr.gen + 1
+	h.encode(buf[:])
+	if _, err := l.f.WriteAt(buf[:], int64(h.gen%2)*slotStride); err != nil {
+		return ioError("write header of "+l.path, err)
+	}
+	l.hdr = h
+	return nil
+}
+
+// create makes a layer file under a temporary name and gives it its own name once it is whole. The
+// file is locked for writing. If durable is false, file and name become durable at the first flush.
+func (e env) create(path string, h header, durable bool) (l *layer, err error) {
+	if err := checkSize(h.size); err != nil {
+		return nil, err
+	}
+	if _, err := e.fs.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+		if err == nil {
+			err = &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist}
+		}
+		return nil, ioError("create layer", err)
+	}
+	dir, name := filepath.Split(path)
+	tmp := filepath.Join(dir, "."+name+".tmp")
+	f, err := e.fs.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return nil, ioError("create layer", err)
+	}
+	l = &layer{path: path, f: f, os: f.OS(), hdr: h, data: h.dataOffset(), limit: h.size, fresh: true}
+	defer func() {
+		if err != nil {
+			_ = f.Close() // the first error is the one to report
+			_ = e.fs.Remove(tmp)
+		}
+	}()
+	if err := l.flock(unix.LOCK_EX); err != nil {
+		return nil, err
+	}
+	if err := f.Truncate(h.endOfData()); err != nil {
+		return nil, ioError("create layer "+path, err)
+	}
+	var buf [headerSize]byte
+	h.encode(buf[:])
+	if _, err := f.WriteAt(buf[:], int64(h.gen%2)*slotStride); err != nil {
+		return nil, ioError("create layer "+path, err)
+	}
+	if durable {
+		if err := f.Sync(); err != nil {
+			return nil, ioError("create layer "+path, err)
+		}
+	}
+	if err := e.fs.Rename(tmp, path); err != nil {
+		return nil, ioError("create layer "+path, err)
+	}
+	if durable {
+		if err := e.fs.SyncDir(filepath.Dir(path)); err != nil {
+			_ = e.fs.Remove(path)
+			return nil, ioError("create layer "+path, err)
+		}
+		l.fresh = false
+	}
+	return l, nil
+}
+
+func (l *layer) close() error { return ioError("close "+l.path, l.f.Close()) }
+
+// pendingCounts says whether pending blocks of the map hold what was written: their data was in the
+// page cache of the boot that wrote them, and no sync has lost it.
+func (e env) pendingCounts(h *header) bool {
+	return h.boot == e.boot && e.boot != [bootIDSize]byte{} && h.flags&flagSyncFailed == 0
+}
+
+// settled is what a pending state means for a reader now.
+func settled(s byte, counts bool) byte {
+	switch {
+	case s == blockPendingAbsent && counts, s == blockPendingZero && counts:
+		return blockData
+	case s == blockPendingAbsent:
+		return blockAbsent
+	case s == blockPendingZero:
+		return blockZero
+	}
+	return s
+}
+
+// runs calls each for the layer's runs, in order: from the table if it has one, else from the map. In
+// the latter case pending states appear as they are.
+func (l *layer) runs(each func(run)) error {
+	if l.hdr.state == StateSealed || l.hdr.state == StateMerging {
+		return l.tableRuns(each)
+	}
+	return l.mapRuns(each)
+}
+
+func (l *layer) tableRuns(each func(run)) error {
+	p := make([]byte, l.hdr.tableLen) // bounded by the file's length and by 8 bytes a block
+	if len(p) == 0 {
+		return nil
+	}
+	if _, err := l.f.ReadAt(p, l.hdr.tableOff); err != nil {
+		return ioError("read table of "+l.path, err)
+	}
+	if got := crc32.Checksum(p, crcTable); got != l.hdr.tableCRC {
+		return fmt.Errorf("%s: %w: table checksum is %#08x, stored %#08x", l.path, ErrCorrupt, got, l.hdr.tableCRC)
+	}
+	if err := decodeTable(p, l.hdr.blocks(), each); err != nil {
+		return fmt.Errorf("%s: %w", l.path, err)
+	}
+	return nil
+}
+
+// mapRuns reads the map, skipping its holes.
+func (l *layer) mapRuns(each func(run)) error {
+	buf := make([]byte, 64<<10)
+	end := int64(mapOffset) + l.hdr.blocks()
+	for off := int64(mapOffset); off < end; {
+		off = max(off, nextData(l.os, off, end))
+		p := buf[:min(int64(len(buf)), end-off)]
+		if len(p) == 0 {
+			break
+		}
+		if _, err := l.f.ReadAt(p, off); err != nil {
+			return ioError("read map of "+l.path, err)
+		}
+		if err := decodeMap(p, off-mapOffset, each); err != nil {
+			return fmt.Errorf("%s: %w", l.path, err)
+		}
+		off += int64(len(p))
+	}
+	return nil
+}
+
+// nextData is the offset of the first byte from off that may not be in a hole, at most end.
+func nextData(f *os.File, off, end int64) int64 {
+	d, err := unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
+	switch {
+	case errors.Is(err, unix.ENXIO): // only a hole up to the end of the file
+		return end
+	case err != nil: // the file system does not know holes
+		return off
+	}
+	return min(d, end)
+}
+
+// nextHole is the offset of the first hole from off, at most end.
+func nextHole(f *os.File, off, end int64) int64 {
+	h, err := unix.Seek(int(f.Fd()), off, unix.SEEK_HOLE)
+	if err != nil || h <= off {
+		return end
+	}
+	return min(h, end)
+}
+
+// statePage holds a page of each block state, so that writing a run of the map allocates nothing.
+var statePage = func() (p [blockStates][BlockSize]byte) {
+	for s := range p {
+		for i := range p[s] {
+			p[s][i] = byte(s)
+		}
+	}
+	return p
+}()
+
+// writeMap gives count blocks from b a state in the map file.
+func (l *layer) writeMap(b, count int64, state byte) error {
+	for count > 0 {
+		n := min(count, BlockSize)
+		if _, err := l.f.WriteAt(statePage[state][:n], mapOffset+b); err != nil {
+			return ioError("write map of "+l.path, err)
+		}
+		b, count = b+n, count-n
+	}
+	return nil
+}
+
+// freeze marks a layer as never to be written again. It does no sync.
+func (l *layer) freeze() error {
+	h := l.hdr
+	h.state = StateFrozen
+	return l.writeHeader(h)
+}
+
+// taint records that a sync failed, as well as it can be recorded on a file that cannot be synced.
+func (l *layer) taint() {
+	h := l.hdr
+	h.flags |= flagSyncFailed
+	_ = l.writeHeader(h) // the disk itself remembers; this is for whoever opens it next
+}
+
+// seal makes a frozen layer durable and gives it its table. It can be repeated after a crash, and two
+// processes may do it at once, because both write the same bytes.
+func (e env) seal(l *layer) error {
+	if err := l.readHeader(); err != nil || l.hdr.state == StateSealed {
+		return err
+	}
+	h := l.hdr
+	var err error
+	if h.tableOff, h.tableLen, h.tableCRC, err = l.writeTable(e.sealedRuns(l), h.endOfData()); err != nil {
+		return err
+	}
+	if err := l.f.Datasync(); err != nil { // data and table at once: neither counts before the header says so
+		l.taint()
+		return ioError("sync "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
+	}
+	h.state, h.boot, h.flags = StateSealed, [bootIDSize]byte{}, h.flags&^flagSyncFailed
+	return e.commitHeader(l, h)
+}
+
+// commitHeader writes a header that changes what the layer means, durably, and then into the other
+// slot too, so that damage to one slot can never bring the old meaning back.
+func (e env) commitHeader(l *layer, h header) error {
+	for range 2 {
+		if err := l.writeHeader(h); err != nil {
+			return err
+		}
+		if err := l.f.Sync(); err != nil {
+			return ioError("sync header of "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
+		}
+	}
+	if l.fresh {
+		if err := e.fs.SyncDir(filepath.Dir(l.path)); err != nil {
+			return ioError("sync directory of "+l.path, err)
+		}
+		l.fresh = false
+	}
+	return nil
+}
+
+// sealedRuns are the runs of a frozen layer as its table will have them: pending states settled,
+// neighbours joined.
+func (e env) sealedRuns(l *layer) func(each func(run)) error {
+	counts := e.pendingCounts(&l.hdr)
+	return func(each func(run)) error {
+		var j joiner
+		err := l.mapRuns(func(r run) {
+			if r.state = settled(r.state, counts); r.state != blockAbsent {
+				j.add(r, each)
+			}
+		})
+		j.flush(each)
+		return err
+	}
+}
+
+// joiner merges neighbouring runs of one state.
+type joiner struct{ last run }
+
+func (j *joiner) add(r run, each func(run)) {
+	if j.last.count > 0 && j.last.state == r.state && j.last.start+j.last.count == r.start {
+		j.last.count += r.count
+		return
+	}
+	j.flush(each)
+	j.last = r
+}
+
+func (j *joiner) flush(each func(run)) {
+	if j.last.count > 0 {
+		each(j.last)
+	}
+	j.last = run{}
+}
+
+// writeTable writes runs as a table at off and answers where it lies, its length and checksum.
+func (l *layer) writeTable(runs func(func(run)) error, off int64) (start, length int64, crc uint32, err error) {
+	const flushAt = 64 << 10
+	buf := make([]byte, 0, flushAt+4096)
+	var werr error
+	put := func() {
+		if werr == nil && len(buf) > 0 {
+			_, werr = l.f.WriteAt(buf, off+length)
+			crc = crc32.Update(crc, crcTable, buf)
+			length += int64(len(buf))
+		}
+		buf = buf[:0]
+	}
+	err = runs(func(r run) {
+		if buf = appendEntry(buf, r); len(buf) >= flushAt {
+			put()
+		}
+	})
+	put()
+	if err == nil && werr != nil {
+		err = ioError("write table of "+l.path, werr)
+	}
+	return off, length, crc, err
+}

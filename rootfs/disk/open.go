@@ -1,0 +1,387 @@
+package disk
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+)
+
+// Create makes an empty disk of size bytes, a multiple of BlockSize: one open layer in the file path.
+// It is durable when Create returns.
+func Create(path string, size int64) (Stack, error) {
+	return hostEnv().createDisk(path, Stack{}, header{size: size}, true)
+}
+
+// CreateFrom makes a writable layer over a raw base, which is from then on only read and must not
+// change. If the base's length is no multiple of BlockSize, the disk is longer by some zeros.
+func CreateFrom(path, base string) (Stack, error) {
+	return hostEnv().createFrom(path, base)
+}
+
+// Fork makes a new open top in the file path over a stack whose uppermost layer is frozen or sealed,
+// and that may be shared with any number of other disks. size is the new disk's size in bytes: 0 is
+// the same as below, less is refused. It copies and syncs nothing: the file is durable after the
+// first Flush of the disk opened from it.
+func Fork(path string, lower Stack, size int64) (Stack, error) {
+	return hostEnv().fork(path, lower, size)
+}
+
+func (e env) createDisk(path string, lower Stack, h header, durable bool) (Stack, error) {
+	h.id, h.state, h.boot = newID(), StateOpen, e.boot
+	l, err := e.create(path, h, durable)
+	if err != nil {
+		return Stack{}, err
+	}
+	return lower.With(path), l.close()
+}
+
+func (e env) createFrom(path, base string) (Stack, error) {
+	b, err := e.openBase(base)
+	if err != nil {
+		return Stack{}, err
+	}
+	h := header{size: b.hdr.size, parent: b.hdr.id, flags: flagParentIsBase}
+	if err := b.close(); err != nil {
+		return Stack{}, err
+	}
+	return e.createDisk(path, Stack{Base: base}, h, true)
+}
+
+func (e env) fork(path string, lower Stack, size int64) (Stack, error) {
+	if len(lower.Layers) == 0 {
+		return Stack{}, fmt.Errorf("fork: %w: the stack has no layer; use CreateFrom for a raw base", ErrMissingParent)
+	}
+	if len(lower.Layers)+1 >= MaxLayers {
+		return Stack{}, fmt.Errorf("fork: %w: %d", ErrTooManyLayers, len(lower.Layers))
+	}
+	p, err := e.openLayer(lower.Top(), os.O_RDONLY, unix.LOCK_SH)
+	if err != nil {
+		return Stack{}, fmt.Errorf("fork: %w", err)
+	}
+	h := p.hdr
+	if err := p.close(); err != nil {
+		return Stack{}, err
+	}
+	if h.state != StateSealed && h.state != StateFrozen {
+		return Stack{}, fmt.Errorf("fork: %w: %s is %v; seal it first", ErrInUse, lower.Top(), h.state)
+	}
+	if size == 0 {
+		size = h.size
+	}
+	if size < h.size {
+		return Stack{}, fmt.Errorf("fork: %w: %d bytes are less than the %d below", ErrSize, size, h.size)
+	}
+	return e.createDisk(path, lower, header{size: size, parent: h.id}, false)
+}
+
+// openBase opens a raw file as the lowest, read-only layer.
+func (e env) openBase(path string) (l *layer, err error) {
+	f, err := e.fs.OpenFile(path, os.O_RDONLY, 0)
+	if err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("open base: %w: %w", ErrMissingParent, err)
+		}
+		return nil, ioError("open base", err)
+	}
+	l = &layer{path: path, f: f, os: f.OS(), base: true}
+	defer func() {
+		if err != nil {
+			_ = f.Close() // the first error is the one to report
+		}
+	}()
+	if err := l.flock(unix.LOCK_SH); err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return nil, ioError("open base", err)
+	}
+	l.limit = st.Size()
+	l.hdr.size = (l.limit + BlockSize - 1) / BlockSize * BlockSize
+	if err := checkSize(l.hdr.size); err != nil {
+		return nil, fmt.Errorf("open base %s: %w", path, err)
+	}
+	l.hdr.id, err = l.fingerprint()
+	return l, err
+}
+
+// fingerprint recognises a raw base: by its length and by 16 blocks spread over it, the first and the
+// last among them. It is there to catch a mix-up, not an attack.
+func (l *layer) fingerprint() (id ID, err error) {
+	const samples = 16
+	h := sha256.New()
+	var buf [BlockSize]byte
+	binary.LittleEndian.PutUint64(buf[:8], uint64(l.limit))
+	h.Write(buf[:8])
+	last := l.hdr.blocks() - 1
+	for i := range int64(samples) {
+		n, err := l.f.ReadAt(buf[:], (last/(samples-1)*i+last%(samples-1)*i/(samples-1))*BlockSize)
+		if err != nil && !errors.Is(err, io.EOF) {
+			return id, ioError("read base", err)
+		}
+		h.Write(buf[:n])
+	}
+	copy(id[:], h.Sum(nil))
+	return id, nil
+}
+
+func (e env) open(s Stack, o Options) (d *Disk, err error) {
+	if len(s.Layers) > MaxLayers-1 {
+		return nil, fmt.Errorf("open disk: %w: %d", ErrTooManyLayers, len(s.Layers))
+	}
+	if len(slices.Compact(slices.Clone(s.Layers))) != len(s.Layers) {
+		return nil, fmt.Errorf("open disk: %w: a file is twice in the stack", ErrMissingParent)
+	}
+	if len(s.Layers) == 0 && !o.ReadOnly {
+		return nil, fmt.Errorf("open disk: %w: it has no layer to write to", ErrReadOnly)
+	}
+	d = &Disk{env: e, readOnly: o.ReadOnly}
+	var ls []*layer
+	defer func() {
+		if err != nil {
+			for _, l := range ls {
+				_ = l.close() // the first error is the one to report
+			}
+		}
+	}()
+	if s.Base != "" {
+		l, err := e.openBase(s.Base)
+		if err != nil {
+			return nil, err
+		}
+		ls = append(ls, l)
+	}
+	var missing error // a layer that is not there; harmless if it was merged into the next one
+	for i, path := range s.Layers {
+		last := i == len(s.Layers)-1
+		l, err := e.openInStack(path, last, o.ReadOnly)
+		if errors.Is(err, fs.ErrNotExist) && !last {
+			missing = err
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		if n := len(ls); n > 0 && ls[n-1].hdr.id == l.hdr.id {
+			// The file below has taken this layer in; only the rename of the merge is missing.
+			if err := l.close(); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		ls = append(ls, l)
+		if l.hdr.state == StateFrozen && !o.ReadOnly {
+			d.unsealed = append(d.unsealed, l)
+		}
+	}
+	if err := checkChain(ls); err != nil {
+		return nil, errors.Join(err, missing)
+	}
+	if len(ls) == 0 {
+		return nil, fmt.Errorf("open disk: %w: the stack is empty", ErrMissingParent)
+	}
+	d.size = ls[len(ls)-1].hdr.size
+	d.index = newIndex(d.size / BlockSize)
+	d.layers.Store(&ls)
+	for i, l := range ls {
+		if err := d.load(l, source(i+1)); err != nil {
+			return nil, err
+		}
+	}
+	if o.ReadOnly {
+		return d, nil
+	}
+	d.spare = make([]run, 0, pendingRanges+1)
+	d.dirty.Store(true) // nobody knows what the last owner has synced
+	return d, d.recover()
+}
+
+// openInStack opens one layer of a stack for what is to be done with it.
+func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
+	if top && !readOnly {
+		l, err := e.openLayer(path, os.O_RDWR, unix.LOCK_EX)
+		if err != nil {
+			return nil, err
+		}
+		if l.hdr.state != StateOpen {
+			_ = l.close() // nothing was written
+			return nil, fmt.Errorf("%s is %v: %w; fork a new top over it", path, l.hdr.state, ErrSealed)
+		}
+		l.fresh = true
+		return l, nil
+	}
+	l, err := e.openLayer(path, os.O_RDONLY, unix.LOCK_SH)
+	if err != nil || readOnly || l.hdr.state == StateSealed || l.hdr.state == StateMerging {
+		return l, err
+	}
+	// The process that was sealing this layer has died, or has not flushed yet. Sealing it is then
+	// up to whoever flushes first.
+	state := l.hdr.state
+	if err := l.close(); err != nil {
+		return nil, err
+	}
+	lock := unix.LOCK_SH
+	if state == StateOpen {
+		lock = unix.LOCK_EX
+	}
+	if l, err = e.openLayer(path, os.O_RDWR, lock); err != nil {
+		return nil, err
+	}
+	l.fresh = true
+	if l.hdr.state == StateOpen {
+		err = l.freeze()
+	}
+	if err == nil {
+		err = l.flock(unix.LOCK_SH)
+	}
+	if err != nil {
+		_ = l.close() // the first error is the one to report
+		return nil, err
+	}
+	return l, nil
+}
+
+// checkChain holds neighbouring layers against each other.
+func checkChain(ls []*layer) error {
+	for i, l := range ls {
+		if l.base {
+			continue
+		}
+		onBase := l.hdr.flags&flagParentIsBase != 0
+		var want ID
+		below := "nothing"
+		if i > 0 {
+			want, below = ls[i-1].hdr.id, ls[i-1].path
+			if ls[i-1].base != onBase {
+				return fmt.Errorf("%s: %w: %s lies below, want %v", l.path, ErrMissingParent, below, l.hdr.parent)
+			}
+			if ls[i-1].hdr.size > l.hdr.size {
+				return fmt.Errorf("%s: %w: smaller than %s below it", l.path, ErrCorrupt, below)
+			}
+		}
+		if l.hdr.parent != want {
+			return fmt.Errorf("%s: %w: it needs %v, and %s is %v", l.path, ErrMissingParent, l.hdr.parent, below, want)
+		}
+		if l.hdr.state == StateMerging && (i+1 == len(ls) || ls[i+1].hdr.id != l.hdr.merge) {
+			return fmt.Errorf("%s: %w: layer %v into it, which does not lie above", l.path, ErrMerging, l.hdr.merge)
+		}
+	}
+	return nil
+}
+
+// load enters a layer's runs into the index.
+func (d *Disk) load(l *layer, s source) error {
+	if l.base {
+		d.index.set(0, l.hdr.blocks(), s)
+		return nil
+	}
+	counts := d.env.pendingCounts(&l.hdr)
+	return l.runs(func(r run) {
+		switch settled(r.state, counts) {
+		case blockData:
+			d.index.set(r.start, r.count, s)
+		case blockZero:
+			d.index.set(r.start, r.count, 0)
+		}
+	})
+}
+
+// recover deals with what the last owner of the top left pending, and makes the map this boot's own.
+func (d *Disk) recover() error {
+	top, _ := d.top()
+	counts := d.env.pendingCounts(&top.hdr)
+	var werr error
+	dropped := false
+	err := top.mapRuns(func(r run) {
+		if r.state != blockPendingAbsent && r.state != blockPendingZero {
+			return
+		}
+		if counts {
+			d.pending = append(d.pending, r)
+		} else if werr == nil {
+			dropped = true
+			werr = top.writeMap(r.start, r.count, settled(r.state, false))
+		}
+	})
+	if err = errors.Join(err, werr); err != nil {
+		return err
+	}
+	if dropped {
+		// Before the header says that pending blocks of this boot count.
+		if err := top.f.Datasync(); err != nil {
+			return ioError("sync "+top.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
+		}
+	}
+	if !counts || top.hdr.boot != d.env.boot {
+		h := top.hdr
+		h.boot, h.flags = d.env.boot, h.flags&^flagSyncFailed
+		if err := top.writeHeader(h); err != nil {
+			return err
+		}
+	}
+	if len(d.pending) >= pendingRanges {
+		return d.flush()
+	}
+	return nil
+}
+
+// Verify checks a stack without writing to it: that every header, map and table keeps its checksum
+// and the rules of the format, that no file is too short, and that the layers belong together. It
+// does not read data. A top that is open for writing elsewhere is ErrInUse.
+func Verify(s Stack) error {
+	d, err := hostEnv().open(s, Options{ReadOnly: true})
+	if err != nil {
+		return fmt.Errorf("verify disk: %w", err)
+	}
+	return d.Close()
+}
+
+// Stats describes every layer of the disk, bottom first, a raw base included. It reads the tables and
+// maps, and waits for a flush under way.
+func (d *Disk) Stats() ([]LayerInfo, error) {
+	d.flushMu.Lock()
+	defer d.flushMu.Unlock()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed.Load() {
+		return nil, ErrClosed
+	}
+	var infos []LayerInfo
+	for _, l := range d.all() {
+		i := l.info()
+		var err error
+		if i.Allocated, err = allocated(l.os); err != nil {
+			return nil, ioError("stat "+l.path, err)
+		}
+		if l.base {
+			i.Data = l.limit
+		} else if err := l.runs(func(r run) {
+			switch settled(r.state, d.env.pendingCounts(&l.hdr)) {
+			case blockData:
+				i.Data += r.count * BlockSize
+			case blockZero:
+				i.Zero += r.count * BlockSize
+			}
+		}); err != nil {
+			return nil, err
+		}
+		infos = append(infos, i)
+	}
+	return infos, nil
+}
+
+// allocated is the space that a file takes on the host, in bytes.
+func allocated(f *os.File) (int64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return 0, err
+	}
+	return st.Blocks * 512, nil
+}

@@ -1,0 +1,342 @@
+package image
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Stages of a build, in their order, as Options.Progress is told them. A stage that has nothing to do is left out.
+const (
+	StageWait     = "wait"     // another build of the same spec is under way
+	StageDeps     = "deps"     // installing the build tool
+	StagePrepare  = "prepare"  // starting the build tool
+	StageIndex    = "index"    // fetching the package index
+	StageDownload = "download" // downloading packages
+	StageInstall  = "install"  // unpacking and configuring packages
+	StageRead     = "read"     // reading the root filesystem; bytes of content, total unknown (0)
+	StageWrite    = "write"    // writing the image; bytes of content
+	StageHash     = "hash"     // computing the id; bytes of the image
+	StagePublish  = "publish"  // putting the image into the store
+)
+
+// Defaults of Options.
+const (
+	DefaultMaxAge   = 24 * time.Hour
+	DefaultMaxBytes = 64 << 30
+)
+
+// Options says what to build and where to. Store and From are needed, the rest may be zero.
+type Options struct {
+	Store   *Store
+	From    string   // see ParseSource
+	Include []string // Debian packages; items may hold several, separated by commas. Of debian: sources only
+	Tag     string   // NAME or NAME:VERSION; default debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest
+
+	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive (of which the suite and component main
+	// are taken), or a line as in sources.list(5).
+	Mirrors []string
+	// NoDocs leaves documentation, manual and info pages out of Debian images (copyright files stay).
+	NoDocs bool
+
+	// MaxAge is how old an image of the same spec may be to be used instead of a new build; zero means DefaultMaxAge. The spec
+	// is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directory sources are always read
+	// anew, but equal content gives the same image.
+	MaxAge time.Duration
+	// NoCache builds anew in any case.
+	NoCache bool
+
+	// InstallDeps installs a missing build tool with the host's apt. Otherwise that is an ErrToolMissing.
+	InstallDeps bool
+	// MaxBytes bounds the sum of the file sizes of the source; zero means DefaultMaxBytes.
+	MaxBytes int64
+	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is called
+	// often, from several goroutines but never from two at once, and must return quickly.
+	Progress func(stage string, done, total int64)
+	// Log takes the messages of the build tool. It need not be safe for concurrent use.
+	Log io.Writer
+}
+
+// buildOptions is Options, checked and completed.
+type buildOptions struct {
+	Options
+	source   Source
+	packages []string
+	tag      string
+	progress func(stage string, done, total int64)
+}
+
+func checkOptions(o Options) (*buildOptions, error) {
+	b := &buildOptions{Options: o}
+	if o.Store == nil {
+		return nil, fmt.Errorf("build an image: %w: no store is given", ErrInvalidOption)
+	}
+	var err error
+	if b.source, err = ParseSource(o.From); err != nil {
+		return nil, err
+	}
+	if b.packages, err = normalizePackages(o.Include); err != nil {
+		return nil, err
+	}
+	if b.source.Kind != KindDebian && (len(b.packages) > 0 || len(o.Mirrors) > 0) {
+		return nil, fmt.Errorf("%w: packages and mirrors go with debian: sources only, not with %s", ErrInvalidOption, b.source)
+	}
+	for _, m := range o.Mirrors {
+		if _, err := parseMirror(m, b.source.Suite); err != nil {
+			return nil, err
+		}
+	}
+	tag := o.Tag
+	if tag == "" {
+		tag = defaultTag(b.source, o.Include)
+	}
+	if b.tag, err = NormalizeTag(tag); err != nil {
+		return nil, err
+	}
+	if o.MaxAge < 0 || o.MaxBytes < 0 {
+		return nil, fmt.Errorf("%w: MaxAge %v and MaxBytes %d must not be negative", ErrInvalidOption, o.MaxAge, o.MaxBytes)
+	}
+	if b.MaxAge == 0 {
+		b.MaxAge = DefaultMaxAge
+	}
+	if b.MaxBytes == 0 {
+		b.MaxBytes = DefaultMaxBytes
+	}
+	var mu sync.Mutex
+	b.progress = func(stage string, done, total int64) {
+		if o.Progress != nil {
+			mu.Lock()
+			defer mu.Unlock()
+			o.Progress(stage, done, total)
+		}
+	}
+	return b, nil
+}
+
+// recipeVersion is raised when the same options give another image than before, so that older ones are not taken for it.
+const recipeVersion = 1
+
+// spec is a hash of all that decides what is built.
+func (b *buildOptions) spec() (string, error) {
+	j, err := json.Marshal(struct {
+		Recipe   int
+		Source   string
+		Packages []string
+		Mirrors  []string
+		NoDocs   bool
+		Arch     string
+	}{recipeVersion, b.source.String(), b.packages, b.Mirrors, b.NoDocs, runtime.GOARCH})
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(j)
+	return hex.EncodeToString(sum[:]), nil
+}
+
+func newHash() hash.Hash { return sha256.New() }
+
+// Build makes an image and puts it into the store, or finds a recent one of the same spec there (see Options.MaxAge), and
+// gives it the tag. A tag that another image has moves. When ctx ends, all processes of the build are killed, what it wrote
+// is removed, and the context's cause is in the error.
+//
+// Of several builds of one spec at the same time, in any processes, one does the work and the others take its image.
+//
+// Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may look for: ErrUnsupportedSource,
+// ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge, ErrChanged.
+func Build(ctx context.Context, opts Options) (*Image, error) {
+	o, err := checkOptions(opts)
+	if err != nil {
+		return nil, err
+	}
+	spec, err := o.spec()
+	if err != nil {
+		return nil, err
+	}
+	if o.source.Kind == KindDebian && !o.NoCache {
+		l, err := lock(ctx, filepath.Join(o.Store.dir, locksDir, "spec-"+spec[:16]), func() { o.progress(StageWait, 0, 0) })
+		if err != nil {
+			return nil, fmt.Errorf("wait for another build of %s: %w", o.source, err)
+		}
+		defer unlock(l)
+		img, err := o.cached(ctx, spec)
+		if err != nil || img != nil {
+			return img, err
+		}
+	}
+	if _, err := o.Store.Prune(ctx); err != nil {
+		return nil, err
+	}
+	tmp, err := o.newTemp(ctx)
+	if err != nil {
+		return nil, err
+	}
+	img, err := o.build(ctx, spec, tmp.dir)
+	if err != nil {
+		return nil, errors.Join(err, tmp.remove())
+	}
+	if err := tmp.remove(); err != nil {
+		return nil, fmt.Errorf("image %s is built, but not all temporary files could be removed: %w", img.name(), err)
+	}
+	return img, nil
+}
+
+func (b *buildOptions) newTemp(ctx context.Context) (*temp, error) {
+	l, err := b.Store.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock(l)
+	return b.Store.newTemp("build-")
+}
+
+// cached gives the newest image of the spec that is not too old and passes the cheap check, with the tag given to it; nil if
+// there is none.
+func (b *buildOptions) cached(ctx context.Context, spec string) (*Image, error) {
+	l, err := b.Store.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock(l)
+	all, _ := b.Store.List() // damaged records are no candidates
+	for _, img := range all {
+		age := time.Since(img.Created)
+		if img.Spec != spec || age > b.MaxAge || age < 0 || checkFile(img) != nil {
+			continue
+		}
+		if err := b.Store.tag(img, b.tag); err != nil {
+			return nil, err
+		}
+		img.Cached = true
+		return img, nil
+	}
+	return nil, nil
+}
+
+// build does the work in the folder tmp, which the caller removes.
+func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*Image, error) {
+	var t *tree
+	var err error
+	switch b.source.Kind {
+	case KindDebian:
+		spool, err := os.OpenFile(filepath.Join(tmp, "spool"), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("build from %s: %w", b.source, err)
+		}
+		defer func() { _ = spool.Close() }() // thrown away
+		if t, err = debianBuild(ctx, b, tmp, spool); err != nil {
+			return nil, err
+		}
+	case KindDir:
+		if t, err = readDir(ctx, b.source.Path, b.MaxBytes, func(n int64) { b.progress(StageRead, n, 0) }); err != nil {
+			return nil, fmt.Errorf("build from %s: %w", b.source, err)
+		}
+	default:
+		return nil, fmt.Errorf("%w: kind %q", ErrUnsupportedSource, b.source.Kind)
+	}
+	if err = addVMFiles(t, b.source.Kind == KindDebian); err != nil {
+		return nil, fmt.Errorf("build from %s: %w", b.source, err)
+	}
+	img := &Image{Version: RecordVersion, Source: b.source.String(), Spec: spec, Include: b.packages, Skipped: t.skipped,
+		Architecture: runtime.GOARCH, dir: filepath.Join(tmp, "image")}
+	if err := describePackages(t, img); err != nil {
+		return nil, fmt.Errorf("build from %s: %w", b.source, err)
+	}
+	if err := b.write(ctx, t, img); err != nil {
+		return nil, fmt.Errorf("build from %s: %w", b.source, err)
+	}
+	img.Inodes, img.Content = t.inodes, t.bytes
+	b.progress(StagePublish, 0, 0)
+	img.Created = time.Now().UTC()
+	if err := b.Store.publish(ctx, img, b.tag); err != nil {
+		return nil, err
+	}
+	return img, nil
+}
+
+// write makes the image file and its id.
+func (b *buildOptions) write(ctx context.Context, t *tree, img *Image) error {
+	if err := os.Mkdir(img.dir, 0o755); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(img.Path(), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o444)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }() // synced before, errors would have come then
+	if err := writeEROFS(ctx, t, f, func(done, total int64) { b.progress(StageWrite, done, total) }); err != nil {
+		return err
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	img.Size = st.Size()
+	if img.ID, err = hashFile(ctx, f, func(done, total int64) { b.progress(StageHash, done, total) }); err != nil {
+		return fmt.Errorf("hash the image: %w", err)
+	}
+	return nil
+}
+
+// maxStatusBytes bounds dpkg's database, which is read into memory.
+const maxStatusBytes = 128 << 20
+
+// describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it has one.
+func describePackages(t *tree, img *Image) error {
+	status, err := t.readText("var/lib/dpkg/status")
+	if err != nil {
+		return err
+	}
+	img.Packages = parseDpkgStatus(status)
+	arch, err := t.readText("var/lib/dpkg/arch")
+	if err != nil {
+		return err
+	}
+	if native, _, _ := strings.Cut(strings.TrimSpace(arch), "\n"); native != "" {
+		img.Architecture = native
+	}
+	return nil
+}
+
+// readText gives the content of a regular file of the tree, or "" when there is none.
+func (t *tree) readText(p string) (string, error) {
+	n := t.lookup(p)
+	if n == nil || !n.mode.IsRegular() || n.size == 0 {
+		return "", nil
+	}
+	if n.size > maxStatusBytes {
+		return "", fmt.Errorf("%w: /%s has %d bytes", ErrTooLarge, p, n.size)
+	}
+	r, err := n.data.open()
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = r.Close() }() // only read
+	b := make([]byte, n.size)
+	if _, err := io.ReadFull(r, b); err != nil {
+		return "", fmt.Errorf("read /%s: %w", p, err)
+	}
+	return string(b), nil
+}
+
+// parseDpkgStatus gives the installed packages of a dpkg status file, in its order.
+func parseDpkgStatus(text string) []Package {
+	var out []Package
+	for _, st := range parseStanzas(text) {
+		if st["status"] != "install ok installed" && st["status"] != "hold ok installed" {
+			continue
+		}
+		out = append(out, Package{Name: st["package"], Version: st["version"], Architecture: st["architecture"]})
+	}
+	return out
+}

@@ -1,0 +1,36 @@
+package image
+
+import "errors"
+
+// Errors a caller may have to tell apart. They are wrapped in errors that name the object, the cause and the remedy.
+var (
+	// ErrUnsupportedSource: the --from string names a kind of source this package does not build from, or is malformed.
+	ErrUnsupportedSource = errors.New("unsupported image source")
+	// ErrInvalidOption: an option (a package name, a tag, a mirror) is malformed.
+	ErrInvalidOption = errors.New("invalid option")
+	// ErrToolMissing: a host program that the build needs is not installed.
+	ErrToolMissing = errors.New("a needed program is not installed")
+	// ErrNotRoot: the build needs root (a Debian root has files of many owners, and package scripts run in a chroot).
+	ErrNotRoot = errors.New("root is needed")
+	// ErrNoMirror: the host's apt sources name no Debian mirror and the caller gave none.
+	ErrNoMirror = errors.New("no Debian mirror is known")
+	// ErrBuildTool: the program that assembles the Debian root failed; the error carries its last messages.
+	ErrBuildTool = errors.New("building the Debian root failed")
+	// ErrTooLarge: the source exceeds a limit (Options.MaxBytes, or a named limit of this package).
+	ErrTooLarge = errors.New("the image source exceeds a limit")
+	// ErrChanged: a file of a directory source changed, shrank or vanished while it was read.
+	ErrChanged = errors.New("the source changed while it was read")
+	// ErrBadArchive: a tar stream is damaged or holds an entry that cannot be part of a root filesystem.
+	ErrBadArchive = errors.New("bad archive")
+
+	// ErrNotFound: no image has this tag or id.
+	ErrNotFound = errors.New("no such image")
+	// ErrAmbiguous: an id prefix fits several images.
+	ErrAmbiguous = errors.New("ambiguous image id")
+	// ErrInUse: the image cannot be removed because a VM uses it.
+	ErrInUse = errors.New("image is in use")
+	// ErrTruncated: the image file is shorter than it was when it was built.
+	ErrTruncated = errors.New("image is truncated")
+	// ErrCorrupt: the image or its record is not what was built.
+	ErrCorrupt = errors.New("image is corrupt")
+)

@@ -1,0 +1,102 @@
+package image
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestParseSource(t *testing.T) {
+	wd, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for in, want := range map[string]Source{
+		"debian:bookworm": {Kind: KindDebian, Suite: "bookworm"},
+		"debian:sid":      {Kind: KindDebian, Suite: "sid"},
+		"dir:/srv/root/":  {Kind: KindDir, Path: "/srv/root"},
+		"dir:sub/../x:y":  {Kind: KindDir, Path: filepath.Join(wd, "x:y")},
+	} {
+		got, err := ParseSource(in)
+		if err != nil || got != want {
+			t.Errorf("%q: got %+v (%v), want %+v", in, got, err, want)
+		}
+		if again, err := ParseSource(got.String()); err != nil || again != got {
+			t.Errorf("%q does not survive String: %+v (%v)", in, again, err)
+		}
+	}
+	for in, text := range map[string]string{
+		"":                       "debian:SUITE",
+		"bookworm":               "no kind in front",
+		"oci:docker.io/debian:1": "dir:PATH",
+		"debian:":                "suite",
+		"debian:Book worm":       "suite",
+		"debian:-oops":           "suite",
+		"debian:../x":            "suite",
+		"dir:":                   "path is empty",
+	} {
+		if _, err := ParseSource(in); !errors.Is(err, ErrUnsupportedSource) || !strings.Contains(err.Error(), text) {
+			t.Errorf("%q: got %v, want ErrUnsupportedSource with %q", in, err, text)
+		}
+	}
+}
+
+func TestNormalizePackages(t *testing.T) {
+	got, err := normalizePackages([]string{"python3,git", "git", " libc6:amd64 ", "vim=2:9.0.1378-2", "g++"})
+	if want := []string{"g++", "git", "libc6:amd64", "python3", "vim=2:9.0.1378-2"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %v (%v), want %v", got, err, want)
+	}
+	for _, bad := range []string{"Python", "-oDebug=1", "a;b", "x", "?essential", "../x", "py*"} {
+		if _, err := normalizePackages([]string{bad}); !errors.Is(err, ErrInvalidOption) {
+			t.Errorf("%q: got %v, want ErrInvalidOption", bad, err)
+		}
+	}
+	if _, err := normalizePackages([]string{strings.Repeat("aa,", 5) + manyPackages()}); !errors.Is(err, ErrInvalidOption) {
+		t.Errorf("%d packages: got %v, want ErrInvalidOption", maxPackages+1, err)
+	}
+}
+
+func manyPackages() string {
+	var b strings.Builder
+	for i := range maxPackages + 1 {
+		b.WriteString("p" + strings.Repeat("x", i%50) + string(rune('a'+i/50)) + ",")
+	}
+	return b.String()
+}
+
+func TestTags(t *testing.T) {
+	for in, want := range map[string]string{"a": "a:latest", "me/my-image:V1.0_x": "me/my-image:V1.0_x"} {
+		if got, err := NormalizeTag(in); err != nil || got != want {
+			t.Errorf("%q: got %q (%v), want %q", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", ":v", "a:", "A", "a b", "a//b", "../a", "a:-v", "a:b:c", strings.Repeat("a", 300)} {
+		if got, err := NormalizeTag(in); !errors.Is(err, ErrInvalidOption) {
+			t.Errorf("%q: got %q (%v), want ErrInvalidOption", in, got, err)
+		}
+	}
+	for _, c := range []struct {
+		from    string
+		include []string
+		want    string
+	}{
+		{"debian:bookworm", nil, "debian:latest"},
+		{"debian:bookworm", []string{"python3,git"}, "debian-python:latest"},
+		{"debian:sid", []string{"g++", "git"}, "debian-g:latest"},
+		{"debian:sid", []string{"git=1:2.3"}, "debian-git:latest"},
+		{"dir:/srv/My Root_1", nil, "dir-my-root-1:latest"},
+		{"dir:/", nil, "dir:latest"},
+	} {
+		s, err := ParseSource(c.from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := defaultTag(s, c.include)
+		if n, err := NormalizeTag(got); got != c.want || n != got || err != nil {
+			t.Errorf("%s %v: got %q (%v), want %q", c.from, c.include, got, err, c.want)
+		}
+	}
+}

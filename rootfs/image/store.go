@@ -1,0 +1,581 @@
+package image
+
+import (
+	"cmp"
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+)
+
+const (
+	imagesDir = "images"
+	tmpDir    = "tmp"
+	locksDir  = "locks"
+	storeLock = "store"
+
+	// RootName is the name of the EROFS image within the folder of an image.
+	RootName   = "root.erofs"
+	recordName = "image.json"
+
+	// RecordVersion is the version of image.json that this package writes, and the newest it reads.
+	RecordVersion = 1
+
+	idBytes        = 32 // of SHA-256
+	minPrefix      = 4  // hex digits of a shortened id
+	shortID        = 12 // hex digits
+	maxRecordBytes = 16 << 20
+)
+
+var idRE = regexp.MustCompile(`^[0-9a-f]{64}$`)
+
+// Package is an installed Debian package.
+type Package struct {
+	Name         string `json:"name"`
+	Version      string `json:"version"`
+	Architecture string `json:"architecture,omitempty"`
+}
+
+// Image is an image of a store, as its record image.json describes it.
+type Image struct {
+	Version      int       `json:"version"` // of the record: RecordVersion
+	ID           string    `json:"id"`      // SHA-256 of root.erofs, 64 hex digits
+	Tags         []string  `json:"tags"`    // NAME:VERSION, sorted
+	Tagged       time.Time `json:"tagged"`  // when the tags were last changed; of two images with one tag, the later has it
+	Source       string    `json:"source"`  // as ParseSource reads it
+	Spec         string    `json:"spec"`    // hash of all that the build was told; equal specs share an image (see Options.MaxAge)
+	Include      []string  `json:"include"` // packages asked for
+	Packages     []Package `json:"packages"`
+	Size         int64     `json:"size"`    // of root.erofs, in bytes; blocks of zeros take no disk space
+	Content      int64     `json:"content"` // sum of the sizes of the files in it, in bytes
+	Inodes       int       `json:"inodes"`
+	Created      time.Time `json:"created"`
+	Architecture string    `json:"architecture"` // as Debian and Go name it: amd64
+	Skipped      Skipped   `json:"skipped"`
+
+	// How to run it, where the source says so. Sources of today do not; empty means the caller's default.
+	Entrypoint []string `json:"entrypoint"`
+	Env        []string `json:"env"`
+	User       string   `json:"user"`
+	Workdir    string   `json:"workdir"`
+
+	// Cached says, of an image that Build returned, that it was there already.
+	Cached bool `json:"-"`
+
+	dir string
+}
+
+// Path is the path of the EROFS image file. It must be opened read-only.
+func (i *Image) Path() string { return filepath.Join(i.dir, RootName) }
+
+// ShortID is the beginning of the id, enough for people.
+func (i *Image) ShortID() string { return i.ID[:min(len(i.ID), shortID)] }
+
+// name is how errors call the image.
+func (i *Image) name() string {
+	if len(i.Tags) > 0 {
+		return i.Tags[0] + " (" + i.ShortID() + ")"
+	}
+	return i.ShortID()
+}
+
+// Store keeps images in a directory. Its methods may be called concurrently, also by several processes.
+type Store struct{ dir string }
+
+// OpenStore opens the store in a directory, which is made if it is not there.
+func OpenStore(dir string) (*Store, error) {
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open the image store: %w", err)
+	}
+	for _, d := range []string{abs, filepath.Join(abs, imagesDir), filepath.Join(abs, tmpDir), filepath.Join(abs, locksDir)} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			return nil, fmt.Errorf("open the image store: %w; give a directory that you may write", err)
+		}
+	}
+	return &Store{dir: abs}, nil
+}
+
+// Dir is the directory of the store.
+func (s *Store) Dir() string { return s.dir }
+
+// lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is held
+// for moments only.
+func (s *Store) lock(ctx context.Context) (*os.File, error) {
+	f, err := lock(ctx, filepath.Join(s.dir, locksDir, storeLock), nil)
+	if err != nil {
+		return nil, fmt.Errorf("lock the image store %s: %w", s.dir, err)
+	}
+	return f, nil
+}
+
+// List gives all images, newest first. When records cannot be read, it gives the other images and an error that joins the
+// causes (ErrCorrupt).
+func (s *Store) List() ([]*Image, error) {
+	dir := filepath.Join(s.dir, imagesDir)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("list the images of %s: %w", s.dir, err)
+	}
+	var out []*Image
+	var errs []error
+	for _, e := range entries {
+		if !idRE.MatchString(e.Name()) {
+			continue
+		}
+		img, err := readRecord(filepath.Join(dir, e.Name()))
+		switch {
+		case errors.Is(err, fs.ErrNotExist) && !exists(filepath.Join(dir, e.Name())):
+			// removed since the folder was read
+		case err != nil:
+			errs = append(errs, err)
+		default:
+			out = append(out, img)
+		}
+	}
+	// Moving a tag adds it to one record and then takes it from another. Between, or after a crash, both have it.
+	owner := map[string]*Image{}
+	for _, img := range out {
+		for _, t := range img.Tags {
+			if o := owner[t]; o == nil || img.Tagged.After(o.Tagged) {
+				owner[t] = img
+			}
+		}
+	}
+	for _, img := range out {
+		img.Tags = slices.DeleteFunc(img.Tags, func(t string) bool { return owner[t] != img })
+	}
+	slices.SortFunc(out, func(a, b *Image) int {
+		return cmp.Or(b.Created.Compare(a.Created), cmp.Compare(a.ID, b.ID))
+	})
+	return out, errors.Join(errs...)
+}
+
+func exists(p string) bool {
+	_, err := os.Lstat(p)
+	return err == nil
+}
+
+func readRecord(dir string) (*Image, error) {
+	id := filepath.Base(dir)
+	remedy := "remove the image and build it again"
+	b, err := readBounded(filepath.Join(dir, recordName), maxRecordBytes)
+	if err != nil {
+		return nil, fmt.Errorf("image %.12s: %w: read its record: %w; %s", id, ErrCorrupt, err, remedy)
+	}
+	var img Image
+	if err := json.Unmarshal([]byte(b), &img); err != nil {
+		return nil, fmt.Errorf("image %.12s: %w: its record %s: %w; %s", id, ErrCorrupt, recordName, err, remedy)
+	}
+	if img.Version < 1 || img.Version > RecordVersion {
+		return nil, fmt.Errorf("image %.12s: %w: its record has version %d, known are 1 to %d; use a newer drowse",
+			id, ErrCorrupt, img.Version, RecordVersion)
+	}
+	if img.ID != id {
+		return nil, fmt.Errorf("image %.12s: %w: its record is of image %.12s; %s", id, ErrCorrupt, img.ID, remedy)
+	}
+	img.dir = dir
+	return &img, nil
+}
+
+// Find gives the image with a tag ("name" means "name:latest"), an id, or the beginning of an id (4 hex digits at least;
+// "sha256:" may stand in front). Errors are ErrNotFound, ErrAmbiguous, or ErrCorrupt when the record of that image, or of
+// one that may be meant, cannot be read.
+func (s *Store) Find(ref string) (*Image, error) {
+	all, listErr := s.List()
+	if tag, err := NormalizeTag(ref); err == nil {
+		for _, img := range all {
+			if slices.Contains(img.Tags, tag) {
+				return img, nil
+			}
+		}
+	}
+	prefix := strings.TrimPrefix(ref, "sha256:")
+	var got []*Image
+	if len(prefix) >= minPrefix {
+		for _, img := range all {
+			if strings.HasPrefix(img.ID, prefix) {
+				got = append(got, img)
+			}
+		}
+	}
+	switch {
+	case len(got) == 1:
+		return got[0], nil
+	case len(got) > 1:
+		ids := make([]string, 0, len(got))
+		for _, img := range got {
+			ids = append(ids, img.ID[:min(len(img.ID), max(shortID, len(prefix)+4))])
+		}
+		return nil, fmt.Errorf("find image %q: %w: it may be %s; give more digits", ref, ErrAmbiguous, strings.Join(ids, ", "))
+	case listErr != nil:
+		return nil, fmt.Errorf("find image %q: %w", ref, listErr)
+	}
+	return nil, fmt.Errorf("find image %q in %s: %w; list the images to see what there is, or build it", ref, s.dir, ErrNotFound)
+}
+
+// Tag gives a tag to an image. If another image has it, it moves.
+func (s *Store) Tag(ctx context.Context, ref, tag string) error {
+	tag, err := NormalizeTag(tag)
+	if err != nil {
+		return err
+	}
+	l, err := s.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock(l)
+	img, err := s.Find(ref)
+	if err != nil {
+		return err
+	}
+	return s.tag(img, tag)
+}
+
+// tag moves a tag to an image. The store's lock must be held.
+func (s *Store) tag(img *Image, tag string) error {
+	if !slices.Contains(img.Tags, tag) {
+		img.Tags = append(img.Tags, tag)
+		slices.Sort(img.Tags)
+		img.Tagged = time.Now().UTC()
+		if err := writeRecord(img); err != nil {
+			return err
+		}
+	}
+	return s.untagOthers(img, tag)
+}
+
+func (s *Store) untagOthers(keep *Image, tag string) error {
+	entries, err := os.ReadDir(filepath.Join(s.dir, imagesDir))
+	if err != nil {
+		return fmt.Errorf("move tag %s: %w", tag, err)
+	}
+	for _, e := range entries {
+		if e.Name() == keep.ID || !idRE.MatchString(e.Name()) {
+			continue
+		}
+		// Not List: that already hides tags which a record holds in vain.
+		other, err := readRecord(filepath.Join(s.dir, imagesDir, e.Name()))
+		if err != nil || !slices.Contains(other.Tags, tag) {
+			continue // a damaged record has no tags
+		}
+		other.Tags = slices.DeleteFunc(other.Tags, func(t string) bool { return t == tag })
+		if err := writeRecord(other); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeRecord replaces the record of an image atomically.
+func writeRecord(img *Image) error {
+	for _, l := range []*[]string{&img.Tags, &img.Include, &img.Entrypoint, &img.Env} {
+		if *l == nil {
+			*l = []string{} // lists are lists for readers of the JSON, also when empty
+		}
+	}
+	if img.Packages == nil {
+		img.Packages = []Package{}
+	}
+	b, err := json.MarshalIndent(img, "", "  ")
+	if err != nil {
+		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), err)
+	}
+	name := filepath.Join(img.dir, recordName)
+	f, err := os.CreateTemp(img.dir, "."+recordName+".*")
+	if err != nil {
+		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), err)
+	}
+	_, err = f.Write(append(b, '\n'))
+	err = errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), name)
+	}
+	if err != nil {
+		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), errors.Join(err, removeIfThere(f.Name())))
+	}
+	return syncDir(img.dir)
+}
+
+func removeIfThere(name string) error {
+	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func syncDir(name string) error {
+	d, err := os.Open(name)
+	if err != nil {
+		return fmt.Errorf("sync directory: %w", err)
+	}
+	if err := errors.Join(d.Sync(), d.Close()); err != nil {
+		return fmt.Errorf("sync directory %s: %w", name, err)
+	}
+	return nil
+}
+
+// publish moves a finished image from a build folder into the store: img.dir holds root.erofs, already fsynced. When the
+// store has an image of the same content, that one stays, with the new record and all tags.
+func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
+	l, err := s.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock(l)
+	img.Tags, img.Tagged = []string{tag}, time.Now().UTC()
+	images := filepath.Join(s.dir, imagesDir)
+	final := filepath.Join(images, img.ID)
+	if old, err := readRecord(final); err == nil {
+		img.Tags = append(img.Tags, old.Tags...)
+		slices.Sort(img.Tags)
+		img.Tags = slices.Compact(img.Tags)
+	}
+	if exists(final) {
+		// The same content. What is there may be in use, so it stays unless it is damaged.
+		there := *img
+		there.dir = final
+		if err := checkFile(&there); err == nil {
+			img.dir = final
+			if err := writeRecord(img); err != nil {
+				return err
+			}
+			return s.untagOthers(img, tag)
+		}
+		if err := os.Rename(final, filepath.Join(filepath.Dir(img.dir), "replaced")); err != nil {
+			return fmt.Errorf("replace the damaged image %s: %w", img.ShortID(), err)
+		}
+	}
+	if err := writeRecord(img); err != nil {
+		return err
+	}
+	if err := os.Rename(img.dir, final); err != nil {
+		return fmt.Errorf("publish image %s: %w", img.ShortID(), err)
+	}
+	img.dir = final
+	if err := syncDir(images); err != nil {
+		return err
+	}
+	return s.untagOthers(img, tag)
+}
+
+// Removal says what Remove did.
+type Removal struct {
+	ID       string
+	Untagged []string // tags that are gone
+	Deleted  bool     // the image itself is gone
+}
+
+// Remove removes what ref names. A tag of an image that has other tags is taken away and the image stays; otherwise the
+// image is deleted, with all its tags. It refuses with ErrInUse when inUse (which may be nil) says so of the id. An image
+// whose record is damaged can be removed by its full id.
+//
+// The image disappears by one rename, so that a crash leaves it whole or gone. Open files of it stay readable.
+func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bool) (Removal, error) {
+	l, err := s.lock(ctx)
+	if err != nil {
+		return Removal{}, err
+	}
+	defer unlock(l)
+	img, err := s.Find(ref)
+	if err != nil {
+		id := strings.TrimPrefix(ref, "sha256:")
+		if !idRE.MatchString(id) || !exists(filepath.Join(s.dir, imagesDir, id)) {
+			return Removal{}, err
+		}
+		img = &Image{ID: id, dir: filepath.Join(s.dir, imagesDir, id)}
+	}
+	if tag, err := NormalizeTag(ref); err == nil && slices.Contains(img.Tags, tag) && len(img.Tags) > 1 {
+		img.Tags = slices.DeleteFunc(img.Tags, func(t string) bool { return t == tag })
+		return Removal{ID: img.ID, Untagged: []string{tag}}, writeRecord(img)
+	}
+	if inUse != nil && inUse(img.ID) {
+		return Removal{}, fmt.Errorf("remove image %s: %w; remove the VMs that use it first", img.name(), ErrInUse)
+	}
+	trash, err := s.newTemp("del-")
+	if err != nil {
+		return Removal{}, err
+	}
+	defer func() { _ = trash.remove() }() // what stays is garbage, which Prune takes
+	if err := os.Rename(img.dir, filepath.Join(trash.dir, "image")); err != nil {
+		return Removal{}, fmt.Errorf("remove image %s: %w", img.name(), err)
+	}
+	if err := syncDir(filepath.Join(s.dir, imagesDir)); err != nil {
+		return Removal{}, err
+	}
+	return Removal{ID: img.ID, Untagged: img.Tags, Deleted: true}, nil
+}
+
+// temp is a folder below tmp with a lock that says it is in use.
+type temp struct {
+	dir  string
+	lock *os.File
+}
+
+const tempLock = "lock"
+
+// newTemp makes a folder below tmp. The store's lock must be held, so that Prune does not take it for garbage.
+func (s *Store) newTemp(prefix string) (*temp, error) {
+	dir, err := os.MkdirTemp(filepath.Join(s.dir, tmpDir), prefix)
+	if err != nil {
+		return nil, fmt.Errorf("make a temporary folder in the image store: %w", err)
+	}
+	l, err := tryLock(filepath.Join(dir, tempLock))
+	if err != nil {
+		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, os.RemoveAll(dir)))
+	}
+	// The build tool's apt downloads as an unprivileged user, who must be able to pass.
+	if err := os.Chmod(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, l.Close(), os.RemoveAll(dir)))
+	}
+	return &temp{dir: dir, lock: l}, nil
+}
+
+// remove deletes the folder. Processes of the build tool that were just killed may still add a file: it is tried again.
+func (t *temp) remove() error {
+	var err error
+	for range 20 {
+		if err = os.RemoveAll(t.dir); err == nil {
+			break
+		}
+		time.Sleep(lockPoll)
+	}
+	return errors.Join(err, t.lock.Close())
+}
+
+// Prune removes what builds that died left below tmp, and gives the number of such folders. Builds do it themselves.
+func (s *Store) Prune(ctx context.Context) (int, error) {
+	l, err := s.lock(ctx)
+	if err != nil {
+		return 0, err
+	}
+	defer unlock(l)
+	entries, err := os.ReadDir(filepath.Join(s.dir, tmpDir))
+	if err != nil {
+		return 0, fmt.Errorf("prune the image store: %w", err)
+	}
+	n := 0
+	var errs []error
+	for _, e := range entries {
+		dir := filepath.Join(s.dir, tmpDir, e.Name())
+		var l *os.File
+		if e.IsDir() {
+			if l, err = tryLock(filepath.Join(dir, tempLock)); errors.Is(err, errLocked) {
+				continue // a build under way
+			}
+		}
+		err := os.RemoveAll(dir)
+		if l != nil {
+			_ = l.Close()
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("prune the image store: %w", err))
+			continue
+		}
+		n++
+	}
+	return n, errors.Join(errs...)
+}
+
+// Check is the cheap check for every start of a VM: the file is there, has its size, and its superblock is sound and fits
+// the size. It takes one read of 4 KiB. Errors are ErrTruncated or ErrCorrupt, with cause and remedy.
+func (s *Store) Check(img *Image) error {
+	if err := checkFile(img); err != nil {
+		return fmt.Errorf("check image %s: %w; remove it and build it again", img.name(), err)
+	}
+	return nil
+}
+
+func checkFile(img *Image) error {
+	f, err := os.Open(img.Path())
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: its file %s is missing", ErrCorrupt, RootName)
+	}
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }() // only read
+	st, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	switch {
+	case !st.Mode().IsRegular():
+		return fmt.Errorf("%w: %s is not a regular file", ErrCorrupt, RootName)
+	case st.Size() < img.Size:
+		return fmt.Errorf("%w: it has %d bytes of %d", ErrTruncated, st.Size(), img.Size)
+	case st.Size() > img.Size:
+		return fmt.Errorf("%w: it has %d bytes where %d were written", ErrCorrupt, st.Size(), img.Size)
+	}
+	sb, err := readSuper(f)
+	if err != nil {
+		return err
+	}
+	if want := sb.blocks * blockSize; want != st.Size() {
+		return fmt.Errorf("%w: its superblock tells of %d bytes, the file has %d", ErrCorrupt, want, st.Size())
+	}
+	return nil
+}
+
+// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) is told the bytes
+// read and their total. Errors are ErrTruncated or ErrCorrupt, with cause and remedy, ErrNotFound, or the context's.
+func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total int64)) error {
+	img, err := s.Find(ref)
+	if err != nil {
+		return err
+	}
+	if err := s.Check(img); err != nil {
+		return err
+	}
+	f, err := os.Open(img.Path())
+	if err != nil {
+		return fmt.Errorf("verify image %s: %w", img.name(), err)
+	}
+	defer func() { _ = f.Close() }() // only read
+	got, err := hashFile(ctx, f, onRead)
+	if err != nil {
+		return fmt.Errorf("verify image %s: %w", img.name(), err)
+	}
+	if got != img.ID {
+		return fmt.Errorf("verify image %s: %w: its content has SHA-256 %s; remove it and build it again", img.name(), ErrCorrupt, got)
+	}
+	return nil
+}
+
+// hashFile gives the SHA-256 of a file in hex.
+func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (string, error) {
+	st, err := f.Stat()
+	if err != nil {
+		return "", err
+	}
+	h := newHash()
+	src := &watchedReader{ctx: ctx, r: &holeReader{f: f, size: st.Size()}}
+	buf := make([]byte, sparseBufBytes)
+	var done int64
+	for {
+		n, err := src.Read(buf)
+		h.Write(buf[:n])
+		if done += int64(n); onRead != nil {
+			onRead(done, st.Size())
+		}
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return "", err
+		}
+	}
+	if done != st.Size() {
+		return "", fmt.Errorf("%w: read %d bytes of %d", ErrTruncated, done, st.Size())
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}

@@ -1,0 +1,161 @@
+package image
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strings"
+)
+
+// paxXattr is the prefix of PAX records that carry extended attributes, as star, GNU tar and libarchive write them.
+const paxXattr = "SCHILY.xattr."
+
+// readTar reads a whole tar stream into a tree. The contents of regular files go to the spool, which must be an empty file
+// and must stay open as long as the tree is used. onRead is told the number of content bytes so far.
+//
+// Read errors of r are passed on as they are; a damaged archive, and an entry that has no place in a root filesystem, is
+// ErrBadArchive.
+func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, onRead func(int64)) (*tree, error) {
+	t := newTree()
+	w := newSparseWriter(spool)
+	src := &watchedReader{ctx: ctx, r: r}
+	tr := tar.NewReader(src)
+	for {
+		h, err := tr.Next()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			if src.err != nil {
+				return nil, src.err
+			}
+			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
+		}
+		if err := t.addTar(h, tr, w, spool, maxBytes); err != nil {
+			switch {
+			case src.err != nil:
+				return nil, src.err
+			case errors.Is(err, ErrTooLarge), errors.Is(err, errSpool):
+				return nil, err
+			}
+			return nil, fmt.Errorf("%w: entry %q: %w", ErrBadArchive, h.Name, err)
+		}
+		if onRead != nil {
+			onRead(t.bytes)
+		}
+	}
+	if err := w.finish(); err != nil {
+		return nil, fmt.Errorf("%w: %w", errSpool, err)
+	}
+	return t, nil
+}
+
+var errSpool = errors.New("write the spool file (is the disk of the image store full?)")
+
+func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, maxBytes int64) error {
+	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
+		return fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
+	}
+	n := &inode{mode: h.FileInfo().Mode(), uid: uint32(h.Uid), gid: uint32(h.Gid), mtime: h.ModTime}
+	if h.ModTime.Unix() < 0 {
+		return fmt.Errorf("modification time %v is before 1970, which EROFS cannot hold", h.ModTime)
+	}
+	for k, v := range h.PAXRecords {
+		name, ok := strings.CutPrefix(k, paxXattr)
+		if !ok {
+			continue
+		}
+		if !keepXattr(name) {
+			t.skipped.Xattrs++
+			continue
+		}
+		if n.xattrs == nil {
+			n.xattrs = map[string]string{}
+		}
+		n.xattrs[name] = v
+	}
+	perm := n.mode &^ fs.ModeType
+	switch h.Typeflag {
+	case tar.TypeReg, tar.TypeGNUSparse, '\x00':
+		n.mode, n.size = perm, h.Size
+		if t.bytes += h.Size; t.bytes > maxBytes {
+			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, maxBytes)
+		}
+		if h.Size > 0 {
+			if err := w.align(); err != nil {
+				return fmt.Errorf("%w: %w", errSpool, err)
+			}
+			n.data = spoolContent{f: spool, off: w.pos(), size: h.Size}
+			got, err := io.Copy(markWriteErrors{w}, data)
+			if err != nil {
+				return err
+			}
+			if got != h.Size {
+				return fmt.Errorf("%d bytes of content where its header says %d", got, h.Size)
+			}
+		}
+	case tar.TypeLink:
+		to := t.lookup(h.Linkname)
+		if to == nil || to.isDir() {
+			return fmt.Errorf("hard link to %q, which no earlier entry made a file", h.Linkname)
+		}
+		n = to
+	case tar.TypeSymlink:
+		n.mode, n.target = fs.ModeSymlink|0o777, h.Linkname
+	case tar.TypeDir:
+		n.mode = perm | fs.ModeDir
+	case tar.TypeFifo:
+		n.mode = perm | fs.ModeNamedPipe
+	case tar.TypeChar, tar.TypeBlock:
+		n.mode = perm | fs.ModeDevice
+		if h.Typeflag == tar.TypeChar {
+			n.mode |= fs.ModeCharDevice
+		}
+		if h.Devmajor < 0 || h.Devminor < 0 || h.Devmajor > 1<<12 || h.Devminor > 1<<20 {
+			return fmt.Errorf("device number %d:%d is out of range", h.Devmajor, h.Devminor)
+		}
+		var err error
+		if n.rdev, err = encodeDev(uint32(h.Devmajor), uint32(h.Devminor)); err != nil {
+			return err
+		}
+	case tar.TypeXGlobalHeader:
+		return nil
+	default:
+		return fmt.Errorf("entry type %q is not known", h.Typeflag)
+	}
+	return t.add(h.Name, n)
+}
+
+// markWriteErrors tells failures of the spool apart from failures of the stream.
+type markWriteErrors struct{ w io.Writer }
+
+func (m markWriteErrors) Write(p []byte) (int, error) {
+	n, err := m.w.Write(p)
+	if err != nil {
+		err = fmt.Errorf("%w: %w", errSpool, err)
+	}
+	return n, err
+}
+
+// watchedReader ends at the cancellation of a context and remembers the error of the reader below it.
+type watchedReader struct {
+	ctx context.Context
+	r   io.Reader
+	err error
+}
+
+func (w *watchedReader) Read(p []byte) (int, error) {
+	if err := context.Cause(w.ctx); err != nil {
+		w.err = err
+		return 0, err
+	}
+	n, err := w.r.Read(p)
+	if err != nil && err != io.EOF {
+		w.err = err
+	}
+	return n, err
+}

@@ -1,0 +1,222 @@
+package artifact
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// tempPrefix starts the name of everything that is not finished.
+	tempPrefix = ".tmp-"
+
+	// staleAfter is the age at which a temporary file can only be what a crash has left: nothing here takes an hour to write.
+	staleAfter = time.Hour
+
+	// lockPoll is how often a held lock is tried again. flock(2) cannot be given up on when it blocks in the kernel, and a
+	// caller may be cancelled while it waits.
+	lockPoll = 50 * time.Millisecond
+
+	dirMode  = 0o755
+	fileMode = 0o644
+)
+
+// IsTemp reports whether name, the last element of a path, is that of an unfinished file or folder.
+func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }
+
+// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts. The lock is
+// held against other goroutines and other processes alike, and ends with the process. The file itself stays: to remove it would
+// let a third party lock a new file of the same name.
+func Lock(ctx context.Context, path string) (unlock func(), err error) {
+	for {
+		unlock, ok, err := TryLock(path)
+		if ok || err != nil {
+			return unlock, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("waiting for the lock %s: %w", path, ctx.Err())
+		case <-time.After(lockPoll):
+		}
+	}
+}
+
+// TryLock is Lock without the waiting: ok is false if the lock is held.
+func TryLock(path string) (unlock func(), ok bool, err error) {
+	if err := os.MkdirAll(filepath.Dir(path), dirMode); err != nil {
+		return nil, false, fmt.Errorf("lock: %w", err)
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, fileMode)
+	if err != nil {
+		return nil, false, fmt.Errorf("lock: %w", err)
+	}
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if err == nil {
+		return func() { _ = f.Close() }, true, nil
+	}
+	_ = f.Close()
+	if errors.Is(err, unix.EWOULDBLOCK) || errors.Is(err, unix.EINTR) {
+		return nil, false, nil
+	}
+	return nil, false, fmt.Errorf("lock %s: %w", path, err)
+}
+
+// RemoveRemains removes the staging folders in dir whose makers are gone: lockPath gives the lock that covers a folder by its key, or
+// "" for one to leave alone. It is tidiness, not correctness, so errors are passed over.
+func RemoveRemains(dir string, lockPath func(key string) string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		key, ok := strings.CutPrefix(e.Name(), tempPrefix)
+		if !ok || !e.IsDir() {
+			continue
+		}
+		path := lockPath(key)
+		if path == "" {
+			continue
+		}
+		if unlock, ok, err := TryLock(path); ok && err == nil {
+			_ = os.RemoveAll(filepath.Join(dir, e.Name()))
+			unlock()
+		}
+	}
+}
+
+// WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. An existing file of that
+// name is replaced. Two callers may write the same path at once; one of the two files stays.
+func WriteFile(path string, write func(f *os.File) error) (err error) {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return err
+	}
+	removeStale(dir)
+	f, err := os.CreateTemp(dir, tempPrefix+"*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = f.Close()
+			_ = os.Remove(f.Name())
+		}
+	}()
+	if err := write(f); err != nil {
+		return err
+	}
+	if err := f.Chmod(fileMode); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return err
+	}
+	return syncDir(dir)
+}
+
+// StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has left under
+// the same key is removed first, so the caller must hold a lock that covers key.
+func StagingDir(dir, key string) (string, error) {
+	p := filepath.Join(dir, tempPrefix+key)
+	if err := os.RemoveAll(p); err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(p, dirMode); err != nil {
+		return "", err
+	}
+	return p, nil
+}
+
+// PublishDir writes all of staging through to disk and gives it its final name, which must not exist. Both are on one file system.
+func PublishDir(ctx context.Context, staging, final string) error {
+	err := filepath.WalkDir(staging, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if d.Type()&^fs.ModeDir != 0 { // links and the like live in their folder
+			return nil
+		}
+		return syncDir(p) // fsync(2) is the same for files
+	})
+	if err != nil {
+		return fmt.Errorf("writing %s to disk: %w", final, err)
+	}
+	if err := os.Rename(staging, final); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(final))
+}
+
+// HashFile returns the SHA-256 of the file at path, in hexadecimal, and its size in bytes. It stops when ctx ends.
+func HashFile(ctx context.Context, path string) (sum string, size int64, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", 0, err
+	}
+	defer f.Close()
+	h := sha256.New()
+	size, err = io.Copy(h, Reader(ctx, f))
+	if err != nil {
+		return "", 0, fmt.Errorf("reading %s: %w", path, err)
+	}
+	return hex.EncodeToString(h.Sum(nil)), size, nil
+}
+
+// Reader returns a reader of r that fails with ctx's error once ctx has ended.
+func Reader(ctx context.Context, r io.Reader) io.Reader { return contextReader{ctx, r} }
+
+type contextReader struct {
+	ctx context.Context
+	r   io.Reader
+}
+
+func (c contextReader) Read(p []byte) (int, error) {
+	if err := c.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return c.r.Read(p)
+}
+
+// removeStale removes temporary files in dir that no living writer can own. It is tidiness, not correctness, so errors are passed over.
+func removeStale(dir string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		if !IsTemp(e.Name()) || !e.Type().IsRegular() {
+			continue
+		}
+		if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > staleAfter {
+			_ = os.Remove(filepath.Join(dir, e.Name()))
+		}
+	}
+}
+
+func syncDir(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return f.Sync()
+}

@@ -1,0 +1,422 @@
+package kernel
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// The programs that Build and Fetch run, in a few lines each: they do what matters to their caller, count how often they were run,
+// and do as the files in the folder $T say.
+var fakePrograms = map[string]string{
+	"gcc":   `case "$1" in --version) cat "$T/gcc-version";; *) grep -q "$(cat "$T/no-header" 2>/dev/null || echo none)" && exit 1; exit 0;; esac`,
+	"ld":    `echo "ld 1"`,
+	"tar":   `echo tar >>"$T/ran"; while [ "$1" != -C ]; do shift; done; mkdir -p "$2"; touch -d 2020-01-02 "$2/Kbuild"`,
+	"patch": `cat >>"$T/patched"; [ ! -e "$T/patch-fails" ] || { echo "1 out of 1 hunk FAILED"; exit 1; }`,
+	"strip": `cp "$4" "$3"`,
+	"make": `for target; do :; done
+echo "make $*" >>"$T/ran"; env >>"$T/env"
+case "$target" in
+tinyconfig) echo "CONFIG_TINY=y" >.config;;
+olddefconfig) [ ! -e "$T/lose" ] || { grep -v "$(cat "$T/lose")" .config >new; mv new .config; };;
+kernelrelease) echo 6.1.0-test;;
+vmlinux) echo "  CC      a.o"; echo "noise"; echo "  CC      b.o"
+  if [ -e "$T/hang" ]; then touch "$T/hanging"; sleep 60; fi
+  [ ! -e "$T/make-fails" ] || { echo "a.c:1: error: something"; exit 2; }
+  echo image >vmlinux; echo "ffffffff81000000 T startup_64" >System.map;;
+esac`,
+	"flex": "", "bison": "", "bc": "", "perl": "", "xz": "",
+	"apt-cache": `for name; do :; done; cat "$T/apt/$name" 2>/dev/null || { echo "E: No packages found" >&2; exit 100; }`,
+	"apt-get": `echo "apt-get $*" >>"$T/ran"
+for last; do :; done
+case "$*" in
+*download*) [ ! -e "$T/stale" ] || { echo "E: 404" >&2; exit 100; }; cp "$T/deb" "${last%%=*}.deb";;
+*update*) rm -f "$T/stale"; [ ! -d "$T/new-index" ] || cp "$T"/new-index/* "$T/apt/";;
+*install*) for p in $(cat "$T/installable" 2>/dev/null); do cp "$T/spare/$p" "$T/bin/$p"; done;;
+esac`,
+	"dpkg-query": `exit 1`,
+	"dpkg-deb":   `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
+}
+
+// fake puts the fake programs in place of all others and returns the folder $T.
+func fake(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	files := map[string]string{"gcc-version": "gcc 1\nmore\n", "source.tar.xz": "source"}
+	for name, text := range fakePrograms {
+		files["bin/"+name] = "#!/bin/sh\nT='" + dir + "'\nPATH=/usr/bin:/bin\n" + text + "\n"
+	}
+	writeTree(t, dir, files)
+	for name := range fakePrograms {
+		if err := os.Chmod(filepath.Join(dir, "bin", name), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Setenv("PATH", filepath.Join(dir, "bin"))
+	return dir
+}
+
+func testOptions(dir string) BuildOptions {
+	return BuildOptions{CacheDir: filepath.Join(dir, "cache"), Jobs: 3, SourceTarball: filepath.Join(dir, "source.tar.xz")}
+}
+
+func count(t *testing.T, dir, what string) int {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join(dir, "ran"))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	return strings.Count(string(data), what)
+}
+
+// noRemains fails the test if anything unfinished is left in the cache.
+func noRemains(t *testing.T, cache string) {
+	t.Helper()
+	for _, pattern := range []string{"kernels/.*", "work/*", "work/.*", "downloads/.*"} {
+		if left, _ := filepath.Glob(filepath.Join(cache, pattern)); len(left) != 0 {
+			t.Errorf("left behind: %q", left)
+		}
+	}
+}
+
+func TestBuildPublishesKernelAndSecondCallTakesItFromCache(t *testing.T) {
+	dir := fake(t)
+	opts := testOptions(dir)
+	var stages []string
+	var log bytes.Buffer
+	opts.Log = &log
+	opts.Progress = func(stage string, done, total int64) {
+		stages = append(stages, fmt.Sprint(stage, " ", done, "/", total))
+	}
+	k, err := Build(t.Context(), opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if k.Kind != Built || k.Version != "6.1.0-test" || k.ID != "built-6.1.0-test-"+k.InputsHash[:idHashLength] || k.Arch != "amd64" {
+		t.Errorf("got %+v", k)
+	}
+	if data, err := os.ReadFile(k.Image); err != nil || string(data) != "image\n" {
+		t.Errorf("image holds %q, %v", data, err)
+	}
+	if data, err := os.ReadFile(k.Config); err != nil || !strings.Contains(string(data), "CONFIG_TINY=y") ||
+		!strings.Contains(string(data), "CONFIG_VIRTIO_BLK=y") {
+		t.Errorf("config lacks options of both: %v", err)
+	}
+	want := "check 0/0,unpack 0/0,patch 0/3,patch 1/3,patch 2/3,configure 0/0," +
+		"compile 0/1840,compile 1/1840,compile 2/1840,compile 2/2,publish 0/0"
+	if got := strings.Join(stages, ","); got != want {
+		t.Errorf("stages\n%s, want\n%s", got, want)
+	}
+	if !strings.Contains(log.String(), "noise") {
+		t.Errorf("log holds %q", log.String())
+	}
+	patched, _ := os.ReadFile(filepath.Join(dir, "patched"))
+	ps, _ := patches()
+	var all string
+	for _, p := range ps {
+		all += p.text
+	}
+	if string(patched) != all {
+		t.Error("patch has not got all patches in order")
+	}
+	noRemains(t, opts.CacheDir)
+
+	again, err := Build(t.Context(), opts)
+	if err != nil || again.ID != k.ID || count(t, dir, "vmlinux") != 1 {
+		t.Errorf("second call: %v, %v, compiled %d times", again, err, count(t, dir, "vmlinux"))
+	}
+}
+
+func TestBuildIsMadeAnewForOtherInputsOnly(t *testing.T) {
+	dir := fake(t)
+	opts := testOptions(dir)
+	build := func() *Kernel {
+		t.Helper()
+		k, err := Build(t.Context(), opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return k
+	}
+	first := build()
+	opts.Jobs = 1
+	if k := build(); k.ID != first.ID {
+		t.Error("the number of jobs made another kernel")
+	}
+	writeTree(t, dir, map[string]string{"gcc-version": "gcc 2\n"})
+	second := build()
+	if second.ID == first.ID {
+		t.Error("another compiler made the same kernel")
+	}
+	writeTree(t, dir, map[string]string{"source.tar.xz": "other source"})
+	if k := build(); k.ID == second.ID {
+		t.Error("another source made the same kernel")
+	}
+	if n := count(t, dir, " vmlinux"); n != 3 {
+		t.Errorf("compiled %d times, want 3", n)
+	}
+}
+
+func TestInputsHoldSourceConfigurationAndPatches(t *testing.T) {
+	opts := testOptions(fake(t))
+	seen := map[string]string{}
+	for _, c := range []struct {
+		name   string
+		change func(b *builder, src *source)
+	}{
+		{"nothing changed", func(*builder, *source) {}},
+		{"other source", func(_ *builder, src *source) { src.identity = "other" }},
+		{"other configuration", func(b *builder, _ *source) { b.config += "CONFIG_MORE=y\n" }},
+		{"other patch", func(b *builder, _ *source) { b.patches[0].text += "\n" }},
+		{"patch less", func(b *builder, _ *source) { b.patches = b.patches[1:] }},
+		{"other name and place of a patch", func(b *builder, _ *source) { b.patches[0].name = "9999.patch" }},
+	} {
+		b, err := newBuilder(opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		src := source{identity: "source"}
+		c.change(b, &src)
+		in, err := b.inputs(t.Context(), src)
+		if err != nil {
+			t.Fatal(err)
+		}
+		hash := hashInputs(in)
+		if other, ok := seen[hash]; ok {
+			t.Errorf("%s: same hash as with %s", c.name, other)
+		}
+		seen[hash] = c.name
+	}
+}
+
+func TestBuildsAtOnceCompileOnce(t *testing.T) {
+	dir := fake(t)
+	var wg sync.WaitGroup
+	ids := make([]string, 4)
+	for i := range ids {
+		wg.Go(func() {
+			if k, err := Build(t.Context(), testOptions(dir)); err != nil {
+				t.Error(err)
+			} else {
+				ids[i] = k.ID
+			}
+		})
+	}
+	wg.Wait()
+	for _, id := range ids {
+		if id != ids[0] {
+			t.Errorf("different kernels: %q", ids)
+		}
+	}
+	if n := count(t, dir, " vmlinux"); n != 1 {
+		t.Errorf("compiled %d times", n)
+	}
+}
+
+func TestBuildDoesNotPassOnVariablesThatChangeTheResult(t *testing.T) {
+	dir := fake(t)
+	for _, name := range []string{"MAKEFLAGS", "ARCH", "CC", "KCFLAGS", "CROSS_COMPILE", "LANG"} {
+		t.Setenv(name, "harmful")
+	}
+	if _, err := Build(t.Context(), testOptions(dir)); err != nil {
+		t.Fatal(err)
+	}
+	env, err := os.ReadFile(filepath.Join(dir, "env"))
+	if err != nil || strings.Contains(string(env), "harmful") || !strings.Contains(string(env), "LC_ALL=C") {
+		t.Errorf("make was run with\n%s", env)
+	}
+	if count(t, dir, "KBUILD_BUILD_TIMESTAMP=Thu Jan  2 ") == 0 {
+		t.Error("the time of the source is not that of the build")
+	}
+}
+
+func TestCancelledBuildStopsCompilerLeavesNothingAndNextOneSucceeds(t *testing.T) {
+	dir := fake(t)
+	opts := testOptions(dir)
+	writeTree(t, dir, map[string]string{"hang": ""})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer cancel()
+		for range 1000 {
+			if _, err := os.Stat(filepath.Join(dir, "hanging")); err == nil {
+				return
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	}()
+	start := time.Now()
+	_, err := Build(ctx, opts)
+	if !errors.Is(err, context.Canceled) {
+		t.Fatalf("got %v", err)
+	}
+	if d := time.Since(start); d > 20*time.Second {
+		t.Errorf("took %v: the compiler was waited for", d)
+	}
+	noRemains(t, opts.CacheDir)
+	if all, err := List(opts.CacheDir); err != nil || len(all) != 0 {
+		t.Errorf("list gives %v, %v", all, err)
+	}
+	if err := os.Remove(filepath.Join(dir, "hang")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Build(t.Context(), opts); err != nil {
+		t.Errorf("next build: %v", err)
+	}
+}
+
+func TestBuildAfterCrashIgnoresAndReplacesItsRemains(t *testing.T) {
+	dir := fake(t)
+	opts := testOptions(dir)
+	k, err := Build(t.Context(), opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// As a loss of power may leave it: a half-built tree, half of what was to be published, and a result with a hole in it.
+	writeTree(t, opts.CacheDir, map[string]string{
+		"work/.tmp-build-" + k.InputsHash[:idHashLength] + "/linux/old.o": "x",
+		"kernels/.tmp-" + k.ID + "/vmlinux":                               "half",
+		"work/.tmp-build-0123456789ab/linux/old.o":                        "of other inputs",
+		"kernels/.tmp-debian-6.1.0-0123456789ab/boot/vmlinuz":             "of a fetch",
+	})
+	if err := os.Truncate(k.Image, 1); err != nil {
+		t.Fatal(err)
+	}
+	if all, err := List(opts.CacheDir); err != nil || len(all) != 0 {
+		t.Fatalf("list gives %v, %v", all, err)
+	}
+	again, err := Build(t.Context(), opts)
+	if err != nil || again.ID != k.ID {
+		t.Fatalf("got %v, %v", again, err)
+	}
+	if err := again.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	noRemains(t, opts.CacheDir)
+}
+
+func TestBuildFailureTellsStepOutputAndLog(t *testing.T) {
+	for _, c := range []struct {
+		file, content string
+		want          []string
+	}{
+		{"patch-fails", "", []string{"0001-", "hunk FAILED"}},
+		{"make-fails", "", []string{"compiling the kernel", "a.c:1: error: something", "exit status 2"}},
+		{"lose", "CONFIG_VIRTIO_BLK=", []string{"CONFIG_VIRTIO_BLK is n, not y"}},
+	} {
+		dir := fake(t)
+		opts := testOptions(dir)
+		writeTree(t, dir, map[string]string{c.file: c.content})
+		_, err := Build(t.Context(), opts)
+		if err == nil {
+			t.Errorf("%s: no error", c.file)
+			continue
+		}
+		for _, want := range c.want {
+			if !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: %q is not in\n%v", c.file, want, err)
+			}
+		}
+		var ce *CommandError
+		if errors.As(err, &ce) {
+			if log, err := os.ReadFile(ce.LogPath); err != nil || len(log) == 0 {
+				t.Errorf("%s: log %s holds %q, %v", c.file, ce.LogPath, log, err)
+			}
+		} else if c.file != "lose" {
+			t.Errorf("%s: %T is no CommandError", c.file, err)
+		}
+		noRemains(t, opts.CacheDir)
+	}
+}
+
+func TestMissingBuildDependenciesAreNamedInOneError(t *testing.T) {
+	dir := fake(t)
+	for _, p := range []string{"bison", "bc"} {
+		if err := os.Remove(filepath.Join(dir, "bin", p)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	writeTree(t, dir, map[string]string{"no-header": "gelf.h"})
+	_, err := Build(t.Context(), testOptions(dir))
+	if !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), "apt-get install --no-install-recommends bc bison libelf-dev)") {
+		t.Errorf("got %v", err)
+	}
+	if count(t, dir, "apt-get") != 0 {
+		t.Error("apt-get was run unasked")
+	}
+}
+
+func TestInstallDepsInstallsWhatIsMissing(t *testing.T) {
+	dir := fake(t)
+	if err := os.Mkdir(filepath.Join(dir, "spare"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(filepath.Join(dir, "bin/bison"), filepath.Join(dir, "spare/bison")); err != nil {
+		t.Fatal(err)
+	}
+	opts := testOptions(dir)
+	opts.InstallDeps = true
+	if _, err := Build(t.Context(), opts); !errors.Is(err, ErrUnsupported) {
+		t.Fatalf("install that does nothing: %v", err)
+	}
+	writeTree(t, dir, map[string]string{"installable": "bison"})
+	if _, err := Build(t.Context(), opts); err != nil {
+		t.Fatal(err)
+	}
+	if count(t, dir, "apt-get -q -y --no-install-recommends install bison") == 0 {
+		t.Error("bison was not installed")
+	}
+}
+
+func TestHashInputsDependsOnEveryNameAndValue(t *testing.T) {
+	seen := map[string]int{}
+	for i, m := range []map[string]string{
+		nil, {"a": "b"}, {"a": "c"}, {"b": "b"}, {"a": "b", "c": ""}, {"a": "b\nc="}, {"a=b": ""}, {"a": "=b"}, {"": "a=b"},
+	} {
+		h := hashInputs(m)
+		if j, ok := seen[h]; ok {
+			t.Errorf("maps %d and %d have one hash", i, j)
+		}
+		seen[h] = i
+		if h != hashInputs(m) {
+			t.Errorf("map %d has two hashes", i)
+		}
+	}
+}
+
+// TestRealBuild builds the kernel in truth. It takes minutes, so it has to be asked for.
+func TestRealBuild(t *testing.T) {
+	cache := os.Getenv("DROWSE_TEST_KERNEL_CACHE")
+	if cache == "" {
+		t.Skip("set DROWSE_TEST_KERNEL_CACHE to a cache folder to build the kernel and fetch Debian's")
+	}
+	k, err := Build(t.Context(), BuildOptions{CacheDir: cache})
+	if err != nil {
+		t.Fatal(err)
+	}
+	head := make([]byte, 4)
+	f, err := os.Open(k.Image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.ReadAt(head, 0); err != nil || string(head) != "\x7fELF" {
+		t.Errorf("image begins with %q, %v", head, err)
+	}
+	if name, off, ok := k.Symbolize(0xffffffff81000000); !ok || name != "startup_64" || off != 0 {
+		t.Errorf("the kernel's first byte is in %q+%d, %v", name, off, ok)
+	}
+	d, err := Fetch(t.Context(), FetchOptions{CacheDir: cache})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(d.Modules) < len(wantedModules) {
+		t.Errorf("only %d modules: %q", len(d.Modules), d.Modules)
+	}
+}

@@ -1,0 +1,125 @@
+package kernel
+
+import (
+	"bufio"
+	"embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"sort"
+	"strings"
+)
+
+//go:embed config/guest.config
+var guestConfig string
+
+//go:embed patches/*.patch
+var patchFiles embed.FS
+
+// patch is a change to the kernel's source.
+type patch struct {
+	name string
+	text string
+}
+
+// patches returns the patches in the order to apply them: by name.
+func patches() ([]patch, error) {
+	names, err := fs.Glob(patchFiles, "patches/*.patch")
+	if err != nil {
+		return nil, err
+	}
+	sort.Strings(names)
+	var out []patch
+	for _, n := range names {
+		text, err := patchFiles.ReadFile(n)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, patch{strings.TrimPrefix(n, "patches/"), string(text)})
+	}
+	return out, nil
+}
+
+// kernelConfig maps the options of a .config to their values as written there; "n" and an option that is not set are the same, and
+// are left out.
+type kernelConfig map[string]string
+
+// parseConfig reads a .config or a fragment of one. It refuses an option that is set twice to different values, since which of them
+// holds depends on who reads it. With keepUnset, options set to n are kept, as "n".
+func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
+	cfg, seen := kernelConfig{}, map[string]string{}
+	s := bufio.NewScanner(strings.NewReader(text))
+	for n := 1; s.Scan(); n++ {
+		line := strings.TrimSpace(s.Text())
+		var name, value string
+		switch {
+		case strings.HasPrefix(line, "CONFIG_"):
+			var ok bool
+			if name, value, ok = strings.Cut(line, "="); !ok || value == "" {
+				return nil, fmt.Errorf("kernel configuration, line %d: %q has no value", n, line)
+			}
+		case strings.HasPrefix(line, "# CONFIG_") && strings.HasSuffix(line, " is not set"):
+			name, value = strings.TrimSuffix(strings.TrimPrefix(line, "# "), " is not set"), "n"
+		case line == "" || strings.HasPrefix(line, "#"):
+			continue
+		default:
+			return nil, fmt.Errorf("kernel configuration, line %d: %q is neither an option nor a comment", n, line)
+		}
+		if old, ok := seen[name]; ok && old != value {
+			return nil, fmt.Errorf("kernel configuration, line %d: %s is %s here and %s before", n, name, value, old)
+		}
+		seen[name] = value
+		if value != "n" || keepUnset {
+			cfg[name] = value
+		}
+	}
+	return cfg, s.Err()
+}
+
+// mergeConfig returns the text of base with the options of fragment in place of its own. It is an input for make olddefconfig.
+func mergeConfig(base, fragment string) (string, error) {
+	want, err := parseConfig(fragment, true)
+	if err != nil {
+		return "", err
+	}
+	var out strings.Builder
+	for line := range strings.Lines(base) {
+		name, _, _ := strings.Cut(strings.TrimPrefix(strings.TrimSpace(line), "# "), " is not set")
+		name, _, _ = strings.Cut(name, "=")
+		if _, ok := want[name]; !ok {
+			out.WriteString(line)
+		}
+	}
+	out.WriteString("\n")
+	out.WriteString(fragment)
+	return out.String(), nil
+}
+
+// checkConfig returns an error that names every option of fragment which does not hold in the finished configuration. Kconfig drops
+// an option whose dependencies are not met without a word; a kernel without, say, virtio would then be found out at boot.
+func checkConfig(finished, fragment string) error {
+	have, err := parseConfig(finished, false)
+	if err != nil {
+		return err
+	}
+	want, err := parseConfig(fragment, true)
+	if err != nil {
+		return err
+	}
+	var wrong []string
+	for name, value := range want {
+		got, ok := have[name]
+		if !ok {
+			got = "n"
+		}
+		if got != value {
+			wrong = append(wrong, fmt.Sprintf("%s is %s, not %s", name, got, value))
+		}
+	}
+	if len(wrong) == 0 {
+		return nil
+	}
+	slices.Sort(wrong)
+	return errors.New("the kernel's source does not take the options asked for (changed names or dependencies?): " + strings.Join(wrong, "; "))
+}

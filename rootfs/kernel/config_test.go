@@ -1,0 +1,104 @@
+package kernel
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestMergeReplacesOptionsAndCheckAcceptsResult(t *testing.T) {
+	base := "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_C=m\nCONFIG_AB=y\n"
+	fragment := "# why\nCONFIG_A=n\nCONFIG_B=y\nCONFIG_NAME=\"x=y\"\n"
+	merged, err := mergeConfig(base, fragment)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg, err := parseConfig(merged, false)
+	if err != nil {
+		t.Fatalf("%v in\n%s", err, merged)
+	}
+	want := kernelConfig{"CONFIG_B": "y", "CONFIG_C": "m", "CONFIG_AB": "y", "CONFIG_NAME": `"x=y"`}
+	if len(cfg) != len(want) {
+		t.Errorf("got %v, want %v", cfg, want)
+	}
+	for k, v := range want {
+		if cfg[k] != v {
+			t.Errorf("%s is %q, want %q", k, cfg[k], v)
+		}
+	}
+	if err := checkConfig(merged, fragment); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCheckConfigNamesEveryOptionThatDoesNotHold(t *testing.T) {
+	fragment := "CONFIG_LOST=y\nCONFIG_STAYS=n\nCONFIG_SIZE=15\nCONFIG_GONE=n\nCONFIG_RIGHT=y\n"
+	finished := "CONFIG_STAYS=y\nCONFIG_SIZE=17\nCONFIG_RIGHT=y\n# CONFIG_LOST is not set\n"
+	err := checkConfig(finished, fragment)
+	if err == nil {
+		t.Fatal("no error")
+	}
+	for _, want := range []string{"CONFIG_LOST is n, not y", "CONFIG_STAYS is y, not n", "CONFIG_SIZE is 17, not 15"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q is not in %q", want, err)
+		}
+	}
+	for _, not := range []string{"RIGHT", "GONE"} {
+		if strings.Contains(err.Error(), not) {
+			t.Errorf("%q is in %q", not, err)
+		}
+	}
+}
+
+func TestParseConfigRefusesBadLines(t *testing.T) {
+	for name, text := range map[string]string{
+		"contradiction":   "CONFIG_A=y\nCONFIG_A=n\n",
+		"set and not set": "CONFIG_A=y\n# CONFIG_A is not set\n",
+		"no value":        "CONFIG_A\n",
+		"empty value":     "CONFIG_A=\n",
+		"something else":  "option A\n",
+	} {
+		if cfg, err := parseConfig(text, false); err == nil {
+			t.Errorf("%s: got %v", name, cfg)
+		}
+	}
+}
+
+func TestGuestConfigHasWhatTheVMMRelyOn(t *testing.T) {
+	cfg, err := parseConfig(guestConfig, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"SMP", "ACPI", "PNPACPI", "VMGENID", "PVPANIC_MMIO", "X86_MPPARSE", "PVH", "KVM_GUEST", "KVM_GUEST_SOFT", "SERIAL_8250_CONSOLE",
+		"VIRTIO_MMIO", "VIRTIO_MMIO_CMDLINE_DEVICES", "VIRTIO_BLK", "VIRTIO_NET", "VIRTIO_VSOCKETS", "VIRTIO_BALLOON", "PAGE_REPORTING",
+		"VIRTIO_CONSOLE", "HW_RANDOM_VIRTIO", "RANDOM_TRUST_BOOTLOADER", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "DEVTMPFS_MOUNT",
+	} {
+		if cfg["CONFIG_"+want] != "y" {
+			t.Errorf("CONFIG_%s is %q", want, cfg["CONFIG_"+want])
+		}
+	}
+	// MODULES would need an initramfs, RANDOMIZE_BASE would make System.map useless, the other two need int3.
+	for _, not := range []string{"MODULES", "RANDOMIZE_BASE", "JUMP_LABEL", "PCI"} {
+		if v, ok := cfg["CONFIG_"+not]; ok {
+			t.Errorf("CONFIG_%s is %s", not, v)
+		}
+	}
+	if cfg["CONFIG_NR_CPUS"] != "8" {
+		t.Errorf("CONFIG_NR_CPUS is %s", cfg["CONFIG_NR_CPUS"])
+	}
+}
+
+func TestPatchesAreInOrderAndInTheFormOfPatch(t *testing.T) {
+	ps, err := patches()
+	if err != nil || len(ps) == 0 {
+		t.Fatalf("%d patches, %v", len(ps), err)
+	}
+	for i, p := range ps {
+		if i > 0 && p.name <= ps[i-1].name {
+			t.Errorf("%s after %s", p.name, ps[i-1].name)
+		}
+		if !strings.HasPrefix(p.text, "Subject: ") || !strings.Contains(p.text, "\n--- a/") && !strings.Contains(p.text, "\n--- /dev/null") {
+			t.Errorf("%s has no subject or no change", p.name)
+		}
+	}
+}

@@ -1,0 +1,178 @@
+package kernel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
+)
+
+// cloudPackage is the Debian package that depends on the newest stock kernel for virtual machines.
+const cloudPackage = "linux-image-cloud-amd64"
+
+// FetchOptions says where to put Debian's kernel. The zero value lacks only CacheDir.
+type FetchOptions struct {
+	// CacheDir is the folder for kernels and downloads. A fetched kernel takes 110 MiB, its package 26 MiB.
+	CacheDir string
+
+	// Package is the Debian package to take; "" means linux-image-cloud-amd64, the stock kernel for virtual machines. A package that
+	// only depends on a kernel stands for that kernel.
+	Package string
+
+	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by themselves.
+	ExtraModules []string
+
+	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or its file is gone from the archive.
+	UpdateIndex bool
+
+	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is 0 where it
+	// is not known; done and total are bytes for "download".
+	Progress func(stage string, done, total int64)
+
+	// Log, if set, receives the messages of the programs run.
+	Log io.Writer
+}
+
+// realKernel matches the name of a package that holds a kernel, not only a dependency on one.
+var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
+
+// Fetch returns Debian's kernel, unmodified, from the cache if it is there in the version that apt would install now. It is downloaded
+// by apt, compared with the hash in apt's signed index, and unpacked in the cache; nothing is installed on the host.
+//
+// Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps ctx's; an
+// interrupted Fetch leaves nothing that is taken for a result. The error wraps ErrNoPackage if apt does not know the package.
+func Fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
+	k, err := fetch(ctx, opts)
+	if err != nil {
+		return nil, fmt.Errorf("fetching Debian's kernel: %w", err)
+	}
+	return k, nil
+}
+
+func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
+	if opts.CacheDir == "" {
+		return nil, errors.New("no cache folder given")
+	}
+	if runtime.GOARCH != "amd64" {
+		return nil, fmt.Errorf("on %s: %w: only amd64 is", runtime.GOARCH, ErrUnsupported)
+	}
+	cacheDir, err := filepath.Abs(opts.CacheDir)
+	if err != nil {
+		return nil, err
+	}
+	a := &apt{cacheDir: cacheDir, mayChange: opts.UpdateIndex, log: opts.Log, progress: opts.Progress}
+	a.report("check", 0, 0)
+	name := opts.Package
+	if name == "" {
+		name = cloudPackage
+	}
+	p, err := resolveKernel(ctx, a.candidate, name)
+	if err != nil {
+		return nil, err
+	}
+	inputs := map[string]string{
+		"recipe":  recipeVersion,
+		"package": fmt.Sprintf("%s %s deb sha256:%s", p.name, p.version, p.sha256),
+		"modules": strings.Join(append(append([]string{}, wantedModules...), opts.ExtraModules...), " "),
+	}
+	hash := hashInputs(inputs)
+	if k, err := findInputs(cacheDir, Debian, hash); k != nil || err != nil {
+		return k, err
+	}
+	unlock, err := lockKernel(ctx, cacheDir, Debian, hash)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if k, err := findInputs(cacheDir, Debian, hash); k != nil || err != nil {
+		return k, err
+	}
+
+	deb, err := a.download(ctx, p)
+	if err != nil {
+		return nil, err
+	}
+	a.report("unpack", 0, 0)
+	version := strings.TrimPrefix(p.name, "linux-image-")
+	if !release.MatchString(version) {
+		return nil, fmt.Errorf("%w: the package %s does not name the kernel's version", ErrUnsupported, p.name)
+	}
+	k := &Kernel{
+		ID: fmt.Sprintf("%s-%s-%s", Debian, version, hash[:idHashLength]), Kind: Debian, Version: version, Arch: "amd64",
+		Image: "boot/vmlinuz-" + version, Config: "boot/config-" + version, ModulesDir: "lib/modules/" + version,
+		InputsHash: hash, Inputs: inputs,
+	}
+	staging, err := artifact.StagingDir(filepath.Join(cacheDir, kernelsDir), k.ID)
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(staging)
+	if _, err := a.command("unpacking "+p.name).run(ctx, "dpkg-deb", "-x", deb, staging); err != nil {
+		return nil, err
+	}
+	for _, want := range []string{k.Image, k.Config, k.ModulesDir} {
+		if _, err := os.Stat(filepath.Join(staging, want)); err != nil {
+			return nil, fmt.Errorf("%w: the package %s has no /%s", ErrUnsupported, p.name, want)
+		}
+	}
+	// The changelogs, and a System.map that only says where the real one is.
+	for _, drop := range []string{"usr", "boot/System.map-" + version} {
+		if err := os.RemoveAll(filepath.Join(staging, drop)); err != nil {
+			return nil, err
+		}
+	}
+	set, err := readModules(filepath.Join(staging, k.ModulesDir))
+	if err != nil {
+		return nil, err
+	}
+	paths, err := set.order(append(append([]string{}, wantedModules...), opts.ExtraModules...), optionalModules)
+	if err != nil {
+		return nil, err
+	}
+	for _, path := range paths {
+		rel, err := filepath.Rel(staging, path)
+		if err != nil {
+			return nil, err
+		}
+		k.Modules = append(k.Modules, rel)
+	}
+	a.report("publish", 0, 0)
+	return k.publish(ctx, cacheDir, staging)
+}
+
+// maxMetaPackages bounds the chain of packages that only depend on a kernel; Debian's has one.
+const maxMetaPackages = 4
+
+// resolveKernel follows packages that only depend on a kernel to the one that holds it.
+func resolveKernel(ctx context.Context, candidate func(context.Context, string) (aptPackage, error), name string) (aptPackage, error) {
+	for range maxMetaPackages {
+		p, err := candidate(ctx, name)
+		if err != nil {
+			return aptPackage{}, err
+		}
+		if realKernel.MatchString(p.name) {
+			return p, nil
+		}
+		next := ""
+		for dep := range strings.SplitSeq(p.depends, ",") {
+			// Debian Policy 7.1: "name (= version) [arch] | alternative"
+			if f := strings.Fields(dep); len(f) > 0 && strings.HasPrefix(f[0], "linux-image-") {
+				next = f[0]
+				break
+			}
+		}
+		if next == "" || !packageName.MatchString(next) {
+			return aptPackage{}, fmt.Errorf("%w: the package %s neither holds a kernel nor depends on one (take %s)",
+				ErrUnsupported, p.name, cloudPackage)
+		}
+		name = next
+	}
+	return aptPackage{}, fmt.Errorf("%w: %d packages that only depend on each other, from %s on", ErrUnsupported, maxMetaPackages, name)
+}

@@ -1,0 +1,182 @@
+package kernel
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	// tailLines is how much of a failed command's output goes into the error.
+	tailLines = 15
+	// maxTailLine bounds each of these lines, in bytes.
+	maxTailLine = 400
+	// killDelay is how long a cancelled command may take to end before it is killed. make(1) uses the time to remove half-written
+	// targets.
+	killDelay = 5 * time.Second
+)
+
+// CommandError tells that a program that a build or fetch runs has failed.
+type CommandError struct {
+	Doing   string // what it was run for: "compiling the kernel"
+	Command string
+	Tail    []string // the last lines of its output
+	LogPath string   // a file with all of the output, or ""
+	Err     error
+}
+
+// Error gives the cause on the first line, and then the end of the output. When the command was stopped because its context ended,
+// it says only that.
+func (e *CommandError) Error() string {
+	if errors.Is(e.Err, context.Canceled) || errors.Is(e.Err, context.DeadlineExceeded) {
+		return fmt.Sprintf("%s: %v", e.Doing, e.Err)
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s: %s: %v", e.Doing, e.Command, e.Err)
+	if e.LogPath != "" {
+		fmt.Fprintf(&b, " (its whole output is in %s)", e.LogPath)
+	}
+	for _, l := range e.Tail {
+		b.WriteString("\n  ")
+		b.WriteString(l)
+	}
+	return b.String()
+}
+
+// Unwrap returns the underlying error, which is the context's if it has ended.
+func (e *CommandError) Unwrap() error { return e.Err }
+
+// command is a program to run, and where its output goes.
+type command struct {
+	doing   string
+	dir     string
+	env     []string // added to the environment
+	log     io.Writer
+	logPath string
+	onLine  func(line string) // called for each line of standard output and standard error, if set
+	stdin   io.Reader
+}
+
+// run runs the program and returns its standard output. All output goes to the log. When ctx ends, the program and all that it has
+// started are told to end, and killed after killDelay.
+func (c command) run(ctx context.Context, name string, args ...string) (string, error) {
+	var stdout bytes.Buffer
+	err := c.stream(ctx, &stdout, name, args...)
+	return stdout.String(), err
+}
+
+func (c command) stream(ctx context.Context, stdout io.Writer, name string, args ...string) error {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = c.dir
+	cmd.Env = append(environment(), c.env...)
+	cmd.Stdin = c.stdin
+	// One writer for both, so that os/exec calls it from one goroutine at a time.
+	tail := &tailWriter{next: c.log, onLine: c.onLine}
+	if stdout == nil {
+		cmd.Stdout, cmd.Stderr = tail, tail
+	} else {
+		cmd.Stdout, cmd.Stderr = stdout, tail
+	}
+	// A group of its own, so that cancelling reaches the compilers as well; and not outliving this process.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = killDelay
+
+	// PDEATHSIG fires when the thread that started the child ends: keep it (prctl(2)).
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err := cmd.Run()
+	if ctx.Err() != nil {
+		if cmd.Process != nil {
+			_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // what of the group ignored the first signal
+		}
+		err = ctx.Err()
+	}
+	if err == nil {
+		return nil
+	}
+	if errors.Is(err, exec.ErrNotFound) {
+		err = fmt.Errorf("%w: the program %s is not installed", ErrUnsupported, name)
+	}
+	return &CommandError{
+		Doing: c.doing, Command: strings.Join(append([]string{name}, args...), " "), Tail: tail.last(), LogPath: c.logPath, Err: err,
+	}
+}
+
+// environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the like, which would
+// change what is built and are in no hash, nor the locale, since their messages are parsed.
+func environment() []string {
+	env := []string{"LC_ALL=C"}
+	for _, name := range []string{"PATH", "HOME", "TMPDIR", "http_proxy", "https_proxy", "no_proxy", "ftp_proxy", "all_proxy"} {
+		for _, n := range []string{name, strings.ToUpper(name)} {
+			if v, ok := os.LookupEnv(n); ok && !slices.Contains(env, n+"="+v) {
+				env = append(env, n+"="+v)
+			}
+		}
+	}
+	return env
+}
+
+// tailWriter keeps the last lines written to it, and hands everything on.
+type tailWriter struct {
+	next   io.Writer
+	onLine func(string)
+	lines  []string
+	part   []byte
+}
+
+func (t *tailWriter) Write(p []byte) (int, error) {
+	if t.next != nil {
+		// A log that cannot be written must not end a build that can.
+		_, _ = t.next.Write(p)
+	}
+	n := len(p)
+	for len(p) > 0 {
+		i := bytes.IndexByte(p, '\n')
+		if i < 0 {
+			t.keep(p)
+			break
+		}
+		t.keep(p[:i])
+		t.endLine()
+		p = p[i+1:]
+	}
+	return n, nil
+}
+
+func (t *tailWriter) keep(p []byte) {
+	if room := maxTailLine - len(t.part); room > 0 {
+		t.part = append(t.part, p[:min(room, len(p))]...)
+	}
+}
+
+func (t *tailWriter) endLine() {
+	line := strings.TrimRight(string(t.part), "\r")
+	t.part = t.part[:0]
+	if t.onLine != nil {
+		t.onLine(line)
+	}
+	if strings.TrimSpace(line) == "" {
+		return
+	}
+	if len(t.lines) == tailLines {
+		t.lines = append(t.lines[:0], t.lines[1:]...)
+	}
+	t.lines = append(t.lines, line)
+}
+
+func (t *tailWriter) last() []string {
+	if len(t.part) > 0 {
+		t.endLine()
+	}
+	return t.lines
+}
