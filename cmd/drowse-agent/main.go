@@ -1,0 +1,107 @@
+// Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
+// up and serves; as "drowse-agent service" it only serves, in an image that
+// has an init of its own.
+//
+// The runtime is told not to follow cgroup limits, which would cost a look at
+// /proc every second.
+//
+//go:debug containermaxprocs=0
+//go:debug updatemaxprocs=0
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"syscall"
+
+	"github.com/drowse-vm/drowse/guest/agent"
+	"github.com/drowse-vm/drowse/guest/agent/early"
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// version is set by the linker: -ldflags "-X main.version=v1.2.3".
+var version = "devel"
+
+const (
+	// gcPercent keeps the heap small: the pages it grows by cost more, in a
+	// guest whose page faults are slow, than collecting it more often.
+	gcPercent = 25
+	// exitUsage is the exit status for a wrong invocation.
+	exitUsage = 2
+)
+
+func main() {
+	runtime.GOMAXPROCS(1)
+	debug.SetGCPercent(gcPercent)
+	if os.Getpid() == 1 {
+		runInit()
+		return
+	}
+	if len(os.Args) == 2 && os.Args[1] == "version" {
+		os.Stdout.WriteString(version + "\n")
+		return
+	}
+	if len(os.Args) != 2 || os.Args[1] != "service" {
+		os.Stderr.WriteString("usage: drowse-agent service|version\n" +
+			"service serves the host of this VM; as PID 1 the command takes no argument.\n")
+		os.Exit(exitUsage)
+	}
+	if err := serve(&agent.Kernel{}, false, func(string) {}); err != nil {
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		os.Exit(1)
+	}
+}
+
+// runInit is the life of PID 1. It does not return: the kernel would panic.
+func runInit() {
+	m, err := early.Start()
+	if err == nil {
+		err = serve(&agent.Kernel{BeforePower: m.ReadOnly}, true, m.Announce)
+	}
+	if err == nil {
+		err = errors.New("the agent stopped serving")
+	}
+	early.Fail(err)
+	select {}
+}
+
+// serve listens, announces it, and serves until a signal says to stop.
+func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
+	if err := k.Prepare(); err != nil {
+		return err
+	}
+	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k})
+	if err != nil {
+		return err
+	}
+	l, err := agent.ListenVsock(agentpb.AgentPort)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go onSignal(func() {
+		if isInit {
+			s.Stop(false, 0)
+		}
+		cancel()
+	})
+	if err := agent.ReportReady(agentpb.ReadyPort, version); err != nil {
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+	}
+	announce(version)
+	return s.Serve(ctx, l)
+}
+
+// onSignal calls stop at the first request to stop: SIGTERM, or the SIGINT
+// that the kernel sends PID 1 for Ctrl-Alt-Del.
+func onSignal(stop func()) {
+	ch := make(chan os.Signal, 1)
+	signal.Notify(ch, syscall.SIGTERM, syscall.SIGINT)
+	<-ch
+	stop()
+}

@@ -1,0 +1,125 @@
+package early
+
+import (
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Config is what the kernel command line asks for.
+type Config struct {
+	Image    string // device of the EROFS image
+	RW       string // device of the writable disk; "" for a tmpfs
+	Hostname string
+	Net      *Net // nil leaves eth0 alone
+	Wait     time.Duration
+	TmpInRAM bool
+	Quiet    bool
+}
+
+// Net is the static address of eth0.
+type Net struct {
+	Addr    netip.Prefix
+	Gateway netip.Addr // not valid when there is none
+	DNS     []netip.Addr
+}
+
+const (
+	defaultWait = 10 * time.Second
+	maxWait     = 600 // seconds
+	maxHostname = 64  // bytes, __NEW_UTS_LEN
+	maxDNS      = 3   // MAXNS of resolv.conf(5)
+)
+
+// ParseCmdline reads the drowse.* words of a kernel command line. Other words
+// are left to the kernel; an unknown drowse.* word is an error, since a
+// mistyped one would silently do nothing.
+func ParseCmdline(line string) (Config, error) {
+	c := Config{Wait: defaultWait}
+	for _, word := range strings.Fields(line) {
+		word = strings.ReplaceAll(word, `"`, "")
+		if word == "--" {
+			break
+		}
+		key, ok := strings.CutPrefix(word, "drowse.")
+		if !ok {
+			continue
+		}
+		key, value, _ := strings.Cut(key, "=")
+		if err := c.set(key, value); err != nil {
+			return c, fmt.Errorf("kernel command line: drowse.%s=%s: %w", key, value, err)
+		}
+	}
+	if c.Image == "" {
+		return c, fmt.Errorf("kernel command line: no drowse.image=DEVICE, which names the root image")
+	}
+	return c, nil
+}
+
+func (c *Config) set(key, value string) error {
+	switch key {
+	case "image", "rw":
+		if !filepath.IsAbs(value) {
+			return fmt.Errorf("want a device such as /dev/vdb")
+		}
+		if key == "image" {
+			c.Image = value
+		} else {
+			c.RW = value
+		}
+	case "hostname":
+		if value == "" || len(value) > maxHostname {
+			return fmt.Errorf("want 1 to %d bytes", maxHostname)
+		}
+		c.Hostname = value
+	case "ip":
+		n, err := parseNet(value)
+		if err != nil {
+			return err
+		}
+		c.Net = n
+	case "wait":
+		s, err := strconv.Atoi(value)
+		if err != nil || s < 0 || s > maxWait {
+			return fmt.Errorf("want 0 to %d seconds", maxWait)
+		}
+		c.Wait = time.Duration(s) * time.Second
+	case "tmp":
+		if value != "tmpfs" {
+			return fmt.Errorf("want tmpfs")
+		}
+		c.TmpInRAM = true
+	case "quiet":
+		c.Quiet = true
+	default:
+		return fmt.Errorf("not a word that this agent knows")
+	}
+	return nil
+}
+
+func parseNet(value string) (*Net, error) {
+	parts := strings.Split(value, ",")
+	addr, err := netip.ParsePrefix(parts[0])
+	if err != nil || !addr.Addr().Is4() {
+		return nil, fmt.Errorf("want an IPv4 address with its prefix length, as 10.0.0.2/24")
+	}
+	n := &Net{Addr: addr}
+	if len(parts) > 1 && parts[1] != "" {
+		if n.Gateway, err = netip.ParseAddr(parts[1]); err != nil || !n.Gateway.Is4() {
+			return nil, fmt.Errorf("gateway %q is not an IPv4 address", parts[1])
+		}
+	}
+	for _, s := range parts[min(2, len(parts)):] {
+		dns, err := netip.ParseAddr(s)
+		if err != nil {
+			return nil, fmt.Errorf("name server %q is not an IP address", s)
+		}
+		if n.DNS = append(n.DNS, dns); len(n.DNS) > maxDNS {
+			return nil, fmt.Errorf("more than %d name servers", maxDNS)
+		}
+	}
+	return n, nil
+}

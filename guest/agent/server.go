@@ -1,0 +1,311 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/containerd/log"
+	"github.com/containerd/ttrpc"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Config says what an agent is part of.
+type Config struct {
+	// Version is what Ping answers.
+	Version string
+	// Init says that the agent is PID 1: it reaps orphans and stops the machine.
+	Init bool
+	// Machine is the machine the agent changes. Required.
+	Machine Machine
+	// HookDir holds the executables that Resume runs when asked to; "" is
+	// /etc/drowse/resume.d.
+	HookDir string
+}
+
+const defaultHookDir = "/etc/drowse/resume.d"
+
+// Server is the agent's service. Create it with New; Serve and Close may be
+// called from any goroutine.
+type Server struct {
+	cfg   Config
+	procs *table
+	rpc   *ttrpc.Server
+
+	// machine serialises what changes the machine.
+	machine sync.Mutex
+	bootID  string // the latest identity; "" is the kernel's own
+
+	stopping sync.Once
+
+	mu     sync.Mutex
+	conns  map[*trackedConn]struct{}
+	closed bool
+}
+
+var _ agentpb.AgentService = (*Server)(nil)
+
+// New creates an agent.
+func New(cfg Config) (*Server, error) {
+	if cfg.Machine == nil {
+		return nil, errors.New("agent: no machine to serve")
+	}
+	if cfg.HookDir == "" {
+		cfg.HookDir = defaultHookDir
+	}
+	// ttrpc reports broken connections to a global logger. Here its output
+	// would be the console of the guest, where nobody waits for it.
+	quietOnce.Do(func() { log.L.Logger.SetOutput(io.Discard) })
+	rpc, err := ttrpc.NewServer(ttrpc.WithUnaryServerInterceptor(safely))
+	if err != nil {
+		return nil, fmt.Errorf("agent: %w", err)
+	}
+	s := &Server{
+		cfg:   cfg,
+		procs: &table{reaper: newReaper(cfg.Init), byID: make(map[string]*process)},
+		rpc:   rpc,
+		conns: make(map[*trackedConn]struct{}),
+	}
+	agentpb.RegisterAgentService(rpc, s)
+	if cfg.Init {
+		s.procs.reaper.mu.Lock()
+		s.procs.reaper.run()
+		s.procs.reaper.mu.Unlock()
+	}
+	return s, nil
+}
+
+var quietOnce sync.Once
+
+// safely turns a panic of a method into an error and an error of the system
+// into a status that says which kind it is.
+func safely(ctx context.Context, unmarshal ttrpc.Unmarshaler, _ *ttrpc.UnaryServerInfo, method ttrpc.Method) (_ any, err error) {
+	defer recovered(&err)
+	return method(ctx, unmarshal)
+}
+
+// recovered, deferred, turns a panic into an error: one bad request must not
+// take the machine's init down. It also gives errors their codes.
+func recovered(err *error) {
+	if r := recover(); r != nil {
+		*err = status.Errorf(codes.Internal, "the agent failed: %v", r)
+		return
+	}
+	*err = toStatus(*err)
+}
+
+// toStatus gives an error the code that the host tells it by.
+func toStatus(err error) error {
+	if err == nil {
+		return nil
+	}
+	if _, ok := status.FromError(err); ok {
+		return err
+	}
+	code := codes.Unknown
+	switch {
+	case errors.Is(err, context.Canceled):
+		code = codes.Canceled
+	case errors.Is(err, context.DeadlineExceeded):
+		code = codes.DeadlineExceeded
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
+		code = codes.NotFound
+	case errors.Is(err, syscall.ENOTEMPTY), errors.Is(err, syscall.EISDIR), errors.Is(err, syscall.EBUSY), errors.Is(err, syscall.EROFS), errors.Is(err, syscall.ETXTBSY):
+		code = codes.FailedPrecondition
+	case errors.Is(err, os.ErrExist):
+		code = codes.AlreadyExists
+	case errors.Is(err, os.ErrPermission):
+		code = codes.PermissionDenied
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT), errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE), errors.Is(err, syscall.ENOMEM):
+		code = codes.ResourceExhausted
+	case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.ENAMETOOLONG), errors.Is(err, syscall.ELOOP):
+		code = codes.InvalidArgument
+	}
+	return status.Error(code, err.Error())
+}
+
+// Serve serves connections from l until ctx ends or Close is called, and
+// closes l. A process that may not outlive its connection ends with it.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	stop := context.AfterFunc(ctx, s.Close)
+	defer stop()
+	err := s.rpc.Serve(ctx, &trackedListener{Listener: l, s: s})
+	if errors.Is(err, ttrpc.ErrServerClosed) {
+		return nil
+	}
+	return err
+}
+
+// Close stops serving and ends every process.
+func (s *Server) Close() {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return
+	}
+	s.closed = true
+	for c := range s.conns {
+		c.Conn.Close()
+	}
+	s.mu.Unlock()
+	s.rpc.Close()
+	s.procs.endAll()
+}
+
+// endAll kills every process that the agent has started and waits for them.
+func (t *table) endAll() {
+	t.mu.Lock()
+	all := make([]*process, 0, len(t.byID))
+	for _, p := range t.byID {
+		if p != nil {
+			all = append(all, p)
+		}
+	}
+	t.mu.Unlock()
+	for _, p := range all {
+		p.out.detach(dropped)
+		_ = t.reaper.signal(p.pid, syscall.SIGKILL)
+	}
+	for _, p := range all {
+		<-p.exited
+	}
+	t.reaper.stop()
+}
+
+// maxConnections bounds the connections served at once; more are closed.
+const maxConnections = 1024
+
+// trackedListener lets Close close connections that are in use, which
+// ttrpc.Server.Close leaves open.
+type trackedListener struct {
+	net.Listener
+	s *Server
+}
+
+func (l *trackedListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		t := &trackedConn{Conn: c, s: l.s}
+		l.s.mu.Lock()
+		ok := !l.s.closed && len(l.s.conns) < maxConnections
+		if ok {
+			l.s.conns[t] = struct{}{}
+		}
+		l.s.mu.Unlock()
+		if ok {
+			return t, nil
+		}
+		c.Close()
+	}
+}
+
+type trackedConn struct {
+	net.Conn
+	s *Server
+}
+
+// Read ends every broken connection alike: ttrpc keeps one whose error it does
+// not know, with the processes that should end with it.
+func (c *trackedConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if err != nil {
+		err = io.EOF
+	}
+	return n, err
+}
+
+func (c *trackedConn) Close() error {
+	c.s.mu.Lock()
+	delete(c.s.conns, c)
+	c.s.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// Ping implements agentpb.AgentService.
+func (s *Server) Ping(context.Context, *agentpb.PingRequest) (*agentpb.PingResponse, error) {
+	var up unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
+		return nil, fmt.Errorf("read the uptime: %w", err)
+	}
+	return &agentpb.PingResponse{
+		Version:     s.cfg.Version,
+		BootId:      s.currentBootID(),
+		UptimeNanos: up.Nano(),
+		Pid:         int32(os.Getpid()),
+		WallNanos:   time.Now().UnixNano(),
+	}, nil
+}
+
+// currentBootID returns the boot id, read from the kernel once.
+func (s *Server) currentBootID() string {
+	s.machine.Lock()
+	defer s.machine.Unlock()
+	if s.bootID == "" {
+		if b, err := os.ReadFile(bootIDPath); err == nil && len(b) >= 36 {
+			s.bootID = string(b[:36])
+		}
+	}
+	return s.bootID
+}
+
+// Resume implements agentpb.AgentService. It is the wake path.
+func (s *Server) Resume(ctx context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
+	out := &agentpb.ResumeResponse{}
+	if err := s.refresh(m, out); err != nil {
+		return nil, err
+	}
+	if m.RunHooks {
+		out.HookErrors = s.runHooks(ctx)
+	}
+	return out, nil
+}
+
+func (s *Server) refresh(m *agentpb.ResumeRequest, out *agentpb.ResumeResponse) error {
+	s.machine.Lock()
+	defer s.machine.Unlock()
+	if m.WallNanos != 0 {
+		if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
+			return err
+		}
+	}
+	if len(m.Entropy) > 0 {
+		if err := s.cfg.Machine.AddEntropy(m.Entropy); err != nil {
+			return err
+		}
+	}
+	if m.NewIdentity {
+		id, err := s.cfg.Machine.NewIdentity(m.Hostname)
+		if err != nil {
+			return err
+		}
+		s.bootID, out.BootId = id, id
+	}
+	return nil
+}
+
+// SetClock implements agentpb.AgentService.
+func (s *Server) SetClock(_ context.Context, m *agentpb.SetClockRequest) (*agentpb.Empty, error) {
+	s.machine.Lock()
+	defer s.machine.Unlock()
+	return &agentpb.Empty{}, s.cfg.Machine.SetClock(m.WallNanos)
+}
+
+// AddEntropy implements agentpb.AgentService.
+func (s *Server) AddEntropy(_ context.Context, m *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
+	s.machine.Lock()
+	defer s.machine.Unlock()
+	return &agentpb.Empty{}, s.cfg.Machine.AddEntropy(m.Entropy)
+}

@@ -1,0 +1,116 @@
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// listenBacklog is how many connections the kernel holds for the agent.
+const listenBacklog = 128
+
+// vsockAddr names the host end of a connection.
+type vsockAddr struct{ cid, port uint32 }
+
+func (vsockAddr) Network() string { return "vsock" }
+func (a vsockAddr) String() string {
+	return strconv.FormatUint(uint64(a.cid), 10) + ":" + strconv.FormatUint(uint64(a.port), 10)
+}
+
+// vsockListener accepts connections from the host only. A process inside the
+// guest that reaches the port by local loopback is turned away: the agent
+// runs as root and obeys whoever may connect.
+type vsockListener struct {
+	*pollFile
+	port uint32
+}
+
+// ListenVsock listens on the given vsock port for connections from the host.
+func ListenVsock(port uint32) (net.Listener, error) {
+	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open a vsock socket (the kernel needs virtio-vsock): %w", err)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_ANY, Port: port}); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("bind vsock port %d: %w", port, err)
+	}
+	if err := unix.Listen(fd, listenBacklog); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("listen on vsock port %d: %w", port, err)
+	}
+	pf, err := newPollFile(fd, "vsock")
+	if err != nil {
+		return nil, fmt.Errorf("poll vsock port %d: %w", port, err)
+	}
+	return &vsockListener{pollFile: pf, port: port}, nil
+}
+
+// Accept waits for the next connection from the host.
+func (l *vsockListener) Accept() (net.Conn, error) {
+	for {
+		var fd int
+		var cid uint32
+		var errno syscall.Errno
+		err := l.rc.Read(func(lfd uintptr) bool {
+			fd, cid, errno = rawAccept(lfd)
+			return errno != syscall.EAGAIN
+		})
+		switch {
+		case err != nil:
+			return nil, err
+		case errno == syscall.EINTR || errno == syscall.ECONNABORTED || errno == syscall.ECONNRESET:
+			continue
+		case errno != 0:
+			return nil, errno
+		}
+		if cid != unix.VMADDR_CID_HOST {
+			unix.Close(fd)
+			continue
+		}
+		pf, err := newPollFile(fd, "vsock")
+		if err != nil {
+			return nil, err
+		}
+		pf.addr = vsockAddr{cid: cid, port: l.port}
+		return pf, nil
+	}
+}
+
+// Addr is the address the listener is bound to.
+func (l *vsockListener) Addr() net.Addr { return vsockAddr{cid: unix.VMADDR_CID_ANY, port: l.port} }
+
+// readyTimeoutSeconds bounds the dial that reports readiness.
+const readyTimeoutSeconds = 1
+
+// ReportReady tells the host that the agent listens: it dials the given port
+// of the host and sends one line. A host that does not listen there is no error.
+func ReportReady(port uint32, version string) error {
+	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("report readiness: %w", err)
+	}
+	defer unix.Close(fd)
+	tv := unix.Timeval{Sec: readyTimeoutSeconds}
+	// SO_VM_SOCKETS_CONNECT_TIMEOUT of linux/vm_sockets.h.
+	_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &tv)
+	if err := unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_HOST, Port: port}); err != nil {
+		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ETIMEDOUT) ||
+			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) {
+			return nil
+		}
+		return fmt.Errorf("report readiness to vsock port %d of the host: %w", port, err)
+	}
+	line := "ready " + version + "\n"
+	if n, err := unix.Write(fd, []byte(line)); err != nil {
+		return fmt.Errorf("report readiness: %w", err)
+	} else if n != len(line) {
+		return fmt.Errorf("report readiness: %w", io.ErrShortWrite)
+	}
+	return nil
+}

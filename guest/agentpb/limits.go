@@ -1,0 +1,35 @@
+package agentpb
+
+const (
+	// AgentPort is the vsock port on which the agent listens.
+	AgentPort = 1024
+	// ReadyPort is the vsock port of the host (CID 2) that the agent dials
+	// once, when it listens. It sends one line, "ready <version>\n".
+	ReadyPort = 1023
+
+	// MaxChunk is the most data, in bytes, that one stream message carries.
+	MaxChunk = 32 << 10
+	// Window is how many data messages of one direction of a stream may be
+	// unacknowledged. It is half of what ttrpc buffers for a stream.
+	Window = 32
+	// AckEvery is after how many data messages a receiver acknowledges.
+	AckEvery = 8
+	// MaxMessage bounds every ttrpc message that the host accepts, in bytes.
+	MaxMessage = 512 << 10
+
+	// MinEntropy and MaxEntropy bound one entropy delivery, in bytes.
+	MinEntropy = 32
+	MaxEntropy = 512
+	// MaxPath is Linux's PATH_MAX without its terminating zero byte.
+	MaxPath = 4095
+	// MaxID bounds the name of a process, in bytes.
+	MaxID = 64
+	// MaxHostname is the kernel's limit (__NEW_UTS_LEN), in bytes.
+	MaxHostname = 64
+	// MaxDirEntries is how many entries one ReadDir answer holds.
+	MaxDirEntries = 256
+	// DefaultOutputLimit and MaxOutputLimit bound the output kept for a
+	// detached process, in bytes.
+	DefaultOutputLimit = 256 << 10
+	MaxOutputLimit     = 16 << 20
+)

@@ -1,0 +1,329 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/containerd/ttrpc"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// maxIdle is how many connections a Client keeps for its next calls.
+const maxIdle = 2
+
+// Names of calls in errors that RemoteError.Is looks at.
+const (
+	opKill   = "kill"
+	opAttach = "attach"
+)
+
+// Client talks to the agent of one guest.
+type Client struct {
+	dial Dialer
+
+	mu     sync.Mutex
+	idle   []*channel
+	open   map[*channel]struct{}
+	closed bool
+}
+
+// channel is one connection; one call at a time is made on it.
+type channel struct {
+	conn   *frameConn
+	rpc    *ttrpc.Client
+	agent  agentpb.AgentClient
+	nextID uint32 // stream id of the next call, as ttrpc counts
+}
+
+// Dial connects to the agent. It does not wait for a guest that is starting:
+// see WaitReady.
+func Dial(ctx context.Context, dial Dialer) (*Client, error) {
+	c := &Client{dial: dial, open: make(map[*channel]struct{})}
+	ch, err := c.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c.release(ch)
+	return c, nil
+}
+
+// Close closes every connection. Calls that are under way fail with
+// ErrConnectionLost, and commands that are not detached are killed.
+func (c *Client) Close() error {
+	c.mu.Lock()
+	c.closed = true
+	c.idle = nil
+	open := make([]*channel, 0, len(c.open))
+	for ch := range c.open {
+		open = append(open, ch)
+	}
+	c.mu.Unlock()
+	for _, ch := range open {
+		c.discard(ch)
+	}
+	return nil
+}
+
+// connect opens a connection.
+func (c *Client) connect(ctx context.Context) (*channel, error) {
+	conn, err := c.dial(ctx, agentpb.AgentPort)
+	if err != nil {
+		return nil, err
+	}
+	fc := &frameConn{Conn: conn}
+	rpc := ttrpc.NewClient(fc)
+	ch := &channel{conn: fc, rpc: rpc, agent: agentpb.NewAgentClient(rpc), nextID: 1}
+	c.mu.Lock()
+	closed := c.closed
+	if !closed {
+		c.open[ch] = struct{}{}
+	}
+	c.mu.Unlock()
+	if closed {
+		c.discard(ch)
+		return nil, fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
+	}
+	return ch, nil
+}
+
+// expect allows the guest to answer the call that comes next.
+func (ch *channel) expect() {
+	ch.conn.pending.Store(0)
+	ch.conn.expected.Store(ch.nextID)
+	ch.nextID += 2
+}
+
+// take returns a connection for one call, and whether it was used before.
+func (c *Client) take(ctx context.Context) (ch *channel, used bool, err error) {
+	c.mu.Lock()
+	if n := len(c.idle); n > 0 {
+		ch = c.idle[n-1]
+		c.idle = c.idle[:n-1]
+	}
+	c.mu.Unlock()
+	if ch != nil {
+		return ch, true, nil
+	}
+	ch, err = c.connect(ctx)
+	return ch, false, err
+}
+
+// release keeps a connection whose call is over for the next one.
+func (c *Client) release(ch *channel) {
+	c.mu.Lock()
+	keep := !c.closed && len(c.idle) < maxIdle
+	if keep {
+		c.idle = append(c.idle, ch)
+	}
+	c.mu.Unlock()
+	if !keep {
+		c.discard(ch)
+	}
+}
+
+// discard closes a connection and waits until nothing of it is left.
+func (c *Client) discard(ch *channel) {
+	c.mu.Lock()
+	delete(c.open, ch)
+	c.mu.Unlock()
+	ch.rpc.Close()
+	_ = ch.rpc.UserOnCloseWait(context.Background())
+}
+
+// maxNextID is when a connection is replaced, before its stream ids run out.
+const maxNextID = 1 << 31
+
+// call makes a call that may be made twice without harm. A kept connection
+// that turns out to be dead, as all are after the guest was woken from a
+// snapshot, is replaced by a new one.
+func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+	for {
+		ch, used, err := c.take(ctx)
+		if err != nil {
+			var zero Resp
+			return zero, err
+		}
+		resp, err := on(ctx, c, ch, op, f, req)
+		if used && ctx.Err() == nil && errors.Is(err, ErrConnectionLost) {
+			continue
+		}
+		return resp, err
+	}
+}
+
+// callOnce makes a call that must not be made twice: on a new connection,
+// since one that was kept may be dead.
+func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+	ch, err := c.connect(ctx)
+	if err != nil {
+		var zero Resp
+		return zero, err
+	}
+	return on(ctx, c, ch, op, f, req)
+}
+
+// method is a call of the agent's.
+type method[Req, Resp any] func(agentpb.AgentClient, context.Context, Req) (Resp, error)
+
+// on makes a call on a connection and decides what becomes of that.
+func on[Req, Resp any](ctx context.Context, c *Client, ch *channel, op string, f method[Req, Resp], req Req) (Resp, error) {
+	ch.expect()
+	resp, err := f(ch.agent, ctx, req)
+	answered := err == nil
+	if err != nil {
+		var re *RemoteError
+		err = fail(op, ch.conn.err(err))
+		answered = errors.As(err, &re)
+	}
+	if answered && ch.nextID < maxNextID {
+		c.release(ch)
+		return resp, err
+	}
+	c.discard(ch)
+	if err != nil && ctx.Err() != nil {
+		err = fmt.Errorf("guest: %s: %w", op, ctx.Err())
+	}
+	return resp, err
+}
+
+// Info is what the agent says of itself.
+type Info struct {
+	Version string
+	BootID  string
+	Uptime  time.Duration
+	PID     int
+	Wall    time.Time
+}
+
+// Ping asks the agent for a sign of life.
+func (c *Client) Ping(ctx context.Context) (Info, error) {
+	r, err := call(ctx, c, "ping", agentpb.AgentClient.Ping, &agentpb.PingRequest{})
+	if err != nil {
+		return Info{}, err
+	}
+	return Info{
+		Version: printable(r.Version), BootID: printable(r.BootId), Uptime: time.Duration(r.UptimeNanos),
+		PID: int(r.Pid), Wall: time.Unix(0, r.WallNanos),
+	}, nil
+}
+
+// Resume says how a guest that was just restored is brought up to date.
+type Resume struct {
+	Wall    time.Time // zero leaves the clock alone
+	Entropy []byte    // 32 to 512 bytes; 32 to 64 cost the guest least. None adds none.
+	// NewIdentity is for a clone: a new boot id and machine id, and the
+	// hostname when it is set.
+	NewIdentity bool
+	Hostname    string
+	// RunHooks runs the executables in the guest's /etc/drowse/resume.d, and
+	// waits for them.
+	RunHooks bool
+}
+
+// Resumed is the agent's answer.
+type Resumed struct {
+	BootID     string   // with NewIdentity
+	HookErrors []string // a line for each hook that failed, 64 at most
+}
+
+// Resume brings a restored guest up to date. When it returns without error,
+// the guest has the clock and the entropy that it was given.
+func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
+	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname, RunHooks: r.RunHooks}
+	if !r.Wall.IsZero() {
+		req.WallNanos = r.Wall.UnixNano()
+	}
+	resp, err := call(ctx, c, "resume", agentpb.AgentClient.Resume, req)
+	if err != nil {
+		return Resumed{}, err
+	}
+	out := Resumed{BootID: printable(resp.BootId)}
+	for i, line := range resp.HookErrors {
+		if i == maxHookErrors {
+			break
+		}
+		out.HookErrors = append(out.HookErrors, printable(line))
+	}
+	return out, nil
+}
+
+const maxHookErrors = 64
+
+// SetClock sets the guest's wall clock.
+func (c *Client) SetClock(ctx context.Context, wall time.Time) error {
+	_, err := call(ctx, c, "set the clock", agentpb.AgentClient.SetClock, &agentpb.SetClockRequest{WallNanos: wall.UnixNano()})
+	return err
+}
+
+// AddEntropy mixes 32 to 512 bytes into the guest's random number generator
+// and has it reseed.
+func (c *Client) AddEntropy(ctx context.Context, p []byte) error {
+	_, err := call(ctx, c, "add entropy", agentpb.AgentClient.AddEntropy, &agentpb.AddEntropyRequest{Entropy: p})
+	return err
+}
+
+// Shutdown says how a guest is stopped.
+type Shutdown struct {
+	Reboot bool
+	// Grace is how long processes have to comply with SIGTERM; 0 is 2 s.
+	Grace time.Duration
+}
+
+// Shutdown asks the guest to stop and returns when it has begun to. The guest
+// decides whether it does: watch the VM, and stop it by force in the end.
+func (c *Client) Shutdown(ctx context.Context, s Shutdown) error {
+	_, err := callOnce(ctx, c, "shut down", agentpb.AgentClient.Shutdown, &agentpb.ShutdownRequest{Reboot: s.Reboot, GraceNanos: int64(s.Grace)})
+	if errors.Is(err, ErrConnectionLost) {
+		return nil // it was faster than its answer
+	}
+	return err
+}
+
+// Process is what the agent says of one process that it has started.
+type Process struct {
+	ID       string
+	PID      int
+	Argv     []string // cut to 4 KiB
+	Detached bool
+	Attached bool // a connection is attached
+	Pty      bool
+	Started  time.Time
+	Exit     *ExitStatus // nil while it runs
+	// OutputStart and OutputEnd are the offsets of the output that is kept.
+	OutputStart, OutputEnd uint64
+}
+
+// List returns the processes that the agent has started and still knows.
+func (c *Client) List(ctx context.Context) ([]Process, error) {
+	resp, err := call(ctx, c, "list processes", agentpb.AgentClient.List, &agentpb.ListRequest{})
+	if err != nil {
+		return nil, err
+	}
+	out := make([]Process, 0, len(resp.Processes))
+	for _, p := range resp.Processes {
+		out = append(out, Process{
+			ID: p.Id, PID: int(p.Pid), Argv: p.Argv, Detached: p.Detached, Attached: p.Attached, Pty: p.Pty,
+			Started: time.Unix(0, p.StartedNanos), Exit: exitStatus(p.Exit), OutputStart: p.OutputStart, OutputEnd: p.OutputEnd,
+		})
+	}
+	return out, nil
+}
+
+// Kill sends a signal to the process group of a process. It fails with
+// ErrNotFound or ErrNotRunning.
+func (c *Client) Kill(ctx context.Context, id string, signal int) error {
+	_, err := callOnce(ctx, c, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
+	return err
+}
+
+// Forget makes the agent forget a detached process, killing it first when it
+// still runs.
+func (c *Client) Forget(ctx context.Context, id string) error {
+	const sigkill = 9
+	_, err := callOnce(ctx, c, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: sigkill, Forget: true})
+	return err
+}

@@ -1,0 +1,119 @@
+package guest
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"net"
+	"sync/atomic"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// frameConn checks what the guest sends before ttrpc sees it: the size and the
+// kind of every frame, and that it belongs to the call that is under way. So a
+// guest can neither make the host allocate at will, nor fill its memory or its
+// log with messages that nobody waits for.
+//
+// The header of a frame has ten bytes: length and stream id, both 32 bits and
+// big-endian, type and flags.
+type frameConn struct {
+	net.Conn
+
+	// expected is the stream id that the guest may send on; 0 is none.
+	expected atomic.Uint32
+	fault    atomic.Pointer[error] // why the guest lost the connection
+
+	// pending counts messages that were let through and not yet taken.
+	pending atomic.Int32
+
+	header [frameHeader]byte
+	pass   []byte // part of header not yet handed on
+	body   uint32 // bytes of the frame still to come
+	ended  uint32 // stream id of the call that ended last
+	late   int    // answers to that call after its end
+}
+
+const (
+	frameHeader   = 10
+	frameResponse = 2
+	frameData     = 3
+	frameClosed   = 1 // flag: the last message of its stream
+
+	// maxPending is below the 64 messages that ttrpc keeps for a stream, and
+	// above a window of data with the other messages that may go with it.
+	maxPending = agentpb.Window + 16
+)
+
+// Read hands on bytes of frames that have been checked.
+func (c *frameConn) Read(p []byte) (int, error) {
+	if len(p) == 0 {
+		return 0, nil
+	}
+	for len(c.pass) == 0 && c.body == 0 {
+		if _, err := io.ReadFull(c.Conn, c.header[:]); err != nil {
+			return 0, err
+		}
+		length, drop, err := c.check()
+		if err != nil {
+			c.fault.CompareAndSwap(nil, &err)
+			c.Conn.Close()
+			return 0, err
+		}
+		if drop {
+			if _, err := io.CopyN(io.Discard, c.Conn, int64(length)); err != nil {
+				return 0, err
+			}
+			continue
+		}
+		c.pass, c.body = c.header[:], length
+	}
+	if len(c.pass) > 0 {
+		n := copy(p, c.pass)
+		c.pass = c.pass[n:]
+		return n, nil
+	}
+	n, err := c.Conn.Read(p[:min(uint64(len(p)), uint64(c.body))])
+	c.body -= uint32(n)
+	return n, err
+}
+
+// check decides about the frame whose header has been read: its length, and
+// whether it is to be dropped.
+func (c *frameConn) check() (length uint32, drop bool, err error) {
+	length = binary.BigEndian.Uint32(c.header[0:])
+	id := binary.BigEndian.Uint32(c.header[4:])
+	kind, flags := c.header[8], c.header[9]
+	expected := c.expected.Load()
+	switch {
+	case length > agentpb.MaxMessage:
+		return 0, false, fmt.Errorf("%w: a message of %d bytes", ErrProtocol, length)
+	case kind != frameResponse && kind != frameData:
+		return 0, false, fmt.Errorf("%w: a message of type %d", ErrProtocol, kind)
+	case id != 0 && id == c.ended && id != expected && kind == frameResponse && c.late < maxPending:
+		// ttrpc answers what was sent to a stream before its end was known.
+		c.late++
+		return length, true, nil
+	case id == 0 || id != expected:
+		return 0, false, fmt.Errorf("%w: a message for call %d, which is not under way", ErrProtocol, id)
+	}
+	if c.pending.Add(1) > maxPending {
+		return 0, false, fmt.Errorf("%w: more than %d messages ahead of their acknowledgement", ErrProtocol, maxPending)
+	}
+	if kind == frameResponse || flags&frameClosed != 0 {
+		c.expected.CompareAndSwap(id, 0)
+		c.ended, c.late = id, 0
+	}
+	return length, false, nil
+}
+
+// taken tells that a message was taken from ttrpc.
+func (c *frameConn) taken() { c.pending.Add(-1) }
+
+// err returns why the connection was taken from the guest, or err.
+func (c *frameConn) err(err error) error {
+	if f := c.fault.Load(); f != nil && err != nil {
+		return *f
+	}
+	return err
+}

@@ -1,0 +1,130 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Dialer opens a connection to a vsock port of the guest.
+type Dialer func(ctx context.Context, port uint32) (net.Conn, error)
+
+// maxHandshake bounds the line that answers CONNECT: "OK 4294967295\n".
+const maxHandshake = 32
+
+// UnixDialer dials a guest by the Unix socket that stands for its vsock
+// device: it sends "CONNECT <port>\n" and expects "OK <port>\n". The guest is
+// not up, or does not listen, when the socket closes instead; the error is
+// ErrUnavailable then.
+func UnixDialer(path string) Dialer {
+	return func(ctx context.Context, port uint32) (net.Conn, error) {
+		var d net.Dialer
+		c, err := d.DialContext(ctx, "unix", path)
+		if err != nil {
+			return nil, fmt.Errorf("guest: %w: %w", ErrUnavailable, err)
+		}
+		if err := handshake(ctx, c, port); err != nil {
+			c.Close()
+			return nil, err
+		}
+		return c, nil
+	}
+}
+
+func handshake(ctx context.Context, c net.Conn, port uint32) error {
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if _, err := io.WriteString(c, "CONNECT "+strconv.FormatUint(uint64(port), 10)+"\n"); err != nil {
+		return unreachable(ctx, port, err)
+	}
+	line, err := readLine(c, maxHandshake)
+	if err != nil {
+		return unreachable(ctx, port, err)
+	}
+	answer, ok := strings.CutPrefix(line, "OK ")
+	if _, err := strconv.ParseUint(answer, 10, 32); !ok || err != nil {
+		return fmt.Errorf("guest: %w: %q in answer to CONNECT", ErrProtocol, line)
+	}
+	if !stop() {
+		return fmt.Errorf("guest: connect to vsock port %d: %w", port, ctx.Err())
+	}
+	return nil
+}
+
+func unreachable(ctx context.Context, port uint32, err error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("guest: connect to vsock port %d: %w", port, ctx.Err())
+	}
+	return fmt.Errorf("guest: vsock port %d: %w: %w", port, ErrUnavailable, err)
+}
+
+// readLine reads a line byte by byte, since what follows it is not ours.
+func readLine(r io.Reader, limit int) (string, error) {
+	var b [1]byte
+	var line []byte
+	for len(line) < limit {
+		if _, err := io.ReadFull(r, b[:]); err != nil {
+			return "", err
+		}
+		if b[0] == '\n' {
+			return string(line), nil
+		}
+		line = append(line, b[0])
+	}
+	return "", fmt.Errorf("%w: a line of more than %d bytes", ErrProtocol, limit)
+}
+
+// ReadyPath is where the host listens for the agent's report, given the path
+// of the Unix socket that stands for the vsock device.
+func ReadyPath(path string) string {
+	return path + "_" + strconv.Itoa(agentpb.ReadyPort)
+}
+
+const (
+	maxReadyLine = 128 // bytes
+	readyTimeout = 5 * time.Second
+)
+
+// WaitReady waits on a listener at ReadyPath for the agent to report that it
+// serves, and returns its version. It does not close the listener, except when
+// ctx ends first. Whatever else connects is ignored.
+func WaitReady(ctx context.Context, l net.Listener) (version string, err error) {
+	stop := context.AfterFunc(ctx, func() { l.Close() })
+	defer stop()
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			if ctx.Err() != nil {
+				return "", fmt.Errorf("guest: wait for the agent: %w", ctx.Err())
+			}
+			return "", fmt.Errorf("guest: wait for the agent: %w", err)
+		}
+		version, err := readReady(c)
+		c.Close()
+		if err == nil {
+			return version, nil
+		}
+	}
+}
+
+func readReady(c net.Conn) (string, error) {
+	if err := c.SetDeadline(time.Now().Add(readyTimeout)); err != nil {
+		return "", err
+	}
+	line, err := readLine(c, maxReadyLine)
+	if err != nil {
+		return "", err
+	}
+	version, ok := strings.CutPrefix(line, "ready ")
+	if !ok {
+		return "", errors.New("not a report of readiness")
+	}
+	return printable(version), nil
+}

@@ -1,0 +1,439 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+)
+
+// Cmd is a command to run in the guest.
+type Cmd struct {
+	// Argv is the command and its arguments. A command without a slash is
+	// looked for in the PATH of its environment.
+	Argv []string
+	// Env adds variables (KEY=VALUE) to PATH, HOME, USER, LOGNAME and SHELL of
+	// the user, or is all there is with ReplaceEnv.
+	Env        []string
+	ReplaceEnv bool
+	// Dir is the working directory, absolute; "" is "/".
+	Dir string
+	// User is "name" or "uid", with ":group" or ":gid" if need be; "" is root.
+	User string
+	// Pty, when set, gives the command a terminal. Its output, stderr
+	// included, goes to Stdout then.
+	Pty *Pty
+	// Timeout, when positive, is after how long in the guest's time, which
+	// stands still while it sleeps, the process group is killed.
+	Timeout time.Duration
+	// Detach lets the process outlive its connection. It is known by ID then,
+	// or by one that the agent chooses, and its last OutputLimit bytes of
+	// output (0: 256 KiB, at most 16 MiB) are kept for Attach.
+	Detach      bool
+	ID          string
+	OutputLimit int
+
+	IO
+}
+
+// IO is where the streams of a command go. A writer that blocks stalls the
+// command, and the end of its session, and nothing else.
+type IO struct {
+	// Stdin is read to its end, which closes the command's stdin. Nil is an
+	// empty stdin. When the command ends first, Stdin is not waited for: a
+	// Read that is under way then ends in its own time.
+	Stdin io.Reader
+	// Stdout and Stderr are written to by one goroutine. Nil discards.
+	Stdout, Stderr io.Writer
+	// Resize gives new sizes of the terminal.
+	Resize <-chan Size
+}
+
+// Pty is the terminal of a command.
+type Pty struct {
+	Size
+	Term string // TERM; "" is xterm
+}
+
+// Size is the size of a terminal in characters, each below 65536. Zero by
+// zero leaves it alone.
+type Size struct{ Rows, Cols int }
+
+// ExitStatus is how a command ended.
+type ExitStatus struct {
+	// Code is the exit code as a shell gives it: 128 + Signal when a signal
+	// ended the command, 127 when it was not found, 126 when it is not
+	// executable.
+	Code       int
+	Signal     int // 0: it exited
+	CoreDumped bool
+	TimedOut   bool
+	User, Sys  time.Duration // CPU time
+	MaxRSS     int64         // bytes
+	// NotStarted is why the command could not be started; "" when it was.
+	NotStarted string
+}
+
+// String says it in words.
+func (e ExitStatus) String() string {
+	switch {
+	case e.NotStarted != "":
+		return fmt.Sprintf("exit code %d: %s", e.Code, e.NotStarted)
+	case e.TimedOut:
+		return fmt.Sprintf("exit code %d: timed out", e.Code)
+	case e.Signal != 0:
+		return fmt.Sprintf("exit code %d: signal %d", e.Code, e.Signal)
+	}
+	return fmt.Sprintf("exit code %d", e.Code)
+}
+
+func exitStatus(e *agentpb.ExecExit) *ExitStatus {
+	if e == nil {
+		return nil
+	}
+	s := &ExitStatus{
+		Code: int(e.Code), Signal: int(e.Signal), CoreDumped: e.CoreDumped, TimedOut: e.TimedOut,
+		User: time.Duration(e.UserNanos), Sys: time.Duration(e.SystemNanos), MaxRSS: e.MaxRssBytes,
+	}
+	if e.Error != "" {
+		s.NotStarted = printable(e.Error)
+	}
+	return s
+}
+
+// Session is a connection to a command in the guest.
+type Session struct {
+	id     string
+	pid    int
+	pty    bool
+	c      *Client
+	ch     *channel
+	stream agentpb.Agent_ExecClient
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	io     IO
+
+	stdin  flow.Window
+	outq   chan *agentpb.ExecOutput // received and not yet written, within a window
+	done   chan struct{}
+	status *ExitStatus // valid once done is closed
+	err    error       // valid once done is closed
+
+	mu     sync.Mutex
+	offset uint64
+}
+
+// Exec runs a command to its end. The error is an *ExitError when the command
+// ended other than with exit code 0; the status is given then as well. When
+// ctx ends, the command is killed, unless it is detached.
+func (c *Client) Exec(ctx context.Context, cmd Cmd) (*ExitStatus, error) {
+	s, err := c.Start(ctx, cmd)
+	if err != nil {
+		return nil, err
+	}
+	return s.Wait()
+}
+
+// Start starts a command. Its context governs the session, not only the start.
+// A command that cannot be started for want of its file is no error here: it
+// ends at once, with code 126 or 127.
+func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
+	start := &agentpb.ExecStart{
+		Argv: cmd.Argv, Env: cmd.Env, ReplaceEnv: cmd.ReplaceEnv, Cwd: cmd.Dir, User: cmd.User,
+		TimeoutNanos: int64(cmd.Timeout), Detach: cmd.Detach, Id: cmd.ID,
+		OutputLimit: uint32(min(max(cmd.OutputLimit, 0), agentpb.MaxOutputLimit)),
+		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && !cmd.Detach,
+	}
+	if cmd.Pty != nil {
+		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message()}
+	}
+	return c.session(ctx, "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}}, cmd.IO, 0)
+}
+
+// Attach connects to a detached process and takes the place of whoever is
+// connected to it. Output is given from offset on, or from the oldest byte
+// that is kept: Session.Offset tells. A process that has ended gives its last
+// output and its status. The error is ErrNotFound when there is none of that ID.
+func (c *Client) Attach(ctx context.Context, id string, offset uint64, streams IO) (*Session, error) {
+	m := &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Attach{Attach: &agentpb.ExecAttach{Id: id, Offset: offset}}}
+	return c.session(ctx, opAttach, m, streams, offset)
+}
+
+func (s Size) message() *agentpb.WindowSize {
+	const limit = 1<<16 - 1
+	return &agentpb.WindowSize{Rows: uint32(min(max(s.Rows, 0), limit)), Cols: uint32(min(max(s.Cols, 0), limit))}
+}
+
+// session opens a connection for one command and waits for its start.
+func (c *Client) session(ctx context.Context, op string, first *agentpb.ExecRequest, streams IO, offset uint64) (*Session, error) {
+	ch, err := c.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s := &Session{
+		c: c, ch: ch, io: streams, offset: offset,
+		outq: make(chan *agentpb.ExecOutput, agentpb.Window),
+		done: make(chan struct{}),
+	}
+	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	ch.expect()
+	started, err := s.begin(first)
+	if err != nil {
+		err = fail(op, ch.conn.err(err))
+		if ctx.Err() != nil {
+			err = fmt.Errorf("guest: %s: %w", op, ctx.Err())
+		}
+		s.cancel(nil)
+		c.discard(ch)
+		return nil, err
+	}
+	if started == nil {
+		s.cancel(nil)
+		c.discard(ch)
+		close(s.done)
+		return s, nil
+	}
+	s.id, s.pid, s.pty, s.offset = started.Id, int(started.Pid), started.Pty, started.Offset
+	go s.run(op)
+	return s, nil
+}
+
+// begin sends the first message and takes its answer. It returns nil, and has
+// set the status, when the command could not be started.
+func (s *Session) begin(first *agentpb.ExecRequest) (*agentpb.ExecStarted, error) {
+	stream, err := s.ch.agent.Exec(s.ctx)
+	if err != nil {
+		return nil, err
+	}
+	s.stream = stream
+	if err := stream.Send(first); err != nil {
+		return nil, err
+	}
+	m, err := s.recv()
+	if err != nil {
+		return nil, err
+	}
+	switch m := m.Msg.(type) {
+	case *agentpb.ExecResponse_Started:
+		if len(m.Started.Id) > agentpb.MaxID {
+			return nil, fmt.Errorf("%w: an id of %d bytes", ErrProtocol, len(m.Started.Id))
+		}
+		return m.Started, nil
+	case *agentpb.ExecResponse_Exit:
+		s.status = exitStatus(m.Exit)
+		if s.status.Code == 0 {
+			return nil, fmt.Errorf("%w: a command that was not started ended well", ErrProtocol)
+		}
+		s.err = &ExitError{*s.status}
+		return nil, nil
+	}
+	return nil, fmt.Errorf("%w: %T in answer to a start", ErrProtocol, m.Msg)
+}
+
+// ID is the name of the process, for Attach and Kill.
+func (s *Session) ID() string { return s.id }
+
+// PID is the process's id in the guest, 0 when it could not be started.
+func (s *Session) PID() int { return s.pid }
+
+// Offset is where in the command's output the session is: after the last byte
+// that was written to Stdout or Stderr. It is what to Attach with.
+func (s *Session) Offset() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.offset
+}
+
+// Done is closed when the session is over.
+func (s *Session) Done() <-chan struct{} { return s.done }
+
+// Wait waits for the end of the command and of its output. The error is an
+// *ExitError for a status other than 0, ErrConnectionLost or ErrTakenOver for
+// a session that ended before its command, the context's, or that of a writer.
+func (s *Session) Wait() (*ExitStatus, error) {
+	<-s.done
+	return s.status, s.err
+}
+
+// Signal sends a signal to the command's process group.
+func (s *Session) Signal(sig int) error {
+	return s.send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Signal{Signal: int32(sig)}})
+}
+
+// Resize sets the size of the command's terminal.
+func (s *Session) Resize(size Size) error {
+	return s.send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Resize{Resize: size.message()}})
+}
+
+// errDetached ends a session on request.
+var errDetached = errors.New("detached")
+
+// Close ends the session without waiting for the command: a detached process
+// runs on, any other is killed. Wait returns ErrConnectionLost then.
+func (s *Session) Close() error {
+	s.cancel(errDetached)
+	<-s.done
+	return nil
+}
+
+func (s *Session) send(m *agentpb.ExecRequest) error {
+	select {
+	case <-s.done:
+		return fmt.Errorf("guest: %w", ErrNotRunning)
+	default:
+	}
+	return fail("exec", s.stream.Send(m))
+}
+
+// run serves the session until it is over.
+func (s *Session) run(op string) {
+	var delivered, resized sync.WaitGroup
+	delivered.Go(s.deliver)
+	resized.Go(s.resizes)
+	go s.feed()
+	status, err := s.receive()
+	close(s.outq)
+	if err != nil {
+		s.cancel(err)
+	}
+	delivered.Wait()
+	if cause := context.Cause(s.ctx); cause != nil {
+		err = cause
+	}
+	s.cancel(errDetached)
+	resized.Wait()
+	s.c.discard(s.ch)
+	switch {
+	case errors.Is(err, errDetached):
+		s.err = fmt.Errorf("guest: %s: the session was closed: %w", op, ErrConnectionLost)
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		s.err = fmt.Errorf("guest: %s: %w", op, err)
+	case err != nil:
+		s.err = fail(op, s.ch.conn.err(err))
+	default:
+		s.status = status
+		if status.Code != 0 {
+			s.err = &ExitError{*status}
+		}
+	}
+	close(s.done)
+}
+
+// recv takes the next message.
+func (s *Session) recv() (*agentpb.ExecResponse, error) {
+	m, err := s.stream.Recv()
+	s.ch.conn.taken()
+	return m, err
+}
+
+// receive handles what the guest sends until the command's exit. It does not
+// wait for Stdout, so that acknowledgements of stdin get through.
+func (s *Session) receive() (*ExitStatus, error) {
+	for {
+		m, err := s.recv()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = ErrConnectionLost
+			}
+			return nil, err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.ExecResponse_Output:
+			if len(m.Output.Data) > agentpb.MaxChunk {
+				return nil, fmt.Errorf("%w: %d bytes of output in one message", ErrProtocol, len(m.Output.Data))
+			}
+			select {
+			case s.outq <- m.Output:
+			default:
+				return nil, fmt.Errorf("%w: more than %d messages of output unacknowledged", ErrProtocol, agentpb.Window)
+			}
+		case *agentpb.ExecResponse_Ack:
+			if err := s.stdin.Ack(m.Ack); err != nil {
+				return nil, err
+			}
+		case *agentpb.ExecResponse_Exit:
+			return exitStatus(m.Exit), nil
+		default:
+			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+		}
+	}
+}
+
+// deliver writes output to where it goes and acknowledges it.
+func (s *Session) deliver() {
+	var acker flow.Acker
+	failed := false
+	for out := range s.outq {
+		if failed || s.ctx.Err() != nil {
+			continue
+		}
+		w := s.io.Stdout
+		if out.Stderr {
+			w = s.io.Stderr
+		}
+		if w != nil {
+			if _, err := w.Write(out.Data); err != nil {
+				s.cancel(fmt.Errorf("write the command's output: %w", err))
+				failed = true
+				continue
+			}
+		}
+		s.mu.Lock()
+		s.offset = out.Offset + uint64(len(out.Data))
+		s.mu.Unlock()
+		if n, due := acker.Consumed(len(out.Data)); due {
+			// A failure to send shows in receive as well.
+			_ = s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Ack{Ack: n}})
+		}
+	}
+}
+
+// resizes passes on the sizes that the caller gives.
+func (s *Session) resizes() {
+	for {
+		select {
+		case size, ok := <-s.io.Resize:
+			if !ok {
+				return
+			}
+			if s.Resize(size) != nil {
+				return
+			}
+		case <-s.ctx.Done():
+			return
+		}
+	}
+}
+
+// feed sends Stdin. It is not waited for, since nothing ends a Read that is
+// under way.
+func (s *Session) feed() {
+	if s.io.Stdin == nil {
+		return
+	}
+	buf := make([]byte, agentpb.MaxChunk)
+	for {
+		n, err := s.io.Stdin.Read(buf)
+		if n > 0 {
+			if _, aerr := s.stdin.Acquire(s.ctx); aerr != nil {
+				return
+			}
+			if s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Stdin{Stdin: buf[:n]}}) != nil {
+				return
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			_ = s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_StdinClose{StdinClose: &agentpb.Empty{}}})
+			return
+		}
+		if err != nil {
+			s.cancel(fmt.Errorf("read the command's input: %w", err))
+			return
+		}
+	}
+}

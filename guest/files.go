@@ -1,0 +1,540 @@
+package guest
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+	"github.com/drowse-vm/drowse/guest/internal/treetar"
+)
+
+// FileInfo is what the guest says of a file.
+type FileInfo struct {
+	Name    string // one element; checked to be one in the answers of ReadDir
+	Size    int64
+	Mode    fs.FileMode
+	UID     int
+	GID     int
+	ModTime time.Time
+	Link    string // target of a symbolic link
+}
+
+func fileInfo(f *agentpb.FileInfo) FileInfo {
+	return FileInfo{
+		Name: f.Name, Size: f.Size, Mode: fileMode(f.Mode), UID: int(f.Uid), GID: int(f.Gid),
+		ModTime: time.Unix(0, f.MtimeNanos), Link: f.Link,
+	}
+}
+
+// fileMode turns st_mode of inode(7) into Go's form.
+func fileMode(st uint32) fs.FileMode {
+	mode := fs.FileMode(st & 0o777)
+	for bit, m := range map[uint32]fs.FileMode{unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky} {
+		if st&bit != 0 {
+			mode |= m
+		}
+	}
+	switch st & unix.S_IFMT {
+	case unix.S_IFDIR:
+		mode |= fs.ModeDir
+	case unix.S_IFLNK:
+		mode |= fs.ModeSymlink
+	case unix.S_IFIFO:
+		mode |= fs.ModeNamedPipe
+	case unix.S_IFSOCK:
+		mode |= fs.ModeSocket
+	case unix.S_IFBLK:
+		mode |= fs.ModeDevice
+	case unix.S_IFCHR:
+		mode |= fs.ModeDevice | fs.ModeCharDevice
+	}
+	return mode
+}
+
+// Stat describes a file, or what a symbolic link points to. Paths in the guest
+// are absolute in this and all other calls.
+func (c *Client) Stat(ctx context.Context, path string) (FileInfo, error) {
+	return c.stat(ctx, path, true)
+}
+
+// Lstat describes a file without following a symbolic link.
+func (c *Client) Lstat(ctx context.Context, path string) (FileInfo, error) {
+	return c.stat(ctx, path, false)
+}
+
+func (c *Client) stat(ctx context.Context, path string, follow bool) (FileInfo, error) {
+	f, err := call(ctx, c, "stat "+path, agentpb.AgentClient.Stat, &agentpb.StatRequest{Path: path, Follow: follow})
+	if err != nil {
+		return FileInfo{}, err
+	}
+	return fileInfo(f), nil
+}
+
+// MaxDirEntries is how many entries ReadDir returns at most; a directory with
+// more is an error, ErrLimit.
+const MaxDirEntries = 1 << 16
+
+// ReadDir lists a directory, sorted by name.
+func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
+	var out []FileInfo
+	after := ""
+	for {
+		r, err := call(ctx, c, "read directory "+dir, agentpb.AgentClient.ReadDir, &agentpb.ReadDirRequest{Path: dir, After: after})
+		if err != nil {
+			return nil, err
+		}
+		for _, e := range r.Entries {
+			if e.Name <= after || e.Name == "." || e.Name == ".." || strings.ContainsAny(e.Name, "/\x00") {
+				return nil, fmt.Errorf("guest: read directory %s: %w: an entry named %q after %q", dir, ErrProtocol, e.Name, after)
+			}
+			after = e.Name
+			out = append(out, fileInfo(e))
+		}
+		if !r.More {
+			return out, nil
+		}
+		if len(r.Entries) == 0 {
+			return nil, fmt.Errorf("guest: read directory %s: %w: more entries promised and none given", dir, ErrProtocol)
+		}
+		if len(out) > MaxDirEntries {
+			return nil, fmt.Errorf("guest: read directory %s: %w: more than %d entries", dir, ErrLimit, MaxDirEntries)
+		}
+	}
+}
+
+// Mkdir makes a directory, with perm 0 as 0755, and with parents those that
+// are missing as well.
+func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, parents bool) error {
+	_, err := callOnce(ctx, c, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
+	return err
+}
+
+// Remove removes a file or an empty directory, or with recursive a whole tree,
+// which need not exist.
+func (c *Client) Remove(ctx context.Context, path string, recursive bool) error {
+	_, err := callOnce(ctx, c, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
+	return err
+}
+
+// Rename renames a file or directory.
+func (c *Client) Rename(ctx context.Context, from, to string) error {
+	_, err := callOnce(ctx, c, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
+	return err
+}
+
+// Symlink makes a symbolic link at path.
+func (c *Client) Symlink(ctx context.Context, target, path string) error {
+	_, err := callOnce(ctx, c, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
+	return err
+}
+
+// Readlink reads a symbolic link.
+func (c *Client) Readlink(ctx context.Context, path string) (string, error) {
+	r, err := call(ctx, c, "read link "+path, agentpb.AgentClient.Readlink, &agentpb.ReadlinkRequest{Path: path})
+	if err != nil {
+		return "", err
+	}
+	return r.Target, nil
+}
+
+// ReadFile copies length bytes of a file from offset on to w, or all there is
+// when length is 0. It returns how many there were. The guest decides how
+// much it sends: bound w, or give a length, which is held to.
+func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset, length int64) (int64, error) {
+	first := &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Read{Read: &agentpb.ReadFile{Path: path, Offset: offset, Length: length}}}
+	t, err := c.transfer(ctx, "read "+path, first)
+	if err != nil {
+		return 0, err
+	}
+	defer t.close()
+	lw := &limitWriter{w: w, left: length}
+	if length == 0 {
+		lw.left = -1
+	}
+	_, err = t.receiveTo(lw)
+	return lw.written, t.fail(err)
+}
+
+// limitWriter refuses more than it was asked for; left -1 is no limit.
+type limitWriter struct {
+	w             io.Writer
+	left, written int64
+}
+
+func (l *limitWriter) Write(p []byte) (int, error) {
+	if l.left >= 0 {
+		if int64(len(p)) > l.left {
+			return 0, fmt.Errorf("%w: more bytes than were asked for", ErrProtocol)
+		}
+		l.left -= int64(len(p))
+	}
+	n, err := l.w.Write(p)
+	l.written += int64(n)
+	return n, err
+}
+
+// WriteOptions says how WriteFile writes.
+type WriteOptions struct {
+	Perm    fs.FileMode // of a new file, and of any when not 0; 0 is 0644
+	Owner   *Owner      // nil: root, or the owner of the file that exists
+	ModTime time.Time   // zero: now
+	// Atomic writes a temporary file and renames it: readers see the old file
+	// or the whole new one, after a crash as well.
+	Atomic  bool
+	Parents bool // make missing directories
+	// Offset writes there without truncating; Append writes at the end.
+	Offset int64
+	Append bool
+}
+
+// Owner is a user and a group of the guest.
+type Owner struct{ UID, GID int }
+
+func (o *Owner) message() *agentpb.Owner {
+	if o == nil {
+		return nil
+	}
+	return &agentpb.Owner{Uid: uint32(o.UID), Gid: uint32(o.GID)}
+}
+
+// WriteFile writes what it reads from r to a file of the guest.
+func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) error {
+	m := &agentpb.WriteFile{
+		Path: path, Mode: uint32(o.Perm.Perm()), Owner: o.Owner.message(), Atomic: o.Atomic, Parents: o.Parents,
+		Offset: o.Offset, Append: o.Append,
+	}
+	if !o.ModTime.IsZero() {
+		m.MtimeNanos = o.ModTime.UnixNano()
+	}
+	t, err := c.transfer(ctx, "write "+path, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Write{Write: m}})
+	if err != nil {
+		return err
+	}
+	defer t.close()
+	_, err = t.sendFrom(func(w io.Writer) error {
+		_, err := io.CopyBuffer(w, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk))
+		return err
+	})
+	return t.fail(err)
+}
+
+// CopyOptions bounds and shapes a copy of a tree.
+type CopyOptions struct {
+	MaxBytes   int64 // 0: 64 GiB
+	MaxEntries int64 // 0: 1048576
+	// Owner owns everything that is created in the guest; nil is root. It has
+	// no meaning for CopyOut, whose files belong to the caller.
+	Owner *Owner
+	// KeepOwner keeps the numbers of the owners instead.
+	KeepOwner bool
+	// KeepLinks has CopyOut create symbolic links that are absolute or lead
+	// out of the tree. They are left out otherwise: whoever opens one later
+	// would be led where the guest wants.
+	KeepLinks bool
+}
+
+// CopyResult tells what was copied.
+type CopyResult struct {
+	Entries, Bytes int64
+	// Skipped are the names of what was left out, the first 100 of SkippedCount:
+	// devices, pipes, sockets, and for CopyOut links out of the tree.
+	Skipped      []string
+	SkippedCount int64
+}
+
+func copyResult(r treetar.Result) CopyResult {
+	out := CopyResult{Entries: r.Entries, Bytes: r.Bytes, SkippedCount: r.SkippedCount}
+	for _, name := range r.Skipped {
+		out.Skipped = append(out.Skipped, printable(name))
+	}
+	return out
+}
+
+// CopyIn copies a file or directory of the host into the guest. As with cp(1),
+// dst is a directory to copy into when it exists as one, and the name of the
+// copy otherwise; its parent must exist.
+func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (CopyResult, error) {
+	src, err := filepath.Abs(src)
+	if err != nil {
+		return CopyResult{}, fmt.Errorf("guest: copy %s: %w", src, err)
+	}
+	if _, err := os.Stat(src); err != nil {
+		return CopyResult{}, fmt.Errorf("guest: copy: %w", err)
+	}
+	dir, name, err := c.target(ctx, dst, filepath.Base(src))
+	if err != nil {
+		return CopyResult{}, err
+	}
+	owner := o.Owner
+	if owner == nil && !o.KeepOwner {
+		owner = &Owner{}
+	}
+	m := &agentpb.Unpack{Path: dir, Owner: owner.message(), MaxBytes: o.MaxBytes, MaxEntries: o.MaxEntries}
+	t, err := c.transfer(ctx, "copy to "+dst, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Unpack{Unpack: m}})
+	if err != nil {
+		return CopyResult{}, err
+	}
+	defer t.close()
+	if src, err = filepath.EvalSymlinks(src); err != nil {
+		return CopyResult{}, fmt.Errorf("guest: copy: %w", err)
+	}
+	var res treetar.Result
+	_, err = t.sendFrom(func(w io.Writer) error {
+		bw := bufio.NewWriterSize(w, agentpb.MaxChunk)
+		var err error
+		if res, err = treetar.Pack(t.ctx, bw, src, name); err != nil {
+			return err
+		}
+		return bw.Flush()
+	})
+	return copyResult(res), t.fail(err)
+}
+
+// target decides where in the guest a copy goes: the directory, and the name
+// that the copy has in it.
+func (c *Client) target(ctx context.Context, dst, base string) (dir, name string, err error) {
+	fi, err := c.Stat(ctx, dst)
+	switch {
+	case err == nil && fi.Mode.IsDir():
+		return dst, base, nil
+	case err == nil || errors.Is(err, fs.ErrNotExist):
+		dir, name = path.Split(path.Clean(dst))
+	default:
+		return "", "", err
+	}
+	if strings.HasSuffix(dst, "/") && err == nil || name == "" {
+		return "", "", fmt.Errorf("guest: copy to %s: not a directory", dst)
+	}
+	if _, err := c.Stat(ctx, dir); err != nil {
+		return "", "", err
+	}
+	return dir, name, nil
+}
+
+// CopyOut copies a file or directory of the guest to the host. As with cp(1),
+// dst is a directory to copy into when it exists as one, and the name of the
+// copy otherwise. Nothing is created or changed outside of that directory, or
+// of dst's parent, whatever the guest sends; the copy has no other name there
+// than the last element of src or of dst.
+func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (CopyResult, error) {
+	dir, name := filepath.Split(filepath.Clean(dst))
+	if dir == "" {
+		dir = "."
+	}
+	if fi, err := os.Stat(dst); err == nil && fi.IsDir() {
+		dir, name = dst, path.Base(path.Clean(src))
+		if name == "/" || name == "." {
+			name = "root"
+		}
+	}
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return CopyResult{}, fmt.Errorf("guest: copy to %s: %w", dst, err)
+	}
+	defer root.Close()
+	t, err := c.transfer(ctx, "copy from "+src, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Pack{Pack: &agentpb.Pack{Path: src}}})
+	if err != nil {
+		return CopyResult{}, err
+	}
+	defer t.close()
+	pr, pw := io.Pipe()
+	type outcome struct {
+		res treetar.Result
+		err error
+	}
+	unpacked := make(chan outcome, 1)
+	go func() {
+		res, err := treetar.Unpack(t.ctx, pr, root, treetar.Options{
+			Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
+			KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, Rename: name,
+		})
+		if err == nil {
+			// Padding may follow the archive's end, but not without end.
+			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, pr)
+		}
+		pr.CloseWithError(err)
+		if err != nil {
+			t.cancel(err) // the guest may have nothing more to say
+		}
+		unpacked <- outcome{res, err}
+	}()
+	_, err = t.receiveTo(pw)
+	pw.CloseWithError(errOr(err, io.EOF))
+	got := <-unpacked
+	if got.err != nil && (err == nil || errors.Is(err, got.err) || errors.Is(context.Cause(t.ctx), got.err)) {
+		err = got.err
+	}
+	return copyResult(got.res), t.fail(err)
+}
+
+const maxPadding = 1 << 20 // bytes
+
+func errOr(err, other error) error {
+	if err != nil {
+		return err
+	}
+	return other
+}
+
+// transfer is one Transfer stream, seen from the host.
+type transfer struct {
+	op     string
+	c      *Client
+	ch     *channel
+	stream agentpb.Agent_TransferClient
+	parent context.Context
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	window flow.Window
+}
+
+func (c *Client) transfer(ctx context.Context, op string, first *agentpb.TransferRequest) (*transfer, error) {
+	ch, err := c.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	t := &transfer{op: op, c: c, ch: ch, parent: ctx}
+	t.ctx, t.cancel = context.WithCancelCause(ctx)
+	ch.expect()
+	if t.stream, err = ch.agent.Transfer(t.ctx); err == nil {
+		err = t.stream.Send(first)
+	}
+	if err != nil {
+		t.close()
+		return nil, t.fail(err)
+	}
+	return t, nil
+}
+
+func (t *transfer) close() {
+	t.cancel(nil)
+	t.c.discard(t.ch)
+}
+
+// fail turns an error of the transfer into one of this package's.
+func (t *transfer) fail(err error) error {
+	if err == nil {
+		return nil
+	}
+	if t.parent.Err() != nil {
+		return fmt.Errorf("guest: %s: %w", t.op, t.parent.Err())
+	}
+	if errors.Is(err, io.EOF) {
+		err = ErrConnectionLost
+	}
+	return fail(t.op, t.ch.conn.err(err))
+}
+
+// recv takes the next message.
+func (t *transfer) recv() (*agentpb.TransferResponse, error) {
+	m, err := t.stream.Recv()
+	t.ch.conn.taken()
+	return m, err
+}
+
+// receiveTo writes the data that the guest sends to w, up to its done message.
+// A slow w slows the guest down.
+func (t *transfer) receiveTo(w io.Writer) (*agentpb.TransferDone, error) {
+	var acker flow.Acker
+	for {
+		m, err := t.recv()
+		if err != nil {
+			return nil, err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferResponse_Info:
+		case *agentpb.TransferResponse_Data:
+			if len(m.Data) > agentpb.MaxChunk {
+				return nil, fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
+			}
+			if _, err := w.Write(m.Data); err != nil {
+				return nil, err
+			}
+			if n, due := acker.Consumed(len(m.Data)); due {
+				if err := t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}}); err != nil {
+					return nil, err
+				}
+			}
+		case *agentpb.TransferResponse_Done:
+			return m.Done, nil
+		default:
+			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+		}
+	}
+}
+
+// sendFrom sends what produce writes, then the end message, and waits for the
+// guest to be done.
+func (t *transfer) sendFrom(produce func(io.Writer) error) (*agentpb.TransferDone, error) {
+	produced := make(chan error, 1)
+	go func() {
+		err := produce(dataWriter{t})
+		if err == nil {
+			err = t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
+		}
+		if err != nil {
+			t.cancel(err) // what the guest has is not all: it must not commit
+		}
+		produced <- err
+	}()
+	done, err := t.awaitDone()
+	cause := context.Cause(t.ctx)
+	t.cancel(nil)
+	perr := <-produced
+	switch {
+	case err == nil && perr != nil:
+		return nil, fmt.Errorf("%w: done before everything was sent", ErrProtocol)
+	case err != nil && cause != nil && errors.Is(err, context.Canceled):
+		return nil, cause
+	}
+	return done, err
+}
+
+func (t *transfer) awaitDone() (*agentpb.TransferDone, error) {
+	for {
+		m, err := t.recv()
+		if err != nil {
+			return nil, err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferResponse_Ack:
+			if err := t.window.Ack(m.Ack); err != nil {
+				return nil, err
+			}
+		case *agentpb.TransferResponse_Done:
+			return m.Done, nil
+		default:
+			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+		}
+	}
+}
+
+// dataWriter sends what is written to it as data messages.
+type dataWriter struct{ t *transfer }
+
+func (w dataWriter) Write(p []byte) (int, error) {
+	sent := 0
+	for sent < len(p) {
+		n := min(len(p)-sent, agentpb.MaxChunk)
+		if _, err := w.t.window.Acquire(w.t.ctx); err != nil {
+			return sent, err
+		}
+		if err := w.t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: p[sent : sent+n]}}); err != nil {
+			return sent, err
+		}
+		sent += n
+	}
+	return sent, nil
+}

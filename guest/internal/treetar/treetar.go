@@ -1,0 +1,460 @@
+// Package treetar turns a file tree into a tar stream and back, for copies
+// between host and guest. What it unpacks may come from an enemy: everything
+// it creates lies beneath the directory it was given, within limits.
+package treetar
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// Limits bounds what Unpack accepts. Zero values mean the defaults.
+type Limits struct {
+	Bytes   int64 // content of all files
+	Entries int64
+}
+
+// Defaults of Limits, and limits that are fixed.
+const (
+	DefaultBytes   = 64 << 30
+	DefaultEntries = 1 << 20
+	MaxDepth       = 256  // elements of a name
+	MaxName        = 4095 // bytes of a name or link target
+	maxSkipped     = 100  // names kept of what was left out
+)
+
+// Errors of Unpack that a caller may want to tell apart.
+var (
+	ErrLimit  = errors.New("the tree exceeds a limit")
+	ErrUnsafe = errors.New("the archive names a file outside of its tree")
+)
+
+// Options says how Unpack treats entries.
+type Options struct {
+	Limits
+	// Owner, when set, owns everything; otherwise, with KeepOwner, the
+	// archive's numbers do, and without it whoever unpacks.
+	Owner     *Owner
+	KeepOwner bool
+	// KeepSetID keeps set-user-id and set-group-id bits.
+	KeepSetID bool
+	// KeepLinks keeps symbolic links that are absolute or lead out of the tree.
+	// They are left out otherwise.
+	KeepLinks bool
+	// Rename, when set, replaces the first element of every name.
+	Rename string
+}
+
+// Owner is a user and group id.
+type Owner struct{ UID, GID int }
+
+// Result tells what Pack or Unpack did.
+type Result struct {
+	Entries int64
+	Bytes   int64
+	// Skipped are the first 100 names that were left out: devices, sockets,
+	// pipes, and links out of the tree.
+	Skipped []string
+	// SkippedCount is how many there were.
+	SkippedCount int64
+}
+
+func (r *Result) skip(name string) {
+	r.SkippedCount++
+	if len(r.Skipped) < maxSkipped {
+		r.Skipped = append(r.Skipped, name)
+	}
+}
+
+// Pack writes the tree at src, a file or directory, as a tar stream. Names
+// start with name. Devices, pipes and sockets are left out.
+func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
+	tw := tar.NewWriter(w)
+	var res Result
+	err := filepath.WalkDir(src, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			if p != src && errors.Is(err, fs.ErrNotExist) {
+				return nil // gone since its directory was read
+			}
+			return err
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		rel, err := filepath.Rel(src, p)
+		if err != nil {
+			return err
+		}
+		err = packOne(tw, p, path.Join(name, filepath.ToSlash(rel)), &res)
+		if p != src && errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	})
+	if err != nil {
+		return res, fmt.Errorf("pack %s: %w", src, err)
+	}
+	if err := tw.Close(); err != nil {
+		return res, fmt.Errorf("pack %s: %w", src, err)
+	}
+	return res, nil
+}
+
+func packOne(tw *tar.Writer, p, name string, res *Result) error {
+	fi, err := os.Lstat(p)
+	if err != nil {
+		return err
+	}
+	link := ""
+	switch fi.Mode().Type() {
+	case 0:
+		return packFile(tw, p, name, res)
+	case fs.ModeDir:
+	case fs.ModeSymlink:
+		if link, err = os.Readlink(p); err != nil {
+			return err
+		}
+	default:
+		res.skip(name)
+		return nil
+	}
+	return writeHeader(tw, fi, link, name, res)
+}
+
+func writeHeader(tw *tar.Writer, fi fs.FileInfo, link, name string, res *Result) error {
+	h, err := tar.FileInfoHeader(fi, link)
+	if err != nil {
+		return err
+	}
+	h.Name = name
+	if fi.IsDir() {
+		h.Name += "/"
+	}
+	h.Uname, h.Gname = "", "" // names mean nothing on the other side
+	h.AccessTime, h.ChangeTime = time.Time{}, time.Time{}
+	h.Format = tar.FormatPAX
+	res.Entries++
+	return tw.WriteHeader(h)
+}
+
+func packFile(tw *tar.Writer, p, name string, res *Result) error {
+	f, err := os.OpenFile(p, os.O_RDONLY|openNoFollow, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if !fi.Mode().IsRegular() {
+		res.skip(name)
+		return nil
+	}
+	if err := writeHeader(tw, fi, "", name, res); err != nil {
+		return err
+	}
+	n, err := io.Copy(tw, io.LimitReader(f, fi.Size()))
+	res.Bytes += n
+	if err != nil {
+		return err
+	}
+	if n < fi.Size() {
+		return fmt.Errorf("%s became shorter while it was read: %w", p, io.ErrUnexpectedEOF)
+	}
+	return nil
+}
+
+// Unpack reads a tar stream and creates its tree beneath root. Files that
+// exist are replaced, directories merged. It stops at the first entry that is
+// unsafe or beyond a limit; what was created before stays.
+func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result, error) {
+	if o.Bytes <= 0 {
+		o.Bytes = DefaultBytes
+	}
+	if o.Entries <= 0 {
+		o.Entries = DefaultEntries
+	}
+	u := &unpacker{ctx: ctx, root: root, o: o}
+	tr := tar.NewReader(r)
+	for {
+		if err := ctx.Err(); err != nil {
+			return u.res, err
+		}
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return u.res, fmt.Errorf("read the archive: %w", err)
+		}
+		if u.res.Entries++; u.res.Entries > o.Entries {
+			return u.res, fmt.Errorf("%w: more than %d entries", ErrLimit, o.Entries)
+		}
+		if err := u.entry(h, tr); err != nil {
+			return u.res, fmt.Errorf("unpack %q: %w", clip(h.Name), err)
+		}
+	}
+	return u.res, u.finish()
+}
+
+// clip bounds a name in an error message.
+func clip(s string) string {
+	const limit = 256
+	if len(s) > limit {
+		return s[:limit] + "..."
+	}
+	return s
+}
+
+type unpacker struct {
+	ctx  context.Context
+	root *os.Root
+	o    Options
+	res  Result
+	dirs []dirMeta // directories whose mode and time are set at the end
+}
+
+type dirMeta struct {
+	name  string
+	mode  fs.FileMode
+	mtime time.Time
+}
+
+func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
+	name, err := cleanName(h.Name, u.o.Rename)
+	if err != nil {
+		return err
+	}
+	switch h.Typeflag {
+	case tar.TypeDir:
+		return u.dir(name, h)
+	case tar.TypeReg:
+		return u.file(name, h, r)
+	case tar.TypeSymlink:
+		return u.symlink(name, h)
+	case tar.TypeLink:
+		return u.hardlink(name, h)
+	default: // devices, pipes: nothing that a copy should create
+		u.res.skip(clip(name))
+		return nil
+	}
+}
+
+// cleanName returns the entry's name beneath the root, or an error when it has
+// none there.
+func cleanName(name, rename string) (string, error) {
+	if len(name) > MaxName || strings.IndexByte(name, 0) >= 0 {
+		return "", fmt.Errorf("%w: a name of %d bytes", ErrUnsafe, len(name))
+	}
+	clean := path.Clean(strings.TrimSuffix(name, "/"))
+	if name == "" || path.IsAbs(name) || clean == ".." || strings.HasPrefix(clean, "../") {
+		return "", ErrUnsafe
+	}
+	if strings.Count(clean, "/") >= MaxDepth {
+		return "", fmt.Errorf("%w: more than %d directories deep", ErrLimit, MaxDepth)
+	}
+	if rename != "" {
+		_, rest, _ := strings.Cut(clean, "/")
+		clean = path.Join(rename, rest)
+	}
+	return clean, nil
+}
+
+// replace makes way for a new file: it removes what has its name, unless that
+// is a directory, and creates missing parents.
+func (u *unpacker) replace(name string) error {
+	fi, err := u.root.Lstat(name)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		if dir := path.Dir(name); dir != "." {
+			return u.root.MkdirAll(dir, 0o755)
+		}
+		return nil
+	case err != nil:
+		return err
+	case fi.IsDir():
+		return fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
+	}
+	return u.root.Remove(name)
+}
+
+func (u *unpacker) mode(h *tar.Header) fs.FileMode {
+	mode := h.FileInfo().Mode()
+	keep := fs.ModePerm | fs.ModeSticky
+	if u.o.KeepSetID {
+		keep |= fs.ModeSetuid | fs.ModeSetgid
+	}
+	return mode & keep
+}
+
+func (u *unpacker) owner(h *tar.Header) (uid, gid int, ok bool) {
+	switch {
+	case u.o.Owner != nil:
+		return u.o.Owner.UID, u.o.Owner.GID, true
+	case u.o.KeepOwner:
+		return h.Uid, h.Gid, true
+	}
+	return 0, 0, false
+}
+
+func (u *unpacker) dir(name string, h *tar.Header) error {
+	fi, err := u.root.Lstat(name)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		if err := u.root.MkdirAll(name, 0o700); err != nil {
+			return err
+		}
+	case err != nil:
+		return err
+	case !fi.IsDir():
+		if err := u.replace(name); err != nil {
+			return err
+		}
+		if err := u.root.Mkdir(name, 0o700); err != nil {
+			return err
+		}
+	}
+	if uid, gid, ok := u.owner(h); ok {
+		if err := u.root.Lchown(name, uid, gid); err != nil {
+			return err
+		}
+	}
+	u.dirs = append(u.dirs, dirMeta{name: name, mode: u.mode(h), mtime: h.ModTime})
+	return nil
+}
+
+func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
+	if h.Size < 0 || h.Size > u.o.Bytes-u.res.Bytes {
+		return fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes)
+	}
+	if err := u.replace(name); err != nil {
+		return err
+	}
+	f, err := u.root.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	n, err := io.Copy(f, &ctxReader{ctx: u.ctx, r: r})
+	u.res.Bytes += n
+	if uid, gid, ok := u.owner(h); ok && err == nil {
+		err = f.Chown(uid, gid)
+	}
+	if err == nil {
+		err = f.Chmod(u.mode(h))
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = u.root.Chtimes(name, time.Time{}, h.ModTime)
+	}
+	return err
+}
+
+// ctxReader ends a long copy when its context ends.
+type ctxReader struct {
+	ctx context.Context
+	r   io.Reader
+}
+
+func (c *ctxReader) Read(p []byte) (int, error) {
+	if err := c.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return c.r.Read(p)
+}
+
+func (u *unpacker) symlink(name string, h *tar.Header) error {
+	if h.Linkname == "" || len(h.Linkname) > MaxName || strings.IndexByte(h.Linkname, 0) >= 0 {
+		return fmt.Errorf("%w: a link target of %d bytes", ErrUnsafe, len(h.Linkname))
+	}
+	if !u.o.KeepLinks && leadsOut(name, h.Linkname) {
+		u.res.skip(clip(name))
+		return nil
+	}
+	if err := u.replace(name); err != nil {
+		return err
+	}
+	if err := u.root.Symlink(h.Linkname, name); err != nil {
+		return err
+	}
+	if uid, gid, ok := u.owner(h); ok {
+		return u.root.Lchown(name, uid, gid)
+	}
+	return nil
+}
+
+// leadsOut says that a link at name may lead out of the tree. Every ".." after
+// a name counts as leading out as well, since the name may be a link itself.
+func leadsOut(name, target string) bool {
+	if path.IsAbs(target) {
+		return true
+	}
+	depth := strings.Count(name, "/") - 1 // directories of the tree above the link
+	if depth < 0 {
+		return true // the link is all of the tree
+	}
+	down := false
+	for elem := range strings.SplitSeq(target, "/") {
+		switch elem {
+		case "", ".":
+		case "..":
+			if depth--; depth < 0 || down {
+				return true
+			}
+		default:
+			down = true
+		}
+	}
+	return false
+}
+
+func (u *unpacker) hardlink(name string, h *tar.Header) error {
+	from, err := cleanName(h.Linkname, u.o.Rename)
+	if err != nil {
+		return err
+	}
+	if from == name {
+		return nil
+	}
+	fi, err := u.root.Lstat(from)
+	if err != nil {
+		return err
+	}
+	if !fi.Mode().IsRegular() {
+		return fmt.Errorf("%w: a hard link to what is not a file", ErrUnsafe)
+	}
+	if err := u.replace(name); err != nil {
+		return err
+	}
+	return u.root.Link(from, name)
+}
+
+// finish sets what would have been in the way, or undone, while the
+// directories were filled: deepest first.
+func (u *unpacker) finish() error {
+	for i := len(u.dirs) - 1; i >= 0; i-- {
+		d := u.dirs[i]
+		fi, err := u.root.Lstat(d.name)
+		if err != nil || !fi.IsDir() {
+			continue // replaced by a later entry
+		}
+		if err := u.root.Chmod(d.name, d.mode); err != nil {
+			return err
+		}
+		if err := u.root.Chtimes(d.name, time.Time{}, d.mtime); err != nil {
+			return err
+		}
+	}
+	return nil
+}
