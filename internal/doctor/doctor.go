@@ -1,0 +1,91 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+)
+
+// Options says what to look at. The zero value looks at the running host.
+type Options struct {
+	// StateDir is the state directory; it need not exist.
+	StateDir string
+	// Agent is the path where the guest's agent should be.
+	Agent string
+	// KernelDir and ImageDir are the stores of the packages of these names; empty
+	// means StateDir.
+	KernelDir, ImageDir string
+
+	root string // where the checks look for /proc, /sys and /dev; tests replace it
+}
+
+// Examine looks the host over. It fails only when ctx ends; whatever cannot be found
+// out is in the report as such.
+func Examine(ctx context.Context, o Options) (Report, error) {
+	if o.root == "" {
+		o.root = "/"
+	}
+	if o.KernelDir == "" {
+		o.KernelDir = o.StateDir
+	}
+	if o.ImageDir == "" {
+		o.ImageDir = o.StateDir
+	}
+	h := host{root: o.root}
+	var r Report
+	for _, look := range []func() []Check{
+		func() []Check { var c []Check; r.KVM, c = h.kvm(); return c },
+		h.userfaultfd,
+		h.memory,
+		h.system,
+		h.network,
+		func() []Check { return h.state(o.StateDir) },
+		h.tools,
+		func() []Check { return stores(o) },
+	} {
+		if err := ctx.Err(); err != nil {
+			return Report{}, fmt.Errorf("examining the host: %w", err)
+		}
+		r.Checks = append(r.Checks, look()...)
+	}
+	r.CanRun = canRun(r.Checks)
+	return r, nil
+}
+
+// host is where facts are read.
+type host struct{ root string }
+
+func (h host) path(name string) string { return filepath.Join(h.root, name) }
+
+// maxFact bounds the files of /proc and /sys that are read, in bytes.
+const maxFact = 1 << 20
+
+// read returns the content of a small file, or "" if it cannot be read.
+func (h host) read(name string) string {
+	f, err := os.Open(h.path(name))
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	b := make([]byte, maxFact)
+	n := 0
+	for n < len(b) {
+		k, err := f.Read(b[n:])
+		n += k
+		if err != nil || k == 0 {
+			break
+		}
+	}
+	return string(b[:n])
+}
+
+// architecture is amd64 or nothing runs.
+func (h host) architecture(g *group) {
+	s, d := OK, runtime.GOOS+"/"+runtime.GOARCH
+	if runtime.GOARCH != "amd64" {
+		s = Missing
+	}
+	g.require("architecture", s, d, "drowse runs on x86-64 only")
+}

@@ -1,0 +1,238 @@
+package doctor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// fake makes the files of a host.
+func fake(t *testing.T, files map[string]string) host {
+	t.Helper()
+	h := host{root: t.TempDir()}
+	for name, text := range files {
+		p := h.path(name)
+		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(p, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return h
+}
+
+func find(t *testing.T, checks []Check, name string) Check {
+	t.Helper()
+	for _, c := range checks {
+		if c.Name == name {
+			return c
+		}
+	}
+	t.Fatalf("no check %s among %d", name, len(checks))
+	return Check{}
+}
+
+// files lists everything below a directory.
+func files(t *testing.T, dir string) []string {
+	t.Helper()
+	var out []string
+	err := filepath.WalkDir(dir, func(p string, _ os.DirEntry, err error) error {
+		out = append(out, p)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func TestExamineThisHostLeavesNothingBehind(t *testing.T) {
+	dir := t.TempDir()
+	before := files(t, dir)
+	r, err := Examine(t.Context(), Options{StateDir: filepath.Join(dir, "not", "there"), Agent: filepath.Join(dir, "agent")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if after := files(t, dir); len(after) != len(before) {
+		t.Errorf("left behind: %q", after)
+	}
+	if r.CanRun {
+		t.Error("VMs can run without an agent, it says")
+	}
+	names := map[string]bool{}
+	for _, c := range r.Checks {
+		switch c.Status {
+		case OK, Missing, Degraded, Unknown:
+		default:
+			t.Errorf("check %s has status %q", c.Name, c.Status)
+		}
+		if names[c.Name] {
+			t.Errorf("check %s is there twice", c.Name)
+		}
+		names[c.Name] = true
+		if c.Status == OK && c.Consequence != "" {
+			t.Errorf("check %s is ok and yet has the consequence %q", c.Name, c.Consequence)
+		}
+		if (c.Status == Missing || c.Status == Degraded) && c.Consequence == "" {
+			t.Errorf("check %s is %s without a consequence", c.Name, c.Status)
+		}
+		if strings.ContainsAny(c.Detail+c.Consequence, "\n\t") {
+			t.Errorf("check %s has more than a line: %q", c.Name, c.Detail+c.Consequence)
+		}
+	}
+	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
+		if !names[name] {
+			t.Errorf("no check %s", name)
+		}
+	}
+	if _, err := json.Marshal(r); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestExamineEndsWithItsContext(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Examine(ctx, Options{}); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v, want that of the context", err)
+	}
+}
+
+func TestKVMOfHostsWithoutIt(t *testing.T) {
+	tests := []struct {
+		name  string
+		files map[string]string
+		want  Kind
+	}{
+		{"no device node", nil, NoKVM},
+		{"a file in its place", map[string]string{"dev/kvm": ""}, NoKVM},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			k, checks := fake(t, tt.files).kvm()
+			if k.Kind != tt.want {
+				t.Errorf("kind %s, want %s", k.Kind, tt.want)
+			}
+			if c := find(t, checks, "kvm"); c.Status != Missing || !c.Required {
+				t.Errorf("check %+v, want that it is required and missing", c)
+			}
+			if canRun(checks) {
+				t.Error("VMs can run, it says")
+			}
+		})
+	}
+}
+
+func TestVendorModule(t *testing.T) {
+	const amd = "processor\t: 0\nflags\t\t: fpu svm hypervisor\n"
+	tests := []struct {
+		name  string
+		files map[string]string
+		want  string
+	}{
+		{"the holder of kvm", map[string]string{"sys/module/kvm/holders/kvm_intel": "", "sys/module/kvm_intel/x": ""}, "kvm_intel"},
+		{"a module without holders", map[string]string{"sys/module/kvm_amd/x": ""}, "kvm_amd"},
+		{"another vendor", map[string]string{"sys/module/kvm_pvm/x": ""}, "kvm_pvm"},
+		{"both built in, AMD's CPU", map[string]string{"sys/module/kvm_amd/x": "", "sys/module/kvm_intel/x": "", "proc/cpuinfo": amd}, "kvm_amd"},
+		{"both built in, Intel's CPU", map[string]string{"sys/module/kvm_amd/x": "", "sys/module/kvm_intel/x": ""}, "kvm_intel"},
+		{"none", nil, ""},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			if got := fake(t, tt.files).vendorModule(); got != tt.want {
+				t.Errorf("module %q, want %q", got, tt.want)
+			}
+		})
+	}
+}
+
+func TestMemoryAndSystemFacts(t *testing.T) {
+	const (
+		plenty = "MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\nHugePages_Total: 3\n"
+		little = "MemTotal: 8000000 kB\nMemAvailable: 100000 kB\n"
+	)
+	tests := []struct {
+		name, check string
+		files       map[string]string
+		want        Status
+		says        string
+	}{
+		{"enough memory", "memory", map[string]string{"proc/meminfo": plenty}, OK, "3.8 GiB available of 7.6 GiB"},
+		{"little memory", "memory", map[string]string{"proc/meminfo": little}, Degraded, "98 MiB available"},
+		{"no proc", "memory", nil, Unknown, "cannot be read"},
+		{"reserved huge pages", "hugepages", map[string]string{"proc/meminfo": plenty}, OK, "3 reserved"},
+		{"strict overcommit", "overcommit", map[string]string{"proc/sys/vm/overcommit_memory": "2\n"}, Degraded, "=2"},
+		{"huge pages always", "transparent_hugepages", map[string]string{"sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never\n"}, OK, "always"},
+		{"huge pages never", "transparent_hugepages", map[string]string{"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}, Degraded, "never"},
+		{"no cgroups", "cgroup", nil, Missing, "no cgroup"},
+		{"cgroups version 2", "cgroup", map[string]string{"proc/self/mounts": "c /sys/fs/cgroup cgroup2 rw 0 0\n"}, OK, "version 2 at /sys/fs/cgroup"},
+		{"cgroups of both versions", "cgroup", map[string]string{"proc/self/mounts": "c /a cgroup rw 0 0\nc /b cgroup2 rw 0 0\n"}, OK, "version 1, 1 hierarchies, and version 2 at /b"},
+		{"slow clock", "clock", map[string]string{"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet\n"}, Degraded, "hpet"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			h := fake(t, tt.files)
+			c := find(t, append(h.memory(), h.system()...), tt.check)
+			if c.Status != tt.want || !strings.Contains(c.Detail, tt.says) {
+				t.Errorf("check %+v, want %s and %q", c, tt.want, tt.says)
+			}
+		})
+	}
+}
+
+func TestStateDirectory(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	tests := []struct {
+		name, dir, check string
+		want             Status
+		says             string
+	}{
+		{"one that is there", t.TempDir(), "state_dir", OK, ""},
+		{"one that will be made", filepath.Join(t.TempDir(), "a", "b"), "state_dir", OK, "not there yet"},
+		{"a file in its place", file, "state_dir", Missing, "not a directory"},
+		{"below a file", filepath.Join(file, "x"), "state_dir", Missing, "not a directory"},
+		{"a path too long for sockets", filepath.Join(t.TempDir(), strings.Repeat("x", 90)), "socket_path", Degraded, "107 are possible"},
+		{"no file can be made", "/proc", "punch_hole", Unknown, "/proc"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			c := find(t, host{root: "/"}.state(tt.dir), tt.check)
+			if c.Status != tt.want || !strings.Contains(c.Detail, tt.says) {
+				t.Errorf("check %+v, want %s and %q", c, tt.want, tt.says)
+			}
+		})
+	}
+}
+
+func TestAgentIsRequired(t *testing.T) {
+	agent := filepath.Join(t.TempDir(), "agent")
+	if err := os.WriteFile(agent, []byte("x"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]Status{agent: OK, agent + "2": Missing, filepath.Dir(agent): Missing, "": Unknown} {
+		c := find(t, stores(Options{Agent: path, KernelDir: t.TempDir(), ImageDir: t.TempDir()}), "agent")
+		if c.Status != want || !c.Required {
+			t.Errorf("agent %q: check %+v, want %s, required", path, c, want)
+		}
+	}
+}
+
+func TestKernelRelease(t *testing.T) {
+	for release, want := range map[string][2]int{"6.1.0-56-amd64": {6, 1}, "6.18.44": {6, 18}, "5.10-rc1": {5, 10}, "6": {0, 0}, "": {0, 0}, "x.y": {0, 0}} {
+		if major, minor := version(release); [2]int{major, minor} != want {
+			t.Errorf("release %q is %d.%d, want %d.%d", release, major, minor, want[0], want[1])
+		}
+	}
+}

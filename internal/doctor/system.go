@@ -1,0 +1,215 @@
+package doctor
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/snapshot/pager"
+)
+
+// uffdFeatures are the UFFD_FEATURE_ bits of linux/userfaultfd.h, by number.
+var uffdFeatures = []string{
+	"WP", "EVENT_FORK", "EVENT_REMAP", "EVENT_REMOVE", "MISSING_HUGETLBFS", "MISSING_SHMEM", "EVENT_UNMAP", "SIGBUS",
+	"THREAD_ID", "MINOR_HUGETLBFS", "MINOR_SHMEM", "EXACT_ADDRESS", "WP_HUGETLBFS_SHMEM", "WP_UNPOPULATED", "POISON",
+	"WP_ASYNC", "MOVE",
+}
+
+func (h host) userfaultfd() []Check {
+	g := &group{name: "userfaultfd"}
+	const cannotWake = "VMs run and sleep here, but cannot be woken"
+	have, err := pager.Features()
+	switch {
+	case errors.Is(err, pager.ErrNotPermitted), errors.Is(err, pager.ErrNotSupported):
+		g.add("userfaultfd", Missing, oneLine(err.Error()), cannotWake)
+		return g.checks
+	case err != nil:
+		g.add("userfaultfd", Unknown, oneLine(err.Error()), cannotWake+" unless this was chance")
+		return g.checks
+	}
+	way := "by userfaultfd(2)"
+	if f, err := os.OpenFile(h.path("dev/userfaultfd"), os.O_RDWR, 0); err == nil {
+		f.Close()
+		way = "by /dev/userfaultfd"
+	}
+	g.add("userfaultfd", OK, "allowed "+way+", with the faults of KVM", "")
+	var there, lacking []string
+	for i, name := range uffdFeatures {
+		if have&(1<<i) != 0 {
+			there = append(there, name)
+		} else {
+			lacking = append(lacking, name)
+		}
+	}
+	detail, s := fmt.Sprintf("%d: %s", bits.OnesCount64(have), strings.Join(there, " ")), OK
+	if len(lacking) > 0 {
+		detail += "; not there: " + strings.Join(lacking, " ")
+		s = Degraded
+	}
+	g.add("userfaultfd_features", s, detail, "none: lazy restore takes missing-page faults of anonymous memory, which need no feature")
+	return g.checks
+}
+
+// meminfo reads a field of /proc/meminfo, in bytes or, for counts, as it is.
+func (h host) meminfo() map[string]uint64 {
+	out := map[string]uint64{}
+	for line := range strings.Lines(h.read("proc/meminfo")) {
+		f := strings.Fields(line)
+		if len(f) < 2 {
+			continue
+		}
+		n, err := strconv.ParseUint(f[1], 10, 64)
+		if err != nil {
+			continue
+		}
+		if len(f) > 2 && f[2] == "kB" {
+			n <<= 10
+		}
+		out[strings.TrimSuffix(f[0], ":")] = n
+	}
+	return out
+}
+
+// lowMemory is when there is hardly room for one VM of the default size.
+const lowMemory = 768 << 20
+
+func (h host) memory() []Check {
+	g := &group{name: "memory"}
+	m := h.meminfo()
+	switch free, ok := m["MemAvailable"]; {
+	case !ok:
+		g.add("memory", Unknown, "/proc/meminfo cannot be read", "mount /proc")
+	case free < lowMemory:
+		g.add("memory", Degraded, bytesText(free)+" available of "+bytesText(m["MemTotal"]), "a VM may be killed for want of memory: put others to sleep")
+	default:
+		g.add("memory", OK, bytesText(free)+" available of "+bytesText(m["MemTotal"]), "")
+	}
+	switch strings.TrimSpace(h.read("proc/sys/vm/overcommit_memory")) {
+	case "2":
+		g.add("overcommit", Degraded, "vm.overcommit_memory=2", "all of a guest's RAM must be free when it starts: set it to 0 or 1")
+	case "":
+		g.add("overcommit", Unknown, "vm.overcommit_memory cannot be read", "")
+	default:
+		g.add("overcommit", OK, "guest RAM is committed as it is used", "")
+	}
+	if m["SwapTotal"] == 0 {
+		g.add("swap", OK, "none: memory of guests stays in RAM until they sleep", "")
+	} else {
+		g.add("swap", OK, bytesText(m["SwapFree"])+" free of "+bytesText(m["SwapTotal"])+": guest memory can be swapped out, which slows guests down and keeps their secrets on disk", "")
+	}
+	g.add("hugepages", OK, fmt.Sprintf("%d reserved, %d free: guest RAM does not need them", m["HugePages_Total"], m["HugePages_Free"]), "")
+	thp := selected(h.read("sys/kernel/mm/transparent_hugepage/enabled"))
+	switch thp {
+	case "":
+		g.add("transparent_hugepages", Unknown, "this kernel does not show them", "guest RAM may be in small pages, with more page faults")
+	case "never", "madvise":
+		g.add("transparent_hugepages", Degraded, thp+": guest RAM does not ask for them",
+			"guest RAM is in small pages, with more page faults and TLB misses: echo always > /sys/kernel/mm/transparent_hugepage/enabled")
+	default:
+		g.add("transparent_hugepages", OK, thp, "")
+	}
+	if _, err := os.Stat(h.path("proc/self/pagemap")); err != nil {
+		g.add("pagemap", Missing, oneLine(err.Error()), "VMs cannot be put to sleep: mount /proc")
+	} else {
+		g.add("pagemap", OK, "/proc/self/pagemap is there: untouched pages of guests are not read when they sleep", "")
+	}
+	return g.checks
+}
+
+// selected returns the [chosen] one of the words in a file of sysfs.
+func selected(text string) string {
+	_, rest, ok := strings.Cut(text, "[")
+	if !ok {
+		return ""
+	}
+	word, _, _ := strings.Cut(rest, "]")
+	return word
+}
+
+func (h host) system() []Check {
+	g := &group{name: "system"}
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		g.add("kernel", Unknown, oneLine(err.Error()), "")
+	} else {
+		release := unix.ByteSliceToString(u.Release[:])
+		major, minor := version(release)
+		if s := OK; major > 0 && (major < 5 || major == 5 && minor < 10) {
+			g.add("kernel", Degraded, release, "drowse is tested with Linux 6.1 and later")
+		} else {
+			g.add("kernel", s, release, "")
+		}
+	}
+	g.add("cpus", OK, fmt.Sprintf("%d for this process", runtime.NumCPU()), "")
+	if os.Geteuid() == 0 {
+		g.add("root", OK, "this process is root", "")
+	} else {
+		g.add("root", Degraded, fmt.Sprintf("user id %d", os.Geteuid()),
+			"images from Debian packages, links to the host's network and --install-deps need root; VMs need only access to /dev/kvm and userfaultfd")
+	}
+	g.put(h.cgroup())
+	g.put(h.clock())
+	return g.checks
+}
+
+// version reads the first two numbers of a kernel's release; 0, 0 if there are none.
+func version(release string) (major, minor int) {
+	a, rest, _ := strings.Cut(release, ".")
+	b := rest
+	if i := strings.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' }); i >= 0 {
+		b = rest[:i]
+	}
+	major, err1 := strconv.Atoi(a)
+	minor, err2 := strconv.Atoi(b)
+	if err1 != nil || err2 != nil {
+		return 0, 0
+	}
+	return major, minor
+}
+
+// mounts returns where file systems of a type are mounted.
+func (h host) mounts(fstype string) []string {
+	var out []string
+	for line := range strings.Lines(h.read("proc/self/mounts")) {
+		if f := strings.Fields(line); len(f) > 2 && f[2] == fstype {
+			out = append(out, f[1])
+		}
+	}
+	return out
+}
+
+func (h host) cgroup() Check {
+	v1, v2 := h.mounts("cgroup"), h.mounts("cgroup2")
+	c := Check{Name: "cgroup", Status: OK}
+	switch {
+	case len(v1) == 0 && len(v2) == 0:
+		c.Status, c.Detail = Missing, "no cgroup file system is mounted"
+		c.Consequence = "VMs run without limits on their memory and CPU time but those of the guest"
+	case len(v2) == 0:
+		c.Detail = fmt.Sprintf("version 1, %d hierarchies", len(v1))
+	case len(v1) == 0:
+		c.Detail = "version 2 at " + v2[0]
+	default:
+		c.Detail = fmt.Sprintf("version 1, %d hierarchies, and version 2 at %s", len(v1), v2[0])
+	}
+	return c
+}
+
+func (h host) clock() Check {
+	source := strings.TrimSpace(h.read("sys/devices/system/clocksource/clocksource0/current_clocksource"))
+	c := Check{Name: "clock", Status: OK, Detail: "clock source " + source}
+	switch source {
+	case "tsc", "kvm-clock":
+	case "":
+		c.Status, c.Detail = Unknown, "this kernel does not show its clock source"
+	default:
+		c.Status, c.Consequence = Degraded, "guests cannot read their time from the TSC without an exit: clock reads are slow, and times of stages are coarse"
+	}
+	return c
+}

@@ -1,0 +1,278 @@
+package guesttest
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+// StateEnv names the directory with images and kernels.
+const StateEnv = "DROWSE_TEST_STATE"
+
+// AgentEnv names the guest's agent; it is built when it is not set.
+const AgentEnv = "DROWSE_AGENT"
+
+// ImageTag is the image of the tests: Debian with python3.
+const ImageTag = "debian-python"
+
+// Main runs the tests, or is the process of a VM when the test binary was started as
+// one. A package's TestMain calls it.
+func Main(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "vmm" {
+		os.Exit(serve(os.Args[2:]))
+	}
+	code := m.Run()
+	if agentDir != "" {
+		os.RemoveAll(agentDir)
+	}
+	os.Exit(code)
+}
+
+func serve(args []string) int {
+	var (
+		dir, name string
+		o         sandbox.ServeOptions
+	)
+	f := flag.NewFlagSet("vmm", flag.ExitOnError)
+	f.StringVar(&dir, "state", "", "")
+	f.StringVar(&name, "name", "", "")
+	f.StringVar(&o.Snapshot, "snapshot", "", "")
+	f.BoolVar(&o.NewIdentity, "new-identity", false, "")
+	_ = f.Parse(args)
+	o.Log = slog.New(slog.NewTextHandler(os.Stderr, nil))
+	o.Report = func(r sandbox.Report) {
+		w := os.NewFile(sandbox.ReportFD, "report")
+		_ = json.NewEncoder(w).Encode(r)
+		w.Close()
+	}
+	s, err := sandbox.OpenStore(dir)
+	if err == nil {
+		err = s.Serve(context.Background(), name, o)
+	}
+	if err != nil {
+		o.Log.Error(err.Error())
+		return 1
+	}
+	return 0
+}
+
+// Env is a store of a test's own.
+type Env struct {
+	T        testing.TB
+	Store    *sandbox.Store
+	Launcher sandbox.Launcher
+}
+
+var agentDir string
+
+// New makes a store for a test, which removes its VMs when it ends.
+func New(t testing.TB) *Env {
+	t.Helper()
+	missing := func(format string, args ...any) {
+		t.Helper()
+		text := fmt.Sprintf(format, args...)
+		if os.Getenv("CI") != "" {
+			t.Fatal(text)
+		}
+		t.Skip(text)
+	}
+	state := os.Getenv(StateEnv)
+	if state == "" {
+		missing("$%s names no directory with an image and a kernel: use `make test`", StateEnv)
+	}
+	if _, err := os.Stat("/dev/kvm"); err != nil {
+		missing("this host cannot run VMs: %v", err)
+	}
+	if os.Geteuid() != 0 {
+		missing("running VMs needs root")
+	}
+	// Short, since Unix sockets lie in it.
+	dir, err := os.MkdirTemp("", "dt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, sub := range []string{"images", "kernels", "cache"} {
+		if err := os.MkdirAll(filepath.Join(state, sub), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(filepath.Join(state, sub), filepath.Join(dir, sub)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s, err := sandbox.OpenStore(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := &Env{T: t, Store: s, Launcher: sandbox.Launcher{Command: []string{executable(t), "vmm"}, Agent: agent(t)}}
+	t.Cleanup(func() {
+		e.cleanUp()
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return e
+}
+
+func executable(t testing.TB) string {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return self
+}
+
+// agent finds or builds the guest's agent.
+func agent(t testing.TB) string {
+	t.Helper()
+	if path := os.Getenv(AgentEnv); path != "" {
+		return path
+	}
+	if agentDir == "" {
+		dir, err := os.MkdirTemp("", "drowse-agent-")
+		if err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", filepath.Join(dir, "drowse-agent"), "github.com/drowse-vm/drowse/cmd/drowse-agent")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("building the agent: %v\n%s", err, out)
+		}
+		agentDir = dir
+	}
+	return filepath.Join(agentDir, "drowse-agent")
+}
+
+func (e *Env) cleanUp() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	records, err := e.Store.List()
+	if err != nil {
+		e.T.Error(err)
+	}
+	for _, r := range records {
+		name := r.Spec.Name
+		if e.T.Failed() {
+			log, _ := os.ReadFile(e.Store.ProcessLog(name))
+			console, _ := os.ReadFile(e.Store.ConsoleLog(name))
+			e.T.Logf("VM %s is %s\nits process says:\n%s\nits console says:\n%s", name, r.Phase, tail(log), tail(console))
+		}
+		if err := e.Store.Remove(ctx, name, true); err != nil {
+			e.T.Error(err)
+		}
+	}
+}
+
+func tail(p []byte) []byte { return p[max(0, len(p)-4000):] }
+
+// Kernels are the kinds of kernel that this host can run and that are there.
+func (e *Env) Kernels() []string {
+	if vmm.SoftKVM() {
+		// Debian's own kernel cannot run on a KVM that interprets it.
+		return []string{"built"}
+	}
+	return []string{"built", "debian"}
+}
+
+// VCPUs are the numbers of vCPUs to test with: a KVM without hardware virtualisation
+// is trusted with one only.
+func (e *Env) VCPUs() []int {
+	if vmm.SoftKVM() {
+		return []int{1}
+	}
+	return []int{1, 2}
+}
+
+// Run boots a VM.
+func (e *Env) Run(spec sandbox.Spec) sandbox.Report {
+	e.T.Helper()
+	if spec.Image == "" {
+		spec.Image = ImageTag
+	}
+	begin := time.Now()
+	rep, err := e.Store.Run(e.T.Context(), e.Launcher, spec)
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	e.T.Logf("booted %s in %v", rep.Name, time.Since(begin).Round(time.Millisecond))
+	return rep
+}
+
+// Sleep puts a VM to sleep.
+func (e *Env) Sleep(name string) sandbox.SleepResult {
+	e.T.Helper()
+	res, err := e.Store.Sleep(e.T.Context(), name)
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	return res
+}
+
+// Wake brings it back.
+func (e *Env) Wake(name string) sandbox.Report {
+	e.T.Helper()
+	rep, err := e.Store.Wake(e.T.Context(), e.Launcher, name)
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	return rep
+}
+
+// Agent connects to the agent of a VM until the test ends.
+func (e *Env) Agent(name string) *guest.Client {
+	e.T.Helper()
+	c, err := e.Store.Agent(e.T.Context(), name)
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	e.T.Cleanup(func() { c.Close() })
+	return c
+}
+
+// Sh runs a shell command in a VM and returns its output.
+func (e *Env) Sh(name, script string) string {
+	e.T.Helper()
+	c, err := e.Store.Agent(e.T.Context(), name)
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	defer c.Close()
+	var out, errs strings.Builder
+	cmd := guest.Cmd{Argv: []string{"/bin/sh", "-c", script}}
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if _, err := c.Exec(e.T.Context(), cmd); err != nil {
+		e.T.Fatalf("%s: %v: %s", script, err, errs.String())
+	}
+	return strings.TrimSpace(out.String())
+}
+
+// WaitPhase waits until a VM is in a phase.
+func (e *Env) WaitPhase(name string, want sandbox.Phase, limit time.Duration) *sandbox.Record {
+	e.T.Helper()
+	deadline := time.Now().Add(limit)
+	for {
+		r, err := e.Store.Get(name)
+		if err != nil {
+			e.T.Fatal(err)
+		}
+		if r.Phase == want {
+			return r
+		}
+		if time.Now().After(deadline) {
+			e.T.Fatalf("VM %s is %s after %v, not %s", name, r.Phase, limit, want)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
