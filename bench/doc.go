@@ -1,0 +1,8 @@
+// Package bench measures what docs/SPECIFICATION.md promises: one file for each
+// number. A number names where it starts and where it ends, and comes with the
+// machine that it was measured on, percentiles, the stages that make it up, the page
+// faults taken and the memory touched.
+//
+// These are measurements, not tests: they say what is, and fail only when something
+// does not work.
+package bench

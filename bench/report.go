@@ -1,0 +1,198 @@
+package bench
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"sort"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/HdrHistogram/hdrhistogram-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+// Report is what a benchmark run prints.
+type Report struct {
+	Machine Machine `json:"machine"`
+	// Commit is the revision that was measured, with "+dirty" when the work
+	// tree was changed; "unknown" when the build does not say.
+	Commit string `json:"commit"`
+	Rows   []Row  `json:"rows"`
+}
+
+// Row is one number under one set of parameters.
+type Row struct {
+	Name   string         `json:"name"`
+	Params map[string]any `json:"params"`
+	Unit   string         `json:"unit"`
+	N      int64          `json:"n"`
+	P50    float64        `json:"p50"`
+	P90    float64        `json:"p90"`
+	P99    float64        `json:"p99"`
+	// Stages are the medians of what the number is made of, in the same unit.
+	Stages map[string]float64 `json:"stages"`
+	// Faults are the medians by kind, for one run.
+	Faults map[string]float64 `json:"faults"`
+	// MiBTouched is the median of the guest memory that one run has used.
+	MiBTouched float64 `json:"mib_touched"`
+}
+
+// Machine says where a number was measured.
+type Machine struct {
+	CPU       string `json:"cpu"`
+	CPUs      int    `json:"cpus"`
+	MemoryMiB uint64 `json:"memory_mib"`
+	Kernel    string `json:"kernel"`
+	KVM       string `json:"kvm"` // "hardware" or "soft"
+	// Load is the host's load average over one minute as the run began: figures
+	// from a busy machine mean little.
+	Load      float64   `json:"load1"`
+	GoVersion string    `json:"go"`
+	Time      time.Time `json:"time"`
+}
+
+// NewReport describes this machine and build.
+func NewReport(rows []Row) Report {
+	m := Machine{CPUs: runtime.NumCPU(), GoVersion: runtime.Version(), KVM: "hardware", Time: time.Now().UTC(), CPU: cpuModel()}
+	if vmm.SoftKVM() {
+		m.KVM = "soft"
+	}
+	var si unix.Sysinfo_t
+	if unix.Sysinfo(&si) == nil {
+		const scale = 1 << 16 // SI_LOAD_SHIFT
+		m.MemoryMiB = si.Totalram * uint64(si.Unit) >> 20
+		m.Load = float64(si.Loads[0]) / scale
+	}
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		m.Kernel = unix.ByteSliceToString(u.Release[:])
+	}
+	return Report{Machine: m, Commit: commit(), Rows: rows}
+}
+
+func cpuModel() string {
+	f, err := os.Open("/proc/cpuinfo")
+	if err != nil {
+		return "unknown"
+	}
+	defer f.Close()
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if key, value, ok := strings.Cut(s.Text(), ":"); ok && strings.TrimSpace(key) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return "unknown"
+}
+
+// Commit can be set when the program is linked; otherwise the build information
+// says it.
+var Commit string
+
+func commit() string {
+	if Commit != "" {
+		return Commit
+	}
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "unknown"
+	}
+	rev, dirty := "unknown", ""
+	for _, s := range info.Settings {
+		switch {
+		case s.Key == "vcs.revision":
+			rev = s.Value
+		case s.Key == "vcs.modified" && s.Value == "true":
+			dirty = "+dirty"
+		}
+	}
+	return rev + dirty
+}
+
+// Text writes the report as a table.
+func (r Report) Text(w io.Writer) {
+	fmt.Fprintf(w, "%s, %d CPUs, %d MiB, Linux %s, %s KVM, load %.1f, commit %s\n\n",
+		r.Machine.CPU, r.Machine.CPUs, r.Machine.MemoryMiB, r.Machine.Kernel, r.Machine.KVM, r.Machine.Load, r.Commit)
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\t")
+	for _, row := range r.Rows {
+		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched)
+	}
+	t.Flush()
+	for _, row := range r.Rows {
+		if len(row.Stages) > 0 {
+			fmt.Fprintf(w, "\n%s %s, medians in %s:\n", row.Name, sorted(row.Params), row.Unit)
+			names := make([]string, 0, len(row.Stages))
+			for name := range row.Stages {
+				names = append(names, name)
+			}
+			sort.Strings(names)
+			for _, name := range names {
+				fmt.Fprintf(w, "  %-12s %.3f\n", name, row.Stages[name])
+			}
+		}
+	}
+}
+
+func sorted(params map[string]any) string {
+	var words []string
+	for k, v := range params {
+		words = append(words, fmt.Sprintf("%s=%v", k, v))
+	}
+	sort.Strings(words)
+	return strings.Join(words, " ")
+}
+
+// series collects what the runs of one row have measured.
+type series struct {
+	total  *hdrhistogram.Histogram
+	stages map[string]*hdrhistogram.Histogram
+	faults map[string]*hdrhistogram.Histogram
+	pages  *hdrhistogram.Histogram
+}
+
+// Bounds of what is recorded: 1 to 10^12, nanoseconds or counts, to three digits.
+func histogram() *hdrhistogram.Histogram { return hdrhistogram.New(1, 1_000_000_000_000, 3) }
+
+func newSeries() *series {
+	return &series{
+		total: histogram(), pages: histogram(),
+		stages: map[string]*hdrhistogram.Histogram{}, faults: map[string]*hdrhistogram.Histogram{},
+	}
+}
+
+func into(m map[string]*hdrhistogram.Histogram, key string, v int64) error {
+	h := m[key]
+	if h == nil {
+		h = histogram()
+		m[key] = h
+	}
+	return h.RecordValue(v)
+}
+
+const perMs = 1e6
+
+func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]float64 {
+	out := map[string]float64{}
+	for k, h := range m {
+		out[k] = float64(h.ValueAtQuantile(50)) / scale
+	}
+	return out
+}
+
+// row is the series as milliseconds.
+func (s *series) row(name string, params map[string]any) Row {
+	q := func(p float64) float64 { return float64(s.total.ValueAtQuantile(p)) / perMs }
+	const pagesPerMiB = 256
+	return Row{
+		Name: name, Params: params, Unit: "ms", N: s.total.TotalCount(), P50: q(50), P90: q(90), P99: q(99),
+		Stages: medians(s.stages, perMs), Faults: medians(s.faults, 1),
+		MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB,
+	}
+}

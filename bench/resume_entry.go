@@ -1,0 +1,148 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// Env is what the benchmarks run in.
+type Env struct {
+	Store    *sandbox.Store
+	Launcher sandbox.Launcher
+	Image    string
+	Kernel   string // as in sandbox.Spec
+	// Progress is told what is going on, if not nil.
+	Progress func(string)
+}
+
+func (e Env) say(format string, args ...any) {
+	if e.Progress != nil {
+		e.Progress(fmt.Sprintf(format, args...))
+	}
+}
+
+// ResumeEntryOptions say how resume_entry is measured.
+type ResumeEntryOptions struct {
+	// N is the number of runs for each size, after Warmup that do not count.
+	N, Warmup int
+	// MemoryMiB are the sizes of guest RAM to compare.
+	MemoryMiB []int
+}
+
+// sleeper is a VM that sleeps, to be restored again and again.
+type sleeper struct {
+	record *sandbox.Record
+	parts  sandbox.Parts
+	snap   string
+	series *series
+}
+
+// ResumeEntry measures the time from the call that restores a VM from a snapshot on
+// disk to its first KVM_RUN: KVM's VM and vCPUs, memory, devices and pager are made
+// from nothing, in this process. The guest does not get to run. The page cache is
+// warm. Sizes are interleaved, so that what else the machine does hits all alike.
+func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) (rows []Row, err error) {
+	var vms []*sleeper
+	defer func() {
+		for _, v := range vms {
+			err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), v.record.Spec.Name, true))
+		}
+	}()
+	for _, mib := range o.MemoryMiB {
+		v, err := e.sleeper(ctx, mib)
+		if v != nil {
+			vms = append(vms, v)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	dir, err := os.MkdirTemp("", "drowse-bench-")
+	if err != nil {
+		return nil, fmt.Errorf("making a directory for the runs: %w", err)
+	}
+	defer os.RemoveAll(dir)
+	for i := range o.Warmup + o.N {
+		if i%10 == 0 {
+			e.say("resume_entry: run %d of %d", i, o.Warmup+o.N)
+		}
+		for _, v := range vms {
+			if err := v.resumeEntry(ctx, dir, i >= o.Warmup); err != nil {
+				return nil, err
+			}
+		}
+	}
+	for _, v := range vms {
+		rows = append(rows, v.series.row("resume_entry", map[string]any{
+			"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false,
+		}))
+	}
+	return rows, nil
+}
+
+// sleeper boots a VM and puts it to sleep.
+func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
+	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
+	e.say("booting a guest of %d MiB", mib)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+		return nil, err
+	}
+	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}, series: newSeries()}
+	res, err := e.Store.Sleep(ctx, name)
+	if err != nil {
+		return v, err
+	}
+	v.snap = e.Store.SnapshotDir(res.Snapshot)
+	if v.record, err = e.Store.Get(name); err != nil {
+		return v, err
+	}
+	st, err := e.Store.SnapshotDisk(res.Snapshot)
+	if err != nil {
+		return v, err
+	}
+	v.parts = e.Store.Parts(v.record, st)
+	return v, nil
+}
+
+func (v *sleeper) resumeEntry(ctx context.Context, dir string, counts bool) (err error) {
+	top := filepath.Join(dir, "top")
+	p := v.parts
+	if p.Disk, err = disk.Fork(top, v.parts.Disk, 0); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.Remove(top)) }()
+	p.Socket = filepath.Join(dir, "vsock.sock")
+	in, err := sandbox.Restore(ctx, p, v.snap, sandbox.RestoreOptions{EntryOnly: true})
+	if err != nil {
+		return err
+	}
+	entry, _ := in.Timing()
+	stages := in.Machine().Stages().Durations()
+	faults, _ := in.Faults()
+	if err := in.Close(); err != nil {
+		return err
+	}
+	if !counts {
+		return nil
+	}
+	s := v.series
+	errs := []error{s.total.RecordValue(int64(entry)), s.pages.RecordValue(int64(faults.PagesCopied))}
+	var known time.Duration
+	for stage, d := range stages {
+		errs = append(errs, into(s.stages, stage.String(), int64(d)))
+		known += d
+	}
+	errs = append(errs,
+		into(s.stages, "other", int64(max(entry-known, 0))),
+		into(s.faults, "read", int64(faults.ReadFaults)),
+		into(s.faults, "write", int64(faults.WriteFaults)),
+		into(s.faults, "ensured", int64(faults.Ensured)))
+	return errors.Join(errs...)
+}

@@ -1,0 +1,602 @@
+package sandbox
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/initramfs"
+	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/rootfs/sysdisk"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+// Launcher says how a Store starts the processes of VMs.
+type Launcher struct {
+	// Command is the program with its first arguments; it is called with the
+	// arguments of ServeArgs after them and must end up in Store.Serve.
+	Command []string
+	// Agent is the path of the guest's agent, a static program.
+	Agent string
+}
+
+// ServeArgs are the arguments by which a VM's process learns what to do.
+func ServeArgs(dir, name, snapshot string, newIdentity bool) []string {
+	args := []string{"--state", dir, "--name", name}
+	if snapshot != "" {
+		args = append(args, "--snapshot", snapshot)
+	}
+	if newIdentity {
+		args = append(args, "--new-identity")
+	}
+	return args
+}
+
+// ReportFD is the file descriptor on which a VM's process writes its Report.
+const ReportFD = 3
+
+// Run makes a VM and boots it. It returns when the agent in the guest answers. If
+// the VM does not come up, nothing is left of it but its logs in the error.
+func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) {
+	if spec.Name == "" {
+		spec.Name = "vm-" + newID()[:8]
+	}
+	spec, err := spec.withDefaults()
+	if err != nil {
+		return Report{}, err
+	}
+	if err := s.checkPaths(spec.Name); err != nil {
+		return Report{}, err
+	}
+	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid()}
+	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
+		return Report{}, err
+	}
+	return s.launchNew(ctx, l, r, "")
+}
+
+// maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
+const maxSocketPath = 107
+
+// checkPaths refuses a name whose sockets would have paths that are too long.
+func (s *Store) checkPaths(name string) error {
+	if n := len(guest.ReadyPath(s.VsockPath(name))); n > maxSocketPath {
+		return fmt.Errorf("%w: the paths of its sockets have %d bytes, and %d are possible: use a shorter name or state directory", ErrSpec, n, maxSocketPath)
+	}
+	return nil
+}
+
+// launchNew makes the record and starts the VM; it leaves nothing when that fails.
+func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string) (Report, error) {
+	lock, err := s.create(r)
+	if err != nil {
+		return Report{}, err
+	}
+	lock.release()
+	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, snapshotID != "")
+	if err != nil {
+		// The console goes with the VM.
+		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
+			err = fmt.Errorf("%w: its console ends with %q", err, line)
+		}
+		err = errors.Join(err, s.removeVM(context.WithoutCancel(ctx), r.Spec.Name))
+	}
+	return rep, err
+}
+
+// resolve finds what the spec names.
+func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, error) {
+	images, err := image.OpenStore(s.ImageDir())
+	if err != nil {
+		return BootFiles{}, err
+	}
+	img, err := images.Find(spec.Image)
+	if err != nil {
+		return BootFiles{}, err
+	}
+	if err := images.Check(img); err != nil {
+		return BootFiles{}, err
+	}
+	b := BootFiles{ImageID: img.ID, Image: img.Path()}
+	host := kernel.Hardware
+	if vmm.SoftKVM() {
+		host = kernel.Soft
+	}
+	kind := kernel.Built
+	if strings.Contains(spec.Kernel, "/") {
+		// A kernel of the user's own boots like a built one.
+		b.Kernel = spec.Kernel
+	} else {
+		k, err := s.findKernel(spec.Kernel)
+		if err != nil {
+			return BootFiles{}, err
+		}
+		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
+		if kernel.DefaultRoot(kind) == kernel.Initramfs {
+			b.Initramfs, err = initramfs.Ensure(ctx, s.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
+			if err != nil {
+				return BootFiles{}, err
+			}
+		}
+	}
+	if b.Initramfs == "" {
+		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.CacheDir(), l.Agent); err != nil {
+			return BootFiles{}, err
+		}
+	}
+	params, err := kernel.DefaultParams(kind, host)
+	if err != nil {
+		return BootFiles{}, err
+	}
+	root, err := kernel.RootParams(kernel.DefaultRoot(kind))
+	if err != nil {
+		return BootFiles{}, err
+	}
+	b.Cmdline = params.String() + " " + root.String()
+	return b, nil
+}
+
+// resolveAgain finds the files of a VM from whose snapshot another one is made. The
+// guest has the image and the system disk in use, so they must be the very same.
+func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootFiles, error) {
+	spec := old.Spec
+	spec.Image = old.Boot.ImageID
+	if old.Boot.KernelID != "" {
+		spec.Kernel = old.Boot.KernelID
+	}
+	b, err := s.resolve(ctx, l, spec)
+	if err != nil {
+		return b, err
+	}
+	if b.SystemDisk != old.Boot.SystemDisk && old.Boot.SystemDisk != "" {
+		// The agent has been replaced since. The old one's disk is still in the
+		// cache, under the same folder as the new one's.
+		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
+		if _, err := os.Stat(same); err != nil {
+			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
+		}
+		b.SystemDisk = same
+	}
+	return b, nil
+}
+
+func (s *Store) findKernel(name string) (*kernel.Kernel, error) {
+	if name != "" {
+		return kernel.Find(s.KernelDir(), name)
+	}
+	k, err := kernel.Find(s.KernelDir(), string(kernel.Built))
+	if errors.Is(err, kernel.ErrNotFound) {
+		if k, err2 := kernel.Find(s.KernelDir(), string(kernel.Debian)); err2 == nil {
+			return k, nil
+		}
+		return nil, fmt.Errorf("%w: make one with `drowse kernel build`, or take Debian's with `drowse kernel fetch`", err)
+	}
+	return k, err
+}
+
+// Start boots a VM that has stopped or crashed, with its disk as it is.
+func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return Report{}, err
+	}
+	switch r.Phase {
+	case Running, Starting:
+		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
+	case Asleep:
+		return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+	}
+	return s.launch(ctx, l, name, "", false)
+}
+
+// Wake brings a VM back from its last sleep. Waking one that runs does nothing.
+func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return Report{}, err
+	}
+	if r.Phase == Running || r.Phase == Starting {
+		return s.awaitRunning(ctx, name)
+	}
+	if r.Snapshot == "" {
+		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
+	}
+	if r.Phase == Stopped {
+		// It has ended by itself, with all that it wrote on its disk.
+		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
+			ErrNotRunning, name, name, r.Snapshot)
+	}
+	if r.Phase != Asleep {
+		// Back to the disk as it was then; what was written since is given up.
+		if err := s.rewind(name); err != nil {
+			return Report{}, err
+		}
+	}
+	rep, err := s.launch(ctx, l, name, r.Snapshot, false)
+	if errors.Is(err, ErrRunning) {
+		// Somebody else was faster.
+		return s.awaitRunning(ctx, name)
+	}
+	return rep, err
+}
+
+// rewind makes a crashed or stopped VM one that sleeps since its last snapshot.
+func (s *Store) rewind(name string) error {
+	l, err := s.lock(name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil {
+		return err
+	}
+	m, err := s.manifest(r.Snapshot)
+	if err != nil {
+		return err
+	}
+	r.Disk = snapshotDisk(m)
+	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
+	return s.save(r)
+}
+
+func snapshotDisk(m *snapshot.Manifest) disk.Stack {
+	for _, d := range m.Disks {
+		if d.Name == deviceDisk {
+			return disk.Stack{Layers: d.Layers}
+		}
+	}
+	return disk.Stack{}
+}
+
+func (s *Store) manifest(id string) (*snapshot.Manifest, error) {
+	snap, err := snapshot.Open(s.snapshotDir(id))
+	if err != nil {
+		return nil, err
+	}
+	m := snap.Manifest()
+	return m, snap.Close()
+}
+
+// awaitRunning waits until a VM that another process starts is there.
+func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
+	for {
+		r, err := s.Get(name)
+		if err != nil {
+			return Report{}, err
+		}
+		switch r.Phase {
+		case Running:
+			info, err := s.Info(ctx, name)
+			if err == nil || !errors.Is(err, ErrNotRunning) {
+				return info.Report, err
+			}
+		case Starting:
+		default:
+			return Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+		}
+		select {
+		case <-ctx.Done():
+			return Report{}, ctx.Err()
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+// Restore makes a new VM from a snapshot. It has the memory, processes and files of
+// the one that the snapshot is of, and an identity of its own.
+func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string) (Report, error) {
+	id, err := s.FindSnapshot(snapshotID)
+	if err != nil {
+		return Report{}, err
+	}
+	m, err := s.manifest(id)
+	if err != nil {
+		return Report{}, err
+	}
+	var old Record
+	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
+		return Report{}, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
+	}
+	// What it says of files is not taken over: a snapshot may come from elsewhere.
+	boot, err := s.resolveAgain(ctx, l, old)
+	if err != nil {
+		return Report{}, fmt.Errorf("snapshot %s: %w", id, err)
+	}
+	spec := old.Spec
+	spec.Name, spec.Hostname = name, ""
+	if name == "" {
+		spec.Name = "vm-" + newID()[:8]
+	}
+	if spec, err = spec.withDefaults(); err != nil {
+		return Report{}, err
+	}
+	if err := s.checkPaths(spec.Name); err != nil {
+		return Report{}, err
+	}
+	r := &Record{
+		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
+		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
+	}
+	return s.launchNew(ctx, l, r, id)
+}
+
+// launch starts the process of a VM and waits for its report.
+func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string, newIdentity bool) (rep Report, err error) {
+	if len(l.Command) == 0 {
+		return rep, errors.New("starting a VM: no program is configured for its process")
+	}
+	logFile, err := os.OpenFile(s.ProcessLog(name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return rep, fmt.Errorf("starting VM %s: %w", name, err)
+	}
+	defer logFile.Close()
+	r, w, err := os.Pipe()
+	if err != nil {
+		return rep, fmt.Errorf("starting VM %s: %w", name, err)
+	}
+	defer r.Close()
+	args := append(append([]string(nil), l.Command[1:]...), ServeArgs(s.dir, name, snapshotID, newIdentity)...)
+	cmd := exec.Command(l.Command[0], args...)
+	cmd.Stdout, cmd.Stderr = logFile, logFile
+	cmd.ExtraFiles = []*os.File{w} // ReportFD
+	// A session of its own: it outlives the terminal and whoever started it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	err = cmd.Start()
+	w.Close()
+	if err != nil {
+		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
+	}
+	exited := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // so that it does not stay a zombie of a long-lived caller
+		close(exited)
+	}()
+	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill(); r.Close() })
+	defer stop()
+	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
+	switch {
+	case ctx.Err() != nil:
+		<-exited
+		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
+	case err != nil:
+		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
+	case rep.Error != nil:
+		<-exited
+		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
+	}
+	return rep, nil
+}
+
+// lastLine is the last line of a file, or empty.
+func lastLine(path string) string {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return ""
+	}
+	lines := bytes.Split(bytes.TrimSpace(data), []byte("\n"))
+	return string(lines[len(lines)-1])
+}
+
+// call asks a VM's process for something.
+func (s *Store) call(ctx context.Context, name, method, path string, out any) error {
+	r, err := s.Get(name)
+	if err != nil {
+		return err
+	}
+	if r.Phase == Starting {
+		return fmt.Errorf("%w: %s is starting", ErrNotRunning, name)
+	}
+	if r.Phase != Running {
+		return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+	}
+	client := &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", s.controlSocket(name))
+		},
+		DisableKeepAlives: true,
+	}}
+	req, err := http.NewRequestWithContext(ctx, method, "http://vm"+path, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	var ue *url.Error
+	if errors.As(err, &ue) {
+		err = ue.Err
+	}
+	if errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ECONNREFUSED) {
+		return fmt.Errorf("%w: %s: its process does not answer", ErrNotRunning, name)
+	}
+	if err != nil {
+		return fmt.Errorf("asking the process of VM %s: %w", name, err)
+	}
+	defer resp.Body.Close()
+	d := json.NewDecoder(io.LimitReader(resp.Body, 16<<20))
+	if resp.StatusCode != http.StatusOK {
+		var e ErrorReport
+		if err := d.Decode(&e); err != nil || e.Message == "" {
+			return fmt.Errorf("asking the process of VM %s: it answered %s", name, resp.Status)
+		}
+		return &e
+	}
+	if err := d.Decode(out); err != nil {
+		return fmt.Errorf("asking the process of VM %s: %w", name, err)
+	}
+	return nil
+}
+
+// Info asks a running VM how it is.
+func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
+	err = s.call(ctx, name, http.MethodGet, "/info", &info)
+	return info, err
+}
+
+// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
+// that sleeps already is left alone. If it cannot be saved, it runs on.
+func (s *Store) Sleep(ctx context.Context, name string) (res SleepResult, err error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return res, err
+	}
+	if r.Phase == Asleep {
+		return SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}}, nil
+	}
+	begin := time.Now()
+	old := r.Snapshot
+	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
+	if err != nil {
+		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
+	}
+	defer proc.Release()
+	if err := s.call(ctx, name, http.MethodPost, "/sleep", &res); err != nil {
+		return res, err
+	}
+	if err := awaitExit(ctx, proc); err != nil {
+		return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
+	}
+	res.Stages["gone"] = ms(time.Since(begin))
+	if old != "" {
+		_, err = s.Sweep(ctx)
+	}
+	return res, err
+}
+
+// awaitExit waits until a process, of whatever parent, has ended.
+func awaitExit(ctx context.Context, p *os.Process) error {
+	for {
+		if err := p.Signal(syscall.Signal(0)); errors.Is(err, os.ErrProcessDone) || zombie(p.Pid) {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+// zombie reports whether a process has ended and only its parent has not noticed.
+func zombie(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return errors.Is(err, os.ErrNotExist)
+	}
+	// The state follows the name, which is in parentheses (proc(5)).
+	_, rest, ok := strings.Cut(string(stat), ") ")
+	return ok && strings.HasPrefix(rest, "Z")
+}
+
+// awaitUnlocked waits until the process of a VM is gone.
+func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
+	for {
+		l, err := s.lock(name)
+		if err == nil {
+			l.release()
+			return nil
+		}
+		if !errors.Is(err, ErrRunning) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("waiting for the process of VM %s to end: %w", name, ctx.Err())
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+// Snapshot writes a running VM to a snapshot that stays until it is removed, and
+// lets it run on. note is kept with it.
+func (s *Store) Snapshot(ctx context.Context, name, note string) (res SleepResult, err error) {
+	err = s.call(ctx, name, http.MethodPost, "/snapshot?note="+url.QueryEscape(note), &res)
+	return res, err
+}
+
+// Agent connects to the agent of a running VM. Close the client when done.
+func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, err
+	}
+	if r.Phase != Running {
+		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+	}
+	return guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
+}
+
+// Stop ends a VM: by its own shutdown within the time that ctx gives, or, when kill
+// is set, at once as if its power were cut.
+func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
+	r, err := s.Get(name)
+	if err != nil {
+		return err
+	}
+	if r.Phase != Running && r.Phase != Starting {
+		return nil
+	}
+	if kill {
+		if err := s.call(ctx, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
+			if r.PID <= 0 {
+				return err
+			}
+			// It does not answer, or is not that far yet. Only the process that
+			// holds the lock is killed: it was there a moment ago.
+			if kerr := syscall.Kill(r.PID, syscall.SIGKILL); kerr != nil && !errors.Is(kerr, syscall.ESRCH) {
+				return errors.Join(err, kerr)
+			}
+		}
+	} else {
+		c, err := s.Agent(ctx, name)
+		if err != nil {
+			return err
+		}
+		err = c.Shutdown(ctx, guest.Shutdown{})
+		c.Close()
+		if err != nil {
+			return fmt.Errorf("shutting down VM %s: %w: stop it with --kill", name, err)
+		}
+	}
+	if err := s.awaitUnlocked(ctx, name); err != nil {
+		return err
+	}
+	_, err = s.Get(name)
+	return err
+}
+
+// Remove deletes a VM with its disk and its sleep snapshot. A running one is refused
+// with ErrRunning unless force is set.
+func (s *Store) Remove(ctx context.Context, name string, force bool) error {
+	r, err := s.Get(name)
+	switch {
+	case errors.Is(err, ErrRecord) && force:
+		return s.removeVM(ctx, name)
+	case err != nil:
+		return err
+	case r.Phase == Running || r.Phase == Starting:
+		if !force {
+			return fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", ErrRunning, name)
+		}
+		if err := s.Stop(ctx, name, true); err != nil {
+			return err
+		}
+	}
+	return s.removeVM(ctx, name)
+}

@@ -1,0 +1,214 @@
+package sandbox_test
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+var cycles = flag.Int("cycles", fromEnv("DROWSE_TEST_CYCLES", 200), "how many times the busy guest sleeps and wakes")
+
+// fromEnv is a number from the environment, for runs that have little time.
+func fromEnv(name string, def int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil && n > 0 {
+		return n
+	}
+	return def
+}
+
+// worker writes blocks to disk and reads earlier ones back, counts, and serves an
+// endless stream on a vsock port, all from one loop that the sleeps interrupt anywhere.
+const worker = `
+import hashlib, os, random, select, socket
+SIZE, BLOCKS = 4096, 1024
+def block(i):
+    return hashlib.sha256(b'%d' % i).digest() * (SIZE // 32)
+f = os.open('/root/blocks', os.O_RDWR | os.O_CREAT)
+server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+server.bind((socket.VMADDR_CID_ANY, 5000))
+server.listen(8)
+count, bad, written, streams = 0, 0, {}, {}
+poll = select.poll()
+poll.register(server, select.POLLIN)
+sockets = {server.fileno(): server}
+def drop(fd):
+    poll.unregister(fd)
+    sockets.pop(fd).close()
+    streams.pop(fd, None)
+while True:
+    count += 1
+    i = count % BLOCKS
+    os.pwrite(f, block(count), i * SIZE)
+    written[i] = count
+    j = random.choice(list(written))
+    if os.pread(f, SIZE, j * SIZE) != block(written[j]):
+        bad += 1
+    if count % 32 == 0:
+        os.fsync(f)
+    for fd, event in poll.poll(10):
+        s = sockets[fd]
+        if s is server:
+            c, _ = server.accept()
+            sockets[c.fileno()] = c
+            poll.register(c, select.POLLIN)
+            continue
+        try:
+            if event & (select.POLLHUP | select.POLLERR):
+                drop(fd)
+            elif event & select.POLLIN:
+                word, _, arg = s.recv(64).decode().partition(' ')
+                if word == 'status':
+                    s.send(b'%d %d %d\n' % (os.getpid(), count, bad))
+                elif word == 'stream':
+                    s.setblocking(False)
+                    streams[fd] = int(arg)
+                    poll.modify(fd, select.POLLOUT)
+                else:
+                    drop(fd)
+            elif event & select.POLLOUT:
+                at = streams[fd]
+                piece = block(at // SIZE)[at % SIZE:]
+                streams[fd] += s.send(piece)
+        except OSError:
+            drop(fd)
+`
+
+// stream is what the worker sends, from its first byte on.
+type stream struct{ at int64 }
+
+const streamBlock = 4096
+
+// check compares p with what comes next.
+func (s *stream) check(p []byte) error {
+	for len(p) > 0 {
+		sum := sha256.Sum256(fmt.Append(nil, s.at/streamBlock))
+		n := min(len(p), int(streamBlock-s.at%streamBlock))
+		for i, b := range p[:n] {
+			if want := sum[(s.at+int64(i))%streamBlock%32]; b != want {
+				return fmt.Errorf("byte %d of the stream is %#x, want %#x", s.at+int64(i), b, want)
+			}
+		}
+		s.at += int64(n)
+		p = p[n:]
+	}
+	return nil
+}
+
+// follow reads the stream until it ends, and says what is wrong with it. reached is
+// closed when enough bytes have come.
+func (s *stream) follow(c net.Conn, enough int64, reached chan<- struct{}) error {
+	buf := make([]byte, 64<<10)
+	start := s.at
+	for {
+		n, err := c.Read(buf)
+		if cerr := s.check(buf[:n]); cerr != nil {
+			return cerr
+		}
+		if reached != nil && s.at-start >= enough {
+			close(reached)
+			reached = nil
+		}
+		switch {
+		case errors.Is(err, io.EOF) || err != nil && strings.Contains(err.Error(), "reset"):
+			if reached != nil {
+				return fmt.Errorf("the stream ended after %d bytes", s.at-start)
+			}
+			return nil
+		case err != nil:
+			return err
+		}
+	}
+}
+
+func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
+	e := guesttest.New(t)
+	e.Run(sandbox.Spec{Name: "busy"})
+	c := e.Agent("busy")
+	if err := c.WriteFile(t.Context(), "/root/worker.py", strings.NewReader(worker), guest.WriteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	p, err := c.Start(t.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/worker.py"}, Detach: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Close()
+	dial := func(what string) net.Conn {
+		t.Helper()
+		var err error
+		for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			var conn net.Conn
+			conn, err = guest.UnixDialer(e.Store.VsockPath("busy"))(ctx, 5000)
+			cancel()
+			if err == nil {
+				if _, err = fmt.Fprint(conn, what); err == nil {
+					return conn
+				}
+				conn.Close()
+			}
+		}
+		t.Fatalf("connecting to the worker: %v", err)
+		return nil
+	}
+	status := func() (pid, count, bad int) {
+		t.Helper()
+		conn := dial("status")
+		defer conn.Close()
+		conn.SetDeadline(time.Now().Add(time.Minute))
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := fmt.Sscan(line, &pid, &count, &bad); err != nil {
+			t.Fatal(err)
+		}
+		return pid, count, bad
+	}
+	const enough = 64 << 10
+	s := &stream{}
+	pid0, last, _ := status()
+	begin := time.Now()
+	for i := range *cycles {
+		conn := dial(fmt.Sprintf("stream %d", s.at))
+		reached, ended := make(chan struct{}), make(chan error, 1)
+		go func() { ended <- s.follow(conn, enough, reached) }()
+		select {
+		case <-reached:
+		case err := <-ended:
+			t.Fatalf("cycle %d: %v", i, err)
+		case <-time.After(2 * time.Minute):
+			t.Fatalf("cycle %d: the stream has stopped at byte %d", i, s.at)
+		}
+		e.Sleep("busy")
+		if err := <-ended; err != nil {
+			t.Fatalf("cycle %d: %v", i, err)
+		}
+		conn.Close()
+		e.Wake("busy")
+		pid, count, bad := status()
+		if pid != pid0 || count < last || bad != 0 {
+			t.Fatalf("cycle %d: the worker with pid %d counted to %d; now pid %d has counted to %d and found %d bad blocks", i, pid0, last, pid, count, bad)
+		}
+		last = count
+		if i%10 == 9 {
+			t.Logf("%d cycles in %v: %d blocks written and checked, %d MiB streamed", i+1, time.Since(begin).Round(time.Second), count, s.at>>20)
+		}
+	}
+	if out := e.Sh("busy", "sync; dmesg | grep -ci 'ext4.*error\\|i/o error' || true"); out != "0" {
+		t.Errorf("the guest's kernel reports %s file system errors", out)
+	}
+}

@@ -1,0 +1,65 @@
+package sandbox
+
+import (
+	"errors"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// ErrorReport is an error on its way from a VM's process to whoever asked.
+type ErrorReport struct {
+	Code    string `json:"code"`
+	Message string `json:"message"`
+}
+
+// codes are the errors that keep their identity on that way, the more specific
+// first.
+var codes = []struct {
+	code string
+	err  error
+}{
+	{"no-kvm", kvm.ErrNoKVM},
+	{"no-permission", kvm.ErrNoPermission},
+	{"host-memory", vmm.ErrHostMemory},
+	{"not-a-kernel", boot.ErrNotKernel},
+	{"no-room", boot.ErrNoRoom},
+	{"no-space", snapshot.ErrNoSpace},
+	{"corrupt", snapshot.ErrCorrupt},
+	{"incomplete", snapshot.ErrIncomplete},
+	{"snapshot-not-found", snapshot.ErrNotFound},
+	{"version", snapshot.ErrVersion},
+	{"foreign", vmm.ErrForeign},
+	{"disk-in-use", disk.ErrInUse},
+	{"exists", ErrExists},
+	{"not-found", ErrNotFound},
+	{"not-running", ErrNotRunning},
+	{"running", ErrRunning},
+	{"invalid", ErrSpec},
+	{"ended", vmm.ErrEnded},
+}
+
+func reportError(err error) *ErrorReport {
+	for _, c := range codes {
+		if errors.Is(err, c.err) {
+			return &ErrorReport{Code: c.code, Message: err.Error()}
+		}
+	}
+	return &ErrorReport{Code: "error", Message: err.Error()}
+}
+
+// Error makes it an error again, which wraps the one that it was.
+func (e *ErrorReport) Error() string { return e.Message }
+
+// Unwrap returns the sentinel that the code stands for.
+func (e *ErrorReport) Unwrap() error {
+	for _, c := range codes {
+		if c.code == e.Code {
+			return c.err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,542 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/balloon"
+	"github.com/drowse-vm/drowse/devices/blk"
+	virtionet "github.com/drowse-vm/drowse/devices/net"
+	"github.com/drowse-vm/drowse/devices/net/tap"
+	"github.com/drowse-vm/drowse/devices/rng"
+	"github.com/drowse-vm/drowse/devices/vsock"
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pager"
+	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// Parts are the pieces of a VM on this host. Paths are absolute.
+type Parts struct {
+	Spec Spec
+	// Kernel, and Initramfs or SystemDisk, are what it boots; a restore needs
+	// only SystemDisk, if it was booted with one.
+	Kernel     string
+	Initramfs  string
+	SystemDisk string
+	// Cmdline is the kernel's command line but for what depends on the devices.
+	Cmdline string
+	// Image is the read-only EROFS below the writable disk.
+	Image string
+	// Disk is the writable disk; its top layer is open for writing.
+	Disk disk.Stack
+	// Socket is the path of the Unix socket that leads to the guest's vsock
+	// ports.
+	Socket string
+	// Console gets the guest's serial output; nil discards it.
+	Console io.Writer
+	// Symbolize names guest kernel addresses in reports, if not nil.
+	Symbolize vmm.Symbolizer
+	// Log gets what happens; nil discards it.
+	Log *slog.Logger
+}
+
+// guestCID is the vsock address of every guest. It need not be unique: each has a
+// Unix socket of its own on the host.
+const guestCID = 3
+
+// Names of the devices, under which their state is saved.
+const (
+	deviceSystem  = "system"
+	deviceImage   = "image"
+	deviceDisk    = "disk"
+	deviceVsock   = "vsock"
+	deviceRNG     = "rng"
+	deviceBalloon = "balloon"
+	deviceNet     = "net"
+)
+
+// Instance is one VM in this process. Its methods may be called from any goroutine,
+// but for Close, which must be the last.
+type Instance struct {
+	parts   Parts
+	log     *slog.Logger
+	mem     *guestmem.Memory
+	machine *vmm.Machine
+	disk    *disk.Disk
+	closers []io.Closer
+	snap    *snapshot.Snapshot
+	pager   *pager.Pager
+	balloon *balloon.Device
+	net     *virtionet.Device // nil without a network
+
+	started time.Time
+	ready   time.Duration
+}
+
+// assemble makes the machine with its devices, in the order in which the guest
+// finds them. linkDown keeps the network quiet until the guest has its identity.
+func assemble(p Parts, linkDown bool) (in *Instance, err error) {
+	in = &Instance{parts: p, log: p.Log, started: time.Now()}
+	if in.log == nil {
+		in.log = slog.New(slog.DiscardHandler)
+	}
+	defer func() {
+		if err != nil {
+			in.Close()
+			in = nil
+		}
+	}()
+	if in.mem, err = guestmem.New(p.Spec.memory()); err != nil {
+		return in, err
+	}
+	var devs []vmm.Device
+	add := func(name string, d devices.Device) { devs = append(devs, vmm.Device{Name: name, Device: d}) }
+	readOnly := func(name, path string) error {
+		f, err := blk.OpenFile(path, true)
+		if err != nil {
+			return err
+		}
+		in.closers = append(in.closers, f)
+		add(name, blk.New(f, blk.Options{Serial: "drowse-" + name, OnError: in.deviceError(name)}))
+		return nil
+	}
+	if p.SystemDisk != "" {
+		if err = readOnly(deviceSystem, p.SystemDisk); err != nil {
+			return in, err
+		}
+	}
+	if err = readOnly(deviceImage, p.Image); err != nil {
+		return in, err
+	}
+	if in.disk, err = disk.Open(p.Disk, disk.Options{}); err != nil {
+		return in, fmt.Errorf("opening the VM's disk: %w", err)
+	}
+	add(deviceDisk, blk.New(in.disk, blk.Options{Serial: "drowse-" + deviceDisk, OnError: in.deviceError(deviceDisk)}))
+	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
+	if err != nil {
+		return in, err
+	}
+	in.closers = append(in.closers, vs)
+	add(deviceVsock, vs)
+	add(deviceRNG, rng.New(rng.Options{}))
+	in.balloon = balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)})
+	add(deviceBalloon, in.balloon)
+
+	if p.Spec.Network == NetworkTAP {
+		if in.net, err = in.link(linkDown); err != nil {
+			return in, err
+		}
+		add(deviceNet, in.net)
+	}
+	in.machine, err = vmm.New(vmm.Config{
+		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs,
+		Console: p.Console, Symbolize: p.Symbolize, Log: in.log,
+	})
+	return in, err
+}
+
+// The link of a guest to its host. All guests have the same address, so that a clone
+// needs no other; several TAP devices then lead to the same one, and a program on the
+// host that means one of them binds its socket to that device.
+var (
+	guestMAC    = virtionet.MAC{0x02, 'd', 'r', 'o', 'w', 0x01}
+	hostAddress = netip.MustParsePrefix("172.31.255.1/30")
+)
+
+const guestAddress = "172.31.255.2/30,172.31.255.1"
+
+// link makes a TAP device, which goes with this process, and the guest's end of it.
+func (in *Instance) link(down bool) (*virtionet.Device, error) {
+	t, err := tap.Create(tap.Config{Name: "drowse%d", Addresses: []netip.Prefix{hostAddress}})
+	if err != nil {
+		return nil, err
+	}
+	in.closers = append(in.closers, t)
+	in.log.Info("network", "tap", t.Name())
+	return virtionet.New(in.mem, t, virtionet.Config{MAC: guestMAC, LinkDown: down})
+}
+
+func (in *Instance) deviceError(name string) func(error) {
+	return func(err error) { in.log.Error("device I/O failed", "device", name, "error", err) }
+}
+
+// cmdline adds what tells the agent about the devices.
+func (p Parts) cmdline() string {
+	words := []string{p.Cmdline}
+	disks := "abc"
+	if p.SystemDisk != "" {
+		disks = disks[1:]
+	}
+	words = append(words, "drowse.image=/dev/vd"+disks[:1], "drowse.rw=/dev/vd"+disks[1:2], "drowse.hostname="+p.Spec.Hostname)
+	if p.Spec.Network == NetworkTAP {
+		words = append(words, "drowse.ip="+guestAddress)
+	}
+	if p.Spec.Cmdline != "" {
+		words = append(words, p.Spec.Cmdline)
+	}
+	return strings.Join(words, " ")
+}
+
+// seedSize is what a guest kernel's random number generator takes in at once.
+const seedSize = 32
+
+// Boot starts a VM from its kernel and returns when the agent inside answers.
+func Boot(ctx context.Context, p Parts) (*Instance, error) {
+	in, err := assemble(p, false)
+	if err != nil {
+		return nil, err
+	}
+	if err := in.boot(ctx); err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+func (in *Instance) boot(ctx context.Context) error {
+	seed := make([]byte, seedSize)
+	if _, err := rand.Read(seed); err != nil {
+		return fmt.Errorf("making a random seed: %w", err)
+	}
+	err := in.machine.Boot(vmm.BootOptions{
+		Kernel: in.parts.Kernel, Initramfs: in.parts.Initramfs, Cmdline: in.parts.cmdline(),
+		NoACPI: in.parts.Spec.NoACPI, Seed: seed,
+	})
+	if err != nil {
+		return err
+	}
+	ready, err := listenUnix(guest.ReadyPath(in.parts.Socket))
+	if err != nil {
+		return fmt.Errorf("listening for the agent: %w", err)
+	}
+	defer ready.Close()
+	if err := in.machine.Start(); err != nil {
+		return err
+	}
+	ctx, cancel := in.whileRunning(ctx)
+	defer cancel()
+	if _, err := guest.WaitReady(ctx, ready); err != nil {
+		return in.explain(ctx, fmt.Errorf("waiting for the agent in the guest: %w", err))
+	}
+	in.ready = time.Since(in.started)
+	return nil
+}
+
+// whileRunning ends the context when the machine ends.
+func (in *Instance) whileRunning(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	go func() {
+		select {
+		case <-in.machine.Done():
+			cancel(vmm.ErrEnded)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() { cancel(nil) }
+}
+
+// explain says why the machine has ended, if that is the reason.
+func (in *Instance) explain(ctx context.Context, err error) error {
+	select {
+	case <-in.machine.Done():
+		x, _ := in.machine.Wait(ctx)
+		return &EndedError{Exit: x}
+	default:
+	}
+	if h := in.machine.Health(); h.Hung {
+		return fmt.Errorf("%w: %s", err, h.Detail)
+	}
+	return err
+}
+
+// EndedError says that the guest ended before it did what was asked.
+type EndedError struct{ Exit vmm.Exit }
+
+func (e *EndedError) Error() string {
+	return "the guest ended: " + e.Exit.String()
+}
+
+// Unwrap makes it a vmm.ErrEnded.
+func (e *EndedError) Unwrap() error { return vmm.ErrEnded }
+
+// RestoreOptions say how a restored VM comes back.
+type RestoreOptions struct {
+	// NewIdentity makes it a machine of its own: host name, machine id, boot id.
+	NewIdentity bool
+	// EntryOnly returns when the first vCPU has entered the guest, without a word
+	// to the agent: for measurements. The guest has old random numbers and an old
+	// clock, so it must not be used for anything.
+	EntryOnly bool
+}
+
+// Restore starts a VM from the snapshot in a directory. It returns when the agent
+// inside has taken fresh random numbers and the time of day. RAM is read as it is
+// needed: the snapshot's files must stay until the instance is closed.
+func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
+	in, err := assemble(p, true)
+	if err != nil {
+		return nil, err
+	}
+	if err := in.restore(ctx, snapshotDir, o); err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (err error) {
+	if in.snap, err = snapshot.Open(dir); err != nil {
+		return err
+	}
+	m := in.snap.Manifest()
+	if m.VCPUs != in.parts.Spec.VCPUs || m.RAM() != in.mem.Size() {
+		return fmt.Errorf("restoring %s: %w: it is of a machine with %d vCPUs and %d MiB, this one has %d and %d",
+			dir, ErrSpec, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
+	}
+	if err := in.checkHost(m.Host); err != nil {
+		return fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.machine.Fail})
+	if err != nil {
+		return err
+	}
+	in.pager.Start()
+	if err := in.machine.Import(fromPayloads(in.snap.Payloads())); err != nil {
+		return err
+	}
+	if err := in.machine.Start(); err != nil {
+		return err
+	}
+	if o.EntryOnly {
+		return in.machine.WaitEntry(ctx)
+	}
+	ctx, cancel := in.whileRunning(ctx)
+	defer cancel()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
+	}
+	defer c.Close()
+	entropy := make([]byte, 64)
+	if _, err := rand.Read(entropy); err != nil {
+		return fmt.Errorf("making random numbers: %w", err)
+	}
+	_, err = c.Resume(ctx, guest.Resume{
+		Wall: time.Now(), Entropy: entropy, NewIdentity: o.NewIdentity, Hostname: in.parts.Spec.Hostname,
+	})
+	if err != nil {
+		return in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
+	}
+	if in.net != nil {
+		in.net.SetLink(true)
+	}
+	in.ready = time.Since(in.started)
+	return nil
+}
+
+// factsKey is where the manifest's host facts are.
+const factsKey = "facts"
+
+// checkHost refuses a snapshot of a CPU that this host is not like.
+func (in *Instance) checkHost(facts map[string]string) error {
+	var saved vmm.HostFacts
+	if err := json.Unmarshal([]byte(facts[factsKey]), &saved); err != nil {
+		return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
+	}
+	return vmm.CheckFacts(saved)
+}
+
+func fromPayloads(ps []snapshot.Payload) []vmm.State {
+	out := make([]vmm.State, len(ps))
+	for i, p := range ps {
+		out[i] = vmm.State{Name: p.Name, Payload: devices.Payload{Kind: p.Kind, Version: p.Version, Data: p.Data}}
+	}
+	return out
+}
+
+func toPayloads(states []vmm.State) []snapshot.Payload {
+	out := make([]snapshot.Payload, len(states))
+	for i, s := range states {
+		out[i] = snapshot.Payload{Name: s.Name, Kind: s.Payload.Kind, Version: s.Payload.Version, Data: s.Payload.Data}
+	}
+	return out
+}
+
+// Agent opens a connection to the agent in the guest. Close the client when done.
+func (in *Instance) Agent(ctx context.Context) (*guest.Client, error) {
+	return guest.Dial(ctx, guest.UnixDialer(in.parts.Socket))
+}
+
+// Dial opens a connection to a vsock port of the guest.
+func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	return guest.UnixDialer(in.parts.Socket)(ctx, port)
+}
+
+// Machine is the VM below.
+func (in *Instance) Machine() *vmm.Machine { return in.machine }
+
+// Timing says how long it took, from the call of Boot or Restore, until the guest's
+// first instruction and until the agent answered.
+func (in *Instance) Timing() (entry, ready time.Duration) {
+	if t := in.machine.Stages().Entry(); !t.IsZero() {
+		entry = t.Sub(in.started)
+	}
+	return entry, in.ready
+}
+
+// Faults are what the pager has done so far; false if the VM was not restored.
+func (in *Instance) Faults() (pager.Stats, bool) {
+	if in.pager == nil {
+		return pager.Stats{}, false
+	}
+	return in.pager.Stats(), true
+}
+
+// Capture is a snapshot that has been taken, with what it took.
+type Capture struct {
+	ID       string
+	Dir      string
+	Disk     disk.Stack // what the snapshot needs of the disk
+	Raw      uint64     // bytes of RAM that are not zero
+	Stored   int64      // bytes that the snapshot takes
+	Pause    time.Duration
+	Save     time.Duration
+	Manifest *snapshot.Manifest
+}
+
+// CaptureOptions say where a snapshot goes.
+type CaptureOptions struct {
+	// Dir is its directory, which must not exist.
+	Dir string
+	// ID identifies it: 32 hex digits.
+	ID string
+	// NewTop is the file of the disk's next layer.
+	NewTop string
+	// Names says how the snapshot names the layers of the disk, the lowest first.
+	Names func(disk.Stack) []string
+	// Labels are kept with it.
+	Labels map[string]string
+	// Image and Kernel identify what the guest was booted from.
+	Image, Kernel string
+	// Sealed is told the disk's new layers as soon as there are any, before the
+	// guest can write to them.
+	Sealed func(disk.Stack) error
+}
+
+// Capture pauses the VM and writes a snapshot of it: machine, RAM and disk at one
+// instant. The VM stays paused; Continue lets it go on. If Capture fails, the VM
+// runs on.
+func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	begin := time.Now()
+	if err := in.machine.Pause(ctx); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, in.machine.Resume())
+		}
+	}()
+	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack(), Pause: time.Since(begin)}
+	begin = time.Now()
+	states, err := in.machine.Export()
+	if err != nil {
+		return nil, err
+	}
+	if _, err := in.disk.Seal(ctx, o.NewTop); err != nil {
+		return nil, fmt.Errorf("sealing the disk: %w", err)
+	}
+	if err := o.Sealed(in.disk.Stack()); err != nil {
+		return nil, err
+	}
+	if err := in.disk.Flush(); err != nil {
+		return nil, fmt.Errorf("flushing the disk: %w", err)
+	}
+	facts, err := json.Marshal(in.machine.Facts())
+	if err != nil {
+		return nil, fmt.Errorf("describing the host: %w", err)
+	}
+	source, closeSource, err := in.source()
+	if err != nil {
+		return nil, err
+	}
+	defer closeSource()
+	info, err := snapshot.Create(ctx, o.Dir, snapshot.Spec{
+		ID: o.ID, Sandbox: in.parts.Spec.Name, VCPUs: in.parts.Spec.VCPUs, Image: o.Image, Kernel: o.Kernel,
+		Disks:    []snapshot.Disk{{Name: deviceDisk, Size: uint64(in.disk.Size()), Layers: o.Names(c.Disk)}},
+		Host:     map[string]string{factsKey: string(facts)},
+		Labels:   o.Labels,
+		Payloads: toPayloads(states),
+		Memory:   source,
+	})
+	if err != nil {
+		return nil, err
+	}
+	c.Save = time.Since(begin)
+	c.Manifest = info.Manifest
+	c.Raw = info.Manifest.Stats.Pages * guestmem.PageSize
+	c.Stored = info.SizeBytes
+	return c, nil
+}
+
+// source is where the snapshot's RAM comes from: pages that a lazy restore has not
+// loaded yet are taken from where they still are.
+func (in *Instance) source() (snapshot.MemorySource, func() error, error) {
+	if in.pager != nil {
+		s, err := in.pager.Source()
+		if err != nil {
+			return nil, nil, err
+		}
+		return s, s.Close, nil
+	}
+	s, err := snapshot.NewGuestSource(in.mem)
+	if err != nil {
+		return nil, nil, err
+	}
+	return s, s.Close, nil
+}
+
+// Continue lets a captured VM run on.
+func (in *Instance) Continue() error { return in.machine.Resume() }
+
+// Close stops the VM as if its power were cut, and gives back all that it holds.
+func (in *Instance) Close() error {
+	var errs []error
+	// The machine first: its vCPUs may be waiting for the pager.
+	if in.machine != nil {
+		errs = append(errs, in.machine.Close())
+	}
+	if in.pager != nil {
+		errs = append(errs, in.pager.Close())
+	}
+	if in.snap != nil {
+		errs = append(errs, in.snap.Close())
+	}
+	for _, c := range in.closers {
+		errs = append(errs, c.Close())
+	}
+	if in.disk != nil {
+		errs = append(errs, in.disk.Close())
+	}
+	if in.mem != nil {
+		errs = append(errs, in.mem.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// ErrNoKVM and ErrNoPermission are why a host cannot run VMs.
+var (
+	ErrNoKVM        = kvm.ErrNoKVM
+	ErrNoPermission = kvm.ErrNoPermission
+)

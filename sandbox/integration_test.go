@@ -1,0 +1,343 @@
+package sandbox_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+// keeper holds a random value in memory and tells it with its pid.
+const keeper = `
+import os, random
+value = random.SystemRandom().getrandbits(64)
+while True:
+    open('/run/ask').read()
+    with open('/run/answer', 'w') as f:
+        f.write('%d %x\n' % (os.getpid(), value))
+`
+
+const ask = "echo > /run/ask; cat /run/answer"
+
+// keep starts the keeper in a VM and returns what it says.
+func keep(e *guesttest.Env, name string) string {
+	e.T.Helper()
+	c := e.Agent(name)
+	if err := c.WriteFile(e.T.Context(), "/root/keeper.py", strings.NewReader(keeper), guest.WriteOptions{}); err != nil {
+		e.T.Fatal(err)
+	}
+	e.Sh(name, "mkfifo /run/ask /run/answer")
+	p, err := c.Start(e.T.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/keeper.py"}, Detach: true})
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	if err := p.Close(); err != nil {
+		e.T.Fatal(err)
+	}
+	return e.Sh(name, ask)
+}
+
+// The main job, with every kernel that this host can run, on one CPU and on two.
+func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
+	host := guesttest.New(t)
+	for _, kernel := range host.Kernels() {
+		for _, vcpus := range host.VCPUs() {
+			t.Run(fmt.Sprintf("%s kernel, %d vCPUs", kernel, vcpus), func(t *testing.T) {
+				e := guesttest.New(t)
+				e.Run(sandbox.Spec{Name: "main", Kernel: kernel, VCPUs: vcpus, MemoryMiB: 256})
+				if n := e.Sh("main", "nproc"); n != fmt.Sprint(vcpus) {
+					t.Errorf("the guest has %s CPUs", n)
+				}
+				before := keep(e, "main")
+				data := make([]byte, 3_000_000)
+				rand.NewChaCha8([32]byte{1}).Read(data)
+				if err := e.Agent("main").WriteFile(t.Context(), "/root/data", bytes.NewReader(data), guest.WriteOptions{}); err != nil {
+					t.Fatal(err)
+				}
+				if got := e.Sh("main", "sha256sum < /root/data"); got != fmt.Sprintf("%x  -", sha256.Sum256(data)) {
+					t.Fatal("the file has not arrived as it was sent")
+				}
+				r, err := e.Store.Get("main")
+				if err != nil {
+					t.Fatal(err)
+				}
+				res := e.Sleep("main")
+				for deadline := time.Now().Add(time.Second); ; time.Sleep(time.Millisecond) {
+					// This test is its parent, which has to notice its end.
+					if _, err := os.Stat(fmt.Sprintf("/proc/%d", r.PID)); errors.Is(err, fs.ErrNotExist) {
+						break
+					}
+					if time.Now().After(deadline) {
+						t.Error("the process of the sleeping VM is still there")
+						break
+					}
+				}
+				if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
+					t.Error(err)
+				}
+				rep := e.Wake("main")
+				t.Logf("woken: %v, %d faults, %.1f MiB touched", rep.Stages, rep.Faults, rep.MiBTouched)
+				info, err := e.Agent("main").Ping(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if off := time.Since(info.Wall).Abs(); off > 5*time.Second {
+					t.Errorf("the guest's clock is off by %v", off)
+				}
+				if after := e.Sh("main", ask); after != before {
+					t.Errorf("the process said %q before the sleep and %q after it", before, after)
+				}
+				var back bytes.Buffer
+				if _, err := e.Agent("main").ReadFile(t.Context(), "/root/data", &back, 0, 0); err != nil {
+					t.Fatal(err)
+				}
+				if sha256.Sum256(back.Bytes()) != sha256.Sum256(data) {
+					t.Error("the file has changed")
+				}
+			})
+		}
+	}
+}
+
+// base is a VM that sleeps with a keeper in it; tests make clones of its snapshot.
+func base(t *testing.T) (e *guesttest.Env, snap, said string) {
+	t.Helper()
+	e = guesttest.New(t)
+	e.Run(sandbox.Spec{Name: "base"})
+	said = keep(e, "base")
+	return e, e.Sleep("base").Snapshot, said
+}
+
+func clone(e *guesttest.Env, snap, name string) {
+	e.T.Helper()
+	if _, err := e.Store.Restore(e.T.Context(), e.Launcher, snap, name); err != nil {
+		e.T.Fatal(err)
+	}
+}
+
+// One boot serves them all.
+func TestWithClonesOfOneSnapshot(t *testing.T) {
+	e, snap, said := base(t)
+	sub := func(name string, f func(t *testing.T, e *guesttest.Env)) {
+		t.Run(name, func(t *testing.T) {
+			own := *e
+			own.T = t
+			f(t, &own)
+		})
+	}
+	sub("two clones differ in randomness and identity, and go on from the same memory", func(t *testing.T, e *guesttest.Env) {
+		var seen []string
+		for _, name := range []string{"a", "b"} {
+			clone(e, snap, name)
+			if got := e.Sh(name, ask); got != said {
+				t.Errorf("the keeper says %q in the clone, %q in the original", got, said)
+			}
+			seen = append(seen, e.Sh(name, "od -An -tx1 -N16 /dev/urandom; cat /proc/sys/kernel/random/uuid /proc/sys/kernel/random/boot_id; hostname"))
+		}
+		a, b := strings.Split(seen[0], "\n"), strings.Split(seen[1], "\n")
+		if len(a) != 4 || len(b) != 4 {
+			t.Fatalf("the clones answered %q", seen)
+		}
+		for i := range a {
+			if a[i] == b[i] {
+				t.Errorf("both clones have %q", a[i])
+			}
+		}
+	})
+	sub("poweroff is reported as such", func(t *testing.T, e *guesttest.Env) {
+		if err := e.Store.Stop(t.Context(), "a", false); err != nil {
+			t.Fatal(err)
+		}
+		if r := e.WaitPhase("a", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.PoweredOff) {
+			t.Errorf("exit %+v, want powered-off", r.Exit)
+		}
+		// Waking would go back to the snapshot and drop what was written since.
+		if _, err := e.Store.Wake(t.Context(), e.Launcher, "a"); !errors.Is(err, sandbox.ErrNotRunning) {
+			t.Errorf("waking a VM that has shut down: got %v, want ErrNotRunning", err)
+		}
+	})
+	sub("reboot is reported as such", func(t *testing.T, e *guesttest.Env) {
+		if err := e.Agent("b").Shutdown(t.Context(), guest.Shutdown{Reboot: true}); err != nil {
+			t.Fatal(err)
+		}
+		if r := e.WaitPhase("b", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Rebooted) {
+			t.Errorf("exit %+v, want rebooted", r.Exit)
+		}
+	})
+	sub("a panic is reported as such", func(t *testing.T, e *guesttest.Env) {
+		clone(e, snap, "c")
+		p, err := e.Agent("c").Start(t.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger"}, Detach: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Close()
+		if r := e.WaitPhase("c", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Panicked) {
+			t.Errorf("exit %+v, want panicked", r.Exit)
+		}
+	})
+	sub("a killed VM leaves nothing behind and comes back as of its snapshot", func(t *testing.T, e *guesttest.Env) {
+		clone(e, snap, "d")
+		r, err := e.Store.Get("d")
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.Sh("d", "echo lost > /root/after")
+		if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		r = e.WaitPhase("d", sandbox.Crashed, 10*time.Second)
+		if r.Problem == "" {
+			t.Error("the record does not say what has happened")
+		}
+		entries, err := os.ReadDir(filepath.Dir(e.Store.VsockPath("d")))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range entries {
+			if f.Type()&fs.ModeSocket != 0 {
+				t.Errorf("socket %s is left", f.Name())
+			}
+		}
+		e.Wake("d")
+		if got := e.Sh("d", ask); got != said {
+			t.Errorf("after the crash the keeper says %q, want %q", got, said)
+		}
+		if out := e.Sh("d", "ls /root"); strings.Contains(out, "after") {
+			t.Error("a file that was written after the snapshot is there")
+		}
+	})
+	sub("a snapshot of a running VM lets it run on", func(t *testing.T, e *guesttest.Env) {
+		e.Sh("d", "echo kept > /root/kept")
+		res, err := e.Store.Snapshot(t.Context(), "d", "a note")
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.Sh("d", "echo later > /root/later")
+		clone(e, res.Snapshot, "e")
+		if got := e.Sh("e", "cat /root/kept; ls /root/later 2>&1 | grep -c 'No such'"); got != "kept\n1" {
+			t.Errorf("the clone has %q", got)
+		}
+		if got := e.Sh("d", "cat /root/later"); got != "later" {
+			t.Errorf("the source has %q", got)
+		}
+		if err := e.Store.Remove(t.Context(), "e", true); err != nil {
+			t.Error(err)
+		}
+		if err := e.Store.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
+			t.Error(err)
+		}
+	})
+	sub("a full disk during sleep lets the VM run on", func(t *testing.T, e *guesttest.Env) {
+		dir := filepath.Join(e.Store.Dir(), "snapshots")
+		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+			t.Fatal(err)
+		}
+		_, err := e.Store.Sleep(t.Context(), "d")
+		left, derr := os.ReadDir(dir)
+		if uerr := unix.Unmount(dir, 0); uerr != nil {
+			t.Fatal(uerr)
+		}
+		if !errors.Is(err, snapshot.ErrNoSpace) {
+			t.Errorf("got %v, want ErrNoSpace", err)
+		}
+		if derr != nil || len(left) != 0 {
+			t.Errorf("the failed sleep has left %v (%v)", left, derr)
+		}
+		if got := e.Sh("d", ask+"; cat /root/later"); got != said+"\nlater" {
+			t.Errorf("the VM says %q", got)
+		}
+		e.Sleep("d")
+		e.Wake("d")
+		if got := e.Sh("d", ask+"; cat /root/later"); got != said+"\nlater" {
+			t.Errorf("after the sleep that worked it says %q", got)
+		}
+	})
+	sub("two wakes at once make one VM", func(t *testing.T, e *guesttest.Env) {
+		e.Sleep("d")
+		errs := make(chan error)
+		for range 2 {
+			go func() {
+				_, err := e.Store.Wake(t.Context(), e.Launcher, "d")
+				errs <- err
+			}()
+		}
+		if err := errors.Join(<-errs, <-errs); err != nil {
+			t.Error(err)
+		}
+		if got := e.Sh("d", ask); got != said {
+			t.Errorf("the keeper says %q", got)
+		}
+	})
+	sub("a damaged snapshot is refused or stops the VM, and gives no wrong memory", func(t *testing.T, e *guesttest.Env) {
+		e.Sleep("d")
+		r, err := e.Store.Get("d")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, file := range []string{snapshot.ManifestName, snapshot.MemoryName} {
+			path := filepath.Join(e.Store.SnapshotDir(r.Snapshot), file)
+			good, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			bad := bytes.Clone(good)
+			for i := len(bad) / 3; i < len(bad); i += 4096 {
+				bad[i] ^= 1
+			}
+			if err := os.WriteFile(path, bad, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			_, err = e.Store.Wake(ctx, e.Launcher, "d")
+			cancel()
+			if err == nil || errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("waking from a damaged %s: got %v, want an error at once", file, err)
+			} else {
+				t.Logf("damaged %s: %v", file, err)
+			}
+			if err := os.WriteFile(path, good, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		e.Wake("d")
+		if got := e.Sh("d", ask); got != said {
+			t.Errorf("after the repair the keeper says %q", got)
+		}
+	})
+	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
+		records, err := e.Store.List()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range records {
+			if err := e.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
+				t.Error(err)
+			}
+		}
+		for _, sub := range []string{"layers", "vms"} {
+			left, err := os.ReadDir(filepath.Join(e.Store.Dir(), sub))
+			// The empty file systems that disks begin with stay.
+			left = slices.DeleteFunc(left, func(f fs.DirEntry) bool { return strings.HasPrefix(f.Name(), "ext4-") })
+			if err != nil || len(left) != 0 {
+				t.Errorf("%s: %v left (%v)", sub, left, err)
+			}
+		}
+	})
+}

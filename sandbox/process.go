@@ -1,0 +1,409 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/kernel"
+)
+
+// Report is what a VM's process says of its start: one JSON object, when the guest
+// is ready or cannot be.
+type Report struct {
+	Name   string             `json:"name"`
+	Error  *ErrorReport       `json:"error,omitempty"`
+	Stages map[string]float64 `json:"stages_ms,omitempty"`
+	Faults uint64             `json:"faults"`
+	// MiBTouched is how much RAM a restored guest has used so far.
+	MiBTouched float64 `json:"mib_touched"`
+}
+
+// process is the life of a VM in its own process.
+type process struct {
+	store *Store
+	log   *slog.Logger
+	in    *Instance
+
+	// op is held by what changes the VM as a whole, and guards what follows.
+	op     sync.Mutex
+	r      *Record
+	asleep bool // the record says so, and the instance is closed
+	// ended is closed when the process is to end.
+	ended   chan struct{}
+	endOnce sync.Once
+}
+
+// ServeOptions say how the process of a VM starts it.
+type ServeOptions struct {
+	// Snapshot is what to restore; empty boots.
+	Snapshot string
+	// NewIdentity makes a restored guest a machine of its own.
+	NewIdentity bool
+	// Report is called once, when the guest is ready or cannot be.
+	Report func(Report)
+	// Log gets the process's log.
+	Log *slog.Logger
+}
+
+// Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
+// answers on the control socket, and returns when the guest has ended or sleeps. The
+// record must exist. When ctx ends the VM is stopped as if its power were cut.
+func (s *Store) Serve(ctx context.Context, name string, o ServeOptions) error {
+	p := &process{store: s, log: o.Log, ended: make(chan struct{})}
+	err := p.serve(ctx, name, o)
+	if err != nil {
+		o.Report(Report{Name: name, Error: reportError(err)})
+	}
+	return err
+}
+
+func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err error) {
+	l, err := p.store.lockSoon(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	if p.r, err = p.store.load(name); err != nil {
+		return err
+	}
+	if err := p.store.removeSockets(name); err != nil {
+		return err
+	}
+	before := *p.r
+	if err := p.start(ctx, o); err != nil {
+		// As it was before, but for a VM that was only just being made, which
+		// whoever makes it removes.
+		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
+		if before.Phase == Starting {
+			p.r.Phase, p.r.Problem = Stopped, "it did not start: "+err.Error()
+		}
+		p.r.Disk = before.Disk
+		return errors.Join(err, p.store.save(p.r))
+	}
+	control, err := p.listen()
+	if err != nil {
+		return errors.Join(err, p.in.Close())
+	}
+	defer control.Close()
+	o.Report(p.report())
+	return p.wait(ctx)
+}
+
+// start boots or restores the guest.
+func (p *process) start(ctx context.Context, o ServeOptions) error {
+	r := p.r
+	st, err := p.store.absolute(r.Disk)
+	if err != nil {
+		return err
+	}
+	if o.Snapshot != "" {
+		// What a snapshot needs is sealed, and may be in use by other VMs.
+		st, err = p.newTop(ctx, st)
+	} else {
+		st, err = p.writable(ctx, st)
+	}
+	if err != nil {
+		return err
+	}
+	r.Disk = p.store.relative(st)
+	r.Phase, r.PID, r.Exit, r.Problem = Starting, os.Getpid(), nil, ""
+	if err := p.store.save(r); err != nil {
+		return err
+	}
+	console, err := newRing(p.store.ConsoleLog(r.Spec.Name), maxConsoleLog)
+	if err != nil {
+		return err
+	}
+	parts := p.store.Parts(r, st)
+	parts.Console, parts.Log = console, p.log
+	if o.Snapshot == "" {
+		p.in, err = Boot(ctx, parts)
+	} else {
+		p.in, err = Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), RestoreOptions{NewIdentity: o.NewIdentity})
+	}
+	if err != nil {
+		return errors.Join(err, console.Close())
+	}
+	p.in.closers = append(p.in.closers, console)
+	r.Phase = Running
+	return p.store.save(r)
+}
+
+// Parts are the pieces of a recorded VM, with the given disk.
+func (s *Store) Parts(r *Record, d disk.Stack) Parts {
+	p := Parts{
+		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
+		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name),
+	}
+	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
+		p.Symbolize = k.Symbolize
+	}
+	return p
+}
+
+// writable opens the way to boot a VM with its disk as it is. A disk whose uppermost
+// layer is sealed, as that of a VM whose process was killed in the midst of a
+// snapshot, gets a new one.
+func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, error) {
+	if len(st.Layers) > 0 {
+		d, err := disk.Open(st, disk.Options{})
+		if err == nil {
+			return st, d.Close()
+		}
+		if !errors.Is(err, disk.ErrSealed) {
+			return st, fmt.Errorf("opening the VM's disk: %w", err)
+		}
+	}
+	return p.newTop(ctx, st)
+}
+
+// newTop makes the layer that the guest is going to write to: over the layers there
+// are, or as a fresh file system.
+func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, error) {
+	path := filepath.Join(p.store.layerDir(), p.r.newLayer())
+	if len(lower.Layers) == 0 {
+		return disk.FormatExt4(ctx, p.store.layerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
+	}
+	return disk.Fork(path, lower, 0)
+}
+
+// report describes a guest that is ready.
+func (p *process) report() Report {
+	entry, ready := p.in.Timing()
+	rep := Report{Name: p.r.Spec.Name, Stages: map[string]float64{}}
+	for stage, d := range p.in.Machine().Stages().Durations() {
+		rep.Stages[stage.String()] = ms(d)
+	}
+	if f, restored := p.in.Faults(); restored {
+		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = ms(entry), ms(ready)
+		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
+	} else {
+		rep.Stages["boot"] = ms(ready)
+	}
+	return rep
+}
+
+func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
+
+// wait ends with the guest, the sleep, or ctx.
+func (p *process) wait(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		p.log.Info("told to stop")
+		p.in.Machine().Fail(ErrStopped)
+	case <-p.in.Machine().Done():
+	case <-p.ended:
+		return nil
+	}
+	// A sleep under way decides what becomes of the VM.
+	p.op.Lock()
+	defer p.op.Unlock()
+	if p.asleep {
+		// Let whoever asked for it have the answer.
+		select {
+		case <-p.ended:
+		case <-time.After(answerTime):
+		}
+		return nil
+	}
+	x, err := p.in.Machine().Wait(context.Background())
+	if err != nil {
+		return err
+	}
+	err = p.in.Close()
+	p.r.Phase, p.r.PID = Stopped, 0
+	p.r.Exit = &ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
+	return errors.Join(err, p.store.save(p.r))
+}
+
+// answerTime is how long the process of a VM that has fallen asleep stays to say so.
+const answerTime = 5 * time.Second
+
+// ErrStopped is why a VM ends whose process is told to.
+var ErrStopped = errors.New("stopped from outside")
+
+// SleepResult says what a sleep has done.
+type SleepResult struct {
+	Name        string             `json:"name"`
+	Snapshot    string             `json:"snapshot"`
+	BytesRaw    uint64             `json:"bytes_raw"`
+	BytesStored int64              `json:"bytes_stored"`
+	Stages      map[string]float64 `json:"stages_ms"`
+	Faults      uint64             `json:"faults"`
+	MiBTouched  float64            `json:"mib_touched"`
+}
+
+func (p *process) capture(ctx context.Context, kind, note string) (*Capture, SleepResult, error) {
+	id := newID()
+	record, err := json.Marshal(p.r)
+	if err != nil {
+		return nil, SleepResult{}, err
+	}
+	labels := map[string]string{labelKind: kind, labelRecord: string(record), labelOwner: p.r.ID}
+	if note != "" {
+		labels[labelNote] = note
+	}
+	c, err := p.in.Capture(ctx, CaptureOptions{
+		Dir: p.store.snapshotDir(id), ID: id, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
+		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
+		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
+		Sealed: func(st disk.Stack) error {
+			p.r.Disk = p.store.relative(st)
+			return p.store.save(p.r)
+		},
+	})
+	if err != nil {
+		return nil, SleepResult{}, err
+	}
+	res := SleepResult{
+		Name: p.r.Spec.Name, Snapshot: id, BytesRaw: c.Raw, BytesStored: c.Stored,
+		Stages: map[string]float64{"pause": ms(c.Pause), "save": ms(c.Save)},
+	}
+	if f, ok := p.in.Faults(); ok {
+		res.Faults, res.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
+	}
+	return c, res, nil
+}
+
+// sleep writes the VM to a snapshot and ends the process. When anything fails, the
+// VM runs on.
+func (p *process) sleep(ctx context.Context) (SleepResult, error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return SleepResult{}, err
+	}
+	begin := time.Now()
+	c, res, err := p.capture(ctx, kindSleep, "")
+	if err != nil {
+		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
+	// From here on the snapshot is what counts.
+	awake := *p.r
+	p.r.Phase, p.r.PID, p.r.Snapshot = Asleep, 0, c.ID
+	p.r.Disk = p.store.relative(c.Disk)
+	if err := p.store.save(p.r); err != nil {
+		*p.r = awake
+		return res, errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
+	}
+	p.asleep = true
+	if err := p.in.Close(); err != nil {
+		p.log.Warn("closing the VM after its sleep", "error", err)
+	}
+	// The layer that the guest would have gone on with has nothing in it.
+	top := awake.Disk.Layers[len(awake.Disk.Layers)-1]
+	if err := os.Remove(filepath.Join(p.store.layerDir(), top)); err != nil {
+		p.log.Warn("removing an empty layer", "error", err)
+	}
+	res.Stages["sleep"] = ms(time.Since(begin))
+	return res, nil
+}
+
+// snapshot writes the VM to a snapshot and lets it run on.
+func (p *process) snapshot(ctx context.Context, note string) (SleepResult, error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return SleepResult{}, err
+	}
+	_, res, err := p.capture(ctx, kindNamed, note)
+	if err != nil {
+		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
+	}
+	return res, p.in.Continue()
+}
+
+func (p *process) alive() error {
+	if p.asleep {
+		return fmt.Errorf("%w: %s: it has gone to sleep", ErrNotRunning, p.r.Spec.Name)
+	}
+	select {
+	case <-p.in.Machine().Done():
+		return fmt.Errorf("%w: %s: its guest has ended", ErrNotRunning, p.r.Spec.Name)
+	default:
+		return nil
+	}
+}
+
+// end lets the process end, once the answer to the request that asked for it is out.
+func (p *process) end() { p.endOnce.Do(func() { close(p.ended) }) }
+
+// Info is what a running VM says of itself.
+type Info struct {
+	Report
+	PID int `json:"pid"`
+	// Hung says that the guest loops with interrupts off.
+	Hung bool `json:"hung"`
+	// Problem says more of that.
+	Problem string `json:"problem,omitempty"`
+}
+
+func (p *process) info() Info {
+	h := p.in.Machine().Health()
+	return Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail}
+}
+
+// listen opens the control socket: HTTP with JSON, for this host's root only.
+func (p *process) listen() (*http.Server, error) {
+	path := p.store.controlSocket(p.r.Spec.Name)
+	l, err := listenUnix(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening the control socket: %w", err)
+	}
+	mux := http.NewServeMux()
+	handle := func(pattern string, f func(*http.Request) (any, error), after func()) {
+		mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
+			v, err := f(req)
+			w.Header().Set("Content-Type", "application/json")
+			if err != nil {
+				w.WriteHeader(http.StatusInternalServerError)
+				_ = json.NewEncoder(w).Encode(reportError(err))
+				return
+			}
+			_ = json.NewEncoder(w).Encode(v)
+			if after != nil {
+				_ = http.NewResponseController(w).Flush()
+				after()
+			}
+		})
+	}
+	handle("GET /info", func(*http.Request) (any, error) { return p.info(), nil }, nil)
+	// A sleep goes on if the one who asked for it goes away.
+	handle("POST /sleep", func(r *http.Request) (any, error) { return p.sleep(context.WithoutCancel(r.Context())) }, p.end)
+	handle("POST /snapshot", func(r *http.Request) (any, error) {
+		return p.snapshot(context.WithoutCancel(r.Context()), r.URL.Query().Get("note"))
+	}, nil)
+	handle("POST /kill", func(*http.Request) (any, error) {
+		p.in.Machine().Fail(ErrStopped)
+		return struct{}{}, nil
+	}, nil)
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10}
+	go func() {
+		if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			p.log.Error("control socket", "error", err)
+		}
+	}()
+	return srv, nil
+}
+
+// listenUnix binds a Unix socket that only its owner may use.
+func listenUnix(path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	old := unix.Umask(0o177)
+	defer unix.Umask(old)
+	return net.Listen("unix", path)
+}

@@ -1,0 +1,134 @@
+package sandbox
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"strings"
+
+	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Spec says what a VM is. The zero value of a field means its default.
+type Spec struct {
+	// Name is what the VM is called: NamePattern. Empty lets the store choose.
+	Name string `json:"name,omitempty"`
+	// Image is a tag or id of the image store.
+	Image string `json:"image"`
+	// Kernel is "built", "debian", an id of the kernel cache, or the path of a
+	// vmlinux or bzImage that boots like the built one. Default: "built" if the
+	// cache has one, else "debian".
+	Kernel string `json:"kernel,omitempty"`
+	// VCPUs is 1 to 8. Default: 1.
+	VCPUs int `json:"vcpus,omitempty"`
+	// MemoryMiB is 64 to 16384. Default: 256.
+	MemoryMiB int `json:"memory_mib,omitempty"`
+	// DiskMiB is the size of the writable disk; it takes what is written to it.
+	// Default: 8192.
+	DiskMiB int `json:"disk_mib,omitempty"`
+	// Hostname inside the guest. Default: the name.
+	Hostname string `json:"hostname,omitempty"`
+	// Network is "none" or "tap". With "tap" the VM gets a link to the host; where
+	// it leads from there is what the host forwards. Default: "none".
+	Network string `json:"network,omitempty"`
+	// Cmdline is added to the kernel's command line.
+	Cmdline string `json:"cmdline,omitempty"`
+	// NoACPI names the devices on the command line, for kernels without ACPI.
+	NoACPI bool `json:"no_acpi,omitempty"`
+}
+
+// Values of Spec.Network.
+const (
+	NetworkNone = "none"
+	NetworkTAP  = "tap"
+)
+
+// Defaults of a Spec.
+const (
+	DefaultVCPUs     = 1
+	DefaultMemoryMiB = 256
+	DefaultDiskMiB   = 8192
+	MinDiskMiB       = 64
+	MaxDiskMiB       = 1 << 20
+)
+
+// NamePattern is what the name of a VM looks like: a host name, so that it can be
+// one, and short enough for a Unix socket's path.
+const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
+
+var nameRE = regexp.MustCompile(NamePattern)
+
+// ErrSpec says that a VM cannot be like that.
+var ErrSpec = errors.New("invalid VM")
+
+// maxSpec bounds a file with a Spec, in bytes.
+const maxSpec = 1 << 20
+
+// ParseSpec reads a Spec as JSON. Fields that do not exist are an error, since they
+// are a misspelling of one that does.
+func ParseSpec(r io.Reader) (Spec, error) {
+	var s Spec
+	d := json.NewDecoder(io.LimitReader(r, maxSpec))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&s); err != nil {
+		return s, fmt.Errorf("reading the VM's config: %w: %s: `drowse run --help` lists the fields", ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return s, fmt.Errorf("reading the VM's config: %w: there is more after the JSON object", ErrSpec)
+	}
+	return s, nil
+}
+
+// withDefaults fills in what is not said, and checks the rest.
+func (s Spec) withDefaults() (Spec, error) {
+	def := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	def(&s.VCPUs, DefaultVCPUs)
+	def(&s.MemoryMiB, DefaultMemoryMiB)
+	def(&s.DiskMiB, DefaultDiskMiB)
+	if s.Hostname == "" {
+		s.Hostname = s.Name
+	}
+	if s.Network == "" {
+		s.Network = NetworkNone
+	}
+	bad := func(format string, args ...any) (Spec, error) {
+		return s, fmt.Errorf("%w: %s", ErrSpec, fmt.Sprintf(format, args...))
+	}
+	switch {
+	case !nameRE.MatchString(s.Name):
+		return bad("name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Name)
+	case !nameRE.MatchString(s.Hostname):
+		return bad("host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
+	case s.Image == "":
+		return bad("no image: name one of `drowse image ls`, or build one with `drowse image build`")
+	case s.VCPUs < 1 || s.VCPUs > boot.MaxVCPUs:
+		return bad("%d vCPUs: use 1 to %d", s.VCPUs, boot.MaxVCPUs)
+	case s.MemoryMiB < guestmem.MinSize>>20 || s.MemoryMiB > guestmem.MaxSize>>20:
+		return bad("%d MiB of memory: use %d to %d", s.MemoryMiB, guestmem.MinSize>>20, guestmem.MaxSize>>20)
+	case s.DiskMiB < MinDiskMiB || s.DiskMiB > MaxDiskMiB:
+		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
+	case s.Network != NetworkNone && s.Network != NetworkTAP:
+		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if s.VCPUs > 1 && vmm.SoftKVM() {
+		// Seen with the built kernel on two vCPUs: 16-byte pieces of what user
+		// programs copy become zeros, as if SSE registers were lost when a
+		// thread moves to the other vCPU. One vCPU, and hardware KVM with two,
+		// do not show it.
+		return bad("%d vCPUs on a KVM without hardware virtualisation, where guests with more than one lose data: use 1", s.VCPUs)
+	}
+	if err := vmm.CheckHostMemory(s.memory()); err != nil {
+		return s, fmt.Errorf("%w: %w", ErrSpec, err)
+	}
+	return s, nil
+}
+
+func (s Spec) memory() uint64 { return uint64(s.MemoryMiB) << 20 }

@@ -1,0 +1,409 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+)
+
+// What a caller may want to tell apart.
+var (
+	ErrNotFound   = errors.New("no such VM")
+	ErrExists     = errors.New("a VM of that name exists")
+	ErrNotRunning = errors.New("the VM is not running")
+	ErrRunning    = errors.New("the VM is running")
+	ErrCrashed    = errors.New("the VM's process was killed")
+	ErrRecord     = errors.New("unreadable VM record")
+)
+
+// Store is a directory that holds everything of a set of VMs. Any number of
+// processes may use one at once. The zero value is unusable; see OpenStore.
+//
+//	vms/NAME/vm.json       the record, replaced by renaming
+//	vms/NAME/lock          held by the VM's process as long as it lives
+//	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
+//	vms/NAME/*.log         console.log: serial port; vmm.log: the process
+//	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
+//	layers/ext4-*          the empty file systems that these begin with
+//	snapshots/ID/          snapshots
+//	images/, kernels/, downloads/, cache/   of packages image, kernel and others
+type Store struct {
+	dir string
+}
+
+// OpenStore opens or makes a store. dir is made absolute.
+func OpenStore(dir string) (*Store, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("opening the state directory: %w", err)
+	}
+	for _, d := range []string{dir, filepath.Join(dir, "vms"), filepath.Join(dir, "layers"), filepath.Join(dir, "snapshots")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
+		}
+	}
+	return &Store{dir: dir}, nil
+}
+
+// Dir is the store's directory.
+func (s *Store) Dir() string { return s.dir }
+
+// ImageDir, KernelDir and CacheDir are for the packages of these names.
+func (s *Store) ImageDir() string  { return s.dir }
+func (s *Store) KernelDir() string { return s.dir }
+func (s *Store) CacheDir() string  { return filepath.Join(s.dir, "cache") }
+
+func (s *Store) vmDir(name string) string     { return filepath.Join(s.dir, "vms", name) }
+func (s *Store) layerDir() string             { return filepath.Join(s.dir, "layers") }
+func (s *Store) snapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
+func (s *Store) controlSocket(name string) string {
+	return filepath.Join(s.vmDir(name), "control.sock")
+}
+
+// VsockPath is the Unix socket that leads to the vsock ports of a VM.
+func (s *Store) VsockPath(name string) string { return filepath.Join(s.vmDir(name), "vsock.sock") }
+
+// ConsoleLog is what a VM has written to its serial port.
+func (s *Store) ConsoleLog(name string) string { return filepath.Join(s.vmDir(name), "console.log") }
+
+// ProcessLog is what a VM's process has logged.
+func (s *Store) ProcessLog(name string) string { return filepath.Join(s.vmDir(name), "vmm.log") }
+
+// Phase is what a VM is doing.
+type Phase string
+
+// The phases of a VM. A record says starting or running only while the VM's process
+// lives; afterwards it is crashed.
+const (
+	Starting Phase = "starting"
+	Running  Phase = "running"
+	Asleep   Phase = "asleep"
+	Stopped  Phase = "stopped"
+	Crashed  Phase = "crashed"
+)
+
+// recordVersion is counted up by incompatible changes of Record.
+const recordVersion = 1
+
+// Record is what is kept of a VM.
+type Record struct {
+	Version int       `json:"version"`
+	ID      string    `json:"id"`
+	Spec    Spec      `json:"spec"`
+	Created time.Time `json:"created"`
+	Phase   Phase     `json:"phase"`
+	PID     int       `json:"pid,omitempty"`
+	// Boot is what it boots.
+	Boot BootFiles `json:"boot"`
+	// Disk is its writable disk; names of layers in the store.
+	Disk disk.Stack `json:"disk"`
+	// NextLayer numbers its layers.
+	NextLayer int `json:"next_layer"`
+	// Snapshot is the last one that it can be brought back from, or empty.
+	Snapshot string `json:"snapshot,omitempty"`
+	// Exit says how it ended, when it is stopped.
+	Exit *ExitRecord `json:"exit,omitempty"`
+	// Problem is why it is crashed, or what is wrong with the guest; one line.
+	Problem string `json:"problem,omitempty"`
+	// Parent is the snapshot that it was made from, if it was.
+	Parent string `json:"parent,omitempty"`
+}
+
+// BootFiles are what a VM boots, by path and, where it has one, id.
+type BootFiles struct {
+	KernelID   string `json:"kernel_id"`
+	Kernel     string `json:"kernel"`
+	Initramfs  string `json:"initramfs,omitempty"`
+	SystemDisk string `json:"system_disk,omitempty"`
+	Cmdline    string `json:"cmdline"`
+	ImageID    string `json:"image_id"`
+	Image      string `json:"image"`
+}
+
+// ExitRecord says how a guest has ended.
+type ExitRecord struct {
+	Reason string    `json:"reason"`
+	Detail string    `json:"detail,omitempty"`
+	Time   time.Time `json:"time"`
+}
+
+// newID makes an id of 32 hex digits.
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// writeFileAtomic replaces a file so that, after a crash at any instant, the old or
+// the new content is there.
+func writeFileAtomic(path string, data []byte) error {
+	dir := filepath.Dir(path)
+	f, err := os.CreateTemp(dir, ".tmp-*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return syncDir(dir)
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func (s *Store) save(r *Record) error {
+	data, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	if err := writeFileAtomic(filepath.Join(s.vmDir(r.Spec.Name), "vm.json"), append(data, '\n')); err != nil {
+		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
+}
+
+// load reads a record as it stands in its file.
+func (s *Store) load(name string) (*Record, error) {
+	if !nameRE.MatchString(name) {
+		return nil, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
+	}
+	data, err := os.ReadFile(filepath.Join(s.vmDir(name), "vm.json"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading VM %s: %w", name, err)
+	}
+	var r Record
+	d := json.NewDecoder(strings.NewReader(string(data)))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&r); err != nil {
+		return nil, fmt.Errorf("reading VM %s: %w: %w: it was written by another version, or is damaged", name, ErrRecord, err)
+	}
+	if r.Version != recordVersion || r.Spec.Name != name {
+		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, ErrRecord, r.Version, recordVersion)
+	}
+	return &r, nil
+}
+
+// Get returns a VM's record. What a killed process has left behind is tidied up
+// first.
+func (s *Store) Get(name string) (*Record, error) {
+	r, err := s.load(name)
+	if err != nil {
+		return nil, err
+	}
+	if r.Phase != Starting && r.Phase != Running {
+		return r, nil
+	}
+	l, err := s.lock(name)
+	if errors.Is(err, ErrRunning) {
+		return r, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.release()
+	if r.Phase == Starting && r.PID > 0 && unix.Kill(r.PID, 0) == nil {
+		// Whoever makes it has yet to start its process.
+		return r, nil
+	}
+	// The process is gone. It may have finished its record just now.
+	if r, err = s.load(name); err != nil || r.Phase != Starting && r.Phase != Running {
+		return r, err
+	}
+	return r, s.tidy(r)
+}
+
+// tidy turns the record of a killed process into one of a crashed VM and removes its
+// sockets. The lock is held. TAP devices and memory went with the process.
+func (s *Store) tidy(r *Record) error {
+	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
+	if r.Snapshot != "" {
+		r.Problem += "; `drowse wake` brings it back as of its last sleep, `drowse start` boots it with its disk as it is"
+	} else {
+		r.Problem += "; `drowse start` boots it again with its disk as it is"
+	}
+	r.Phase, r.PID = Crashed, 0
+	if err := s.removeSockets(r.Spec.Name); err != nil {
+		return err
+	}
+	return s.save(r)
+}
+
+func (s *Store) removeSockets(name string) error {
+	entries, err := os.ReadDir(s.vmDir(name))
+	if err != nil {
+		return fmt.Errorf("tidying up VM %s: %w", name, err)
+	}
+	var errs []error
+	for _, e := range entries {
+		if e.Type()&fs.ModeSocket != 0 || strings.HasPrefix(e.Name(), ".tmp-") {
+			errs = append(errs, os.Remove(filepath.Join(s.vmDir(name), e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// List returns all VMs in the order of their names. A record that cannot be read is
+// reported, and does not hide the others.
+func (s *Store) List() ([]*Record, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	var (
+		out  []*Record
+		errs []error
+	)
+	for _, e := range entries {
+		r, err := s.Get(e.Name())
+		switch {
+		case errors.Is(err, ErrNotFound): // being made, or removed
+		case err != nil:
+			errs = append(errs, err)
+		default:
+			out = append(out, r)
+		}
+	}
+	return out, errors.Join(errs...)
+}
+
+// fileLock is an exclusive flock(2), which the kernel drops when its holder dies.
+type fileLock struct{ f *os.File }
+
+// lock takes a VM's lock, or fails with ErrRunning when a process holds it.
+func (s *Store) lock(name string) (*fileLock, error) {
+	f, err := os.OpenFile(filepath.Join(s.vmDir(name), "lock"), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("locking VM %s: %w", name, err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("%w: %s", ErrRunning, name)
+		}
+		return nil, fmt.Errorf("locking VM %s: %w", name, err)
+	}
+	return &fileLock{f}, nil
+}
+
+// lockPatience is how long the process of a VM waits for its lock, which others hold
+// for moments only, to look at the record.
+const lockPatience = 300 * time.Millisecond
+
+// lockSoon is lock with a little patience.
+func (s *Store) lockSoon(ctx context.Context, name string) (*fileLock, error) {
+	for deadline := time.Now().Add(lockPatience); ; {
+		l, err := s.lock(name)
+		if !errors.Is(err, ErrRunning) || time.Now().After(deadline) {
+			return l, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+func (l *fileLock) release() { l.f.Close() }
+
+// create makes the directory and record of a new VM. The name must be free. The
+// returned lock is held.
+func (s *Store) create(r *Record) (*fileLock, error) {
+	dir := s.vmDir(r.Spec.Name)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		if !errors.Is(err, fs.ErrExist) {
+			return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
+		}
+		// A directory without a record is what a killed `drowse run` left.
+		if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
+			return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, r.Spec.Name, r.Spec.Name)
+		}
+	}
+	l, err := s.lock(r.Spec.Name)
+	if errors.Is(err, ErrRunning) {
+		return nil, fmt.Errorf("%w: %s: it is being made at this moment", ErrExists, r.Spec.Name)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
+		l.release()
+		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, r.Spec.Name, r.Spec.Name)
+	}
+	if err := s.save(r); err != nil {
+		l.release()
+		return nil, err
+	}
+	return l, nil
+}
+
+// newLayer names the VM's next layer and counts it in the record, which the caller
+// saves.
+func (r *Record) newLayer() string {
+	r.NextLayer++
+	return fmt.Sprintf("%s-%d", r.ID, r.NextLayer)
+}
+
+// absolute turns the names of layers in a record or snapshot into paths. A name that
+// leads out of the store is refused: a snapshot may come from elsewhere.
+func (s *Store) absolute(st disk.Stack) (disk.Stack, error) {
+	var out disk.Stack
+	for _, l := range st.Layers {
+		if l != filepath.Base(l) || l == "." || l == ".." || st.Base != "" {
+			return out, fmt.Errorf("%w: disk layer %q is not in the store", ErrRecord, l)
+		}
+		out.Layers = append(out.Layers, filepath.Join(s.layerDir(), l))
+	}
+	return out, nil
+}
+
+// relative is the reverse of absolute.
+func (s *Store) relative(st disk.Stack) disk.Stack {
+	var out disk.Stack
+	for _, l := range st.Layers {
+		out.Layers = append(out.Layers, filepath.Base(l))
+	}
+	return out
+}
+
+// removeVM deletes a VM that is not running, and what only it needed.
+func (s *Store) removeVM(ctx context.Context, name string) error {
+	l, err := s.lock(name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	if err := os.RemoveAll(s.vmDir(name)); err != nil {
+		return fmt.Errorf("removing VM %s: %w", name, err)
+	}
+	_, err = s.Sweep(ctx)
+	return err
+}
