@@ -1,0 +1,69 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/internal/doctor"
+)
+
+func (a *app) doctorCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "doctor",
+		Short: "Say which KVM this host has, and what of all that drowse uses is there",
+		Long: `Say which KVM this host has, and for everything that drowse uses, whether it is there
+and what follows if not. Nothing is changed. The exit status is 0 if VMs can run, else 1.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			r, err := doctor.Examine(cmd.Context(), doctor.Options{StateDir: a.state, Agent: agentPath()})
+			if err != nil {
+				return err
+			}
+			if err := a.print(r, func(w io.Writer) { printReport(w, r) }); err != nil {
+				return err
+			}
+			if !r.CanRun {
+				return statusError(exitFailed)
+			}
+			return nil
+		},
+	}
+}
+
+// agentPath is where launcher looks for the guest's agent.
+func agentPath() string {
+	if p := os.Getenv("DROWSE_AGENT"); p != "" {
+		return p
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return ""
+	}
+	return filepath.Join(filepath.Dir(self), agentName)
+}
+
+func printReport(w io.Writer, r doctor.Report) {
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	group := ""
+	for _, c := range r.Checks {
+		if c.Group != group {
+			group = c.Group
+			fmt.Fprintf(t, "%s\t\t\n", group)
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\n", c.Name, c.Status, c.Detail)
+		if c.Consequence != "" {
+			fmt.Fprintf(t, "\t\t  -> %s\n", c.Consequence)
+		}
+	}
+	t.Flush()
+	if r.CanRun {
+		fmt.Fprintf(w, "\nVMs can run here, on KVM of the kind %s.\n", r.KVM.Kind)
+	} else {
+		fmt.Fprintf(w, "\nVMs cannot run here.\n")
+	}
+}

@@ -1,0 +1,251 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// awake connects to the agent of a VM, and wakes it first if it sleeps.
+func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.Client, error) {
+	c, err := s.Agent(ctx, name)
+	if !errors.Is(err, sandbox.ErrNotRunning) {
+		return c, err
+	}
+	r, gerr := s.Get(name)
+	if gerr != nil {
+		return nil, gerr
+	}
+	if r.Phase != sandbox.Asleep && r.Phase != sandbox.Starting && r.Phase != sandbox.Running {
+		return nil, fmt.Errorf("%w: %s", err, r.Problem)
+	}
+	l, err := a.launcher()
+	if err != nil {
+		return nil, err
+	}
+	if _, err := s.Wake(ctx, l, name); err != nil {
+		return nil, err
+	}
+	return s.Agent(ctx, name)
+}
+
+func (a *app) execCommand() *cobra.Command {
+	var (
+		c           guest.Cmd
+		tty, interA bool
+		timeout     time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "exec [flags] NAME COMMAND [ARG...]",
+		Short: "Run a command in a VM; one that sleeps is woken",
+		Long: `Run a command in a VM; one that sleeps is woken. The exit status is the command's;
+125 when drowse itself failed, 124 when --timeout was up, 126 and 127 when the command
+could not be started, 128 and the signal's number when a signal ended it.`,
+		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			c.Argv = args[1:]
+			if c.Argv[0] == "--" {
+				c.Argv = c.Argv[1:]
+			}
+			if len(c.Argv) == 0 {
+				return usageError{errors.New("no command: see `drowse exec --help`")}
+			}
+			client, err := a.awake(cmd.Context(), s, args[0])
+			if err != nil {
+				return err
+			}
+			defer client.Close()
+			c.Timeout = timeout
+			if a.json() {
+				return a.execJSON(cmd.Context(), client, c)
+			}
+			c.Stdout, c.Stderr = a.stdout, a.stderr
+			if interA {
+				c.Stdin = os.Stdin
+			}
+			restore, err := a.terminal(cmd.Context(), tty, &c)
+			if err != nil {
+				return err
+			}
+			st, err := client.Exec(cmd.Context(), c)
+			restore()
+			if st != nil && st.NotStarted != "" {
+				fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
+			}
+			return execResult(st, err)
+		},
+	}
+	f := cmd.Flags()
+	f.SetInterspersed(false)
+	f.BoolVarP(&interA, "interactive", "i", false, "pass stdin on")
+	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
+	f.StringArrayVarP(&c.Env, "env", "e", nil, "set a variable, KEY=VALUE")
+	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory")
+	f.StringVarP(&c.User, "user", "u", "", "user, or user:group")
+	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
+	return cmd
+}
+
+// execResult turns the end of a command into that of drowse.
+func execResult(st *guest.ExitStatus, err error) error {
+	var exit *guest.ExitError
+	switch {
+	case err == nil:
+		return nil
+	case st == nil || !errors.As(err, &exit):
+		return err
+	case st.TimedOut:
+		return statusError(exitTimeout)
+	}
+	return statusError(st.Code)
+}
+
+// maxExecJSON bounds the output that one JSON document takes.
+const maxExecJSON = 16 << 20
+
+func (a *app) execJSON(ctx context.Context, client *guest.Client, c guest.Cmd) error {
+	var stdout, stderr limited
+	c.Stdout, c.Stderr = &stdout, &stderr
+	begin := time.Now()
+	st, err := client.Exec(ctx, c)
+	if st == nil {
+		return err
+	}
+	perr := a.print(struct {
+		ExitCode  int     `json:"exit_code"`
+		Signal    int     `json:"signal,omitempty"`
+		TimedOut  bool    `json:"timed_out,omitempty"`
+		Stdout    string  `json:"stdout"`
+		Stderr    string  `json:"stderr"`
+		Truncated bool    `json:"truncated,omitempty"`
+		Ms        float64 `json:"elapsed_ms"`
+	}{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000}, nil)
+	if perr != nil {
+		return perr
+	}
+	return execResult(st, err)
+}
+
+// limited keeps the first maxExecJSON bytes.
+type limited struct {
+	strings.Builder
+	cut bool
+}
+
+func (l *limited) Write(p []byte) (int, error) {
+	if room := maxExecJSON - l.Len(); len(p) > room {
+		l.cut = true
+		l.Builder.Write(p[:room])
+		return len(p), nil
+	}
+	return l.Builder.Write(p)
+}
+
+// terminal puts the local terminal into raw mode and passes on its size, if the
+// command gets one. The returned function undoes it.
+func (a *app) terminal(ctx context.Context, tty bool, c *guest.Cmd) (restore func(), err error) {
+	if !tty {
+		return func() {}, nil
+	}
+	in, out := int(os.Stdin.Fd()), int(os.Stdout.Fd())
+	c.Pty = &guest.Pty{Term: os.Getenv("TERM")}
+	if cols, rows, err := term.GetSize(out); err == nil {
+		c.Pty.Size = guest.Size{Rows: rows, Cols: cols}
+	}
+	if !term.IsTerminal(in) {
+		return func() {}, nil
+	}
+	old, err := term.MakeRaw(in)
+	if err != nil {
+		return nil, fmt.Errorf("setting the terminal up: %w", err)
+	}
+	sizes := make(chan guest.Size)
+	c.Resize = sizes
+	winch := make(chan os.Signal, 1)
+	signal.Notify(winch, syscall.SIGWINCH)
+	done := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-winch:
+				if cols, rows, err := term.GetSize(out); err == nil {
+					select {
+					case sizes <- guest.Size{Rows: rows, Cols: cols}:
+					case <-done:
+						return
+					}
+				}
+			case <-done:
+				return
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return func() {
+		signal.Stop(winch)
+		close(done)
+		_ = term.Restore(in, old)
+	}, nil
+}
+
+func (a *app) cpCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "cp SRC DST",
+		Short: "Copy files and trees between the host and a VM; one side is NAME:PATH",
+		Args:  cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			src, dst := splitVM(args[0]), splitVM(args[1])
+			if (src.vm == "") == (dst.vm == "") {
+				return usageError{errors.New("exactly one of SRC and DST must be NAME:PATH")}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			name := src.vm + dst.vm
+			c, err := a.awake(cmd.Context(), s, name)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			var res guest.CopyResult
+			if src.vm == "" {
+				res, err = c.CopyIn(cmd.Context(), src.path, dst.path, guest.CopyOptions{})
+			} else {
+				res, err = c.CopyOut(cmd.Context(), src.path, dst.path, guest.CopyOptions{})
+			}
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(io.Writer) {})
+		},
+	}
+}
+
+type vmPath struct{ vm, path string }
+
+// splitVM takes NAME:PATH apart. A path with a slash before the colon is the host's.
+func splitVM(arg string) vmPath {
+	name, path, ok := strings.Cut(arg, ":")
+	if !ok || strings.Contains(name, "/") || name == "" {
+		return vmPath{path: arg}
+	}
+	return vmPath{name, path}
+}

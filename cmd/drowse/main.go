@@ -1,0 +1,175 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// Exit statuses besides those of a command that exec passes on.
+const (
+	exitFailed  = 1   // drowse could not do it
+	exitUsage   = 2   // the command line is wrong
+	exitTimeout = 124 // exec: the time was up
+	exitExec    = 125 // exec: drowse failed, not the command
+)
+
+// usageError is a wrong command line.
+type usageError struct{ error }
+
+// statusError ends the process with a status and without a message of its own.
+type statusError int
+
+func (e statusError) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
+
+// app is what all commands share.
+type app struct {
+	state   string
+	output  string
+	verbose bool
+	stdout  io.Writer
+	stderr  io.Writer
+	log     *slog.Logger
+}
+
+const defaultState = "/var/lib/drowse"
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	os.Exit(code)
+}
+
+// run is main without the process around it.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	a := &app{stdout: stdout, stderr: stderr}
+	root := a.root()
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	var status statusError
+	switch {
+	case err == nil:
+		return 0
+	case errors.As(err, &status):
+		return int(status)
+	}
+	fmt.Fprintln(stderr, "drowse: "+err.Error())
+	var usage usageError
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) {
+		return exitUsage
+	}
+	if cmd != nil && cmd.Name() == "exec" {
+		return exitExec
+	}
+	return exitFailed
+}
+
+func (a *app) root() *cobra.Command {
+	state := os.Getenv("DROWSE_STATE")
+	if state == "" {
+		state = defaultState
+	}
+	root := &cobra.Command{
+		Use:           "drowse",
+		Short:         "Sandboxes that sleep: real Linux VMs that cost only disk when idle and wake in milliseconds",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Version:       version(),
+		Args:          cobra.NoArgs,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			if a.output != "text" && a.output != "json" {
+				return usageError{fmt.Errorf("output format %q: use text or json", a.output)}
+			}
+			level := slog.LevelInfo
+			if a.verbose {
+				level = slog.LevelDebug
+			}
+			a.log = slog.New(slog.NewTextHandler(a.stderr, &slog.HandlerOptions{Level: level}))
+			return nil
+		},
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	f := root.PersistentFlags()
+	f.StringVar(&a.state, "state", state, "directory for VMs, images, kernels and snapshots ($DROWSE_STATE)")
+	f.StringVarP(&a.output, "output", "o", "text", "what stdout gets: text, or one json document")
+	f.BoolVarP(&a.verbose, "verbose", "v", false, "log more to stderr")
+	root.AddCommand(
+		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
+		a.runCommand(), a.execCommand(), a.cpCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(),
+		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
+		a.snapshotCommand(), a.restoreCommand(), a.pruneCommand(),
+		a.benchCommand(), a.demoCommand(), a.vmmCommand(),
+	)
+	usageArgs(root)
+	return root
+}
+
+// usageArgs makes wrong arguments of all commands usage errors.
+func usageArgs(cmd *cobra.Command) {
+	if check := cmd.Args; check != nil {
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			if err := check(cmd, args); err != nil {
+				return usageError{fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
+			}
+			return nil
+		}
+	}
+	for _, c := range cmd.Commands() {
+		usageArgs(c)
+	}
+}
+
+func (a *app) store() (*sandbox.Store, error) { return sandbox.OpenStore(a.state) }
+
+func (a *app) json() bool { return a.output == "json" }
+
+// print writes v as JSON, or calls text.
+func (a *app) print(v any, text func(w io.Writer)) error {
+	if !a.json() {
+		text(a.stdout)
+		return nil
+	}
+	e := json.NewEncoder(a.stdout)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}
+
+// agentName is the file name of the guest's agent, which lies beside this program.
+const agentName = "drowse-agent"
+
+// launcher says how VMs get their processes.
+func (a *app) launcher() (sandbox.Launcher, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return sandbox.Launcher{}, fmt.Errorf("finding this program: %w", err)
+	}
+	agent := os.Getenv("DROWSE_AGENT")
+	if agent == "" {
+		agent = filepath.Join(filepath.Dir(self), agentName)
+	}
+	if _, err := os.Stat(agent); err != nil {
+		return sandbox.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
+	}
+	return sandbox.Launcher{Command: []string{self, "vmm"}, Agent: agent}, nil
+}
+
+func isTerminal(w any) bool {
+	f, ok := w.(*os.File)
+	return ok && term.IsTerminal(int(f.Fd()))
+}

@@ -1,0 +1,212 @@
+package main
+
+import (
+	"encoding/json"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// drowse runs a command line with a state directory.
+func drowse(t *testing.T, state string, args ...string) (code int, stdout, stderr string) {
+	t.Helper()
+	var out, errs strings.Builder
+	code = run(t.Context(), append([]string{"--state", state}, args...), &out, &errs)
+	return code, out.String(), errs.String()
+}
+
+func TestWrongCommandLines(t *testing.T) {
+	tests := []struct {
+		args string
+		want int
+		says string
+	}{
+		{"bogus", exitUsage, "bogus"},
+		{"--bogus", exitUsage, "bogus"},
+		{"ps -o yaml", exitUsage, `"yaml": use text or json`},
+		{"ps extra", exitUsage, "drowse ps --help"},
+		{"inspect", exitUsage, "drowse inspect --help"},
+		{"run --vcpus many", exitUsage, "many"},
+		{"kernel bogus", exitUsage, "bogus"},
+		{"kernel build --jobs -1", exitUsage, "--jobs -1"},
+		{"image build", exitUsage, "--from debian:SUITE"},
+		{"image build --from oci:x", exitUsage, "unsupported image source"},
+		{"image build --from nothing", exitUsage, "unsupported image source"},
+		{"image build --from dir:/ --include git", exitUsage, "debian: sources only"},
+		{"image build --from debian:bookworm --tag B/A/D::", exitUsage, "tag"},
+		{"image build --from debian:bookworm --max-age -1h", exitUsage, "negative"},
+		{"image build --from dir:/nonexistent/x", exitFailed, "/nonexistent/x"},
+		{"image rm", exitUsage, "drowse image rm --help"},
+		{"image rm nothing", exitFailed, "no such image"},
+		{"cp a b", exitUsage, "exactly one"},
+		{"inspect nobody", exitFailed, "nobody"},
+		{"exec nobody -- true", exitExec, "nobody"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.args, func(t *testing.T) {
+			code, stdout, stderr := drowse(t, t.TempDir(), strings.Fields(tt.args)...)
+			if code != tt.want {
+				t.Errorf("exit status %d, want %d", code, tt.want)
+			}
+			if !strings.Contains(stderr, tt.says) || !strings.HasPrefix(stderr, "drowse: ") {
+				t.Errorf("stderr says %q, want %q in it", stderr, tt.says)
+			}
+			if strings.Count(stderr, "\n") != 1 {
+				t.Errorf("more than a line on stderr: %q", stderr)
+			}
+			if stdout != "" {
+				t.Errorf("on stdout: %q", stdout)
+			}
+		})
+	}
+}
+
+// decode reads exactly one JSON document.
+func decode(t *testing.T, text string, v any) {
+	t.Helper()
+	d := json.NewDecoder(strings.NewReader(text))
+	if err := d.Decode(v); err != nil {
+		t.Fatalf("%v in %q", err, text)
+	}
+	if _, err := d.Token(); err != io.EOF {
+		t.Fatalf("more than one document: %q", text)
+	}
+}
+
+func TestEmptyListsAreListsInJSON(t *testing.T) {
+	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls"} {
+		t.Run(args, func(t *testing.T) {
+			code, stdout, stderr := drowse(t, t.TempDir(), append(strings.Fields(args), "-o", "json")...)
+			if code != 0 || stderr != "" {
+				t.Fatalf("exit status %d, stderr %q", code, stderr)
+			}
+			var list []any
+			if decode(t, stdout, &list); list == nil || len(list) != 0 {
+				t.Errorf("stdout %q, want an empty list", stdout)
+			}
+		})
+	}
+}
+
+func TestCompletionScripts(t *testing.T) {
+	for _, shell := range []string{"bash", "zsh", "fish"} {
+		code, stdout, stderr := drowse(t, t.TempDir(), "completion", shell)
+		if code != 0 || stderr != "" || !strings.Contains(stdout, "__complete") {
+			t.Errorf("%s: exit status %d, %d bytes, stderr %q", shell, code, len(stdout), stderr)
+		}
+	}
+}
+
+func TestDoctorJSON(t *testing.T) {
+	state := filepath.Join(t.TempDir(), "state")
+	t.Setenv("DROWSE_AGENT", filepath.Join(t.TempDir(), "nothing"))
+	code, stdout, stderr := drowse(t, state, "doctor", "-o", "json")
+	if code != exitFailed || stderr != "" {
+		t.Errorf("without an agent: exit status %d, stderr %q", code, stderr)
+	}
+	var r struct {
+		KVM struct {
+			Kind         string  `json:"kind"`
+			VendorModule *string `json:"vendor_module"`
+		} `json:"kvm"`
+		Checks []struct{ Name, Status, Detail, Consequence string } `json:"checks"`
+		CanRun *bool                                                `json:"can_run"`
+	}
+	decode(t, stdout, &r)
+	if r.KVM.Kind == "" || r.KVM.VendorModule == nil || r.CanRun == nil || *r.CanRun || len(r.Checks) == 0 {
+		t.Errorf("report %s", stdout)
+	}
+	if _, err := os.Stat(state); err == nil {
+		t.Error("the state directory was made")
+	}
+	code, stdout, _ = drowse(t, state, "doctor")
+	if code != exitFailed || !strings.Contains(stdout, "VMs cannot run here.") {
+		t.Errorf("exit status %d, table %q", code, stdout)
+	}
+}
+
+func TestImageLifeCycle(t *testing.T) {
+	state, dir := t.TempDir(), t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "hello"), []byte("world"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr := drowse(t, state, "image", "build", "--from", "dir:"+dir, "--tag", "mine", "-o", "json")
+	if code != 0 {
+		t.Fatalf("exit status %d, stderr %q", code, stderr)
+	}
+	var built struct {
+		ID   string
+		Tags []string
+		Path string
+	}
+	decode(t, stdout, &built)
+	if _, err := os.Stat(built.Path); err != nil || len(built.Tags) != 1 || built.Tags[0] != "mine:latest" {
+		t.Errorf("built %+v: %v", built, err)
+	}
+	for line := range strings.Lines(stderr) {
+		if !strings.HasPrefix(line, "image build: ") {
+			t.Errorf("progress line %q", line)
+		}
+	}
+	if !strings.Contains(stderr, "image build: write\n") {
+		t.Errorf("no line for writing in %q", stderr)
+	}
+
+	vm := filepath.Join(state, "vms", "user")
+	if err := os.MkdirAll(vm, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	record := `{"version":1,"id":"x","spec":{"name":"user"},"phase":"stopped","boot":{"image_id":"` + built.ID + `"},"disk":{},"next_layer":0}`
+	if err := os.WriteFile(filepath.Join(vm, "vm.json"), []byte(record), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, _, stderr = drowse(t, state, "image", "rm", "mine")
+	if code != exitFailed || !strings.Contains(stderr, "VM user") {
+		t.Errorf("removing an image that a stopped VM needs: exit status %d, stderr %q", code, stderr)
+	}
+	if _, err := os.Stat(built.Path); err != nil {
+		t.Error(err)
+	}
+
+	if err := os.WriteFile(filepath.Join(vm, "vm.json"), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if code, _, _ = drowse(t, state, "image", "rm", "mine"); code != exitFailed {
+		t.Errorf("removing an image that an unreadable VM may need: exit status %d", code)
+	}
+
+	if err := os.RemoveAll(vm); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr = drowse(t, state, "image", "rm", "mine", "nothing", "-o", "json")
+	var removed struct {
+		Removed []struct {
+			ID      string
+			Deleted bool
+		}
+	}
+	decode(t, stdout, &removed)
+	if code != exitFailed || !strings.Contains(stderr, "no such image") || len(removed.Removed) != 1 || removed.Removed[0].ID != built.ID || !removed.Removed[0].Deleted {
+		t.Errorf("exit status %d, stdout %s, stderr %q", code, stdout, stderr)
+	}
+	if _, err := os.Stat(built.Path); err == nil {
+		t.Error("the image is still there")
+	}
+}
+
+func TestProgressOffTerminalsIsALineForEachStage(t *testing.T) {
+	var out strings.Builder
+	a := &app{stderr: &out}
+	p := a.newProgress("work", func(string) bool { return true })
+	p.report("read", 0, 0)
+	p.report("read", 10, 100)
+	p.report("write", 1, 2)
+	p.report("write", 2, 2)
+	p.finish(nil)
+	p.report("late", 1, 1)
+	if got, want := out.String(), "work: read\nwork: write\n"; got != want {
+		t.Errorf("printed %q, want %q", got, want)
+	}
+}

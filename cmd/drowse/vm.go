@@ -1,0 +1,366 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+const bootTimeout = 5 * time.Minute
+
+func (a *app) runCommand() *cobra.Command {
+	var (
+		spec   sandbox.Spec
+		config string
+		limit  time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "run [IMAGE]",
+		Short: "Make a VM from an image and boot it",
+		Long: `Make a VM from an image and boot it. It runs in a process of its own and goes on
+when this command has ended. The VM's name is printed.
+
+A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
+memory_mib, disk_mib, hostname, network, cmdline, no_acpi; flags override it.`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			full, err := readConfig(config, cmd, spec, args)
+			if err != nil {
+				return err
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			l, err := a.launcher()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+			defer cancel()
+			rep, err := s.Run(ctx, l, full)
+			if err != nil {
+				return err
+			}
+			return a.printReport(rep)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&spec.Name, "name", "", "name of the VM (default: a random one)")
+	f.StringVar(&spec.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
+	f.IntVar(&spec.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", sandbox.DefaultVCPUs))
+	f.IntVar(&spec.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", sandbox.DefaultMemoryMiB))
+	f.IntVar(&spec.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", sandbox.DefaultDiskMiB))
+	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
+	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host (default none)")
+	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
+	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
+	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
+	return cmd
+}
+
+// readConfig merges a config file with the flags that were given.
+func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []string) (sandbox.Spec, error) {
+	spec := flags
+	if path != "" {
+		in := io.Reader(os.Stdin)
+		if path != "-" {
+			f, err := os.Open(path)
+			if err != nil {
+				return spec, fmt.Errorf("opening the VM's config: %w", err)
+			}
+			defer f.Close()
+			in = f
+		}
+		var err error
+		if spec, err = sandbox.ParseSpec(in); err != nil {
+			return spec, err
+		}
+		set := cmd.Flags().Changed
+		for _, o := range []struct {
+			flag string
+			copy func()
+		}{
+			{"name", func() { spec.Name = flags.Name }},
+			{"kernel", func() { spec.Kernel = flags.Kernel }},
+			{"vcpus", func() { spec.VCPUs = flags.VCPUs }},
+			{"memory", func() { spec.MemoryMiB = flags.MemoryMiB }},
+			{"disk", func() { spec.DiskMiB = flags.DiskMiB }},
+			{"hostname", func() { spec.Hostname = flags.Hostname }},
+			{"net", func() { spec.Network = flags.Network }},
+			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
+			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
+		} {
+			if set(o.flag) {
+				o.copy()
+			}
+		}
+	}
+	if len(args) > 0 {
+		spec.Image = args[0]
+	}
+	return spec, nil
+}
+
+func (a *app) printReport(rep sandbox.Report) error {
+	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
+}
+
+// vmCommand is a command on one VM that prints a report.
+func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, sandbox.Launcher, string) (sandbox.Report, error)) *cobra.Command {
+	limit := bootTimeout
+	cmd := &cobra.Command{
+		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			l, err := a.launcher()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+			defer cancel()
+			rep, err := do(ctx, s, l, args[0])
+			if err != nil {
+				return err
+			}
+			return a.printReport(rep)
+		},
+	}
+	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
+	return cmd
+}
+
+func (a *app) startCommand() *cobra.Command {
+	return a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
+		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
+			return s.Start(ctx, l, name)
+		})
+}
+
+func (a *app) wakeCommand() *cobra.Command {
+	return a.vmCommand("wake", "Bring a VM back from its sleep: memory, processes, files",
+		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
+			return s.Wake(ctx, l, name)
+		})
+}
+
+func (a *app) sleepCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "sleep NAME", Short: "Write a VM to disk and end its process", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			res, err := s.Sleep(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(w io.Writer) {
+				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
+			})
+		},
+	}
+}
+
+func (a *app) stopCommand() *cobra.Command {
+	var (
+		kill  bool
+		limit = 30 * time.Second
+	)
+	cmd := &cobra.Command{
+		Use: "stop NAME", Short: "Shut a VM down", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+			defer cancel()
+			if err := s.Stop(ctx, args[0], kill); err != nil {
+				if errors.Is(err, context.DeadlineExceeded) {
+					return fmt.Errorf("%s has not shut down within %v: give it longer with --timeout, or use --kill", args[0], limit)
+				}
+				return err
+			}
+			return a.print(map[string]string{"name": args[0], "phase": string(sandbox.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+		},
+	}
+	cmd.Flags().BoolVar(&kill, "kill", false, "at once, as if its power were cut")
+	cmd.Flags().DurationVar(&limit, "timeout", limit, "how long it may take")
+	return cmd
+}
+
+func (a *app) rmCommand() *cobra.Command {
+	var force bool
+	cmd := &cobra.Command{
+		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			var errs []error
+			removed := []string{}
+			for _, name := range args {
+				if err := s.Remove(cmd.Context(), name, force); err != nil {
+					errs = append(errs, err)
+					continue
+				}
+				removed = append(removed, name)
+			}
+			perr := a.print(map[string][]string{"removed": removed}, func(w io.Writer) {
+				for _, name := range removed {
+					fmt.Fprintln(w, name)
+				}
+			})
+			return errors.Join(append(errs, perr)...)
+		},
+	}
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "also VMs that run")
+	return cmd
+}
+
+func (a *app) psCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use: "ps", Short: "List VMs", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			records, listErr := s.List()
+			type row struct {
+				Name    string        `json:"name"`
+				Phase   sandbox.Phase `json:"phase"`
+				Image   string        `json:"image"`
+				VCPUs   int           `json:"vcpus"`
+				Memory  int           `json:"memory_mib"`
+				PID     int           `json:"pid,omitempty"`
+				Created time.Time     `json:"created"`
+				Note    string        `json:"note,omitempty"`
+			}
+			rows := []row{}
+			for _, r := range records {
+				if !all && r.Phase != sandbox.Running && r.Phase != sandbox.Starting && r.Phase != sandbox.Asleep {
+					continue
+				}
+				out := row{r.Spec.Name, r.Phase, r.Spec.Image, r.Spec.VCPUs, r.Spec.MemoryMiB, r.PID, r.Created, r.Problem}
+				if r.Phase == sandbox.Running {
+					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
+					info, err := s.Info(ctx, r.Spec.Name)
+					cancel()
+					switch {
+					case err != nil:
+						out.Note = err.Error()
+					case info.Hung:
+						out.Note = "hung: " + info.Problem
+					}
+				}
+				if r.Exit != nil {
+					out.Note = r.Exit.Reason
+				}
+				rows = append(rows, out)
+			}
+			err = a.print(rows, func(w io.Writer) {
+				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				fmt.Fprintln(t, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE")
+				for _, r := range rows {
+					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d MiB\t%s\t%s\n", r.Name, r.Phase, r.Image, r.VCPUs, r.Memory, r.Created.Local().Format("2006-01-02 15:04"), r.Note)
+				}
+				t.Flush()
+			})
+			return errors.Join(listErr, err)
+		},
+	}
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped or crashed")
+	return cmd
+}
+
+func (a *app) inspectCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect NAME", Short: "Print all that is known of a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			v, err := s.Inspect(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(a.stdout, "%s\n", v)
+			return err
+		},
+	}
+}
+
+func (a *app) logsCommand() *cobra.Command {
+	var process bool
+	cmd := &cobra.Command{
+		Use: "logs NAME", Short: "Print what a VM has written to its console", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if _, err := s.Get(args[0]); err != nil {
+				return err
+			}
+			paths := []string{s.ConsoleLog(args[0]) + ".1", s.ConsoleLog(args[0])}
+			if process {
+				paths = []string{s.ProcessLog(args[0])}
+			}
+			var text []byte
+			for _, p := range paths {
+				data, err := os.ReadFile(p)
+				if err != nil && !errors.Is(err, os.ErrNotExist) {
+					return fmt.Errorf("reading the log: %w", err)
+				}
+				text = append(text, data...)
+			}
+			return a.print(map[string]string{"name": args[0], "log": string(text)}, func(w io.Writer) { _, _ = w.Write(text) })
+		},
+	}
+	cmd.Flags().BoolVar(&process, "vmm", false, "print the log of the VM's process instead")
+	return cmd
+}
+
+func (a *app) completeVM(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	s, err := a.store()
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveError
+	}
+	records, _ := s.List()
+	var names []string
+	for _, r := range records {
+		names = append(names, r.Spec.Name+"\t"+string(r.Phase))
+	}
+	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+// bytesText is a size for people.
+func bytesText(n int64) string {
+	switch {
+	case n >= 1<<30:
+		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+	case n >= 1<<20:
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	case n >= 1<<10:
+		return fmt.Sprintf("%.1f KiB", float64(n)/(1<<10))
+	}
+	return fmt.Sprintf("%d B", n)
+}
