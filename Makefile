@@ -1,0 +1,131 @@
+# On a Debian machine with Go, as root, `make demo`, `make test` and `make test-hard`
+# install and build everything that they need. Logs go to stderr; with -s, and JSON=1
+# for the demo, stdout has only what was asked for.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := build
+
+# Where kernels, images and VMs of the demo and of the tests are. The program's own
+# default is /var/lib/drowse.
+STATE ?= $(CURDIR)/.cache/state
+PREFIX ?= /usr/local
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty=+dirty 2>/dev/null || echo unknown)
+
+# What the guests of the demo and of the tests run.
+IMAGE_FROM ?= debian:bookworm
+IMAGE_INCLUDE ?= python3
+IMAGE_TAG ?= debian-python:latest
+
+# Packages whose tests run with the race detector: it makes them several times slower,
+# so those that build things or run guests for long do without.
+RACE_PKGS ?= ./devices/... ./guest/... ./snapshot/... ./vmm/... ./rootfs/disk/...
+# Packages whose tests run on a KVM of the hardware kind as well.
+HARD_PKGS ?= ./sandbox/...
+# Which of their tests: that of many sleeps takes too long there.
+HARD_RUN ?= -run 'TestSleepAndWake|TestWithClones'
+TEST_FLAGS ?= -timeout 20m
+HARD_FLAGS ?= -timeout 25m
+
+GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+
+GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false
+LDFLAGS := -s -w -X main.buildVersion=$(VERSION) -X github.com/drowse-vm/drowse/bench.Commit=$(COMMIT)
+DROWSE := bin/drowse --state $(STATE)
+REPORT := bin/testreport
+# Tests that may be skipped where $CI is set, for reasons that lie in themselves: inputs
+# of fuzzing that are too long to be of use.
+MAY_SKIP ?= devices/vsock\.FuzzPackets/
+
+# For the demo, and for tests that have a guest.
+export DROWSE_STATE = $(STATE)
+export DROWSE_TEST_STATE = $(STATE)
+export DROWSE_AGENT = $(CURDIR)/bin/drowse-agent
+export DROWSE_HWKVM_CACHE ?= $(CURDIR)/.cache/hwkvm
+# The kernel's tests build and fetch in the same cache.
+export DROWSE_TEST_KERNEL_CACHE ?= $(STATE)
+# The suite that the test of Debian images builds.
+export DROWSE_TEST_DEBIAN ?= bookworm
+
+.PHONY: build
+build: check-go
+	@$(GO_BUILD) -ldflags '$(LDFLAGS)' -o bin/drowse ./cmd/drowse >&2
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-agent ./cmd/drowse-agent >&2
+
+.PHONY: check-go
+check-go:
+	@scripts/check-go
+
+# kernel and image build what guests need, or find it in the cache.
+.PHONY: kernel image kernel-debian
+kernel: build
+	@scripts/deps build
+	@$(DROWSE) kernel build --install-deps >&2
+
+kernel-debian: build
+	@$(DROWSE) kernel fetch --update-index >&2
+
+image: build
+	@scripts/deps image
+	@$(DROWSE) image build --from $(IMAGE_FROM) --include $(IMAGE_INCLUDE) --tag $(IMAGE_TAG) --install-deps >&2
+
+# test-state is what tests that have a guest need; they find it by $DROWSE_TEST_STATE.
+.PHONY: test-state
+test-state: build kernel kernel-debian image
+
+.PHONY: demo
+demo: build kernel image
+	@scripts/deps demo
+	@$(DROWSE) demo $(if $(JSON),-o json)
+
+# test runs all tests on this machine's KVM.
+.PHONY: test
+test: test-state $(REPORT)
+	@scripts/deps test
+	@echo "== tests with the race detector" >&2
+	@go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
+	@echo "== tests without it" >&2
+	@go test -json $(TEST_FLAGS) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
+
+# test-hard runs the tests that have guests on a KVM of the hardware kind, emulated if
+# need be.
+.PHONY: test-hard
+test-hard: test-state $(REPORT)
+	@scripts/deps hard test
+	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@bin/hwkvm --prepare
+	@echo "== tests on KVM of the hardware kind" >&2
+	@go test -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
+
+.PHONY: $(REPORT)
+$(REPORT): check-go
+	@go build -buildvcs=false -o $@ ./internal/testreport
+
+.PHONY: lint
+lint: check-go
+	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not formatted, run make fmt:" >&2; gofmt -l $$(git ls-files '*.go') >&2; exit 1; }
+	go run $(GOLANGCI) run ./...
+
+.PHONY: fmt
+fmt:
+	gofmt -w $$(git ls-files '*.go')
+
+# generate needs protoc, of Debian's package protobuf-compiler.
+.PHONY: generate
+generate: check-go
+	go generate ./...
+
+.PHONY: install
+install: build
+	install -D -m 755 bin/drowse $(DESTDIR)$(PREFIX)/bin/drowse
+	install -D -m 755 bin/drowse-agent $(DESTDIR)$(PREFIX)/bin/drowse-agent
+
+# clean leaves the kernels and images that have been built; distclean does not.
+.PHONY: clean distclean
+clean:
+	rm -rf bin
+
+distclean: clean
+	rm -rf .cache
