@@ -49,7 +49,19 @@ func response(id uint32, m proto.Message) []byte {
 // with the bytes it is given, and then keeps the connection open.
 func hostileGuest(t *testing.T, say ...[]byte) *guest.Client {
 	t.Helper()
-	var wg sync.WaitGroup
+	c, _ := hostileGuestSays(t, say...)
+	return c
+}
+
+// hostileGuestSays is hostileGuest and tells when the first connection has
+// carried all there is to say, or was closed by the host.
+func hostileGuestSays(t *testing.T, say ...[]byte) (*guest.Client, <-chan struct{}) {
+	t.Helper()
+	var (
+		wg   sync.WaitGroup
+		once sync.Once
+	)
+	said := make(chan struct{})
 	dial := func(context.Context, uint32) (net.Conn, error) {
 		host, evil := net.Pipe()
 		wg.Go(func() {
@@ -63,11 +75,13 @@ func hostileGuest(t *testing.T, say ...[]byte) *guest.Client {
 				defer close(read)
 				_, _ = io.Copy(io.Discard, evil)
 			}()
+			defer once.Do(func() { close(said) })
 			for _, p := range say {
 				if _, err := evil.Write(p); err != nil {
 					return
 				}
 			}
+			once.Do(func() { close(said) })
 			<-read
 		})
 		return host, nil
@@ -80,7 +94,7 @@ func hostileGuest(t *testing.T, say ...[]byte) *guest.Client {
 		c.Close()
 		wg.Wait()
 	})
-	return c
+	return c, said
 }
 
 func started() []byte {
@@ -98,7 +112,6 @@ func TestHostile_answers_end_the_connection_and_not_the_host(t *testing.T) {
 	huge := make([]byte, 10)
 	binary.BigEndian.PutUint32(huge, 1<<32-1)
 	huge[7], huge[8] = 1, 2
-	flood := bytes.Repeat(output([]byte("x")), 1000)
 	entries := func(names ...string) []byte {
 		r := &agentpb.ReadDirResponse{}
 		for _, n := range names {
@@ -118,7 +131,6 @@ func TestHostile_answers_end_the_connection_and_not_the_host(t *testing.T) {
 		{"an answer to call 0", response(0, &agentpb.PingResponse{}), ping},
 		{"stream data in answer to a plain call", frame(1, 3, 0, []byte("x")), ping},
 		{"output before the start", output([]byte("x")), exec},
-		{"more output than the window allows", append(started(), flood...), exec},
 		{"an output chunk above the limit", append(started(), output(make([]byte, agentpb.MaxChunk+1))...), exec},
 		{"acknowledgement of what was not sent", append(started(), data(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: 5}})...), exec},
 		{"two starts", append(started(), started()...), exec},
@@ -139,6 +151,24 @@ func TestHostile_answers_end_the_connection_and_not_the_host(t *testing.T) {
 				t.Errorf("error %v, want ErrProtocol", err)
 			}
 		})
+	}
+}
+
+// stalled is a Stdout that takes nothing before the guest has said all it has
+// to say, or was cut off.
+type stalled struct{ said <-chan struct{} }
+
+func (w stalled) Write(p []byte) (int, error) {
+	<-w.said
+	return len(p), nil
+}
+
+func TestHostile_more_output_than_the_window_allows_is_refused(t *testing.T) {
+	c, said := hostileGuestSays(t, started(), bytes.Repeat(output([]byte("x")), 1000))
+	cmd := sh("true")
+	cmd.Stdout = stalled{said}
+	if _, err := c.Exec(t.Context(), cmd); !errors.Is(err, guest.ErrProtocol) {
+		t.Errorf("error %v, want ErrProtocol", err)
 	}
 }
 
