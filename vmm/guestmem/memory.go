@@ -363,6 +363,24 @@ func (m *Memory) markDirty(off, n uint64) {
 	}
 }
 
+// DrainDirty is TakeDirty into a set for this RAM, which keeps what it has.
+func (m *Memory) DrainDirty(into *PageSet) {
+	for i := range m.dirty {
+		if m.dirty[i].Load() != 0 {
+			into.words[i] |= m.dirty[i].Swap(0)
+		}
+	}
+}
+
+// MarkDirty makes the pages of a set count as written by this process.
+func (m *Memory) MarkDirty(set *PageSet) {
+	for i, w := range set.words[:min(len(set.words), len(m.dirty))] {
+		if w != 0 {
+			m.dirty[i].Or(w)
+		}
+	}
+}
+
 // TakeDirty calls f with the linear page number of every page that this process
 // has written since the last call, and forgets them. The guest's own writes are
 // in KVM's dirty log. Call it while devices are paused.
