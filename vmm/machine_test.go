@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // 64-bit mode.
 const codeAt = 0x1000000
 
-func program(t *testing.T, code ...byte) string {
+func program(t testing.TB, code ...byte) string {
 	t.Helper()
 	var b bytes.Buffer
 	h := elf.Header64{

@@ -141,10 +141,12 @@ func (f *Frozen) Freeze(set *guestmem.PageSet) error {
 }
 
 func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
-	if f.data, err = inUse(f.slots, set); err != nil {
+	if n := set.Len(); n*pageSize <= f.copies.size() {
+		// Not worth asking which pages are zeros: whoever reads them sees it.
+		f.data = set.Clone()
+	} else if f.data, err = inUse(f.slots, set); err != nil {
 		return err
-	}
-	if err := f.loadMissing(set); err != nil {
+	} else if err := f.loadMissing(set); err != nil {
 		return err
 	}
 	n := uint32(0)
@@ -191,26 +193,23 @@ func (f *Frozen) loadMissing(set *guestmem.PageSet) error {
 	return nil
 }
 
-// copyShard is how many words of the bitmap a goroutine takes at once.
-const copyShard = 32
+// copyShard is how many pages of RAM a goroutine looks through at once.
+const copyShard = chunkPages
 
 // copyAll copies n pages, on all processors if that is worth it.
 func (f *Frozen) copyAll(n uint32) error {
-	var next atomic.Int64
+	var next atomic.Uint64
 	var failure atomic.Pointer[error]
 	work := func() {
 		for failure.Load() == nil {
-			i := int(next.Add(copyShard)) - copyShard
-			if i >= len(f.rank) {
+			first := next.Add(copyShard) - copyShard
+			if first >= f.data.Pages() {
 				return
 			}
-			end := uint64(min(i+copyShard, len(f.rank))) * 64
-			for first, last := f.data.Next(uint64(i) * 64); first < min(last, end); first, last = f.data.Next(last) {
-				last = min(last, end)
-				if err := snapshot.ReadGuest(f.mem, first, f.copies.pages(f.rankOf(first), last-first)); err != nil {
-					failure.Store(&err)
-					return
-				}
+			// What is not in this piece is not written to.
+			if err := f.mem.ReadSet(f.data, first, first+copyShard, f.copies.from(uint64(f.rank[first/64]))); err != nil {
+				failure.Store(&err)
+				return
 			}
 		}
 	}
@@ -385,6 +384,9 @@ func (c *copies) size() uint64 { return uint64(len(c.mem)) }
 func (c *copies) pages(first, n uint64) []byte {
 	return c.mem[first*pageSize : (first+n)*pageSize]
 }
+
+// from is the memory of a page and all behind it.
+func (c *copies) from(page uint64) []byte { return c.mem[page*pageSize:] }
 
 // drop gives a page's memory back, when those around it are not needed either.
 func (c *copies) drop(page uint64) {

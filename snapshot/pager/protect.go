@@ -21,7 +21,7 @@ func bitOf(page uint64) (int, uint64) { return int(page / 64), 1 << (page % 64) 
 
 // protectGap is the largest gap between pages to protect that is protected with them:
 // a write to a page in between costs a fault, a call for each page costs more.
-const protectGap = 32
+const protectGap = 16
 
 // protection is the part of a Frozen that write-protects pages instead of copying
 // them. For each page of data one of these is true:

@@ -249,6 +249,33 @@ func (m *Memory) resident(gpa GPA, n uint64) (uint64, error) {
 	return off, nil
 }
 
+// ReadSet copies the pages of set that are in [first, end), one behind the other, into
+// p, which has room for them. It fails like Read.
+func (m *Memory) ReadSet(set *PageSet, first, end uint64, p []byte) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	for lo, hi := set.NextBefore(first, end); lo < hi; lo, hi = set.NextBefore(hi, end) {
+		for i := range m.slots {
+			s := &m.slots[i]
+			base := s.Offset / PageSize
+			from, to := max(lo, base), min(hi, base+s.Size/PageSize)
+			if from >= to {
+				continue
+			}
+			n := (to - from) * PageSize
+			off, err := m.resident(s.GPA+GPA((from-base)*PageSize), n)
+			if err != nil {
+				return err
+			}
+			if copied := copy(p, m.mem[off:off+n]); uint64(copied) != n {
+				return ErrRange
+			}
+			p = p[n:]
+		}
+	}
+	return nil
+}
+
 // CopyPresent is Read for whoever keeps pages in place by other means: it takes no
 // lock and does not ask for residency. The caller must know that the pages are there,
 // and that neither Discard nor Close comes in between; see Guard.

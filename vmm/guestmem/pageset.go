@@ -68,18 +68,23 @@ func (s *PageSet) Clone() *PageSet {
 
 // Next returns the first run [first, end) of pages in the set at or after page;
 // first == end if there is none.
-func (s *PageSet) Next(page uint64) (first, end uint64) {
-	first = s.seek(page, 0)
-	return first, s.seek(first, ^uint64(0))
+func (s *PageSet) Next(page uint64) (first, end uint64) { return s.NextBefore(page, s.pages) }
+
+// NextBefore is Next among the pages before limit.
+func (s *PageSet) NextBefore(page, limit uint64) (first, end uint64) {
+	limit = min(limit, s.pages)
+	first = s.seek(page, limit, 0)
+	return first, s.seek(first, limit, ^uint64(0))
 }
 
-// seek finds the first page from page on whose bit differs from those of flip.
-func (s *PageSet) seek(page uint64, flip uint64) uint64 {
-	for page < s.pages {
+// seek finds the first page in [page, limit) whose bit differs from those of flip;
+// limit if there is none.
+func (s *PageSet) seek(page, limit, flip uint64) uint64 {
+	for page < limit {
 		if w := (s.words[page/64] ^ flip) >> (page % 64); w != 0 {
-			return min(page+uint64(bits.TrailingZeros64(w)), s.pages)
+			return min(page+uint64(bits.TrailingZeros64(w)), limit)
 		}
 		page = (page/64 + 1) * 64
 	}
-	return s.pages
+	return limit
 }

@@ -1,6 +1,7 @@
 package guestmem
 
 import (
+	"errors"
 	"math/rand/v2"
 	"testing"
 )
@@ -38,6 +39,13 @@ func TestPageSetRunsAreThoseOfAPlainArray(t *testing.T) {
 					t.Fatalf("of %d pages: page %d is %v, want %v", pages, p, got[p], plain[p])
 				}
 			}
+			from, limit := r.Uint64N(pages), r.Uint64N(pages+70)
+			first, end := s.NextBefore(from, limit)
+			for p := from; p < min(limit, pages); p++ {
+				if in := p >= first && p < end; in != plain[p] && (in || p < first || p == end) {
+					t.Fatalf("of %d pages: first run of [%d, %d) is [%d, %d)", pages, from, limit, first, end)
+				}
+			}
 			if n != s.Len() || s.Has(pages) {
 				t.Fatalf("of %d pages: %d in runs, Len %d, page beyond the end: %v", pages, n, s.Len(), s.Has(pages))
 			}
@@ -49,5 +57,33 @@ func TestPageSetRunsAreThoseOfAPlainArray(t *testing.T) {
 				t.Fatalf("copy has %d pages, want %d; the emptied set %d", c.Len(), n, u.Len())
 			}
 		}
+	}
+}
+
+func TestReadSetPacksThePagesAcrossTheHole(t *testing.T) {
+	m := newMemory(t, 4<<30)
+	hole := uint64(HoleStart) / PageSize
+	set := NewPageSet(m.Size() / PageSize)
+	for _, page := range []uint64{3, 4, 9, hole - 1, hole, hole + 5} {
+		set.Add(page, page+1)
+		gpa, err := m.FromLinear(page * PageSize)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Write(gpa, []byte{byte(page), byte(page >> 8)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := make([]byte, 4*PageSize)
+	if err := m.ReadSet(set, 4, hole+1, p); err != nil {
+		t.Fatal(err)
+	}
+	for i, page := range []uint64{4, 9, hole - 1, hole} {
+		if got := p[i*PageSize:]; got[0] != byte(page) || got[1] != byte(page>>8) {
+			t.Errorf("page %d of the result is not page %d of RAM", i, page)
+		}
+	}
+	if err := m.ReadSet(set, 0, set.Pages(), p); !errors.Is(err, ErrRange) {
+		t.Errorf("into too little room: got %v, want ErrRange", err)
 	}
 }
