@@ -42,12 +42,16 @@ const (
 // inUse returns those pages of set that the host has committed and that it does
 // not map to its page of zeros. It touches none. The others are zeros, or missing.
 func inUse(slots []guestmem.Slot, set *guestmem.PageSet) (*guestmem.PageSet, error) {
+	return scanAll(slots, set, false)
+}
+
+func scanAll(slots []guestmem.Slot, set *guestmem.PageSet, slow bool) (*guestmem.PageSet, error) {
 	f, err := os.Open("/proc/self/pagemap")
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	s := &scanner{f: f, regions: new([scanRegions]pageRegion)}
+	s := &scanner{f: f, slow: slow, regions: new([scanRegions]pageRegion)}
 	// The kernel writes to regions through a number in arg, which the collector
 	// and the growing of stacks know nothing of.
 	var pin runtime.Pinner
