@@ -29,13 +29,13 @@ const (
 
 // FreezeOptions of Prepare. The zero value is good.
 type FreezeOptions struct {
-	// CopyBytes bounds the memory for copies of pages; DefaultCopyBytes if 0. A
-	// set of pages that fits is copied while the guest is paused. A larger one
-	// is write-protected, and the same memory then takes what the guest
-	// overwrites before it has been read.
+	// CopyBytes bounds the memory for copies of pages; DefaultCopyBytes if 0.
 	CopyBytes uint64
-	// Expect is how many pages the set is likely to have. Memory for them is
-	// made ready by Prepare, so that Freeze does not have to.
+	// Expect is how many pages the set is likely to have. Prepare makes memory
+	// for them ready, and for a quarter more, within CopyBytes. A set that fits
+	// is copied while the guest is paused. A larger one is write-protected, and
+	// all of CopyBytes then takes what the guest overwrites before it has been
+	// read.
 	Expect uint64
 }
 
@@ -112,7 +112,7 @@ func (f *Frozen) prepare(o FreezeOptions) (err error) {
 		}
 		f.p.frozen.Store(f)
 	}
-	f.copies, err = newCopies(o.CopyBytes, o.Expect*pageSize)
+	f.copies, err = newCopies(o.CopyBytes, min(o.Expect, MaxCopyBytes/pageSize)*pageSize)
 	return err
 }
 
@@ -141,7 +141,7 @@ func (f *Frozen) Freeze(set *guestmem.PageSet) error {
 }
 
 func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
-	if n := set.Len(); n*pageSize <= f.copies.size() {
+	if n := set.Len(); n*pageSize <= f.copies.ready {
 		// Not worth asking which pages are zeros: whoever reads them sees it.
 		f.data = set.Clone()
 	} else if f.data, err = inUse(f.slots, set); err != nil {
@@ -159,7 +159,7 @@ func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 			f.live[i].Store(w)
 		}
 	}
-	if uint64(n)*pageSize <= f.copies.size() {
+	if uint64(n)*pageSize <= f.copies.ready {
 		return f.copyAll(n)
 	}
 	return f.protectAll()
@@ -345,6 +345,10 @@ func (f *Frozen) Close() error {
 type copies struct {
 	mapping []byte
 	mem     []byte // mapping from the first multiple of hugePage on
+	// ready bytes are committed. Committing them in the pause would take longer
+	// than copying: zeroing a huge page costs up to milliseconds where the host
+	// is itself a guest.
+	ready uint64
 	// dropped counts pages in each block of hugePage that are not needed any more.
 	dropped []atomic.Uint32
 }
@@ -355,7 +359,7 @@ const (
 )
 
 // newCopies reserves size bytes and commits as many of them as are expected to be
-// needed, and a quarter more.
+// needed, and some more.
 func newCopies(size, expect uint64) (*copies, error) {
 	size = (size + hugePage - 1) &^ (hugePage - 1)
 	m, err := unix.Mmap(-1, 0, int(size)+hugePage, unix.PROT_READ|unix.PROT_WRITE,
@@ -365,15 +369,19 @@ func newCopies(size, expect uint64) (*copies, error) {
 	}
 	skip := -uint64(address(m)) % hugePage
 	c := &copies{mapping: m, mem: m[skip : skip+size], dropped: make([]atomic.Uint32, size/hugePage)}
+	c.ready = min((expect+expect/4+hugePage)&^(hugePage-1), size)
+	ready, rest := c.mem[:c.ready], c.mem[c.ready:]
 	// Guest RAM must not end up in a child process or in a core dump. Huge pages
 	// are made ready faster; a host without them does as well.
 	_ = unix.Madvise(c.mem, unix.MADV_DONTFORK)
 	_ = unix.Madvise(c.mem, unix.MADV_DONTDUMP)
-	_ = unix.Madvise(c.mem, unix.MADV_HUGEPAGE)
-	ready := min((expect+expect/4+hugePage-1)&^(hugePage-1), size)
-	if ready > 0 {
-		// Linux 5.14; without it pages come when they are written to.
-		_ = unix.Madvise(c.mem[:ready], unix.MADV_POPULATE_WRITE)
+	_ = unix.Madvise(ready, unix.MADV_HUGEPAGE)
+	if len(rest) > 0 {
+		// A page of it is taken while a vCPU waits.
+		_ = unix.Madvise(rest, unix.MADV_NOHUGEPAGE)
+	}
+	if err := unix.Madvise(ready, unix.MADV_POPULATE_WRITE); err != nil {
+		clear(ready) // Linux before 5.14
 	}
 	return c, nil
 }

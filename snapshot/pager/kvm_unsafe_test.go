@@ -397,7 +397,7 @@ func TestAFrozenViewOfALazilyRestoredGuestThatWrites(t *testing.T) {
 	for _, how := range []struct {
 		name string
 		opts FreezeOptions
-	}{{"copied", FreezeOptions{}}, {"protected", FreezeOptions{CopyBytes: MinCopyBytes}}} {
+	}{{"copied", FreezeOptions{Expect: 2000}}, {"protected", FreezeOptions{CopyBytes: MinCopyBytes}}} {
 		t.Run(how.name, func(t *testing.T) {
 			p, mem := restore(t, dir, Options{})
 			g := newTinyGuest(t, mem, guestModes[1], incrementer)
