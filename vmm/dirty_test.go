@@ -347,3 +347,29 @@ func TestPagesGivenBackAreReportedAgain(t *testing.T) {
 		t.Errorf("the third set has %d pages, want the counter and not the code", third.Len())
 	}
 }
+
+// KVM's bitmaps end with a word that is not full.
+func TestTakeDirtyOfRAMThatFillsNoWholeWord(t *testing.T) {
+	for _, ram := range []uint64{lowRAM + guestmem.PageSize, uint64(guestmem.HoleStart) + 3*guestmem.PageSize} {
+		m := newMachineOf(t, Config{TrackDirty: true}, ram)
+		start(t, m, counting...)
+		waitCount(t, m, 10)
+		if err := m.Pause(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		last, err := m.Memory().FromLinear(ram - guestmem.PageSize)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Memory().Write(last, []byte{1}); err != nil {
+			t.Fatal(err)
+		}
+		set, err := m.TakeDirty()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !set.Has(ram/guestmem.PageSize-1) || !set.Has(counterAt/guestmem.PageSize) {
+			t.Errorf("%d bytes: the set lacks the last page, or the guest's", ram)
+		}
+	}
+}

@@ -83,8 +83,8 @@ type FreezeStats struct {
 	Saved, Waited uint64
 }
 
-// Prepare makes a capture ready. p is the pager of mem, or nil if mem is not filled by
-// one. It fails with ErrBusy while there is another Frozen of mem, and with ErrClosed
+// Prepare makes a capture ready. p is the pager of mem, which has been started, or nil
+// if mem is not filled by one. It fails with ErrBusy while there is another Frozen of mem, and with ErrClosed
 // if the pager is closed.
 func Prepare(mem *guestmem.Memory, p *Pager, o FreezeOptions) (*Frozen, error) {
 	if o.CopyBytes == 0 {
