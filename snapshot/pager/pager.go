@@ -98,8 +98,9 @@ type Pager struct {
 	// frozen is the view of RAM that is in use, which answers the faults of
 	// pages that are write-protected.
 	frozen atomic.Pointer[Frozen]
-	// protectable says that all of RAM is registered for write protection.
-	protectable bool
+	// protectable are the pieces of RAM that are registered alike, once all of it
+	// is registered for write protection.
+	protectable []guestmem.Slot
 
 	failure  atomic.Pointer[error]
 	loaded   atomic.Bool // nothing but zeros is missing any more

@@ -39,10 +39,13 @@ type protection struct {
 	// active is set when pages have been write-protected.
 	active    atomic.Bool
 	protected []atomic.Uint64
-	uffd      int // of the pager, or own
-	own       bool
-	stopFD    int
-	wg        sync.WaitGroup
+	// areas are the pieces of RAM that are registered in the same way. Before
+	// Linux 6.4 or so a call may not reach beyond one.
+	areas  []guestmem.Slot
+	uffd   int // of the pager, or own
+	own    bool
+	stopFD int
+	wg     sync.WaitGroup
 
 	saved, waited atomic.Uint64
 
@@ -84,7 +87,7 @@ func (f *Frozen) protectAll() error {
 	// From here on Go code asks before it writes, and what did not ask has ended.
 	f.mem.Quiesce()
 	for first, end := range near(f.data, protectGap) {
-		err := pieces(f.slots, first, end, func(hva uintptr, _, n uint64) error { return protect(g.uffd, hva, n*pageSize) })
+		err := pieces(g.areas, first, end, func(hva uintptr, _, n uint64) error { return protect(g.uffd, hva, n*pageSize) })
 		if err != nil {
 			return errors.Join(err, g.lift(0, f.data.Pages()))
 		}
@@ -98,7 +101,8 @@ func (g *protection) register() (err error) {
 	f := g.f
 	if f.p != nil {
 		g.uffd = f.p.uffd
-		return f.p.registerProtection()
+		g.areas, err = f.p.registerProtection()
+		return err
 	}
 	if g.uffd, err = openUserfaultfd(); err != nil {
 		g.uffd = -1
@@ -114,6 +118,7 @@ func (g *protection) register() (err error) {
 			return err
 		}
 	}
+	g.areas = f.slots
 	g.wg.Go(func() {
 		if err := readFaults(g.uffd, g.stopFD, g.fault); err != nil {
 			g.mu.Lock()
@@ -125,31 +130,33 @@ func (g *protection) register() (err error) {
 }
 
 // registerProtection registers all of RAM for write protection, on top of what is
-// registered for missing pages.
-func (p *Pager) registerProtection() error {
-	if p.protectable {
-		return nil
+// registered for missing pages. It returns the pieces that are registered alike.
+func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
+	if p.protectable != nil {
+		return p.protectable, nil
 	}
-	at := uint64(0)
-	plain := func(end uint64) error {
-		return pieces(p.slots, at/pageSize, end/pageSize, func(hva uintptr, _, n uint64) error {
-			return register(p.uffd, hva, n*pageSize, registerWP)
+	var areas []guestmem.Slot
+	add := func(start, end, mode uint64) error {
+		return pieces(p.slots, start/pageSize, end/pageSize, func(hva uintptr, page, n uint64) error {
+			areas = append(areas, guestmem.Slot{HVA: hva, Offset: page * pageSize, Size: n * pageSize})
+			return register(p.uffd, hva, n*pageSize, mode)
 		})
 	}
+	at := uint64(0)
 	for _, r := range p.registered {
-		if err := plain(r.start); err != nil {
-			return err
+		if err := add(at, r.start, registerWP); err != nil {
+			return nil, err
 		}
-		if err := register(p.uffd, p.hva(r.start/pageSize), r.end-r.start, registerMissing|registerWP); err != nil {
-			return err
+		if err := add(r.start, r.end, registerMissing|registerWP); err != nil {
+			return nil, err
 		}
 		at = r.end
 	}
-	if err := plain(p.mem.Size()); err != nil {
-		return err
+	if err := add(at, p.mem.Size(), registerWP); err != nil {
+		return nil, err
 	}
-	p.protectable = true
-	return nil
+	p.protectable = areas
+	return areas, nil
 }
 
 // fault takes a message of the kernel when there is no pager to do so.
@@ -288,7 +295,7 @@ func (g *protection) lift(first, end uint64) error {
 		for last < end && g.isProtected(last) {
 			last++
 		}
-		err := pieces(g.f.slots, first, last, func(hva uintptr, _, n uint64) error { return unprotect(g.uffd, hva, n*pageSize) })
+		err := pieces(g.areas, first, last, func(hva uintptr, _, n uint64) error { return unprotect(g.uffd, hva, n*pageSize) })
 		if err != nil {
 			return err
 		}

@@ -2,6 +2,7 @@ package pager
 
 import (
 	"iter"
+	"slices"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -26,13 +27,20 @@ func near(set *guestmem.PageSet, gap uint64) iter.Seq2[uint64, uint64] {
 }
 
 // pieces calls f with the parts of the pages [first, end) that are in one slot each:
-// where they lie in this process, the first page, and how many.
+// where they lie in this process, the first page, and how many. The slots may be
+// parts of those of the guest, in ascending order.
 func pieces(slots []guestmem.Slot, first, end uint64, f func(hva uintptr, page, n uint64) error) error {
-	for _, s := range slots {
+	i, _ := slices.BinarySearchFunc(slots, first*pageSize, func(s guestmem.Slot, off uint64) int {
+		if s.Offset+s.Size <= off {
+			return -1
+		}
+		return 1
+	})
+	for _, s := range slots[i:] {
 		base := s.Offset / pageSize
 		lo, hi := max(first, base), min(end, base+s.Size/pageSize)
 		if lo >= hi {
-			continue
+			break
 		}
 		if err := f(s.HVA+uintptr((lo-base)*pageSize), lo, hi-lo); err != nil {
 			return err
