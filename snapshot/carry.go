@@ -33,10 +33,7 @@ const liveShare = 4
 func (o *memoryWriter) plan(files []MemoryFile, limit int) map[uint32]bool {
 	carried := map[uint32]bool{}
 	var left []MemoryFile
-	size := o.size
-	for _, leaf := range o.leaves {
-		size += int64(len(leaf))
-	}
+	size := o.total()
 	for _, f := range files {
 		u := o.tally.file(f.Number)
 		switch {
@@ -96,9 +93,11 @@ func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]Me
 		return files, nil
 	}
 	p := pass{w: w, out: out, carried: carried}
+	before := out.total()
 	if err := p.run(ctx, w.mayTouch(out, carried)); err != nil {
 		return nil, fmt.Errorf("carrying frames over: %w", err)
 	}
+	out.carried = out.total() - before
 	// Leaves are only counted as they go, so this is the proof that nothing is
 	// left behind.
 	for n := range carried {
@@ -165,12 +164,16 @@ func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
 // move carries over what the old leaf has in files that are given up. moved is
 // how many pages are still needed of each old frame. A frame that is still
 // needed for the most part is copied as it is, after a look at its checksum;
-// what is left of others is packed anew.
+// what is left of others is packed anew, and so are tiny frames if there are
+// several, because an entry of the index is as large as such a frame may be.
 func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
-	small := 0
+	tiny, limit := 0, FramePages/4
+	if p.w.dense {
+		limit = FramePages - 1
+	}
 	for i := range u.old.frames {
-		if moved[i] > 0 && u.old.frames[i].pages < FramePages {
-			small++
+		if n := int(moved[i]); n > 0 && n <= limit {
+			tiny++
 		}
 	}
 	m := p.w.base.memory
@@ -182,7 +185,10 @@ func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
 		}
 		whole := 2*live > f.Pages()
 		if p.w.dense {
-			whole = live == f.Pages() && (f.pages >= FramePages || small < 2)
+			whole = live == f.Pages()
+		}
+		if tiny > 1 && live <= limit {
+			whole = false
 		}
 		var err error
 		if whole {
@@ -209,7 +215,6 @@ func (u *unit) copyFrame(m *Memory, d *Decoder, i int) error {
 	}
 	f.offset = int64(len(u.blob))
 	u.blob = append(u.blob, b...)
-	u.carried += int64(len(b))
 	for page := range u.old.pages {
 		if frame, slot, ok := u.old.Page(page); ok && frame == i {
 			u.leaf.setPage(page, len(u.leaf.frames), slot)
@@ -229,7 +234,6 @@ func (u *unit) repackFrame(m *Memory, t *tools, i int) error {
 	for page := range u.old.pages {
 		if frame, slot, ok := u.old.Page(page); ok && frame == i {
 			u.pack(t.c, raw[slot*guestmem.PageSize:][:guestmem.PageSize], page)
-			u.carried += guestmem.PageSize
 		}
 	}
 	return nil

@@ -77,9 +77,9 @@ type Info struct {
 	SizeBytes int64
 	// SharedBytes is the size of the files that are links to those of the base.
 	SharedBytes int64
-	// CarriedBytes is how much of SizeBytes are frames that were copied from
-	// files of the base, so that the number of files stays small and space that
-	// nothing refers to can be freed.
+	// CarriedBytes is how much of SizeBytes was only written because frames of
+	// the base's files were carried over, so that the number of files stays
+	// small and space that nothing refers to can be freed.
 	CarriedBytes int64
 	// ManifestSHA256 is over the whole manifest file, and so pins everything
 	// in the snapshot.

@@ -47,8 +47,7 @@ type unit struct {
 	leaf Leaf
 	kept int
 	// same is true if nothing about the chunk changes.
-	same    bool
-	carried int64
+	same bool
 }
 
 // readPages is how many pages a unit asks for at once.
@@ -103,7 +102,6 @@ func (w *writer) writeMemory(ctx context.Context, f File, dir string, info *Info
 			return 0, err
 		}
 	}
-	leafBytes := uint64(out.size - index)
 	m.Memory.RootCRC32C = checksum(root)
 	if err := out.write(root); err != nil {
 		return 0, err
@@ -118,7 +116,7 @@ func (w *writer) writeMemory(ctx context.Context, f File, dir string, info *Info
 	own := out.tally.file(out.number)
 	m.Memory.Files = append(files, MemoryFile{
 		Number: out.number, ID: hex.EncodeToString(id[:]), Name: MemoryName, Size: out.size, Index: index,
-		StoredPages: own.pages, Pages: own.pages, FrameBytes: own.frameBytes, LeafBytes: leafBytes,
+		StoredPages: own.pages, Pages: own.pages, FrameBytes: own.frameBytes, LeafBytes: uint64(out.leafBytes),
 	})
 	for i := range m.Memory.Files {
 		m.Stats.Pages += m.Memory.Files[i].Pages
@@ -289,7 +287,7 @@ func (p *pass) fill(u *unit, t *tools) error {
 		u.at = make([]int, 0, FramePages)
 	}
 	u.blob, u.raw, u.at = u.blob[:0], u.raw[:0], u.at[:0]
-	u.leaf.frames, u.kept, u.same, u.carried = u.leaf.frames[:0], 0, false, 0
+	u.leaf.frames, u.kept, u.same = u.leaf.frames[:0], 0, false
 	clear(u.leaf.pages[:])
 	if err := p.readOld(u); err != nil {
 		return err
@@ -430,7 +428,8 @@ type memoryWriter struct {
 	// leaves are those of chunks that have changed, as they will be written;
 	// empty for a chunk that is all zeros now. They are small enough to be held
 	// until the frames are out.
-	leaves map[uint64][]byte
+	leaves    map[uint64][]byte
+	leafBytes int64
 	// tally counts what the new index refers to, but for the new leaves.
 	tally   *tally
 	carried int64
@@ -443,6 +442,9 @@ func (o *memoryWriter) fromBase(m *Manifest) {
 		o.tally.files[f.Number] = &use{f.Pages, f.FrameBytes, f.LeafBytes}
 	}
 }
+
+// total is how long the file would be with the leaves that there are.
+func (o *memoryWriter) total() int64 { return o.size + o.leafBytes }
 
 func (o *memoryWriter) write(p []byte) error {
 	n, err := o.f.Write(p)
@@ -461,10 +463,11 @@ func (o *memoryWriter) add(u *unit) error {
 	}
 	o.tally.remove(&u.old, u.oldFile, u.oldBytes)
 	o.tally.add(&u.leaf, 0, 0)
-	o.carried += u.carried
-	o.leaves[u.chunk] = []byte{}
+	leaf := []byte{}
 	if len(u.leaf.frames) > 0 {
-		o.leaves[u.chunk] = encodeLeaf(nil, u.chunk, &u.leaf)
+		leaf = encodeLeaf(nil, u.chunk, &u.leaf)
 	}
+	o.leafBytes += int64(len(leaf) - len(o.leaves[u.chunk]))
+	o.leaves[u.chunk] = leaf
 	return o.write(u.blob)
 }
