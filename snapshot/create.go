@@ -379,6 +379,31 @@ func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int6
 	return n, f.Sync()
 }
 
+// Remove removes the snapshot in dir, or what is left of it, so that a crash
+// leaves all of it or nothing of that name; Clean removes the rest. Files that
+// other snapshots have links to stay theirs. It is no error if there is none.
+func Remove(dir string) error {
+	if err := remove(filepath.Clean(dir), osFS{}); err != nil {
+		return fmt.Errorf("removing snapshot %s: %w", dir, err)
+	}
+	return nil
+}
+
+func remove(dir string, fsys FS) error {
+	id := randomID()
+	temp := filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
+	if err := fsys.Rename(dir, temp); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	// It must not come back without some of its files.
+	if err := fsys.SyncDir(filepath.Dir(dir)); err != nil {
+		return err
+	}
+	return fsys.RemoveAll(temp)
+}
+
 // IsTemp reports whether a name in the parent directory is that of a snapshot that
 // is being made, or was when its process died.
 func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }
