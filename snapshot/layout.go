@@ -3,6 +3,7 @@ package snapshot
 import (
 	"encoding/binary"
 	"encoding/hex"
+	"fmt"
 	"hash/crc32"
 	"slices"
 
@@ -68,6 +69,9 @@ func checkFileHeader(b []byte, name, id string) error {
 	}
 	if got, want := checksum(b[:60]), binary.LittleEndian.Uint32(b[60:]); got != want {
 		return corrupt(name, 0, "header checksum is %08x, the file says %08x", got, want)
+	}
+	if v := binary.LittleEndian.Uint32(b[8:]); v != Version {
+		return fmt.Errorf("%s is of format %d, this version reads format %d: %w: use the version that wrote it", name, v, Version, ErrVersion)
 	}
 	if got := hex.EncodeToString(b[24:40]); got != id {
 		return corrupt(name, 0, "it is file %s, the manifest wants %s", got, id)
