@@ -35,12 +35,12 @@ func TestMain(m *testing.M) {
 
 // crashRAM is what RAM is in the n-th snapshot of a chain, and what has changed
 // since the one before.
-func crashRAM(n int) (*ram, *PageSet) {
+func crashRAM(n int) (*ram, *guestmem.PageSet) {
 	r := newRAM(Slot{Size: 3000 * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 1000 * guestmem.PageSize})
-	var changed *PageSet
+	var changed *guestmem.PageSet
 	for i := range n + 1 {
 		rnd := rand.New(rand.NewPCG(uint64(i), 77))
-		changed = NewPageSet(r.total())
+		changed = guestmem.NewPageSet(r.total())
 		for range 12 {
 			first := rnd.Uint64N(r.total())
 			changed.Add(first, first+30)

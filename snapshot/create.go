@@ -57,7 +57,7 @@ type Spec struct {
 	Base *Snapshot
 	// Changed must have all pages that may differ from Base, among them those
 	// that the guest has given back and that are zeros again.
-	Changed *PageSet
+	Changed *guestmem.PageSet
 	// Writers is how many goroutines compress, at most MaxWriters; as many as
 	// there are processors if 0.
 	Writers int
@@ -147,8 +147,8 @@ func (w *writer) checkBase(dir string) error {
 	case !slices.Equal(bm.Memory.Slots, s.Memory.Slots()):
 		return fmt.Errorf("RAM is laid out as %v, in the base %s as %v: %w: make a full snapshot",
 			s.Memory.Slots(), s.Base.dir, bm.Memory.Slots, ErrBase)
-	case s.Changed.pages != s.Base.memory.pages:
-		return fmt.Errorf("a set of changed pages for %d pages of RAM, which has %d: %w", s.Changed.pages, s.Base.memory.pages, ErrSpec)
+	case s.Changed.Pages() != s.Base.memory.pages:
+		return fmt.Errorf("a set of changed pages for %d pages of RAM, which has %d: %w", s.Changed.Pages(), s.Base.memory.pages, ErrSpec)
 	case s.ID == bm.ID:
 		return fmt.Errorf("the id %s is that of the base: %w: choose another", s.ID, ErrBase)
 	case bm.Depth == math.MaxUint32 || w.number() == 0:

@@ -46,7 +46,7 @@ func smallDelta(t testing.TB) (dir string, r *ram) {
 	full, before := smallSnapshot(t)
 	s := open(t, full)
 	r = before.clone()
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	changed.Add(1, 3)
 	delete(r.pages, 1)
 	r.pages[2] = bytes.Repeat([]byte("other text"), 410)[:guestmem.PageSize]
@@ -361,7 +361,7 @@ func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range 3 {
-		changed := NewPageSet(r.total())
+		changed := guestmem.NewPageSet(r.total())
 		for range 8 {
 			p := rnd.Uint64N(r.total())
 			changed.Add(p, p+1)

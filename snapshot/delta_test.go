@@ -92,8 +92,8 @@ func (r *ram) set(page uint64, rnd *rand.Rand) {
 
 // dirty changes pages as a guest might, and returns the set of those that may
 // have changed, which has some more.
-func (r *ram) dirty(rnd *rand.Rand) *PageSet {
-	s := NewPageSet(r.total())
+func (r *ram) dirty(rnd *rand.Rand) *guestmem.PageSet {
+	s := guestmem.NewPageSet(r.total())
 	for range rnd.IntN(4) {
 		first := rnd.Uint64N(r.total())
 		n := 1 + rnd.Uint64N([]uint64{1, 3, 40, 700}[rnd.IntN(4)])
@@ -206,7 +206,7 @@ func (r *ram) compareOpen(s *Snapshot) error {
 }
 
 // delta writes a delta and compares it.
-func (r *ram) delta(t testing.TB, dir string, base *Snapshot, changed *PageSet) *Info {
+func (r *ram) delta(t testing.TB, dir string, base *Snapshot, changed *guestmem.PageSet) *Info {
 	t.Helper()
 	spec := r.spec()
 	spec.Base, spec.Changed = base, changed
@@ -273,7 +273,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 		spec.maxFiles = []int{1, 2, 3, 8, deltaFiles}[rnd.IntN(5)]
 		spec.Writers = 1 + rnd.IntN(3)
 		next := r.clone()
-		changed := NewPageSet(r.total())
+		changed := guestmem.NewPageSet(r.total())
 		var base *Snapshot
 		if i > 0 {
 			// Now and then a fork: an older one is the base of two.
@@ -349,7 +349,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 }
 
 // readOnce says whether exactly the changed pages were read and released.
-func (r *ram) readOnce(changed *PageSet) error {
+func (r *ram) readOnce(changed *guestmem.PageSet) error {
 	for p := range r.total() {
 		want := 0
 		if changed.Has(p) {
@@ -420,12 +420,12 @@ func TestADeltaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 		}, ErrBase},
 		{"closed base", "", func(s *Spec) { s.Base = closed }, ErrBase},
 		{"no set of changed pages", "", func(s *Spec) { s.Changed = nil }, ErrSpec},
-		{"set of changed pages of other RAM", "", func(s *Spec) { s.Changed = NewPageSet(7) }, ErrSpec},
+		{"set of changed pages of other RAM", "", func(s *Spec) { s.Changed = guestmem.NewPageSet(7) }, ErrSpec},
 		{"set of changed pages without a base", "", func(s *Spec) { s.Base = nil }, ErrSpec},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			spec := r.spec()
-			spec.Base, spec.Changed = base, NewPageSet(r.total())
+			spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
 			spec.FS = &failFS{n: 1, err: errors.New("something was written")}
 			tc.spoil(&spec)
 			target := tc.dir
@@ -439,55 +439,6 @@ func TestADeltaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 	}
 	if err := r.compare(dir); err != nil {
 		t.Error(err)
-	}
-}
-
-func TestPageSets(t *testing.T) {
-	rnd := rand.New(rand.NewPCG(3, 3))
-	for range 200 {
-		pages := 1 + rnd.Uint64N(1500)
-		s, want := NewPageSet(pages), map[uint64]bool{}
-		for range rnd.IntN(5) {
-			first, n := rnd.Uint64N(pages+10), rnd.Uint64N(300)
-			s.Add(first, first+n)
-			for p := first; p < min(first+n, pages); p++ {
-				want[p] = true
-			}
-		}
-		if s.Len() != uint64(len(want)) {
-			t.Fatalf("%d pages, want %d", s.Len(), len(want))
-		}
-		for p := range pages + 70 {
-			if s.Has(p) != want[p] {
-				t.Fatalf("page %d of %d: %v", p, pages, s.Has(p))
-			}
-		}
-		again, err := PageSetOf(s.Words(), pages)
-		if err != nil || again.Len() != s.Len() {
-			t.Fatalf("%v, %v", again, err)
-		}
-	}
-	for _, tc := range []struct {
-		name  string
-		words []uint64
-		pages uint64
-	}{
-		{"too few words", make([]uint64, 1), 65},
-		{"too many words", make([]uint64, 2), 64},
-		{"a page beyond the end", []uint64{1 << 63}, 63},
-	} {
-		if _, err := PageSetOf(tc.words, tc.pages); !errors.Is(err, ErrSpec) {
-			t.Errorf("%s: got %v, want ErrSpec", tc.name, err)
-		}
-	}
-	if err := NewPageSet(3).Union(NewPageSet(4)); !errors.Is(err, ErrSpec) {
-		t.Errorf("sets of different RAM: got %v, want ErrSpec", err)
-	}
-	a, b := NewPageSet(70), NewPageSet(70)
-	a.Add(1, 2)
-	b.Add(69, 70)
-	if err := a.Union(b); err != nil || a.Len() != 2 || !a.Has(69) {
-		t.Errorf("union has %d pages (%v)", a.Len(), err)
 	}
 }
 
@@ -537,7 +488,7 @@ func longChain(t *testing.T, depth int, pages, run uint64, limit int) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		changed := NewPageSet(r.total())
+		changed := guestmem.NewPageSet(r.total())
 		for range pages / run {
 			first := rnd.Uint64N(r.total()/run) * run
 			changed.Add(first, first+run)
@@ -616,7 +567,7 @@ func TestAPageAtAnyDepthCostsOneLeafAndOneFrame(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range 40 {
-		changed := NewPageSet(r.total())
+		changed := guestmem.NewPageSet(r.total())
 		p := rnd.Uint64N(r.total())
 		changed.Add(p, p+1)
 		r.set(p, rnd)
@@ -656,7 +607,7 @@ func TestADeltaReadsOnlyLeavesOfChunksThatHaveChanged(t *testing.T) {
 	}
 	base := open(t, dir)
 	calls := reads(base)
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	for _, c := range []uint64{3, 17, 40} {
 		p := c*ChunkPages + 5
 		changed.Add(p, p+2)
@@ -685,7 +636,7 @@ func TestOneChangedPageInEachChunkIsStoredAlone(t *testing.T) {
 	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
 		t.Fatal(err)
 	}
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	for p := uint64(9); p < r.total(); p += ChunkPages {
 		changed.Add(p, p+1)
 		r.pages[p] = bytes.Repeat([]byte("some text"), 456)[:guestmem.PageSize]
@@ -704,7 +655,7 @@ func TestADeltaWithoutChangesIsTheRootAlone(t *testing.T) {
 	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
 		t.Fatal(err)
 	}
-	info := r.delta(t, dir+"-delta", open(t, dir), NewPageSet(r.total()))
+	info := r.delta(t, dir+"-delta", open(t, dir), guestmem.NewPageSet(r.total()))
 	if own := info.Manifest.Memory.Files[1]; own.Size != fileHeader+4*rootEntry {
 		t.Errorf("%d bytes in the new file", own.Size)
 	}
@@ -717,7 +668,7 @@ func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
 	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
 		t.Fatal(err)
 	}
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	changed.Add(0, r.total())
 	r.pages[7] = bytes.Repeat([]byte("x"), guestmem.PageSize)
 	info := r.delta(t, dir+"-delta", open(t, dir), changed)

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -126,7 +127,7 @@ func TestWhatWasExportedIsImported(t *testing.T) {
 		}
 		// It is a base like any other, and cannot be imported twice.
 		r2 := rams[i].clone()
-		r2.delta(t, filepath.Join(store, "delta"), open(t, in.Dir), NewPageSet(r2.total()))
+		r2.delta(t, filepath.Join(store, "delta"), open(t, in.Dir), guestmem.NewPageSet(r2.total()))
 		if _, err := Import(context.Background(), bytes.NewReader(stream), store, place); !errors.Is(err, ErrExists) {
 			t.Errorf("twice: got %v, want ErrExists", err)
 		}

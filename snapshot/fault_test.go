@@ -130,27 +130,27 @@ var failing = []struct {
 	name string
 	// calls is how many there must be at least, or the test tests nothing.
 	calls int
-	run   func(fs FS, dir string, base *Snapshot, r *ram, changed *PageSet) error
+	run   func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error
 }{
-	{"full", 13, func(fs FS, dir string, _ *Snapshot, r *ram, _ *PageSet) error {
+	{"full", 13, func(fs FS, dir string, _ *Snapshot, r *ram, _ *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS = fs
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"delta", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *PageSet) error {
+	{"delta", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS, spec.Base, spec.Changed = fs, base, changed
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"delta that carries frames over", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *PageSet) error {
+	{"delta that carries frames over", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS, spec.Base, spec.Changed, spec.maxFiles = fs, base, changed, 2
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"compaction", 13, func(fs FS, _ string, base *Snapshot, _ *ram, _ *PageSet) error {
+	{"compaction", 13, func(fs FS, _ string, base *Snapshot, _ *ram, _ *guestmem.PageSet) error {
 		_, err := compact(context.Background(), base.Dir(), fs)
 		if err != nil {
 			err = writeError("compacting", err)
@@ -186,7 +186,7 @@ func TestAFailureAtAnyCallLeavesNothingBehind(t *testing.T) {
 				before.delta(t, basedir, open(t, older), changed)
 				base := open(t, basedir)
 				after := before.clone()
-				changed = NewPageSet(after.total())
+				changed = guestmem.NewPageSet(after.total())
 				for p := uint64(5); p < after.total(); p += 300 {
 					changed.Add(p, p+1)
 					after.set(p, rnd)
@@ -251,7 +251,7 @@ func TestADeltaWithoutLinksIsWhole(t *testing.T) {
 		}
 		spec := r.spec()
 		spec.Base = open(t, filepath.Join(parent, "base"))
-		spec.Changed = NewPageSet(r.total())
+		spec.Changed = guestmem.NewPageSet(r.total())
 		spec.Changed.Add(0, 1)
 		r.set(0, rnd)
 		spec.FS = noLinks{err: e}
@@ -379,7 +379,7 @@ func TestADeltaWhoseInputFailsIsGone(t *testing.T) {
 	}
 	base := open(t, basedir)
 	spec := r.spec()
-	spec.Base, spec.Changed = base, NewPageSet(r.total())
+	spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
 	spec.Changed.Add(0, r.total())
 	why := errors.New("the copy is gone")
 	spec.Memory = &failingSource{ram: r, at: 5 * ChunkPages, err: why}
@@ -408,7 +408,7 @@ func TestADeltaWhoseInputFailsIsGone(t *testing.T) {
 			t.Fatal(err)
 		}
 		spec = r.spec()
-		spec.Base, spec.Changed, spec.maxFiles = base, NewPageSet(r.total()), 1
+		spec.Base, spec.Changed, spec.maxFiles = base, guestmem.NewPageSet(r.total()), 1
 		spec.Changed.Add(3*ChunkPages+1, 3*ChunkPages+2)
 		if _, err := Create(context.Background(), filepath.Join(parent, "delta"), spec); !errors.Is(err, ErrCorrupt) {
 			t.Errorf("byte %d of the base is wrong: got %v, want ErrCorrupt", at, err)

@@ -82,7 +82,7 @@ func chain(t *testing.T, parent string, seed uint64) (names []string, rams []*ra
 		spec.Disks = []Disk{{Name: "disk", Size: 1 << 30, Layers: []string{"base", "top"}}}
 		if i > 0 {
 			spec.Base = open(t, filepath.Join(parent, names[i-1]))
-			spec.Changed = NewPageSet(r.total())
+			spec.Changed = guestmem.NewPageSet(r.total())
 			for range 12 {
 				p := rnd.Uint64N(1000) // the last chunk stays in the oldest file
 				spec.Changed.Add(p, p+2)

@@ -250,3 +250,18 @@ func (l *Leaf) live() (n [ChunkPages]uint16) {
 	}
 	return n
 }
+
+func pagesOf(slots []Slot) uint64 {
+	var n uint64
+	for _, s := range slots {
+		n += s.Size
+	}
+	return n / guestmem.PageSize
+}
+
+// chunkOf copies the bits of a chunk out of a set and reports whether there are any.
+func chunkOf(s *guestmem.PageSet, n uint64, bits *[ChunkPages / 64]uint64) bool {
+	*bits = [ChunkPages / 64]uint64{}
+	copy(bits[:], s.Words()[n*(ChunkPages/64):])
+	return *bits != [ChunkPages / 64]uint64{}
+}

@@ -105,7 +105,7 @@ func newHistory(dir string, fs FS) *history {
 
 func (h *history) path(name string) string { return filepath.Join(h.dir, name) }
 
-func (h *history) create(name, base string, r *ram, changed *PageSet, maxFiles int) error {
+func (h *history) create(name, base string, r *ram, changed *guestmem.PageSet, maxFiles int) error {
 	spec := r.spec()
 	spec.FS, spec.maxFiles, spec.Writers = h.fs, maxFiles, 1
 	if base != "" {
@@ -142,8 +142,8 @@ func (h *history) remove(name string) error {
 func (h *history) run(seed uint64) error {
 	rnd := rand.New(rand.NewPCG(seed, 2))
 	r := historyRAM()
-	next := func() *PageSet {
-		changed := NewPageSet(r.total())
+	next := func() *guestmem.PageSet {
+		changed := guestmem.NewPageSet(r.total())
 		for range 3 {
 			p := rnd.Uint64N(r.total())
 			changed.Add(p, p+4)
@@ -223,7 +223,7 @@ func (h *history) check(dir string) error {
 	}
 	after := newHistory(dir, noSync{})
 	r := h.rams[newest].clone()
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	changed.Add(1, 2)
 	delete(r.pages, 1)
 	if err := after.create("next", newest, r, changed, 2); err != nil {

@@ -54,7 +54,7 @@ func TestUsageSaysWhatRemovingASnapshotFrees(t *testing.T) {
 	create := func(name, base string) {
 		spec := r.spec()
 		if base != "" {
-			spec.Base, spec.Changed = open(t, path(base)), NewPageSet(r.total())
+			spec.Base, spec.Changed = open(t, path(base)), guestmem.NewPageSet(r.total())
 			for p := uint64(0); p < r.total()/2; p += 100 {
 				spec.Changed.Add(p, p+1)
 				r.set(p, rnd)
@@ -112,7 +112,7 @@ func TestUsageFindsWhatNobodyNeeds(t *testing.T) {
 		t.Errorf("a full snapshot has %d bytes of garbage", u.GarbageBytes)
 	}
 	// Two of four frames die.
-	changed := NewPageSet(r.total())
+	changed := guestmem.NewPageSet(r.total())
 	changed.Add(0, 32)
 	for p := range uint64(32) {
 		delete(r.pages, p)

@@ -217,7 +217,7 @@ func (p *pass) scan(ctx context.Context, emit func(job) error) error {
 	if p.w.base != nil {
 		for c := range uint64(p.w.base.memory.Chunks()) {
 			j := job{chunk: c}
-			if !p.w.spec.Changed.chunk(c, &j.read) {
+			if !chunkOf(p.w.spec.Changed, c, &j.read) {
 				continue
 			}
 			if err := emit(j); err != nil {
