@@ -118,12 +118,17 @@ func readAll(t *testing.T, dir string, want *ram, what string) error {
 		return err
 	}
 	defer s.Close()
-	return s.readAll(t, want, what)
+	d, err := NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
+	return s.readAll(t, want, what, d)
 }
 
 // again opens the memory files anew, as Open does, and reads all pages, when only
 // they can have changed: the manifest takes most of the time.
-func (s *Snapshot) again(t *testing.T, want *ram, what string) error {
+func (s *Snapshot) again(t *testing.T, want *ram, what string, d *Decoder) error {
 	t.Helper()
 	root, err := os.OpenRoot(s.dir)
 	if err != nil {
@@ -135,16 +140,11 @@ func (s *Snapshot) again(t *testing.T, want *ram, what string) error {
 	if err := n.openMemory(root); err != nil {
 		return err
 	}
-	return n.readAll(t, want, what)
+	return n.readAll(t, want, what, d)
 }
 
-func (s *Snapshot) readAll(t *testing.T, want *ram, what string) error {
+func (s *Snapshot) readAll(t *testing.T, want *ram, what string, d *Decoder) error {
 	t.Helper()
-	d, err := NewDecoder()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer d.Release()
 	if !bytes.Equal(s.Payloads()[0].Data, []byte("regs")) {
 		t.Fatalf("%s: a payload has wrong bytes", what)
 	}
@@ -252,6 +252,11 @@ func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare
 	}
 	t.Logf("%s has %d bytes", name, len(data))
 	whole := open(t, dir)
+	d, err := NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
 	step := 1
 	if testing.Short() {
 		step = 17
@@ -264,7 +269,7 @@ func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare
 		if what := name + " with a flipped bit"; name == ManifestName {
 			err = readAll(t, dir, want, what)
 		} else {
-			err = whole.again(t, want, what)
+			err = whole.again(t, want, what, d)
 		}
 		switch {
 		case err == nil && (need == nil || need[i/8]):

@@ -624,12 +624,9 @@ func TestADeltaReadsOnlyLeavesOfChunksThatHaveChanged(t *testing.T) {
 
 func TestOneChangedPageInEachChunkIsStoredAlone(t *testing.T) {
 	r := newRAM(Slot{Size: 64 * ChunkPages * guestmem.PageSize})
-	for p := range r.total() {
-		b := make([]byte, guestmem.PageSize)
-		fillPage(b, p, false)
-		r.pages[p] = b
-		if p%ChunkPages == 63 {
-			p += ChunkPages - 64
+	for p := uint64(0); p < r.total(); p++ {
+		if p%ChunkPages < 64 {
+			r.pages[p] = bytes.Repeat([]byte(fmt.Sprint(p, " ")), guestmem.PageSize)[:guestmem.PageSize]
 		}
 	}
 	dir := filepath.Join(t.TempDir(), "base")
@@ -646,6 +643,72 @@ func TestOneChangedPageInEachChunkIsStoredAlone(t *testing.T) {
 	t.Logf("64 pages: %d bytes of frames, %d of leaves, %d in all", own.FrameBytes, own.LeafBytes, info.SizeBytes)
 	if own.Pages != 64 || own.FrameBytes > 64*200 {
 		t.Errorf("%d pages in %d bytes: neighbours were stored again", own.Pages, own.FrameBytes)
+	}
+}
+
+// A pager that runs while the snapshot is replaced: whatever Open meets, it is one
+// of the two.
+func TestOpenAndCompactDoNotDisturbEachOther(t *testing.T) {
+	r := smallRAM(4, rand.New(rand.NewPCG(4, 6)))
+	parent := t.TempDir()
+	dir := filepath.Join(parent, "snap")
+	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	opens := make(chan struct{})
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		for range opens {
+			// What Compact does when there is something to do.
+			other := filepath.Join(parent, "other")
+			if err == nil {
+				err = errors.Join(os.CopyFS(other, os.DirFS(dir)), osFS{}.Exchange(dir, other), os.RemoveAll(other))
+			}
+		}
+		done <- err
+	}()
+	for range 300 {
+		opens <- struct{}{}
+		s, err := Open(dir)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		if err := r.compareOpen(s); err != nil {
+			t.Error(err)
+		}
+		s.Close()
+	}
+	close(opens)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestVerifySaysHowFarItIs(t *testing.T) {
+	r := smallRAM(20, rand.New(rand.NewPCG(4, 7)))
+	dir := filepath.Join(t.TempDir(), "snap")
+	info, err := Create(context.Background(), dir, r.spec())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var last uint64
+	calls := 0
+	if err := Verify(context.Background(), dir, func(done, total uint64) {
+		if done < last || total != info.Manifest.Stats.StoredBytes {
+			t.Errorf("%d of %d after %d", done, total, last)
+		}
+		last = done
+		calls++
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if last != info.Manifest.Stats.StoredBytes || calls != 20 {
+		t.Errorf("%d bytes of %d in %d calls", last, info.Manifest.Stats.StoredBytes, calls)
+	}
+	if err := Verify(context.Background(), dir+"x", nil); !errors.Is(err, ErrNotFound) {
+		t.Errorf("got %v, want ErrNotFound", err)
 	}
 }
 

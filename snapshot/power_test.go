@@ -238,14 +238,11 @@ var powerSeeds = flag.Int("snapshot.powercuts", 2000, "how many losses of power 
 // order: every snapshot that Create had said is there is whole, and any other is
 // whole or not there.
 func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
-	total := 0
-	{
-		h, sim := simHistory(t, 0)
-		if err := h.run(0); err != nil {
-			t.Fatal(err)
-		}
-		total = sim.Calls()
+	all, counted := simHistory(t, 0)
+	if err := all.run(0); err != nil {
+		t.Fatal(err)
 	}
+	total := counted.Calls()
 	// Each history is cut once and crashes a few times.
 	const each = 10
 	scratch := t.TempDir()

@@ -321,8 +321,9 @@ func (p *pass) readOld(u *unit) error {
 		if len(u.job.leaf) == 0 {
 			return nil
 		}
-		any := func(uint32) int64 { return maxFileSize }
-		if wrong := decodeLeaf(&u.old, u.job.leaf, u.chunk, ChunkPages, any); wrong != "" {
+		// It was made here; the other files are known to be there.
+		anywhere := func(uint32) int64 { return maxFileSize }
+		if wrong := decodeLeaf(&u.old, u.job.leaf, u.chunk, ChunkPages, anywhere); wrong != "" {
 			return fmt.Errorf("the new leaf of chunk %d is not readable: %s", u.chunk, wrong)
 		}
 	default:
