@@ -190,7 +190,7 @@ func BenchmarkDelta(b *testing.B) {
 			pages, run uint64
 		}{{"nothing", 0, 1}, {"256 single pages", 256, 1}, {"256 pages in runs of 16", 256, 16}} {
 			b.Run(fmt.Sprintf("RAM=%dMiB/%s", mib, dirty.name), func(b *testing.B) {
-				changed := NewPageSet(r.total())
+				changed := guestmem.NewPageSet(r.total())
 				for i := range dirty.pages / dirty.run {
 					first := i * (r.total() / (dirty.pages / dirty.run))
 					changed.Add(first, first+dirty.run)
@@ -243,7 +243,7 @@ func BenchmarkDepth(b *testing.B) {
 				b.Fatal(err)
 			}
 			spec := r.spec()
-			spec.Base, spec.Changed = base, NewPageSet(r.total())
+			spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
 			for range 4 {
 				first := rnd.Uint64N(r.total()/16) * 16
 				spec.Changed.Add(first, first+16)

@@ -177,7 +177,7 @@ func TestAFailureAtAnyCallLeavesNothingBehind(t *testing.T) {
 				if _, err := Create(context.Background(), older, before.spec()); err != nil {
 					t.Fatal(err)
 				}
-				changed := NewPageSet(before.total())
+				changed := guestmem.NewPageSet(before.total())
 				changed.Add(0, 30)
 				for p := range uint64(30) {
 					before.set(p, rnd)

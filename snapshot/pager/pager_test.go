@@ -826,7 +826,7 @@ func TestDeltasOfARestoredMachineAreRestoredInTheirTurn(t *testing.T) {
 		base := openSnapshot(t, dir)
 		p, mem := newPagerFor(t, base, Options{})
 		p.Start()
-		dirty := snapshot.NewPageSet(base.Memory().Pages())
+		dirty := guestmem.NewPageSet(base.Memory().Pages())
 		for page := 3 * round; page < 4000; page += 211 {
 			b := bytes.Repeat([]byte{byte(round + 1), byte(page)}, pageSize/2)
 			if err := mem.Write(gpaOf(t, mem, page), b); err != nil {
