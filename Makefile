@@ -83,7 +83,7 @@ demo: build kernel image
 # test runs all tests on this machine's KVM.
 .PHONY: test
 test: test-state $(REPORT)
-	@scripts/deps test
+	@scripts/deps test hard
 	@echo "== tests with the race detector" >&2
 	@go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests without it" >&2
@@ -93,7 +93,7 @@ test: test-state $(REPORT)
 # need be.
 .PHONY: test-hard
 test-hard: test-state $(REPORT)
-	@scripts/deps hard test
+	@scripts/deps test hard
 	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@echo "== tests on KVM of the hardware kind" >&2

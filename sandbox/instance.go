@@ -471,7 +471,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if err != nil {
 		return nil, err
 	}
-	defer closeSource()
+	defer func() { err = errors.Join(err, closeSource()) }()
 	info, err := snapshot.Create(ctx, o.Dir, snapshot.Spec{
 		ID: o.ID, Sandbox: in.parts.Spec.Name, VCPUs: in.parts.Spec.VCPUs, Image: o.Image, Kernel: o.Kernel,
 		Disks:    []snapshot.Disk{{Name: deviceDisk, Size: uint64(in.disk.Size()), Layers: o.Names(c.Disk)}},

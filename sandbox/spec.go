@@ -118,13 +118,6 @@ func (s Spec) withDefaults() (Spec, error) {
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
 	}
-	if s.VCPUs > 1 && vmm.SoftKVM() {
-		// Seen with the built kernel on two vCPUs: 16-byte pieces of what user
-		// programs copy become zeros, as if SSE registers were lost when a
-		// thread moves to the other vCPU. One vCPU, and hardware KVM with two,
-		// do not show it.
-		return bad("%d vCPUs on a KVM without hardware virtualisation, where guests with more than one lose data: use 1", s.VCPUs)
-	}
 	if err := vmm.CheckHostMemory(s.memory()); err != nil {
 		return s, fmt.Errorf("%w: %w", ErrSpec, err)
 	}

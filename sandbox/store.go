@@ -60,10 +60,14 @@ func OpenStore(dir string) (*Store, error) {
 // Dir is the store's directory.
 func (s *Store) Dir() string { return s.dir }
 
-// ImageDir, KernelDir and CacheDir are for the packages of these names.
-func (s *Store) ImageDir() string  { return s.dir }
+// ImageDir is for package image.
+func (s *Store) ImageDir() string { return s.dir }
+
+// KernelDir is for package kernel.
 func (s *Store) KernelDir() string { return s.dir }
-func (s *Store) CacheDir() string  { return filepath.Join(s.dir, "cache") }
+
+// CacheDir is where system disks and initramfs archives are kept.
+func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
 
 func (s *Store) vmDir(name string) string     { return filepath.Join(s.dir, "vms", name) }
 func (s *Store) layerDir() string             { return filepath.Join(s.dir, "layers") }

@@ -149,8 +149,7 @@ func New(cfg Config) (*Machine, error) {
 	m.gate.cond = sync.NewCond(&m.gate.mu)
 	m.stages.begin()
 	if err := m.build(); err != nil {
-		m.release()
-		return nil, err
+		return nil, errors.Join(err, m.release())
 	}
 	return m, nil
 }
@@ -163,7 +162,7 @@ func CheckHostMemory(size uint64) error {
 	if err := unix.Sysinfo(&si); err != nil {
 		return fmt.Errorf("asking for the host's memory: %w", err)
 	}
-	if total := uint64(si.Totalram) * uint64(si.Unit); size > total {
+	if total := si.Totalram * uint64(si.Unit); size > total {
 		return fmt.Errorf("a guest of %d MiB: %w: it has %d MiB: give the guest less", size>>20, ErrHostMemory, total>>20)
 	}
 	return nil

@@ -23,7 +23,6 @@ type lean struct {
 		kick        *devices.Event
 		avail, used uint16
 	}
-	elem [8]byte
 }
 
 func (*lean) Queue()           {}

@@ -58,7 +58,6 @@ type engine struct {
 
 	failReason error // the device waits for a reset
 	told       bool  // what the guest knows of the link
-	start      time.Time
 
 	txReady bool
 	blocked bool // the backend takes no more

@@ -178,6 +178,10 @@ func outputLimit(m *agentpb.ExecStart) int {
 	return int(min(max(m.OutputLimit, minOutputLimit), agentpb.MaxOutputLimit))
 }
 
+// inherited are variables that the kernel may have been started with for all
+// programs: they say which features of the CPU are not to be used.
+var inherited = []string{"GODEBUG", "GLIBC_TUNABLES", "OPENSSL_ia32cap"}
+
 // environment is what the process gets: its own variables over a base that
 // names the account.
 func environment(m *agentpb.ExecStart, a account) []string {
@@ -185,6 +189,11 @@ func environment(m *agentpb.ExecStart, a account) []string {
 		return m.Env
 	}
 	env := []string{"PATH=" + defaultPath, "HOME=" + a.home, "USER=" + a.name, "LOGNAME=" + a.name, "SHELL=" + a.shell}
+	for _, key := range inherited {
+		if v, ok := os.LookupEnv(key); ok {
+			env = append(env, key+"="+v)
+		}
+	}
 	if m.Pty != nil {
 		term := m.Pty.Term
 		if term == "" {

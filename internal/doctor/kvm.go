@@ -107,7 +107,8 @@ func (h host) kind(k *KVM, g *group) {
 	}
 	if k.Kind == Soft {
 		g.require("kvm", Degraded, detail+": no hardware virtualisation under it",
-			"guest programs run at full speed and guest kernel code about a thousand times slower; only kernels of `drowse kernel build` boot")
+			"guest programs run at full speed and guest kernel code about a thousand times slower; only kernels of `drowse kernel build` boot; "+
+				"AVX registers are not kept for guest programs, which Go, glibc and OpenSSL are told and others (V8, the JVM) cannot be")
 		return
 	}
 	if info.flags != nil {

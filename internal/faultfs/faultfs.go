@@ -145,7 +145,7 @@ func CopyRange(dst File, dstOff int64, src File, srcOff, n int64, buf []byte) er
 	for n > 0 {
 		p := buf[:min(int64(len(buf)), n)]
 		if c, err := src.ReadAt(p, srcOff); c < len(p) {
-			if err == io.EOF {
+			if errors.Is(err, io.EOF) {
 				err = io.ErrUnexpectedEOF
 			}
 			return fmt.Errorf("copy from %s at %d: %w", src.Name(), srcOff, err)

@@ -186,15 +186,6 @@ func (e *Env) Kernels() []string {
 	return []string{"built", "debian"}
 }
 
-// VCPUs are the numbers of vCPUs to test with: a KVM without hardware virtualisation
-// is trusted with one only.
-func (e *Env) VCPUs() []int {
-	if vmm.SoftKVM() {
-		return []int{1}
-	}
-	return []int{1, 2}
-}
-
 // Run boots a VM.
 func (e *Env) Run(spec sandbox.Spec) sandbox.Report {
 	e.T.Helper()

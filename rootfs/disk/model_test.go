@@ -76,13 +76,6 @@ func (m model) put(off, n int64, version uint64, unsure bool) {
 	}
 }
 
-// settle keeps only the newest version of each sector.
-func (m model) settle() {
-	for s, v := range m {
-		m[s] = v[len(v)-1:]
-	}
-}
-
 // check reads all windows, and answers what is there or what is wrong. learn narrows the model to
 // what was read.
 func (m model) check(d *Disk, learn bool) error {

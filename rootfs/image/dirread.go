@@ -20,17 +20,17 @@ import (
 // A symlink given as the root is resolved. Mount points below the root are not entered: statx mount ids tell them, bind
 // mounts included (on kernels before 5.8, which have no such ids, a change of the device number does).
 func readDir(ctx context.Context, root string, maxBytes int64, onRead func(int64)) (*tree, error) {
-	real, err := filepath.EvalSymlinks(root)
+	resolved, err := filepath.EvalSymlinks(root)
 	if err != nil {
 		return nil, fmt.Errorf("open the source directory: %w", err)
 	}
-	d := &dirReader{ctx: ctx, t: newTree(), root: real, maxBytes: maxBytes, onRead: onRead, seen: map[devIno]*inode{}}
-	st, err := statx(real)
+	d := &dirReader{ctx: ctx, t: newTree(), root: resolved, maxBytes: maxBytes, onRead: onRead, seen: map[devIno]*inode{}}
+	st, err := statx(resolved)
 	if err != nil {
-		return nil, fmt.Errorf("open the source directory: %w", &fs.PathError{Op: "statx", Path: real, Err: err})
+		return nil, fmt.Errorf("open the source directory: %w", &fs.PathError{Op: "statx", Path: resolved, Err: err})
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		return nil, fmt.Errorf("%w: %s is not a directory", ErrUnsupportedSource, real)
+		return nil, fmt.Errorf("%w: %s is not a directory", ErrUnsupportedSource, resolved)
 	}
 	d.mount = mountOf(st)
 	if err := d.read(".", st); err != nil {
@@ -270,7 +270,7 @@ type hostFile struct {
 
 func (f *hostFile) Read(p []byte) (int, error) {
 	n, err := f.r.Read(p)
-	if f.read += int64(n); f.read >= f.want.size || err == io.EOF {
+	if f.read += int64(n); f.read >= f.want.size || errors.Is(err, io.EOF) {
 		if cerr := f.check(); cerr != nil {
 			return n, cerr
 		}

@@ -225,7 +225,7 @@ func dumpHost(t *testing.T, root string) (out map[string]entry, inodes map[strin
 			e.major, e.minor = unix.Major(st.Rdev), unix.Minor(st.Rdev)
 		}
 		if !info.IsDir() {
-			e.nlink = uint64(st.Nlink)
+			e.nlink = st.Nlink
 		}
 		out[rel], inodes[rel] = e, int64(st.Ino)
 		return nil

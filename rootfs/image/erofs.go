@@ -186,7 +186,7 @@ func (t *treeFile) read(p []byte) (int, error) {
 	if t.f.onRead != nil {
 		t.f.onRead(t.f.done, t.f.t.bytes)
 	}
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		if err = nil; t.left > 0 {
 			err = fmt.Errorf("read %s: %d bytes are missing at its end: %w", t.path, t.left, ErrChanged)
 		}

@@ -567,7 +567,7 @@ func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (
 		if done += int64(n); onRead != nil {
 			onRead(done, st.Size())
 		}
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {

@@ -86,6 +86,9 @@ func ensure(ctx context.Context, cacheDir string, spec Spec) (string, error) {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return "", err
 	}
+	if err := artifact.RequireStatic(spec.Init); err != nil {
+		return "", err
+	}
 	err = artifact.WriteFile(path, func(f *os.File) error {
 		w := bufio.NewWriterSize(f, 1<<20)
 		if err := write(ctx, w, files); err != nil {

@@ -70,6 +70,17 @@ var softHost = Params{
 	{"fault_around_bytes", "4096", "map one page on a fault in a file, not sixteen: each costs more to map and unmap than most faults it saves"},
 }
 
+// softHostEnv becomes the environment of the guest program, to which the kernel hands on what it does not know itself. User code asks
+// the CPU what it has, and finds the AVX of the host, which CPUID and XCR0 of the VM do not hide on a soft KVM. The kernel saves x87 and
+// SSE registers only, since the interpreter has no XSAVE: the upper halves of AVX registers are lost, or those of another program, when a
+// task is switched or moves to another CPU. So what programs are made with is told not to use them. A program that looks for itself, as
+// JavaScript and Java run-times do, is not reached by this.
+var softHostEnv = Params{
+	{"GODEBUG", "cpu.avx=off,cpu.avx2=off,cpu.avx512f=off,cpu.avx512bw=off,cpu.avx512vl=off", "no AVX in Go programs"},
+	{"GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512BW,-AVX512VL,-AVX512CD,-AVX512DQ,-AVX_Fast_Unaligned_Load", "no AVX in memcpy and its like"},
+	{"OPENSSL_ia32cap", "~0x1000000000000000:~0xdc230020", "no AVX in hashes and ciphers"},
+}
+
 // DefaultParams returns the parameters with which a kernel of this kind starts best on this kind of host. What depends on the VM (its
 // root, its devices when it has no ACPI tables) is not in them. The error wraps ErrUnsupported for Debian's kernel on a soft KVM,
 // which cannot run it.
@@ -86,6 +97,7 @@ func DefaultParams(kind Kind, host Host) (Params, error) {
 	out := slices.Clone(anyHost)
 	if host == Soft {
 		out = append(out, softHost...)
+		out = append(out, softHostEnv...)
 	}
 	return out, nil
 }

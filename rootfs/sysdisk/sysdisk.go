@@ -72,6 +72,9 @@ func ensure(ctx context.Context, cacheDir, agentPath string) (string, error) {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return "", err
 	}
+	if err := artifact.RequireStatic(agentPath); err != nil {
+		return "", err
+	}
 	err = artifact.WriteFile(path, func(f *os.File) error { return write(ctx, f, agentPath, sum) })
 	if err != nil {
 		return "", err

@@ -22,12 +22,17 @@ const (
 // COMMAND_LINE_SIZE of x86 is 2048.
 const MaxCmdline = 2047
 
-// Addresses above RAM, in the hole below 4 GiB.
+// MMIOBase is where the virtio-mmio windows begin: above RAM, in the hole below
+// 4 GiB.
+const MMIOBase guestmem.GPA = 0xd0000000
+
+// MMIOStride is from one virtio-mmio window to the next, in bytes.
+const MMIOStride = 0x1000
+
+// The interrupt controllers' usual addresses, in the same hole.
 const (
-	MMIOBase   guestmem.GPA = 0xd0000000 // virtio-mmio windows
-	MMIOStride              = 0x1000
-	ioapicAddr              = 0xfec00000
-	lapicAddr               = 0xfee00000
+	ioapicAddr = 0xfec00000
+	lapicAddr  = 0xfee00000
 )
 
 // IOAPICPins is the number of interrupt lines that devices can have.

@@ -59,7 +59,7 @@ func (s *System) Close() error { return os.NewSyscallError("close /dev/kvm", uni
 // Check asks for a capability (api.rst 4.4): 0 means that it is not there, and
 // what a positive value means depends on it.
 func (s *System) Check(c Capability) int {
-	n, err := ioctl(s.fd, uintptr(gokvm.IIO(nrCheckExtension)), uintptr(c))
+	n, err := ioctl(s.fd, gokvm.IIO(nrCheckExtension), uintptr(c))
 	if err != nil {
 		return 0
 	}

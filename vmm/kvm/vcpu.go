@@ -13,10 +13,13 @@ import (
 // ErrState says that saved state does not fit what KVM takes.
 var ErrState = errors.New("unusable KVM state")
 
-// Register structs, as the kernel has them.
+// The kernel's structs of a vCPU's registers.
 type (
-	Regs    = gokvm.Regs
-	Sregs   = gokvm.Sregs
+	// Regs are the general registers (KVM API 4.11).
+	Regs = gokvm.Regs
+	// Sregs are the control and segment registers (KVM API 4.13).
+	Sregs = gokvm.Sregs
+	// Segment is one of the latter.
 	Segment = gokvm.Segment
 )
 
@@ -75,7 +78,7 @@ func (c *VCPU) Close() error {
 // unix.EINTR after a signal or when immediate exit was asked for; other errors
 // are of the host.
 func (c *VCPU) Run() error {
-	_, err := ioctl(c.fd, uintptr(gokvm.IIO(nrRun)), 0)
+	_, err := ioctl(c.fd, gokvm.IIO(nrRun), 0)
 	return err
 }
 
@@ -209,7 +212,7 @@ func (c *VCPU) SetTSCKHz(khz uint64) error {
 // KVMClockCtrl tells the guest that it was paused, so that its soft-lockup watchdog
 // stays quiet (api.rst 4.69). A guest without kvmclock makes it fail with EINVAL.
 func (c *VCPU) KVMClockCtrl() error {
-	_, err := ioctl(c.fd, uintptr(gokvm.IIO(nrKVMClockCtrl)), 0)
+	_, err := ioctl(c.fd, gokvm.IIO(nrKVMClockCtrl), 0)
 	return wrap("KVM_KVMCLOCK_CTRL", err)
 }
 

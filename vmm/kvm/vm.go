@@ -28,7 +28,7 @@ func (v *VM) Close() error { return os.NewSyscallError("close VM", unix.Close(v.
 
 // Check asks for a capability of this VM (api.rst 4.4).
 func (v *VM) Check(c Capability) int {
-	n, err := ioctl(v.fd, uintptr(gokvm.IIO(nrCheckExtension)), uintptr(c))
+	n, err := ioctl(v.fd, gokvm.IIO(nrCheckExtension), uintptr(c))
 	if err != nil {
 		return 0
 	}

@@ -202,7 +202,7 @@ func mountDisk(dev, dir, fstype string, flags uintptr, deadline time.Time) error
 func switchRoot() error {
 	for _, dir := range []string{"/dev", "/proc"} {
 		err := unix.Mount(dir, newRoot+dir, "", unix.MS_MOVE, "")
-		if err == unix.ENOENT {
+		if errors.Is(err, unix.ENOENT) {
 			if err = unix.Mkdir(newRoot+dir, 0o755); err == nil {
 				err = unix.Mount(dir, newRoot+dir, "", unix.MS_MOVE, "")
 			}
@@ -261,7 +261,7 @@ var tmpMount = mountPoint{"tmpfs", "/tmp", "tmpfs", unix.MS_NOSUID | unix.MS_NOD
 
 func (p *mountPoint) mount() error {
 	err := unix.Mount(p.source, p.dir, p.fstype, p.flags, p.opts)
-	if err == unix.ENOENT {
+	if errors.Is(err, unix.ENOENT) {
 		if err = os.MkdirAll(p.dir, 0o755); err == nil {
 			err = unix.Mount(p.source, p.dir, p.fstype, p.flags, p.opts)
 		}

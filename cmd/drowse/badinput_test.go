@@ -1,0 +1,160 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func TestMain(m *testing.M) { guesttest.Main(m) }
+
+// What a user can get wrong ends in one line that says what to do, and leaves nothing.
+func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
+	e := guesttest.New(t)
+	state := e.Store.Dir()
+	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
+	file := func(name, text string) string {
+		t.Helper()
+		path := filepath.Join(t.TempDir(), name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+
+	code, stdout, stderr := drowse(t, state, "image", "ls", "-o", "json")
+	if code != 0 {
+		t.Fatalf("image ls: %s", stderr)
+	}
+	var images []struct{ Path string }
+	decode(t, stdout, &images)
+	if len(images) == 0 {
+		t.Fatal("there is no image to run")
+	}
+	kernels, err := filepath.Glob(filepath.Join(state, "kernels", "built-*", "vmlinux"))
+	if err != nil || len(kernels) == 0 {
+		t.Fatalf("there is no kernel to run: %v", err)
+	}
+	kernel, err := os.ReadFile(kernels[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for _, tt := range []struct {
+		name string
+		args []string
+		want int
+		says string
+	}{
+		{"missing kernel", []string{"--kernel", filepath.Join(state, "none")}, exitFailed, "no such file"},
+		{"kernel that is no ELF file", []string{"--kernel", file("kernel", "#!/bin/sh\n")}, exitFailed, "vmlinux"},
+		{"kernel that is cut off", []string{"--kernel", file("vmlinux", string(kernel[:len(kernel)/2]))}, exitFailed, "vmlinux"},
+		{"unknown field in the config", []string{"--config", file("vm.json", `{"name":"x","cpus":2}`)}, exitUsage, `"cpus"`},
+		{"config that is no JSON", []string{"--config", file("vm.json", `name: x`)}, exitUsage, "config"},
+		{"more memory than a VM can have", []string{"--memory", "16385"}, exitUsage, "64 to 16384"},
+		{"too many vCPUs", []string{"--vcpus", "9"}, exitUsage, "1 to 8"},
+		{"bad name", []string{"--name", "../x"}, exitUsage, "lower-case"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			code, stdout, stderr := drowse(t, state, append([]string{"run", guesttest.ImageTag}, tt.args...)...)
+			if code != tt.want || stdout != "" {
+				t.Errorf("exit status %d, want %d; stdout %q", code, tt.want, stdout)
+			}
+			oneLine(t, stderr, tt.says)
+			leavesNothing(t, state)
+		})
+	}
+
+	t.Run("truncated image", func(t *testing.T) {
+		// Short, since Unix sockets lie in it.
+		own, err := os.MkdirTemp("", "dt")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { os.RemoveAll(own) })
+		if err := os.CopyFS(filepath.Join(own, "images"), os.DirFS(filepath.Join(state, "images"))); err != nil {
+			t.Fatal(err)
+		}
+		rel, err := filepath.Rel(evalSymlinks(t, filepath.Join(state, "images")), evalSymlinks(t, images[0].Path))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(filepath.Join(state, "kernels"), filepath.Join(own, "kernels")); err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(own, "images", rel)
+		fi, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(path, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Truncate(path, fi.Size()-4096); err != nil {
+			t.Fatal(err)
+		}
+		code, stdout, stderr := drowse(t, own, "run", guesttest.ImageTag)
+		if code != exitFailed || stdout != "" {
+			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
+		}
+		oneLine(t, stderr, "remove it and build it again")
+		leavesNothing(t, own)
+	})
+
+	t.Run("name that is taken", func(t *testing.T) {
+		vm := filepath.Join(state, "vms", "taken")
+		if err := os.MkdirAll(vm, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		record := `{"version":1,"id":"0123456789abcdef0123456789abcdef","spec":{"name":"taken"},"created":"2026-01-01T00:00:00Z","phase":"stopped","boot":{},"disk":{},"next_layer":0}`
+		path := filepath.Join(vm, "vm.json")
+		if err := os.WriteFile(path, []byte(record), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		code, stdout, stderr := drowse(t, state, "run", guesttest.ImageTag, "--name", "taken")
+		if code != exitFailed || stdout != "" {
+			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
+		}
+		oneLine(t, stderr, "drowse rm taken")
+		if r, err := e.Store.Get("taken"); err != nil || r.Phase != sandbox.Stopped {
+			t.Errorf("the first VM of that name is %+v (%v)", r, err)
+		}
+	})
+}
+
+func oneLine(t *testing.T, stderr, says string) {
+	t.Helper()
+	if !strings.HasPrefix(stderr, "drowse: ") || strings.Count(stderr, "\n") != 1 || !strings.Contains(stderr, says) {
+		t.Errorf("stderr says %q, want one line with %q in it", stderr, says)
+	}
+	t.Logf("%s", stderr)
+}
+
+func leavesNothing(t *testing.T, state string) {
+	t.Helper()
+	for _, dir := range []string{"vms", "layers"} {
+		left, err := filepath.Glob(filepath.Join(state, dir, "*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range left {
+			// The empty file systems that disks begin with stay.
+			if !strings.HasPrefix(filepath.Base(f), "ext4-") {
+				t.Errorf("%s is left", f)
+			}
+		}
+	}
+}
+
+func evalSymlinks(t *testing.T, path string) string {
+	t.Helper()
+	path, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}

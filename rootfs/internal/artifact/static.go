@@ -1,0 +1,23 @@
+package artifact
+
+import (
+	"debug/elf"
+	"fmt"
+)
+
+// RequireStatic refuses an ELF program that needs a dynamic linker, which what a guest
+// starts from does not have: its kernel would panic for want of a first program. What is
+// no ELF file passes.
+func RequireStatic(path string) error {
+	f, err := elf.Open(path)
+	if err != nil {
+		return nil //nolint:nilerr // whether it is a program at all is for others to say
+	}
+	defer f.Close()
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			return fmt.Errorf("%s is linked dynamically, and the guest has no libraries when it starts: build it with CGO_ENABLED=0", path)
+		}
+	}
+	return nil
+}
