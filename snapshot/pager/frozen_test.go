@@ -326,3 +326,53 @@ func TestBothWaysOfAskingForUsedPagesAgree(t *testing.T) {
 		t.Error("nothing is in use")
 	}
 }
+
+// A capture that is given up in the midst of it, by whoever does so first.
+func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
+	for _, o := range []FreezeOptions{{Expect: 4400}, {CopyBytes: MinCopyBytes}} {
+		c := newFrozenCase(t, true)
+		f := c.freeze(t, o)
+		var wg sync.WaitGroup
+		began := make(chan struct{})
+		errs := make([]error, 4)
+		for way := range uint64(4) {
+			tool := newToucher(t)
+			wg.Go(func() { errs[way] = c.overwrite(tool, way, way) })
+		}
+		for range 2 {
+			wg.Go(func() {
+				b := make([]byte, 16*pageSize)
+				for page := uint64(0); page < 4000; page += 16 {
+					if err := f.ReadPages(page, b); errors.Is(err, ErrClosed) {
+						return
+					} else if err != nil && !errors.Is(err, errReleased) {
+						t.Error(err)
+					}
+					f.Release(page, page+8)
+					if page == 160 {
+						began <- struct{}{}
+					}
+				}
+			})
+		}
+		<-began
+		<-began
+		for range 2 {
+			wg.Go(func() {
+				if err := f.Close(); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		if err := errors.Join(errs...); err != nil {
+			t.Error(err)
+		}
+		for way := range uint64(4) {
+			got := make([]byte, pageSize)
+			if err := c.mem.Read(gpa(4000+way), got); err != nil || !bytes.Equal(got, newContent(way)) {
+				t.Errorf("what was written in way %d is lost (%v)", way, err)
+			}
+		}
+	}
+}

@@ -20,7 +20,7 @@ type scanArg struct {
 	inverted, mask, anyOf, returned uint64
 }
 
-type pageRegion struct{ start, end, categories uint64 }
+type pageRegion struct{ start, end, _ uint64 }
 
 const (
 	ioctlPagemapScan = 0xc0606610 // _IOWR('f', 16, struct pm_scan_arg), Linux 6.7

@@ -15,13 +15,13 @@ import (
 func (p *Pager) serve() {
 	w, err := p.getWorker()
 	if err != nil {
-		p.fail(err)
+		_ = p.fail(err) // Err has it
 		// Faults are still taken, so that those who wait for pages come free.
 		w = &worker{fill: filler{fd: p.uffd}}
 	}
 	defer p.putWorker(w)
 	if err := readFaults(p.uffd, p.stopFD, func(b []byte, began time.Time) { p.fault(b, w, began) }); err != nil {
-		p.fail(err)
+		_ = p.fail(err) // Err has it
 	}
 }
 
@@ -109,7 +109,7 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 // sets it before it takes the mutex. So a page is either filled by then, and
 // stays accessible, or is never filled, and Go code never told that it is there.
 func (p *Pager) refuse(page uint64, w *worker, err error) {
-	p.fail(err)
+	_ = p.fail(err) // Err has it
 	hva := p.hva(page)
 	c := p.chunk(page / chunkPages)
 	c.mu.Lock()
