@@ -10,6 +10,8 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -78,10 +80,14 @@ type Instance struct {
 	machine *vmm.Machine
 	disk    *disk.Disk
 	closers []io.Closer
-	snap    *snapshot.Snapshot
+	snap    *snapshot.Snapshot // what it was restored from, or nil
 	pager   *pager.Pager
-	balloon *balloon.Device
-	net     *virtionet.Device // nil without a network
+	// captured says that changes of RAM count from a snapshot on, not from zeros.
+	// base is that snapshot, or nil if it cannot be built upon. It may be snap.
+	captured bool
+	base     *snapshot.Snapshot
+	balloon  *balloon.Device
+	net      *virtionet.Device // nil without a network
 
 	started time.Time
 	ready   time.Duration
@@ -143,7 +149,7 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 		add(deviceNet, in.net)
 	}
 	in.machine, err = vmm.New(vmm.Config{
-		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs,
+		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs, TrackDirty: true,
 		Console: p.Console, Symbolize: p.Symbolize, Log: in.log,
 	})
 	return in, err
@@ -308,6 +314,7 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err := in.checkHost(m.Host); err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
+	in.base, in.captured = in.snap, true
 	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.machine.Fail})
 	if err != nil {
 		return err
@@ -410,7 +417,9 @@ type Capture struct {
 	Dir      string
 	Disk     disk.Stack // what the snapshot needs of the disk
 	Raw      uint64     // bytes of RAM that are not zero
-	Stored   int64      // bytes that the snapshot takes
+	Stored   int64      // bytes that were written for the snapshot
+	Shared   int64      // bytes of files that it has in common with its base
+	Changed  uint64     // pages that may have changed since its base, or were ever written
 	Pause    time.Duration
 	Save     time.Duration
 	Manifest *snapshot.Manifest
@@ -422,6 +431,9 @@ type CaptureOptions struct {
 	Dir string
 	// ID identifies it: 32 hex digits.
 	ID string
+	// Live lets the guest run on as soon as its state has been taken, while RAM is
+	// being written. Otherwise it stays paused until Continue.
+	Live bool
 	// NewTop is the file of the disk's next layer.
 	NewTop string
 	// Names says how the snapshot names the layers of the disk, the lowest first.
@@ -435,24 +447,69 @@ type CaptureOptions struct {
 	Sealed func(disk.Stack) error
 }
 
-// Capture pauses the VM and writes a snapshot of it: machine, RAM and disk at one
-// instant. The VM stays paused; Continue lets it go on. If Capture fails, the VM
-// runs on.
+// Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
+// writes what has changed since the snapshot before, if there is one. If it fails, the
+// VM runs on, and what has changed is in the next snapshot. One at a time.
 func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	base := in.base
+	if base != nil {
+		if _, err := os.Stat(filepath.Join(base.Dir(), snapshot.ManifestName)); err != nil {
+			// Whoever has deleted it has not deleted what is in RAM.
+			in.log.Warn("the snapshot before is not there to build upon: writing all of RAM", "error", err)
+			base = nil
+		}
+	}
+	var source snapshot.MemorySource
+	var frozen *pager.Frozen
+	if o.Live {
+		expect, err := in.machine.CountDirty()
+		if err != nil {
+			return nil, err
+		}
+		if frozen, err = pager.Prepare(in.mem, in.pager, pager.FreezeOptions{Expect: expect}); err != nil {
+			return nil, err
+		}
+		source = frozen
+		defer func() { err = errors.Join(err, frozen.Close()) }()
+	}
 	begin := time.Now()
 	if err := in.machine.Pause(ctx); err != nil {
 		return nil, err
 	}
+	running := false
+	resume := func() error {
+		running = true
+		return in.machine.Resume()
+	}
 	defer func() {
-		if err != nil {
-			err = errors.Join(err, in.machine.Resume())
+		if err != nil && !running {
+			err = errors.Join(err, resume())
 		}
 	}()
-	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack(), Pause: time.Since(begin)}
-	begin = time.Now()
+	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack()}
 	states, err := in.machine.Export()
 	if err != nil {
 		return nil, err
+	}
+	changed, err := in.machine.TakeDirty()
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			in.machine.MarkDirty(changed)
+		}
+	}()
+	c.Changed = changed.Len()
+	if frozen != nil {
+		set := changed
+		if base == nil && in.captured {
+			set = guestmem.NewPageSet(changed.Pages())
+			set.Add(0, set.Pages())
+		}
+		if err := frozen.Freeze(set); err != nil {
+			return nil, err
+		}
 	}
 	if _, err := in.disk.Seal(ctx, o.NewTop); err != nil {
 		return nil, fmt.Errorf("sealing the disk: %w", err)
@@ -460,6 +517,14 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if err := o.Sealed(in.disk.Stack()); err != nil {
 		return nil, err
 	}
+	c.Pause = time.Since(begin)
+	if o.Live {
+		if err := resume(); err != nil {
+			return nil, err
+		}
+		c.Pause = time.Since(begin)
+	}
+	begin = time.Now()
 	if err := in.disk.Flush(); err != nil {
 		return nil, fmt.Errorf("flushing the disk: %w", err)
 	}
@@ -467,27 +532,51 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if err != nil {
 		return nil, fmt.Errorf("describing the host: %w", err)
 	}
-	source, closeSource, err := in.source()
-	if err != nil {
-		return nil, err
+	if source == nil {
+		paused, closeSource, err := in.source()
+		if err != nil {
+			return nil, err
+		}
+		defer func() { err = errors.Join(err, closeSource()) }()
+		source = paused
 	}
-	defer func() { err = errors.Join(err, closeSource()) }()
-	info, err := snapshot.Create(ctx, o.Dir, snapshot.Spec{
+	spec := snapshot.Spec{
 		ID: o.ID, Sandbox: in.parts.Spec.Name, VCPUs: in.parts.Spec.VCPUs, Image: o.Image, Kernel: o.Kernel,
 		Disks:    []snapshot.Disk{{Name: deviceDisk, Size: uint64(in.disk.Size()), Layers: o.Names(c.Disk)}},
 		Host:     map[string]string{factsKey: string(facts)},
 		Labels:   o.Labels,
 		Payloads: toPayloads(states),
 		Memory:   source,
-	})
+	}
+	if base != nil {
+		spec.Base, spec.Changed = base, changed
+	}
+	info, err := snapshot.Create(ctx, o.Dir, spec)
 	if err != nil {
 		return nil, err
 	}
 	c.Save = time.Since(begin)
 	c.Manifest = info.Manifest
 	c.Raw = info.Manifest.Stats.Pages * guestmem.PageSize
-	c.Stored = info.SizeBytes
+	c.Stored, c.Shared = info.SizeBytes, info.SharedBytes
+	in.rebase(o.Dir)
 	return c, nil
+}
+
+// rebase makes a snapshot the base of the next. Without one, the next is of all of RAM.
+func (in *Instance) rebase(dir string) {
+	next, err := snapshot.Open(dir)
+	if err != nil {
+		// It is on disk and has been checked as it was written; this one misses
+		// only what comes after it.
+		in.log.Warn("the new snapshot cannot be built upon", "error", err)
+	}
+	if in.base != nil && in.base != in.snap {
+		if err := in.base.Close(); err != nil {
+			in.log.Warn("closing the snapshot before", "error", err)
+		}
+	}
+	in.base, in.captured = next, true
 }
 
 // source is where the snapshot's RAM comes from: pages that a lazy restore has not
@@ -519,6 +608,9 @@ func (in *Instance) Close() error {
 	}
 	if in.pager != nil {
 		errs = append(errs, in.pager.Close())
+	}
+	if in.base != nil && in.base != in.snap {
+		errs = append(errs, in.base.Close())
 	}
 	if in.snap != nil {
 		errs = append(errs, in.snap.Close())

@@ -236,13 +236,17 @@ var ErrStopped = errors.New("stopped from outside")
 
 // SleepResult says what a sleep has done.
 type SleepResult struct {
-	Name        string             `json:"name"`
-	Snapshot    string             `json:"snapshot"`
-	BytesRaw    uint64             `json:"bytes_raw"`
-	BytesStored int64              `json:"bytes_stored"`
-	Stages      map[string]float64 `json:"stages_ms"`
-	Faults      uint64             `json:"faults"`
-	MiBTouched  float64            `json:"mib_touched"`
+	Name        string `json:"name"`
+	Snapshot    string `json:"snapshot"`
+	BytesRaw    uint64 `json:"bytes_raw"`
+	BytesStored int64  `json:"bytes_stored"`
+	// BytesShared are in files that the snapshot has in common with the one
+	// before, and PagesChanged how many pages may differ from it.
+	BytesShared  int64              `json:"bytes_shared"`
+	PagesChanged uint64             `json:"pages_changed"`
+	Stages       map[string]float64 `json:"stages_ms"`
+	Faults       uint64             `json:"faults"`
+	MiBTouched   float64            `json:"mib_touched"`
 }
 
 func (p *process) capture(ctx context.Context, kind, note string) (*Capture, SleepResult, error) {
@@ -256,7 +260,7 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 		labels[labelNote] = note
 	}
 	c, err := p.in.Capture(ctx, CaptureOptions{
-		Dir: p.store.snapshotDir(id), ID: id, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
+		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
 		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
 		Sealed: func(st disk.Stack) error {
@@ -269,6 +273,7 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 	}
 	res := SleepResult{
 		Name: p.r.Spec.Name, Snapshot: id, BytesRaw: c.Raw, BytesStored: c.Stored,
+		BytesShared: c.Shared, PagesChanged: c.Changed,
 		Stages: map[string]float64{"pause": ms(c.Pause), "save": ms(c.Save)},
 	}
 	if f, ok := p.in.Faults(); ok {
@@ -322,7 +327,7 @@ func (p *process) snapshot(ctx context.Context, note string) (SleepResult, error
 	if err != nil {
 		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
-	return res, p.in.Continue()
+	return res, nil
 }
 
 func (p *process) alive() error {

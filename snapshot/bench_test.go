@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"testing"
@@ -164,6 +165,131 @@ func BenchmarkOpen(b *testing.B) {
 					b.Fatal(err)
 				}
 				s.Close()
+			}
+		})
+	}
+}
+
+// BenchmarkDelta writes deltas, without waiting for the disk, of RAM that has
+// something in every chunk: what they cost goes with what has changed, and hardly
+// with the size of RAM.
+func BenchmarkDelta(b *testing.B) {
+	for _, mib := range []uint64{256, 4096, 16384} {
+		r := newRAM(Slot{Size: mib << 20})
+		page := bytes.Repeat([]byte("some text "), 410)[:guestmem.PageSize]
+		for p := uint64(0); p < r.total(); p += ChunkPages {
+			r.pages[p] = page
+		}
+		parent := b.TempDir()
+		if _, err := Create(context.Background(), filepath.Join(parent, "base"), r.spec()); err != nil {
+			b.Fatal(err)
+		}
+		base := open(b, filepath.Join(parent, "base"))
+		for _, dirty := range []struct {
+			name       string
+			pages, run uint64
+		}{{"nothing", 0, 1}, {"256 single pages", 256, 1}, {"256 pages in runs of 16", 256, 16}} {
+			b.Run(fmt.Sprintf("RAM=%dMiB/%s", mib, dirty.name), func(b *testing.B) {
+				changed := guestmem.NewPageSet(r.total())
+				for i := range dirty.pages / dirty.run {
+					first := i * (r.total() / (dirty.pages / dirty.run))
+					changed.Add(first, first+dirty.run)
+					for p := first; p < first+dirty.run; p++ {
+						noise := make([]byte, guestmem.PageSize)
+						fillPage(noise, p, false)
+						r.pages[p] = noise
+					}
+				}
+				var info *Info
+				for i := range b.N {
+					spec := r.spec()
+					spec.Base, spec.Changed = base, changed
+					dir := filepath.Join(parent, fmt.Sprint(i))
+					var err error
+					if info, err = Create(context.Background(), dir, spec); err != nil {
+						b.Fatal(err)
+					}
+					b.StopTimer()
+					if err := os.RemoveAll(dir); err != nil {
+						b.Fatal(err)
+					}
+					b.StartTimer()
+				}
+				b.ReportMetric(float64(info.SizeBytes)/1024, "KiB-written")
+			})
+		}
+	}
+}
+
+// BenchmarkDepth opens snapshots at the beginning and far down a chain, and reads
+// pages of them with nothing in memory but what Open has read.
+func BenchmarkDepth(b *testing.B) {
+	rnd := rand.New(rand.NewPCG(18, 1))
+	r := newRAM(Slot{Size: 256 << 20})
+	for p := range r.total() / 4 {
+		page := make([]byte, guestmem.PageSize)
+		fillPage(page, p, false)
+		r.pages[4*p] = page
+	}
+	parent := b.TempDir()
+	dir := filepath.Join(parent, "0")
+	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+		b.Fatal(err)
+	}
+	for depth := range 1001 {
+		if depth > 0 {
+			base, err := Open(dir)
+			if err != nil {
+				b.Fatal(err)
+			}
+			spec := r.spec()
+			spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
+			for range 4 {
+				first := rnd.Uint64N(r.total()/16) * 16
+				spec.Changed.Add(first, first+16)
+			}
+			next := filepath.Join(parent, fmt.Sprint(depth))
+			if _, err := Create(context.Background(), next, spec); err != nil {
+				b.Fatal(err)
+			}
+			base.Close()
+			if err := os.RemoveAll(dir); err != nil {
+				b.Fatal(err)
+			}
+			dir = next
+		}
+		if depth != 0 && depth != 1 && depth != 1000 {
+			continue
+		}
+		b.Run(fmt.Sprintf("depth=%d/open", depth), func(b *testing.B) {
+			for range b.N {
+				s, err := Open(dir)
+				if err != nil {
+					b.Fatal(err)
+				}
+				b.ReportMetric(float64(len(s.files)), "files")
+				s.Close()
+			}
+		})
+		b.Run(fmt.Sprintf("depth=%d/page", depth), func(b *testing.B) {
+			s := open(b, dir)
+			d, err := NewDecoder()
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer d.Release()
+			var l Leaf
+			buf := make([]byte, maxLeaf)
+			b.ResetTimer()
+			for i := range b.N {
+				page := 4 * (uint64(i) * 2654435761 % (r.total() / 4))
+				if _, err := s.memory.readLeaf(int(page/ChunkPages), &l, buf); err != nil {
+					b.Fatal(err)
+				}
+				frame, _, _ := l.Page(int(page % ChunkPages))
+				if _, err := s.memory.ReadFrame(l.Frame(frame), d); err != nil {
+					b.Fatal(err)
+				}
 			}
 		})
 	}

@@ -2,12 +2,14 @@ package snapshot
 
 import (
 	"context"
-	"errors"
+	"flag"
 	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -16,7 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// crashEnv makes the test binary write one snapshot, of that name, and end.
+// crashEnv makes the test binary write snapshots into that directory until it is
+// killed.
 const crashEnv = "DROWSE_SNAPSHOT_CRASH"
 
 func TestMain(m *testing.M) {
@@ -30,37 +33,108 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-func crashChild(dir string) error {
-	mem, err := guestmem.New(guestmem.MinSize)
-	if err != nil {
-		return err
-	}
-	p := make([]byte, guestmem.PageSize)
-	for page := uint64(0); page < 4000; page++ {
-		fillPage(p, page, page%2 == 0)
-		if err := mem.Write(guestmem.GPA(page*guestmem.PageSize), p); err != nil {
-			return err
+// crashRAM is what RAM is in the n-th snapshot of a chain, and what has changed
+// since the one before.
+func crashRAM(n int) (*ram, *guestmem.PageSet) {
+	r := newRAM(Slot{Size: 3000 * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 1000 * guestmem.PageSize})
+	var changed *guestmem.PageSet
+	for i := range n + 1 {
+		rnd := rand.New(rand.NewPCG(uint64(i), 77))
+		changed = guestmem.NewPageSet(r.total())
+		for range 12 {
+			first := rnd.Uint64N(r.total())
+			changed.Add(first, first+30)
+			for p := first; p < min(first+30, r.total()); p++ {
+				r.set(p, rnd)
+			}
 		}
 	}
-	src, err := NewGuestSource(mem)
-	if err != nil {
-		return err
-	}
-	// The parent's clock starts here.
-	os.Stdout.WriteString("ready\n")
-	_, err = Create(context.Background(), dir, Spec{VCPUs: 1, Memory: src})
-	return err
+	return r, changed
 }
 
-// SIGKILL at any moment leaves the whole snapshot or none of that name, and
-// Clean removes the rest.
-func TestAKilledCreateLeavesAllOrNothing(t *testing.T) {
+// crashNumbers are those of the snapshots in parent, in order. After crashChain of
+// them the chain begins anew.
+func crashNumbers(parent string) ([]int, error) {
+	entries, err := os.ReadDir(parent)
+	var out []int
+	for _, e := range entries {
+		if n, err := strconv.Atoi(e.Name()); err == nil {
+			out = append(out, n)
+		}
+	}
+	slices.Sort(out)
+	return out, err
+}
+
+const crashChain = 40
+
+// crashChild goes on with the chain that is in parent: it writes deltas, compacts
+// one here and there, and removes what is old.
+func crashChild(parent string) error {
+	ctx := context.Background()
+	for {
+		// The parent counts steps, so that there is progress however slow the
+		// machine is.
+		if _, err := os.Stdout.WriteString("."); err != nil {
+			return err
+		}
+		if _, err := Clean(parent); err != nil {
+			return err
+		}
+		have, err := crashNumbers(parent)
+		if err != nil {
+			return err
+		}
+		n := 0
+		if len(have) > 0 {
+			n = have[len(have)-1] + 1
+		}
+		if n == crashChain {
+			for _, k := range have {
+				if err := Remove(filepath.Join(parent, strconv.Itoa(k))); err != nil {
+					return err
+				}
+			}
+			continue
+		}
+		r, changed := crashRAM(n)
+		spec := Spec{VCPUs: 1, Memory: r, maxFiles: 2 + n%7}
+		if n > 0 {
+			if spec.Base, err = Open(filepath.Join(parent, strconv.Itoa(n-1))); err != nil {
+				return err
+			}
+			spec.Changed = changed
+		}
+		dir := filepath.Join(parent, strconv.Itoa(n))
+		if _, err := Create(ctx, dir, spec); err != nil {
+			return err
+		}
+		if spec.Base != nil {
+			spec.Base.Close()
+		}
+		if n%5 == 4 {
+			if _, err := Compact(ctx, dir); err != nil {
+				return err
+			}
+		}
+		if len(have) > 3 {
+			if err := Remove(filepath.Join(parent, strconv.Itoa(have[0]))); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+var kills = flag.Int("snapshot.kills", 20, "how often to kill a process that writes snapshots")
+
+// SIGKILL at any moment leaves every snapshot whole or not there, and Clean
+// removes the rest.
+func TestAKilledWriterLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 	parent := t.TempDir()
-	dir := filepath.Join(parent, "snap")
-	whole, none, stale := 0, 0, 0
-	for range 20 {
+	checked, stale := 0, 0
+	for i := range *kills {
 		cmd := exec.Command(os.Args[0])
-		cmd.Env = append(os.Environ(), crashEnv+"="+dir)
+		cmd.Env = append(os.Environ(), crashEnv+"="+parent)
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()
 		if err != nil {
@@ -69,39 +143,41 @@ func TestAKilledCreateLeavesAllOrNothing(t *testing.T) {
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := io.ReadFull(out, make([]byte, 6)); err != nil {
+		if _, err := io.ReadFull(out, make([]byte, 1+i%3)); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Duration(rand.Int64N(int64(250 * time.Millisecond))))
-		// It may have ended by itself.
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-		s, err := Open(dir)
-		switch {
-		case err == nil:
-			whole++
-			if err := s.Verify(context.Background()); err != nil {
-				t.Fatal(err)
-			}
-			s.Close()
-			if err := os.RemoveAll(dir); err != nil {
-				t.Fatal(err)
-			}
-		case errors.Is(err, ErrNotFound):
-			none++
-		default:
+		// Any moment from here on will do.
+		time.Sleep(time.Duration(rand.Int64N(int64(200 * time.Millisecond))))
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatalf("the writer has ended by itself: %v", err)
+		}
+		if err := cmd.Wait(); err == nil || cmd.ProcessState.Exited() {
+			t.Fatalf("the writer has ended by itself: %v", cmd.ProcessState)
+		}
+		have, err := crashNumbers(parent)
+		if err != nil {
 			t.Fatal(err)
+		}
+		for _, n := range have {
+			r, _ := crashRAM(n)
+			if err := r.verify(filepath.Join(parent, strconv.Itoa(n))); err != nil {
+				t.Fatalf("snapshot %d: %v", n, err)
+			}
+			checked++
 		}
 		n, err := Clean(parent)
 		if err != nil {
 			t.Fatal(err)
 		}
 		stale += n
-		if left, err := os.ReadDir(parent); err != nil || len(left) != 0 {
+		if left, err := os.ReadDir(parent); err != nil || len(left) != len(have) {
 			t.Fatalf("%v is left after Clean (%v)", left, err)
 		}
 	}
-	t.Logf("%d whole, %d none, %d unfinished removed", whole, none, stale)
+	t.Logf("%d kills, %d snapshots checked, %d unfinished removed", *kills, checked, stale)
+	if checked == 0 {
+		t.Error("there never was a snapshot")
+	}
 }
 
 func TestCleanDoesNotDisturbACreateAtWork(t *testing.T) {

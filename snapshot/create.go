@@ -1,7 +1,6 @@
 package snapshot
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -9,12 +8,11 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/klauspost/compress/zstd"
@@ -30,8 +28,8 @@ const (
 	frameLevel = zstd.SpeedFastest
 )
 
-// MaxWriters bounds the goroutines that compress. Each holds up to two chunks of
-// pages, raw and compressed: about 8 MiB.
+// MaxWriters bounds the goroutines that compress. Each holds up to two chunks,
+// compressed, and a few frames: at most 5 MiB.
 const MaxWriters = 32
 
 // Spec says what goes into a snapshot. Memory is required, the rest describes.
@@ -49,22 +47,40 @@ type Spec struct {
 	Labels  map[string]string
 	// Payloads are the states of vCPUs, interrupt controllers, clock, devices.
 	Payloads []Payload
-	// Memory is RAM. The guest must not run, nor a device write, until Create
-	// has returned.
+	// Memory is RAM at the instant of the snapshot. The guest may run on if the
+	// source keeps what it overwrites.
 	Memory MemorySource
+	// Base makes the snapshot a delta: only the pages in Changed are read from
+	// Memory, and the others are what they are in Base, which must be open
+	// until Create returns, on the same file system if files are to be shared,
+	// and of the same layout. Neither may change meanwhile.
+	Base *Snapshot
+	// Changed must have all pages that may differ from Base, among them those
+	// that the guest has given back and that are zeros again.
+	Changed *guestmem.PageSet
 	// Writers is how many goroutines compress, at most MaxWriters; as many as
 	// there are processors if 0.
 	Writers int
 	// FS stands in for the machine's file system, if not nil.
 	FS FS
+
+	// maxFiles is in place of deltaFiles if not 0.
+	maxFiles int
 }
 
 // Info describes a snapshot that has been created.
 type Info struct {
 	Dir      string
 	Manifest *Manifest
-	// SizeBytes is what all files of the snapshot take.
+	// SizeBytes is what has been written: the manifest and the snapshot's own
+	// memory file. A full snapshot has no more.
 	SizeBytes int64
+	// SharedBytes is the size of the files that are links to those of the base.
+	SharedBytes int64
+	// CarriedBytes is how much of SizeBytes was only written because frames of
+	// the base's files were carried over, so that the number of files stays
+	// small and space that nothing refers to can be freed.
+	CarriedBytes int64
 	// ManifestSHA256 is over the whole manifest file, and so pins everything
 	// in the snapshot.
 	ManifestSHA256 string
@@ -77,13 +93,23 @@ const tempPrefix = ".drowse-snapshot-"
 
 // Create writes a snapshot to the directory dir, which must not exist, while its
 // parent must. The snapshot is durable when Create returns, and there is none
-// of that name if it fails: with ErrExists, ErrNoSpace, ErrSpec, the error of
-// the source or of the file system, or the context's. The machine is as it was
-// before in every case.
+// of that name if it fails: with ErrExists, ErrNoSpace, ErrSpec, ErrBase, the
+// error of the source, of the base (ErrCorrupt and the like) or of the file
+// system, or the context's. Machine and base are as they were in every case.
+// Create waits for calls of the source that are under way, then returns.
+//
+// The time and the memory that a delta takes go with the number of chunks that
+// have changed pages, but for the 16 bytes of the root and 64 of the bitmap for
+// each 2 MiB of RAM; once in many deltas it also carries frames over, see
+// FORMAT.md, "Deltas". Beside what the goroutines hold (see MaxWriters), Create
+// keeps the index of what it writes in memory, 2 to 13 KiB for each 2 MiB.
 func Create(ctx context.Context, dir string, spec Spec) (*Info, error) {
-	w := &writer{spec: spec, fs: spec.FS, start: time.Now()}
+	w := &writer{spec: spec, fs: spec.FS, base: spec.Base, start: time.Now(), maxFiles: spec.maxFiles}
 	if w.fs == nil {
 		w.fs = osFS{}
+	}
+	if w.maxFiles == 0 {
+		w.maxFiles = deltaFiles
 	}
 	info, err := w.create(ctx, filepath.Clean(dir))
 	if err != nil {
@@ -96,6 +122,60 @@ type writer struct {
 	spec  Spec
 	fs    FS
 	start time.Time
+	// base is what the index is based on, nil for a full snapshot.
+	base     *Snapshot
+	maxFiles int
+	// dense makes frames that are not full be packed anew, and links nothing.
+	dense bool
+}
+
+// checkBase says whether the delta can be made at all.
+func (w *writer) checkBase(dir string) error {
+	s := &w.spec
+	if s.Base == nil {
+		if s.Changed != nil {
+			return fmt.Errorf("a set of changed pages, and no base that they differ from: %w", ErrSpec)
+		}
+		return nil
+	}
+	bm := s.Base.manifest
+	switch {
+	case s.Changed == nil:
+		return fmt.Errorf("a base, and no set of pages that have changed: %w", ErrSpec)
+	case s.Base.memory == nil || s.Base.files == nil:
+		return fmt.Errorf("the base %s is closed: %w", s.Base.dir, ErrBase)
+	case !slices.Equal(bm.Memory.Slots, s.Memory.Slots()):
+		return fmt.Errorf("RAM is laid out as %v, in the base %s as %v: %w: make a full snapshot",
+			s.Memory.Slots(), s.Base.dir, bm.Memory.Slots, ErrBase)
+	case s.Changed.Pages() != s.Base.memory.pages:
+		return fmt.Errorf("a set of changed pages for %d pages of RAM, which has %d: %w", s.Changed.Pages(), s.Base.memory.pages, ErrSpec)
+	case s.ID == bm.ID:
+		return fmt.Errorf("the id %s is that of the base: %w: choose another", s.ID, ErrBase)
+	case bm.Depth == math.MaxUint32 || w.number() == 0:
+		return fmt.Errorf("the chain of the base is too long: %w: make a full snapshot", ErrBase)
+	}
+	// Nothing else belongs into a snapshot.
+	rel, err := filepath.Rel(absolute(s.Base.dir), absolute(dir))
+	if err == nil && rel != "." && rel != ".." && !strings.HasPrefix(rel, "../") {
+		return fmt.Errorf("%s is inside of its base %s: %w: choose another name", dir, s.Base.dir, ErrBase)
+	}
+	return nil
+}
+
+func absolute(name string) string {
+	if a, err := filepath.Abs(name); err == nil {
+		return a
+	}
+	return filepath.Clean(name)
+}
+
+// number is what the index calls the new file; 0 if there are no more numbers.
+func (w *writer) number() uint32 {
+	if w.base == nil {
+		return 1
+	}
+	files := w.base.manifest.Memory.Files
+	return files[len(files)-1].Number + 1
 }
 
 func (w *writer) manifest() (*Manifest, error) {
@@ -110,18 +190,20 @@ func (w *writer) manifest() (*Manifest, error) {
 		created = w.start
 	}
 	m := &Manifest{
-		Version: Version, Arch: arch, ID: id, Parents: []string{}, CreatedUnixNano: created.UnixNano(),
+		Version: Version, Arch: arch, ID: id, CreatedUnixNano: created.UnixNano(),
 		Sandbox: s.Sandbox, VCPUs: s.VCPUs, Kernel: s.Kernel, Image: s.Image,
 		Disks: slices.Clone(s.Disks), Host: s.Host, Labels: s.Labels,
 		Memory: MemoryLayout{Slots: s.Memory.Slots()},
+	}
+	if b := s.Base; b != nil {
+		m.Base, m.Depth = b.manifest.ID, b.manifest.Depth+1
 	}
 	if err := checkSlots(m.Memory.Slots); err != nil {
 		return nil, err
 	}
 	// What can be refused is refused before RAM is written.
 	probe := *m
-	probe.Memory.Files = []MemoryFile{{ID: id, Name: MemoryName, Size: maxFileSize}}
-	probe.Memory.Root = Extent{File: 1, Offset: fileHeader, Length: int64(chunksOf(m.RAM())) * rootEntry}
+	probe.Memory.Files = []MemoryFile{{Number: w.number(), ID: id, Name: MemoryName, Size: fileHeader + m.rootBytes(), Index: fileHeader}}
 	_, err := encodeManifest(&probe, s.Payloads)
 	return m, err
 }
@@ -131,9 +213,12 @@ func randomID() (id [16]byte) {
 	return id
 }
 
-func (w *writer) create(ctx context.Context, dir string) (info *Info, err error) {
+func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 	if w.spec.Memory == nil {
 		return nil, fmt.Errorf("no source of RAM: %w", ErrSpec)
+	}
+	if err := w.checkBase(dir); err != nil {
+		return nil, err
 	}
 	m, err := w.manifest()
 	if err != nil {
@@ -146,32 +231,57 @@ func (w *writer) create(ctx context.Context, dir string) (info *Info, err error)
 	} else if exists {
 		return nil, fs.ErrExist
 	}
-	// What is certainly too little is refused at once; how far the pages can be
-	// compressed is not known before they are.
-	if free, ferr := w.fs.Free(parent); ferr == nil {
-		if need := uint64(payloadBytes(w.spec.Payloads)) + chunksOf(m.RAM())*rootEntry + guestmem.PageSize; free < need {
-			return nil, fmt.Errorf("%s has %d bytes left and %d are needed at least: %w", parent, free, need, ErrNoSpace)
-		}
+	if err := w.checkFree(parent, m, w.spec.Payloads); err != nil {
+		return nil, err
 	}
+	info, err := w.build(ctx, parent, m, w.spec.Payloads, func(temp string) (string, error) {
+		if err := w.fs.Rename(temp, dir); err != nil {
+			return temp, err
+		}
+		return dir, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	info.Dir = dir
+	return info, nil
+}
+
+// checkFree refuses at once what is certainly too little space; how far the
+// pages can be compressed is not known before they are.
+func (w *writer) checkFree(parent string, m *Manifest, payloads []Payload) error {
+	need := uint64(payloadBytes(payloads)) + uint64(m.rootBytes()) + guestmem.PageSize
+	if free, err := w.fs.Free(parent); err == nil && free < need {
+		return fmt.Errorf("%s has %d bytes left and %d are needed at least: %w", parent, free, need, ErrNoSpace)
+	}
+	return nil
+}
+
+// build writes the files of the snapshot m into a temporary directory in
+// parent and makes it durable. Then commit gives it its name, in one step, and
+// says what must be removed if anything fails from then on.
+func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads []Payload,
+	commit func(temp string) (string, error)) (info *Info, err error) {
 	temp, lock, err := w.tempDir(parent)
 	if err != nil {
 		return nil, err
 	}
 	defer lock.Close()
-	done := false
+	unwanted := temp
 	defer func() {
-		if !done {
-			err = errors.Join(err, w.fs.RemoveAll(temp))
+		if unwanted != "" {
+			err = errors.Join(err, w.fs.RemoveAll(unwanted))
 		}
 	}()
+	info = &Info{Manifest: m}
 	memSize, err := w.writeFile(filepath.Join(temp, MemoryName), func(f File) (int64, error) {
-		return w.writeMemory(ctx, f, m)
+		return w.writeMemory(ctx, f, temp, info)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("RAM: %w", err)
 	}
 	wrote := time.Now()
-	body, err := encodeManifest(m, w.spec.Payloads)
+	body, err := encodeManifest(m, payloads)
 	if err != nil {
 		return nil, err
 	}
@@ -187,20 +297,18 @@ func (w *writer) create(ctx context.Context, dir string) (info *Info, err error)
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
 	}
-	if err := w.fs.Rename(temp, dir); err != nil {
+	// From here on the snapshot has its name, unless this fails.
+	if unwanted, err = commit(temp); err != nil {
 		return nil, err
 	}
-	// From here on the snapshot has its name.
-	temp = dir
 	if err := w.fs.SyncDir(parent); err != nil {
 		return nil, fmt.Errorf("making the name durable: %w", err)
 	}
-	done = true
-	return &Info{
-		Dir: dir, Manifest: m, SizeBytes: memSize + int64(len(body)),
-		ManifestSHA256: manifestDigest(body),
-		WriteTime:      wrote.Sub(w.start), CommitTime: time.Since(wrote),
-	}, nil
+	unwanted = ""
+	info.SizeBytes = memSize + int64(len(body))
+	info.ManifestSHA256 = manifestDigest(body)
+	info.WriteTime, info.CommitTime = wrote.Sub(w.start), time.Since(wrote)
+	return info, nil
 }
 
 // tempTries is how often Clean may snatch a directory away before it is locked.
@@ -271,259 +379,29 @@ func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int6
 	return n, f.Sync()
 }
 
-// A unit is one chunk on its way through the writer. Units are reused, so memory
-// is bounded by their number.
-type unit struct {
-	chunk uint64
-	// data marks the pages that may hold something.
-	data [ChunkPages / 64]uint64
-	done chan struct{}
-	err  error
-
-	read  []byte // pages as they come from the source
-	raw   []byte // pages of the frame being filled
-	slots []int  // and their places in the chunk
-	blob  []byte // frames; their offsets count from its start
-	leaf  Leaf
-	pages uint64
-}
-
-// readPages is how many pages a unit asks for at once.
-const readPages = 64
-
-func (w *writer) writers() int {
-	n := w.spec.Writers
-	if n <= 0 {
-		n = runtime.GOMAXPROCS(0)
+// Remove removes the snapshot in dir, or what is left of it, so that a crash
+// leaves all of it or nothing of that name; Clean removes the rest. Files that
+// other snapshots have links to stay theirs. It is no error if there is none.
+func Remove(dir string) error {
+	if err := remove(filepath.Clean(dir), osFS{}); err != nil {
+		return fmt.Errorf("removing snapshot %s: %w", dir, err)
 	}
-	return min(n, MaxWriters)
+	return nil
 }
 
-// writeMemory writes the memory file and completes m.
-func (w *writer) writeMemory(ctx context.Context, f File, m *Manifest) (int64, error) {
+func remove(dir string, fsys FS) error {
 	id := randomID()
-	root := make([]byte, chunksOf(m.RAM())*rootEntry)
-	out := &memoryWriter{f: f, root: root}
-	if err := out.write(encodeFileHeader(id)); err != nil {
-		return 0, err
-	}
-	if err := w.pump(ctx, m.RAM()/guestmem.PageSize, out); err != nil {
-		return 0, err
-	}
-	for i := range out.leaves {
-		l := &out.leaves[i]
-		ref := rootRef{file: 1, offset: out.size, frames: l.frames, crc: checksum(l.data)}
-		ref.put(root[l.chunk*rootEntry:])
-		if err := out.write(l.data); err != nil {
-			return 0, err
-		}
-	}
-	m.Memory.Root = Extent{File: 1, Offset: out.size, Length: int64(len(root)), CRC32C: checksum(root)}
-	if err := out.write(root); err != nil {
-		return 0, err
-	}
-	m.Memory.Files = []MemoryFile{{ID: hex.EncodeToString(id[:]), Name: MemoryName, Size: out.size}}
-	m.Stats = out.stats
-	return out.size, nil
-}
-
-// pump moves all pages from the source through the compressing goroutines into
-// out, in the order of their numbers: a unit is taken from free, given to a
-// goroutine by work, and to the one that writes, this one, by order.
-func (w *writer) pump(ctx context.Context, pages uint64, out *memoryWriter) error {
-	ctx, cancel := context.WithCancel(ctx)
-	n := w.writers()
-	units := 2 * n
-	free, work, order := make(chan *unit, units), make(chan *unit, units), make(chan *unit, units)
-	for range units {
-		free <- &unit{done: make(chan struct{}, 1)}
-	}
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	defer cancel()
-	var scanErr error
-	wg.Go(func() {
-		defer close(order)
-		defer close(work)
-		scanErr = w.scan(ctx, pages, free, work, order)
-	})
-	for range n {
-		wg.Go(func() {
-			c, err := newCompressor(frameLevel)
-			if err == nil {
-				defer c.enc.Close()
-			}
-			for u := range work {
-				if u.err = err; err == nil && ctx.Err() == nil {
-					u.err = u.fill(w.spec.Memory, c)
-				}
-				u.done <- struct{}{}
-			}
-		})
-	}
-	for u := range order {
-		<-u.done
-		if err := ctx.Err(); err != nil {
-			return context.Cause(ctx)
-		}
-		if u.err != nil {
-			return u.err
-		}
-		if err := out.add(u); err != nil {
-			return err
-		}
-		free <- u
-	}
-	// order is closed, so scan has returned.
-	return scanErr
-}
-
-// scan cuts what the source has into units, one for each chunk with data.
-func (w *writer) scan(ctx context.Context, pages uint64, free <-chan *unit, work, order chan<- *unit) error {
-	for page := uint64(0); page < pages; {
-		first, end, err := w.spec.Memory.NextData(page)
-		if err != nil {
-			return err
-		}
-		if first < page || end < first || end > pages {
-			return fmt.Errorf("source of RAM has data at pages %d to %d after page %d of %d: %w", first, end, page, pages, ErrSpec)
-		}
-		if first == end {
-			return nil
-		}
-		chunk := first / ChunkPages
-		limit := min((chunk+1)*ChunkPages, pages)
-		last := min(end, limit)
-		// Further runs in the same chunk belong to the same unit.
-		var data [ChunkPages / 64]uint64
-		mark(&data, first, last)
-		for last < limit {
-			f, e, err := w.spec.Memory.NextData(last)
-			if err != nil {
-				return err
-			}
-			if f < last || e < f || e > pages {
-				return fmt.Errorf("source of RAM has data at pages %d to %d after page %d of %d: %w", f, e, last, pages, ErrSpec)
-			}
-			if f == e || f >= limit {
-				break
-			}
-			last = min(e, limit)
-			mark(&data, f, last)
-		}
-		var u *unit
-		select {
-		case u = <-free:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-		u.chunk, u.data = chunk, data
-		// Both have room for every unit there is.
-		work <- u
-		order <- u
-		page = limit
-	}
-	return nil
-}
-
-// mark sets the bits of pages [first, end) of a chunk.
-func mark(data *[ChunkPages / 64]uint64, first, end uint64) {
-	for p := first; p < end; p++ {
-		i := p % ChunkPages
-		data[i/64] |= 1 << (i % 64)
-	}
-}
-
-var zeroPage [guestmem.PageSize]byte
-
-// fill reads the unit's pages and packs what is not zeros into frames.
-func (u *unit) fill(src MemorySource, c *compressor) error {
-	if u.read == nil {
-		u.read = make([]byte, readPages*guestmem.PageSize)
-		u.raw = make([]byte, 0, FramePages*guestmem.PageSize)
-		u.slots = make([]int, 0, FramePages)
-	}
-	u.blob, u.raw, u.slots, u.pages = u.blob[:0], u.raw[:0], u.slots[:0], 0
-	u.leaf.frames = u.leaf.frames[:0]
-	clear(u.leaf.pages[:])
-	for i := 0; i < ChunkPages; {
-		n := 0
-		for n < readPages && i+n < ChunkPages && u.data[(i+n)/64]>>((i+n)%64)&1 != 0 {
-			n++
-		}
-		if n == 0 {
-			i++
-			continue
-		}
-		b := u.read[:n*guestmem.PageSize]
-		if err := src.ReadPages(u.chunk*ChunkPages+uint64(i), b); err != nil {
-			return err
-		}
-		for ; len(b) > 0; b, i = b[guestmem.PageSize:], i+1 {
-			page := b[:guestmem.PageSize]
-			if bytes.Equal(page, zeroPage[:]) {
-				continue
-			}
-			u.raw = append(u.raw, page...)
-			u.slots = append(u.slots, i)
-			if len(u.slots) == FramePages {
-				u.flush(c)
-			}
-		}
-	}
-	if len(u.slots) > 0 {
-		u.flush(c)
-	}
-	return nil
-}
-
-// flush makes a frame of the collected pages.
-func (u *unit) flush(c *compressor) {
-	at := int64(len(u.blob))
-	var f Frame
-	u.blob, f = c.append(u.blob, u.raw)
-	f.offset, f.file = at, 1
-	for slot, page := range u.slots {
-		u.leaf.setPage(page, len(u.leaf.frames), slot)
-	}
-	u.leaf.frames = append(u.leaf.frames, f)
-	u.pages += uint64(len(u.slots))
-	u.raw, u.slots = u.raw[:0], u.slots[:0]
-}
-
-// memoryWriter puts units one after the other into the file.
-type memoryWriter struct {
-	f      File
-	size   int64
-	root   []byte
-	leaves []encodedLeaf
-	stats  Stats
-}
-
-type encodedLeaf struct {
-	chunk  uint64
-	frames int
-	data   []byte
-}
-
-func (o *memoryWriter) write(p []byte) error {
-	n, err := o.f.Write(p)
-	o.size += int64(n)
-	return err
-}
-
-func (o *memoryWriter) add(u *unit) error {
-	if u.pages == 0 {
+	temp := filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
+	if err := fsys.Rename(dir, temp); errors.Is(err, fs.ErrNotExist) {
 		return nil
+	} else if err != nil {
+		return err
 	}
-	for i := range u.leaf.frames {
-		u.leaf.frames[i].offset += o.size
+	// It must not come back without some of its files.
+	if err := fsys.SyncDir(filepath.Dir(dir)); err != nil {
+		return err
 	}
-	o.leaves = append(o.leaves, encodedLeaf{chunk: u.chunk, frames: len(u.leaf.frames), data: encodeLeaf(nil, u.chunk, &u.leaf)})
-	o.stats.Pages += u.pages
-	o.stats.Frames += uint64(len(u.leaf.frames))
-	o.stats.StoredBytes += uint64(len(u.blob))
-	return o.write(u.blob)
+	return fsys.RemoveAll(temp)
 }
 
 // IsTemp reports whether a name in the parent directory is that of a snapshot that

@@ -5,6 +5,9 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -16,11 +19,10 @@ import (
 )
 
 // smallSnapshot has frames of both codecs in two chunks, and is small enough to
-// try every bit of it. It returns the pages that are not zeros.
-func smallSnapshot(t testing.TB) (dir string, want map[uint64][]byte) {
+// try every bit of it.
+func smallSnapshot(t testing.TB) (dir string, r *ram) {
 	t.Helper()
-	mem := testMemory(t, guestmem.MinSize)
-	want = map[uint64][]byte{}
+	r = newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 40 * guestmem.PageSize})
 	for _, page := range []uint64{0, 1, 3, ChunkPages - 1, 2 * ChunkPages} {
 		p := make([]byte, guestmem.PageSize)
 		if page == 2*ChunkPages {
@@ -28,15 +30,74 @@ func smallSnapshot(t testing.TB) (dir string, want map[uint64][]byte) {
 		} else {
 			copy(p[page:], "a little text")
 		}
-		want[page] = p
-		writePage(t, mem, page, p)
+		r.pages[page] = p
 	}
 	dir = filepath.Join(t.TempDir(), "snap")
-	spec := testSpec(t, mem)
-	if _, err := Create(context.Background(), dir, spec); err != nil {
+	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
 		t.Fatal(err)
 	}
-	return dir, want
+	return dir, r
+}
+
+// smallDelta is a delta on such a snapshot: a chunk with frames in two files, one
+// with a leaf in the old file, and parts of the old file that it does not need.
+func smallDelta(t testing.TB) (dir string, r *ram) {
+	t.Helper()
+	full, before := smallSnapshot(t)
+	s := open(t, full)
+	r = before.clone()
+	changed := guestmem.NewPageSet(r.total())
+	changed.Add(1, 3)
+	delete(r.pages, 1)
+	r.pages[2] = bytes.Repeat([]byte("other text"), 410)[:guestmem.PageSize]
+	dir = full + "-delta"
+	r.delta(t, dir, s, changed)
+	return dir, r
+}
+
+// small are the snapshots that are damaged bit by bit.
+var small = []struct {
+	name string
+	make func(t testing.TB) (string, *ram)
+}{
+	{"full", smallSnapshot},
+	{"delta", smallDelta},
+}
+
+// needed marks the bytes of the memory files that the snapshot refers to. The
+// files of ancestors have others too.
+func needed(t *testing.T, dir string) map[string][]bool {
+	t.Helper()
+	s := open(t, dir)
+	out := map[string][]bool{}
+	for _, f := range s.manifest.Memory.Files {
+		out[f.Name] = make([]bool, f.Size)
+	}
+	m := s.Memory()
+	mark := func(file *memoryFile, at int64, n int) {
+		for i := range n {
+			out[file.name][at+int64(i)] = true
+		}
+	}
+	for i := range m.files {
+		mark(&m.files[i], 0, fileHeader)
+	}
+	mark(&m.files[len(m.files)-1], m.files[len(m.files)-1].root, len(m.root))
+	for c := range m.Chunks() {
+		l, err := m.Leaf(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if l == nil {
+			continue
+		}
+		r := m.ref(c)
+		mark(m.file(r.file), r.offset, r.length())
+		for i := range l.NumFrames() {
+			mark(m.file(l.Frame(i).File()), l.Frame(i).Offset(), l.Frame(i).StoredBytes())
+		}
+	}
+	return out
 }
 
 func isTyped(err error) bool {
@@ -48,9 +109,9 @@ func isTyped(err error) bool {
 	return false
 }
 
-// readAll opens the snapshot and reads all pages of the two chunks. It returns
-// the first error; wrong bytes are fatal.
-func readAll(t *testing.T, dir string, want map[uint64][]byte, what string) error {
+// readAll opens the snapshot and reads all pages. It returns the first error;
+// wrong bytes are fatal.
+func readAll(t *testing.T, dir string, want *ram, what string) error {
 	t.Helper()
 	s, err := Open(dir)
 	if err != nil {
@@ -62,107 +123,323 @@ func readAll(t *testing.T, dir string, want map[uint64][]byte, what string) erro
 		t.Fatal(err)
 	}
 	defer d.Release()
+	return s.readAll(t, want, what, d)
+}
+
+// again opens the memory files anew, as Open does, and reads all pages, when only
+// they can have changed: the manifest takes most of the time.
+func (s *Snapshot) again(t *testing.T, want *ram, what string, d *Decoder) error {
+	t.Helper()
+	root, err := os.OpenRoot(s.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	n := &Snapshot{dir: s.dir, manifest: s.manifest, payloads: s.payloads}
+	defer n.Close()
+	if err := n.openMemory(root); err != nil {
+		return err
+	}
+	return n.readAll(t, want, what, d)
+}
+
+func (s *Snapshot) readAll(t *testing.T, want *ram, what string, d *Decoder) error {
+	t.Helper()
 	if !bytes.Equal(s.Payloads()[0].Data, []byte("regs")) {
 		t.Fatalf("%s: a payload has wrong bytes", what)
 	}
 	var first error
-	got := make([]byte, guestmem.PageSize)
-	for _, page := range []uint64{0, 1, 2, 3, 4, ChunkPages - 1, ChunkPages, 2 * ChunkPages, 2*ChunkPages + 1, 5 * ChunkPages} {
-		if err := s.Memory().ReadPage(page, got, d); err != nil {
-			if first == nil {
-				first = err
-			}
+	note := func(err error) {
+		if first == nil {
+			first = err
+		}
+	}
+	m := s.Memory()
+	for c := range m.Chunks() {
+		l, err := m.Leaf(c)
+		if err != nil {
+			note(err)
 			continue
 		}
-		w := want[page]
-		if w == nil {
-			w = zeroPage[:]
+		pages := m.chunkPages(c)
+		// place[k] are the pages of frame k by their slots, -1 for none.
+		var place [][MaxFramePages]int
+		if l != nil {
+			place = make([][MaxFramePages]int, l.NumFrames())
 		}
-		if !bytes.Equal(got, w) {
-			t.Fatalf("%s: page %d has wrong bytes", what, page)
+		for k := range place {
+			for slot := range place[k] {
+				place[k][slot] = -1
+			}
+		}
+		for i := range pages {
+			if l == nil {
+				break
+			}
+			if k, slot, ok := l.Page(i); ok {
+				place[k][slot] = i
+			}
+		}
+		for page := range want.pages {
+			if page/ChunkPages != uint64(c) {
+				continue
+			}
+			stored := false
+			if l != nil {
+				_, _, stored = l.Page(int(page % ChunkPages))
+			}
+			if !stored {
+				t.Fatalf("%s: page %d has become zeros", what, page)
+			}
+		}
+		for k := range place {
+			raw, err := m.ReadFrame(l.Frame(k), d)
+			if err != nil {
+				note(err)
+				continue
+			}
+			for slot, i := range place[k] {
+				if i < 0 {
+					continue
+				}
+				if page := c*ChunkPages + i; !bytes.Equal(raw[slot*guestmem.PageSize:][:guestmem.PageSize], want.pages[uint64(page)]) {
+					t.Fatalf("%s: page %d has wrong bytes", what, page)
+				}
+			}
 		}
 	}
 	return first
 }
 
 func TestEveryFlippedBitIsRefused(t *testing.T) {
-	dir, want := smallSnapshot(t)
-	if err := readAll(t, dir, want, "undamaged"); err != nil {
+	for _, sn := range small {
+		t.Run(sn.name, func(t *testing.T) {
+			dir, want := sn.make(t)
+			if err := readAll(t, dir, want, "undamaged"); err != nil {
+				t.Fatal(err)
+			}
+			need := needed(t, dir)
+			entries, err := os.ReadDir(dir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			spare := 0
+			for _, e := range entries {
+				spare += flipEveryBit(t, dir, e.Name(), want, need[e.Name()])
+			}
+			if (spare > 0) != (sn.name == "delta") {
+				t.Errorf("%d bytes that nothing refers to", spare)
+			}
+			if err := readAll(t, dir, want, "repaired"); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// flipEveryBit returns how many bytes of the file may have any value, because
+// nothing refers to them.
+func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare int) {
+	t.Helper()
+	f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR, 0)
+	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{ManifestName, MemoryName} {
-		f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR, 0)
-		if err != nil {
+	defer f.Close()
+	data, err := os.ReadFile(f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%s has %d bytes", name, len(data))
+	whole := open(t, dir)
+	d, err := NewDecoder()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Release()
+	step := 1
+	if testing.Short() {
+		step = 17
+	}
+	for i := 0; i < len(data)*8; i += step {
+		bad := data[i/8] ^ 1<<(i%8)
+		if _, err := f.WriteAt([]byte{bad}, int64(i/8)); err != nil {
 			t.Fatal(err)
 		}
-		defer f.Close()
-		data, err := os.ReadFile(f.Name())
-		if err != nil {
+		if what := name + " with a flipped bit"; name == ManifestName {
+			err = readAll(t, dir, want, what)
+		} else {
+			err = whole.again(t, want, what, d)
+		}
+		switch {
+		case err == nil && (need == nil || need[i/8]):
+			t.Errorf("%s: bit %d of byte %d: nothing was noticed", name, i%8, i/8)
+		case err == nil:
+			spare++
+		case need != nil && !need[i/8]:
+			t.Errorf("%s: bit %d of byte %d, which is not needed: %v", name, i%8, i/8, err)
+		case !isTyped(err):
+			t.Errorf("%s: bit %d of byte %d: untyped error %v", name, i%8, i/8, err)
+		}
+		if _, err := f.WriteAt(data[i/8:i/8+1], int64(i/8)); err != nil {
 			t.Fatal(err)
-		}
-		t.Logf("%s has %d bytes", name, len(data))
-		step := 1
-		if testing.Short() {
-			step = 17
-		}
-		for i := 0; i < len(data)*8; i += step {
-			bad := data[i/8] ^ 1<<(i%8)
-			if _, err := f.WriteAt([]byte{bad}, int64(i/8)); err != nil {
-				t.Fatal(err)
-			}
-			what := name + " with a flipped bit"
-			err := readAll(t, dir, want, what)
-			if err == nil {
-				t.Errorf("%s: bit %d of byte %d: nothing was noticed", what, i%8, i/8)
-			} else if !isTyped(err) {
-				t.Errorf("%s: bit %d of byte %d: untyped error %v", what, i%8, i/8, err)
-			}
-			if _, err := f.WriteAt(data[i/8:i/8+1], int64(i/8)); err != nil {
-				t.Fatal(err)
-			}
 		}
 	}
-	if err := readAll(t, dir, want, "repaired"); err != nil {
+	return spare / 8
+}
+
+func TestEveryTruncationIsRefusedByOpen(t *testing.T) {
+	for _, sn := range small {
+		t.Run(sn.name, func(t *testing.T) {
+			dir, want := sn.make(t)
+			entries, err := os.ReadDir(dir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, e := range entries {
+				truncateEverywhere(t, dir, e.Name())
+			}
+			if err := readAll(t, dir, want, "repaired"); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+func truncateEverywhere(t *testing.T, dir, name string) {
+	t.Helper()
+	path := filepath.Join(dir, name)
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n := len(data) - 1; n >= 0; n-- {
+		if err := os.Truncate(path, int64(n)); err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(dir)
+		if err == nil {
+			s.Close()
+			t.Fatalf("%s cut to %d bytes of %d was opened", name, n, len(data))
+		}
+		if !errors.Is(err, ErrIncomplete) {
+			t.Fatalf("%s cut to %d bytes of %d: got %v, want ErrIncomplete", name, n, len(data), err)
+		}
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(dir); !errors.Is(err, ErrIncomplete) {
+		t.Fatalf("%s is missing: got %v, want ErrIncomplete", name, err)
+	}
+	if err := os.WriteFile(path, append(bytes.Clone(data), 0), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(dir); !errors.Is(err, ErrCorrupt) {
+		t.Fatalf("%s is one byte longer: got %v, want ErrCorrupt", name, err)
+	}
+	if err := os.WriteFile(path, data, 0o600); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func TestEveryTruncationIsRefusedByOpen(t *testing.T) {
-	dir, _ := smallSnapshot(t)
-	for _, name := range []string{ManifestName, MemoryName} {
-		path := filepath.Join(dir, name)
-		data, err := os.ReadFile(path)
+var corruptions = flag.Int("snapshot.corruptions", 0, "how many random corruptions of a larger snapshot to try; 0: 20,000, or 2,000 with -short or -race")
+
+// Random damage of every kind to a larger chain: runs of bytes that are
+// overwritten, moved, swapped or zeroed, sectors that are lost.
+func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
+	n := *corruptions
+	if n == 0 {
+		n = 20000
+		if testing.Short() || raceEnabled {
+			n = 2000
+		}
+	}
+	rnd := rand.New(rand.NewPCG(12, 12))
+	r := newRAM(Slot{Size: 1200 * guestmem.PageSize})
+	parent := t.TempDir()
+	dir := filepath.Join(parent, "0")
+	for p := uint64(0); p < r.total(); p += 16 {
+		r.set(p, rnd)
+	}
+	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 {
+		changed := guestmem.NewPageSet(r.total())
+		for range 8 {
+			p := rnd.Uint64N(r.total())
+			changed.Add(p, p+1)
+			r.set(p, rnd)
+		}
+		base := open(t, dir)
+		dir = filepath.Join(parent, fmt.Sprint(i+1))
+		r.delta(t, dir, base, changed)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	var files []*os.File
+	var good [][]byte
+	total := 0
+	for _, e := range entries {
+		f, err := os.OpenFile(filepath.Join(dir, e.Name()), os.O_RDWR, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for n := len(data) - 1; n >= 0; n-- {
-			if err := os.Truncate(path, int64(n)); err != nil {
-				t.Fatal(err)
-			}
-			s, err := Open(dir)
-			if err == nil {
-				s.Close()
-				t.Fatalf("%s cut to %d bytes of %d was opened", name, n, len(data))
-			}
-			if !errors.Is(err, ErrIncomplete) {
-				t.Fatalf("%s cut to %d bytes of %d: got %v, want ErrIncomplete", name, n, len(data), err)
-			}
-		}
-		if err := os.Remove(path); err != nil {
+		defer f.Close()
+		b, err := os.ReadFile(f.Name())
+		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Open(dir); !errors.Is(err, ErrIncomplete) {
-			t.Fatalf("%s is missing: got %v, want ErrIncomplete", name, err)
+		names, files, good, total = append(names, e.Name()), append(files, f), append(good, b), total+len(b)
+	}
+	noticed := 0
+	for i := range n {
+		k := rnd.IntN(len(files))
+		bad := bytes.Clone(good[k])
+		for range 1 + rnd.IntN(3) {
+			at := rnd.IntN(len(bad))
+			run := min(1+rnd.IntN([]int{1, 8, 600}[rnd.IntN(3)]), len(bad)-at)
+			switch rnd.IntN(4) {
+			case 0:
+				for j := range run {
+					bad[at+j] = byte(rnd.Uint32())
+				}
+			case 1:
+				clear(bad[at : at+run])
+			case 2:
+				copy(bad[at:at+run], good[k][rnd.IntN(len(bad)):])
+			case 3: // a lost sector
+				at &^= 511
+				clear(bad[at:min(at+512, len(bad))])
+			}
 		}
-		if err := os.WriteFile(path, append(data, 0), 0o600); err != nil {
+		if _, err := files[k].WriteAt(bad, 0); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Open(dir); !errors.Is(err, ErrCorrupt) {
-			t.Fatalf("%s is one byte longer: got %v, want ErrCorrupt", name, err)
+		err := readAll(t, dir, r, names[k])
+		if err != nil {
+			noticed++
+			if !isTyped(err) {
+				t.Fatalf("damage %d of %s: untyped error %v", i, names[k], err)
+			}
 		}
-		if err := os.WriteFile(path, data, 0o600); err != nil {
+		if err == nil && k == 0 && !bytes.Equal(bad, good[k]) {
+			t.Fatalf("damage %d of %s was not noticed", i, names[k])
+		}
+		if _, err := files[k].WriteAt(good[k], 0); err != nil {
 			t.Fatal(err)
 		}
+	}
+	t.Logf("%d corruptions of %d files of %d KiB: %d refused, none gave a wrong page", n, len(files), total>>10, noticed)
+	if noticed < n/2 {
+		t.Errorf("only %d were noticed", noticed)
+	}
+	if err := readAll(t, dir, r, "repaired"); err != nil {
+		t.Fatal(err)
 	}
 }
 

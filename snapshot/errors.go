@@ -28,6 +28,8 @@ var (
 	ErrExists = errors.New("snapshot exists already")
 	// ErrNoSpace: the file system is full (or a quota is used up).
 	ErrNoSpace = errors.New("not enough disk space for the snapshot")
+	// ErrBase: a delta cannot be made on that base.
+	ErrBase = errors.New("unusable base for a delta")
 	// ErrSpec: the caller asked for something that a snapshot cannot hold.
 	ErrSpec = errors.New("unusable snapshot description")
 )

@@ -1,12 +1,16 @@
 package snapshot
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
 	"io/fs"
+	"maps"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -22,12 +26,15 @@ type failFS struct {
 	err   error
 	short bool // a write does half of its work first
 	calls int
-	free  uint64
+	// failed is the call that has failed.
+	failed string
+	free   uint64
 }
 
 func (f *failFS) fail(op, name string) error {
 	f.calls++
 	if f.calls == f.n {
+		f.failed = op + " " + name
 		return &fs.PathError{Op: op, Path: name, Err: f.err}
 	}
 	return nil
@@ -62,11 +69,22 @@ func (f *failFS) Rename(a, b string) error {
 	return f.osFS.Rename(a, b)
 }
 
-func (f *failFS) SyncDir(name string) error {
-	if err := f.fail("sync", name); err != nil {
+func (f *failFS) Link(a, b string) error {
+	if err := f.fail("link", b); err != nil {
 		return err
 	}
-	return f.osFS.SyncDir(name)
+	return f.osFS.Link(a, b)
+}
+
+func (f *failFS) Exchange(a, b string) error {
+	if err := f.fail("exchange", b); err != nil {
+		return err
+	}
+	return f.osFS.Exchange(a, b)
+}
+
+func (f *failFS) SyncDir(name string) error {
+	return f.fail("sync", name)
 }
 
 func (f *failFS) Free(name string) (uint64, error) {
@@ -94,10 +112,8 @@ func (f *failFile) Write(p []byte) (int, error) {
 }
 
 func (f *failFile) Sync() error {
-	if err := f.fs.fail("fsync", f.name); err != nil {
-		return err
-	}
-	return f.File.Sync()
+	// Nobody cuts the power here.
+	return f.fs.fail("fsync", f.name)
 }
 
 func (f *failFile) Close() error {
@@ -105,60 +121,176 @@ func (f *failFile) Close() error {
 	return errors.Join(err, f.File.Close())
 }
 
+// What is done when a call fails: a full snapshot, a delta that links the files of
+// its base, one that carries everything over, and a compaction.
+var failing = []struct {
+	name string
+	// calls is how many there must be at least, or the test tests nothing.
+	calls int
+	run   func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error
+}{
+	{"full", 13, func(fs FS, dir string, _ *Snapshot, r *ram, _ *guestmem.PageSet) error {
+		spec := r.spec()
+		spec.FS = fs
+		_, err := Create(context.Background(), dir, spec)
+		return err
+	}},
+	{"delta", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
+		spec := r.spec()
+		spec.FS, spec.Base, spec.Changed = fs, base, changed
+		_, err := Create(context.Background(), dir, spec)
+		return err
+	}},
+	{"delta that carries frames over", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
+		spec := r.spec()
+		spec.FS, spec.Base, spec.Changed, spec.maxFiles = fs, base, changed, 2
+		_, err := Create(context.Background(), dir, spec)
+		return err
+	}},
+	{"compaction", 13, func(fs FS, _ string, base *Snapshot, _ *ram, _ *guestmem.PageSet) error {
+		_, err := compact(context.Background(), base.Dir(), fs)
+		if err != nil {
+			err = writeError("compacting", err)
+		}
+		return err
+	}},
+}
+
 func TestAFailureAtAnyCallLeavesNothingBehind(t *testing.T) {
-	mem := testMemory(t, guestmem.MinSize)
-	p := make([]byte, guestmem.PageSize)
-	for page := uint64(0); page < 3*ChunkPages; page += 7 {
-		fillPage(p, page, page%2 == 0)
-		writePage(t, mem, page, p)
-	}
-	for _, tc := range []struct {
-		name  string
-		err   error
-		short bool
-		want  error
-	}{
-		{"ENOSPC", unix.ENOSPC, false, ErrNoSpace},
-		{"ENOSPC after a short write", unix.ENOSPC, true, ErrNoSpace},
-		{"quota", unix.EDQUOT, false, ErrNoSpace},
-		{"EIO", unix.EIO, false, unix.EIO},
-	} {
-		t.Run(tc.name, func(t *testing.T) {
-			parent := t.TempDir()
-			dir := filepath.Join(parent, "snap")
-			n := 1
-			for ; ; n++ {
-				f := &failFS{n: n, err: tc.err, short: tc.short}
-				spec := testSpec(t, mem)
-				spec.FS = f
-				_, err := Create(context.Background(), dir, spec)
-				if f.calls < n {
-					if err != nil {
-						t.Fatalf("no call failed, and yet: %v", err)
+	for _, f := range failing {
+		for _, e := range []struct {
+			name  string
+			err   error
+			short bool
+			want  error
+		}{
+			{"ENOSPC", unix.ENOSPC, false, ErrNoSpace},
+			{"ENOSPC after a short write", unix.ENOSPC, true, ErrNoSpace},
+			{"quota", unix.EDQUOT, false, ErrNoSpace},
+			{"EIO", unix.EIO, false, unix.EIO},
+		} {
+			t.Run(f.name+"/"+e.name, func(t *testing.T) {
+				parent := t.TempDir()
+				rnd := rand.New(rand.NewPCG(8, 8))
+				before := smallRAM(2, rnd)
+				older := filepath.Join(parent, "older")
+				if _, err := Create(context.Background(), older, before.spec()); err != nil {
+					t.Fatal(err)
+				}
+				changed := guestmem.NewPageSet(before.total())
+				changed.Add(0, 30)
+				for p := range uint64(30) {
+					before.set(p, rnd)
+				}
+				basedir := filepath.Join(parent, "base")
+				before.delta(t, basedir, open(t, older), changed)
+				base, good := open(t, basedir), content(t, basedir)
+				after := before.clone()
+				changed = guestmem.NewPageSet(after.total())
+				for p := uint64(5); p < after.total(); p += 300 {
+					changed.Add(p, p+1)
+					after.set(p, rnd)
+				}
+				dir := filepath.Join(parent, "snap")
+				n := 1
+				for ; ; n++ {
+					fs := &failFS{n: n, err: e.err, short: e.short}
+					err := f.run(fs, dir, base, after, changed)
+					if fs.calls < n {
+						if err != nil {
+							t.Fatalf("no call failed, and yet: %v", err)
+						}
+						break
 					}
-					break
+					if !errors.Is(err, e.want) {
+						t.Fatalf("call %d (%s) failed: got %v, want %v", n, fs.failed, err, e.want)
+					}
+					// A compaction that cannot be made durable keeps both.
+					if f.name == "compaction" && fs.failed == "sync "+parent {
+						if _, err := Clean(parent); err != nil {
+							t.Fatal(err)
+						}
+						if err := before.compare(basedir); err != nil {
+							t.Fatal(err)
+						}
+						n = 0
+						break
+					}
+					left, rerr := os.ReadDir(parent)
+					if rerr != nil || len(left) != 2 {
+						t.Fatalf("call %d (%s) failed and left %v (%v)", n, fs.failed, left, rerr)
+					}
+					if !maps.EqualFunc(content(t, basedir), good, bytes.Equal) {
+						t.Fatalf("call %d (%s) failed and harmed the base", n, fs.failed)
+					}
 				}
-				if !errors.Is(err, tc.want) {
-					t.Fatalf("call %d failed: got %v, want %v", n, err, tc.want)
+				if n != 0 && n <= f.calls {
+					t.Errorf("only %d calls were tried", n-1)
 				}
-				left, rerr := os.ReadDir(parent)
-				if rerr != nil || len(left) != 0 {
-					t.Fatalf("call %d failed and left %v behind (%v)", n, left, rerr)
+				if err := before.verify(basedir); err != nil {
+					t.Error(err)
 				}
-			}
-			if n < 14 {
-				t.Errorf("only %d calls were tried", n-1)
-			}
-			s, err := Open(dir)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer s.Close()
-			if err := s.Verify(context.Background()); err != nil {
-				t.Fatal(err)
-			}
-		})
+				if f.name != "compaction" {
+					if err := after.verify(dir); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
 	}
+}
+
+// content is what the files of a directory have.
+func content(t *testing.T, dir string) map[string][]byte {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string][]byte{}
+	for _, e := range entries {
+		if out[e.Name()], err = os.ReadFile(filepath.Join(dir, e.Name())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return out
+}
+
+// Where links cannot be had, the delta holds all that it needs itself.
+func TestADeltaWithoutLinksIsWhole(t *testing.T) {
+	for _, e := range []error{unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP} {
+		rnd := rand.New(rand.NewPCG(8, 9))
+		r := smallRAM(3, rnd)
+		parent := t.TempDir()
+		if _, err := Create(context.Background(), filepath.Join(parent, "base"), r.spec()); err != nil {
+			t.Fatal(err)
+		}
+		spec := r.spec()
+		spec.Base = open(t, filepath.Join(parent, "base"))
+		spec.Changed = guestmem.NewPageSet(r.total())
+		spec.Changed.Add(0, 1)
+		r.set(0, rnd)
+		spec.FS = noLinks{err: e}
+		info, err := Create(context.Background(), filepath.Join(parent, "delta"), spec)
+		if err != nil {
+			t.Fatalf("%v: %v", e, err)
+		}
+		if n := len(info.Manifest.Memory.Files); n != 1 {
+			t.Errorf("%v: %d files", e, n)
+		}
+		if err := r.verify(info.Dir); err != nil {
+			t.Errorf("%v: %v", e, err)
+		}
+	}
+}
+
+type noLinks struct {
+	noSync
+	err error
+}
+
+func (n noLinks) Link(a, b string) error {
+	return &os.LinkError{Op: "link", Old: a, New: b, Err: n.err}
 }
 
 func TestAFullDiskIsNoticedBeforeAnythingIsWritten(t *testing.T) {
@@ -249,6 +381,139 @@ func TestAnErrorOfTheSourceEndsCreate(t *testing.T) {
 	if left, err := os.ReadDir(parent); err != nil || len(left) != 0 {
 		t.Errorf("%v is left behind (%v)", left, err)
 	}
+}
+
+// A source that fails half-way through a delta, and a base that is damaged where
+// the delta needs it: nothing is left, and the base is as it was.
+func TestADeltaWhoseInputFailsIsGone(t *testing.T) {
+	rnd := rand.New(rand.NewPCG(8, 10))
+	r := smallRAM(8, rnd)
+	parent := t.TempDir()
+	basedir := filepath.Join(parent, "base")
+	if _, err := Create(context.Background(), basedir, r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	base := open(t, basedir)
+	spec := r.spec()
+	spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
+	spec.Changed.Add(0, r.total())
+	why := errors.New("the copy is gone")
+	spec.Memory = &failingSource{ram: r, at: 5 * ChunkPages, err: why}
+	if _, err := Create(context.Background(), filepath.Join(parent, "delta"), spec); !errors.Is(err, why) {
+		t.Errorf("got %v, want the source's error", err)
+	}
+	if err := r.verify(basedir); err != nil {
+		t.Error(err)
+	}
+	// The leaf of chunk 3, and then a frame of it that must be carried over.
+	f, err := os.OpenFile(filepath.Join(basedir, MemoryName), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	l, err := base.Memory().Leaf(3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []int64{base.Memory().ref(3).offset + 4, l.Frame(0).Offset() + 1} {
+		b := make([]byte, 1)
+		if _, err := f.ReadAt(b, at); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := f.WriteAt([]byte{b[0] ^ 1}, at); err != nil {
+			t.Fatal(err)
+		}
+		spec = r.spec()
+		spec.Base, spec.Changed, spec.maxFiles = base, guestmem.NewPageSet(r.total()), 1
+		spec.Changed.Add(3*ChunkPages+1, 3*ChunkPages+2)
+		if _, err := Create(context.Background(), filepath.Join(parent, "delta"), spec); !errors.Is(err, ErrCorrupt) {
+			t.Errorf("byte %d of the base is wrong: got %v, want ErrCorrupt", at, err)
+		}
+		if _, err := f.WriteAt(b, at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if left, err := os.ReadDir(parent); err != nil || len(left) != 1 {
+		t.Errorf("%v is left (%v)", left, err)
+	}
+}
+
+type failingSource struct {
+	*ram
+	at  uint64
+	err error
+}
+
+func (f *failingSource) ReadPages(page uint64, p []byte) error {
+	if page >= f.at {
+		return f.err
+	}
+	return f.ram.ReadPages(page, p)
+}
+
+// However slow the source and whichever goroutine is held up, no more is read
+// ahead than the units can hold.
+func TestAHeldUpWriterStopsReading(t *testing.T) {
+	r := smallRAM(64, rand.New(rand.NewPCG(8, 11)))
+	spec := r.spec()
+	spec.Writers = 2
+	hold := &holdFS{held: make(chan struct{}), release: make(chan struct{})}
+	spec.FS = hold
+	done := make(chan error)
+	go func() {
+		_, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec)
+		done <- err
+	}()
+	<-hold.held
+	// What can be read is read in the end; there is no more room than that.
+	chunks := func() int {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		seen := map[uint64]bool{}
+		for p := range r.read {
+			seen[p/ChunkPages] = true
+		}
+		return len(seen)
+	}
+	for range 1000 {
+		if n := chunks(); n > 4 {
+			t.Errorf("%d chunks were read, the units hold 4", n)
+			break
+		}
+		runtime.Gosched()
+	}
+	close(hold.release)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if n := chunks(); n < 60 {
+		t.Errorf("only %d chunks were read", n)
+	}
+}
+
+// holdFS holds up the first write of frames.
+type holdFS struct {
+	noSync
+	held, release chan struct{}
+}
+
+type holdFile struct {
+	File
+	fs     *holdFS
+	writes int
+}
+
+func (h *holdFS) Create(name string) (File, error) {
+	f, err := h.noSync.Create(name)
+	return &holdFile{File: f, fs: h}, err
+}
+
+func (h *holdFile) Write(p []byte) (int, error) {
+	if h.writes++; h.writes == 2 {
+		close(h.fs.held)
+		<-h.fs.release
+	}
+	return h.File.Write(p)
 }
 
 func TestUnusableDescriptionsAreRefusedBeforeRAMIsRead(t *testing.T) {

@@ -25,9 +25,15 @@ type FS interface {
 	// Rename makes the directory oldname appear as newname in one step, and
 	// fails with fs.ErrExist if that name is taken.
 	Rename(oldname, newname string) error
+	// Link gives the file oldname a second name, and fails with fs.ErrExist if
+	// that name is taken.
+	Link(oldname, newname string) error
+	// Exchange makes two directories change their names in one step.
+	Exchange(a, b string) error
 	// SyncDir makes the entries of a directory durable.
 	SyncDir(name string) error
-	// RemoveAll removes a directory with everything in it.
+	// RemoveAll removes a file, or a directory with everything in it; it is no
+	// error if there is none.
 	RemoveAll(name string) error
 	// Free is how many bytes can still be written to the file system of name.
 	Free(name string) (uint64, error)
@@ -102,6 +108,15 @@ func (osFS) Rename(oldname, newname string) error {
 	}
 	if err != nil {
 		return &os.LinkError{Op: "rename", Old: oldname, New: newname, Err: err}
+	}
+	return nil
+}
+
+func (osFS) Link(oldname, newname string) error { return os.Link(oldname, newname) }
+
+func (osFS) Exchange(a, b string) error {
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
 	}
 	return nil
 }

@@ -3,7 +3,9 @@ package snapshot
 import (
 	"encoding/binary"
 	"encoding/hex"
+	"fmt"
 	"hash/crc32"
+	"slices"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -68,6 +70,9 @@ func checkFileHeader(b []byte, name, id string) error {
 	if got, want := checksum(b[:60]), binary.LittleEndian.Uint32(b[60:]); got != want {
 		return corrupt(name, 0, "header checksum is %08x, the file says %08x", got, want)
 	}
+	if v := binary.LittleEndian.Uint32(b[8:]); v != Version {
+		return fmt.Errorf("%s is of format %d, this version reads format %d: %w: use the version that wrote it", name, v, Version, ErrVersion)
+	}
 	if got := hex.EncodeToString(b[24:40]); got != id {
 		return corrupt(name, 0, "it is file %s, the manifest wants %s", got, id)
 	}
@@ -125,6 +130,9 @@ func (f *Frame) StoredBytes() int { return int(f.stored) }
 // Offset is where the frame starts in its file, in bytes.
 func (f *Frame) Offset() int64 { return f.offset }
 
+// File is the number of its file in the manifest.
+func (f *Frame) File() uint32 { return f.file }
+
 func (f *Frame) put(b []byte) {
 	binary.LittleEndian.PutUint64(b, uint64(f.offset))
 	binary.LittleEndian.PutUint32(b[8:], f.stored)
@@ -158,6 +166,9 @@ func (l *Leaf) setPage(i, frame, slot int) {
 	l.pages[i] = pagePresent | uint16(frame)<<slotBits | uint16(slot)
 }
 
+// leafFrames is the number of frames that an encoded leaf has.
+func leafFrames(b []byte) int { return int(binary.LittleEndian.Uint16(b[4:])) }
+
 // encodeLeaf appends the leaf of a chunk to b.
 func encodeLeaf(b []byte, chunk uint64, l *Leaf) []byte {
 	b = binary.LittleEndian.AppendUint32(b, uint32(chunk))
@@ -173,18 +184,19 @@ func encodeLeaf(b []byte, chunk uint64, l *Leaf) []byte {
 	return b
 }
 
-// decodeLeaf checks everything in b that can be checked without reading
-// frames: size(file) is the length of a memory file, 0 if there is none. pages
-// is how many pages the chunk has. What is wrong comes back as a text.
-func decodeLeaf(b []byte, chunk uint64, pages int, size func(file uint32) int64) (*Leaf, string) {
+// decodeLeaf fills l, whose memory it uses again, and checks everything in b that
+// can be checked without reading frames: end(file) is where the frames of a
+// memory file end, 0 if the leaf may not refer to it. pages is how many pages
+// the chunk has. What is wrong comes back as a text, and l is of no use then.
+func decodeLeaf(l *Leaf, b []byte, chunk uint64, pages int, end func(file uint32) int64) string {
 	if len(b) < leafHeader || uint64(binary.LittleEndian.Uint32(b)) != chunk || binary.LittleEndian.Uint16(b[6:]) != 0 {
-		return nil, "it is the leaf of another chunk"
+		return "it is the leaf of another chunk"
 	}
 	n := int(binary.LittleEndian.Uint16(b[4:]))
 	if n < 1 || n > ChunkPages || len(b) != leafHeader+n*frameEntry+ChunkPages*2 {
-		return nil, "it states an impossible number of frames"
+		return "it states an impossible number of frames"
 	}
-	l := &Leaf{frames: make([]Frame, n)}
+	l.frames = slices.Grow(l.frames[:0], n)[:n]
 	b = b[leafHeader:]
 	for i := range l.frames {
 		f := &l.frames[i]
@@ -194,18 +206,18 @@ func decodeLeaf(b []byte, chunk uint64, pages int, size func(file uint32) int64)
 		f.file = binary.LittleEndian.Uint32(b[16:])
 		f.codec, f.pages = b[20], b[21]
 		if b[22] != 0 || b[23] != 0 {
-			return nil, "it has bits that this format does not know"
+			return "it has bits that this format does not know"
 		}
 		b = b[frameEntry:]
-		end := size(f.file)
+		end := end(f.file)
 		if f.pages < 1 || f.pages > MaxFramePages || off < fileHeader || f.stored < 1 ||
 			off > uint64(end) || uint64(f.stored) > uint64(end)-off {
-			return nil, "a frame is outside its file or of an impossible length"
+			return "a frame is outside its file or of an impossible length"
 		}
 		f.offset = int64(off)
 		raw := uint32(f.pages) * guestmem.PageSize
 		if !(f.codec == codecRaw && f.stored == raw || f.codec == codecZstd && f.stored < raw) {
-			return nil, "a frame has an impossible length or an unknown codec"
+			return "a frame has an impossible length or an unknown codec"
 		}
 	}
 	var seen [ChunkPages]uint64
@@ -217,14 +229,39 @@ func decodeLeaf(b []byte, chunk uint64, pages int, size func(file uint32) int64)
 		}
 		frame, slot, ok := l.Page(i)
 		if !ok || i >= pages || frame >= n || slot >= int(l.frames[frame].pages) || seen[frame]&(1<<slot) != 0 {
-			return nil, "a page is in an impossible place"
+			return "a page is in an impossible place"
 		}
 		seen[frame] |= 1 << slot
 	}
 	for i := range n {
 		if seen[i] == 0 {
-			return nil, "a frame has no pages"
+			return "a frame has no pages"
 		}
 	}
-	return l, ""
+	return ""
+}
+
+// live is how many pages of each frame the leaf refers to.
+func (l *Leaf) live() (n [ChunkPages]uint16) {
+	for i := range l.pages {
+		if frame, _, ok := l.Page(i); ok {
+			n[frame]++
+		}
+	}
+	return n
+}
+
+func pagesOf(slots []Slot) uint64 {
+	var n uint64
+	for _, s := range slots {
+		n += s.Size
+	}
+	return n / guestmem.PageSize
+}
+
+// chunkOf copies the bits of a chunk out of a set and reports whether there are any.
+func chunkOf(s *guestmem.PageSet, n uint64, bits *[ChunkPages / 64]uint64) bool {
+	*bits = [ChunkPages / 64]uint64{}
+	copy(bits[:], s.Words()[n*(ChunkPages/64):])
+	return *bits != [ChunkPages / 64]uint64{}
 }

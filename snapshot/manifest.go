@@ -16,7 +16,7 @@ import (
 )
 
 // Version is the format version that this package writes and reads.
-const Version = 1
+const Version = 2
 
 // Bounds of a manifest. Open refuses more before it allocates anything.
 const (
@@ -28,17 +28,23 @@ const (
 	MaxVCPUs        = 255
 	MaxDisks        = 64
 	MaxDiskLayers   = 65536
-	MaxParents      = 65535
-	maxMapEntries   = 16384
-	maxValueBytes   = 64 << 10
-	maxSlots        = 8
+	// MaxFiles bounds the memory files of a snapshot, and so the descriptors
+	// that an open one holds. Create makes fewer, see FORMAT.md.
+	MaxFiles      = 64
+	maxMapEntries = 16384
+	maxValueBytes = 64 << 10
+	maxSlots      = 8
 )
 
-// Names of the files of a snapshot.
+// Names of the files of a snapshot. Files of its ancestors that it still needs
+// are there as well, as hard links with names that their ids make.
 const (
 	ManifestName = "manifest"
 	MemoryName   = "memory"
 )
+
+// linkName is the name of an ancestor's memory file.
+func linkName(id string) string { return MemoryName + "-" + id }
 
 const (
 	manifestMagic  = "DROWSEMF"
@@ -70,9 +76,13 @@ type Manifest struct {
 	Arch    string `json:"arch"`
 	// ID is unique among all snapshots: 32 hex digits.
 	ID string `json:"id"`
-	// Parents are the IDs of the snapshots whose memory files this one needs,
-	// the nearest first. Empty for a full snapshot.
-	Parents []string `json:"parents"`
+	// Base is the ID of the snapshot that this one is a delta of, empty for a
+	// full one. It says where the snapshot comes from; nothing of the base is
+	// needed to read it.
+	Base string `json:"base"`
+	// Depth is how many deltas lie between this snapshot and a full one: 0 for
+	// a full one itself.
+	Depth uint32 `json:"depth"`
 	// CreatedUnixNano is the host's wall clock when the snapshot was begun.
 	CreatedUnixNano int64  `json:"created_unix_nano"`
 	Sandbox         string `json:"sandbox"`
@@ -89,7 +99,7 @@ type Manifest struct {
 	Host map[string]string `json:"host"`
 	// Labels are the caller's own.
 	Labels map[string]string `json:"labels"`
-	// Stats say what the snapshot costs.
+	// Stats say what the RAM of the snapshot takes, in all its files.
 	Stats Stats `json:"stats"`
 }
 
@@ -98,11 +108,12 @@ type MemoryLayout struct {
 	// Slots are the pieces of RAM in ascending order. Pages are numbered
 	// through them, without the hole.
 	Slots []Slot `json:"slots"`
-	// Files are numbered from 1 on. All are in the snapshot's own directory as
-	// long as Parents is empty.
+	// Files are in ascending order of their numbers. The last is the
+	// snapshot's own, with the root of the index at its end; the others are
+	// those of its ancestors that the index refers to.
 	Files []MemoryFile `json:"files"`
-	// Root is the top of the index.
-	Root Extent `json:"root"`
+	// RootCRC32C is the Castagnoli checksum of the root.
+	RootCRC32C uint32 `json:"root_crc32c"`
 }
 
 // Slot is one piece of RAM, in bytes.
@@ -113,22 +124,26 @@ type Slot struct {
 
 // MemoryFile is one file with frames and leaves.
 type MemoryFile struct {
+	// Number is what the index calls the file. A delta's own file has a higher
+	// number than all files of its base, so that no number means two files in
+	// one chain.
+	Number uint32 `json:"number"`
 	// ID is written into the file as well, 32 hex digits, so that a file of
 	// another snapshot is not mistaken for it.
 	ID   string `json:"id"`
 	Name string `json:"name"`
-	// Size is the exact length in bytes.
-	Size int64 `json:"size"`
-}
-
-// Extent is a checked piece of a memory file.
-type Extent struct {
-	// File is a number of MemoryLayout.Files, from 1 on.
-	File   uint32 `json:"file"`
-	Offset int64  `json:"offset"`
-	Length int64  `json:"length"`
-	// CRC32C is the Castagnoli checksum of the bytes.
-	CRC32C uint32 `json:"crc32c"`
+	// Size is the exact length in bytes, and Index where the frames end and
+	// the leaves begin.
+	Size  int64 `json:"size"`
+	Index int64 `json:"index"`
+	// StoredPages is how many pages the file held for the snapshot that wrote
+	// it, and Pages how many of them this snapshot has in it.
+	StoredPages uint64 `json:"stored_pages"`
+	Pages       uint64 `json:"pages"`
+	// FrameBytes and LeafBytes are the sizes of the frames and of the leaves
+	// in it that this snapshot refers to.
+	FrameBytes uint64 `json:"frame_bytes"`
+	LeafBytes  uint64 `json:"leaf_bytes"`
 }
 
 // Disk is a writable disk of the machine at the instant of the snapshot. The
@@ -228,8 +243,13 @@ func (m *Manifest) check() error {
 	if err := checkHex("snapshot id", m.ID); err != nil {
 		return err
 	}
-	if m.Parents == nil || len(m.Parents) != 0 {
-		return fmt.Errorf("%d parents: format %d has full snapshots only: %w", len(m.Parents), Version, ErrSpec)
+	if (m.Base == "") != (m.Depth == 0) || m.Base == m.ID {
+		return fmt.Errorf("depth %d and base %.40q of snapshot %s do not go together: %w", m.Depth, m.Base, m.ID, ErrSpec)
+	}
+	if m.Base != "" {
+		if err := checkHex("base id", m.Base); err != nil {
+			return err
+		}
 	}
 	if m.VCPUs < 1 || m.VCPUs > MaxVCPUs {
 		return fmt.Errorf("%d vCPUs, 1 to %d are allowed: %w", m.VCPUs, MaxVCPUs, ErrSpec)
@@ -269,28 +289,63 @@ func (m *Manifest) check() error {
 	return m.checkFiles()
 }
 
+// rootBytes is the size of the root of the index.
+func (m *Manifest) rootBytes() int64 { return int64(chunksOf(m.RAM())) * rootEntry }
+
 func (m *Manifest) checkFiles() error {
 	l := &m.Memory
-	if len(l.Files) != 1 {
-		return fmt.Errorf("%d memory files: a full snapshot has one: %w", len(l.Files), ErrSpec)
+	if len(l.Files) == 0 || len(l.Files) > MaxFiles || m.Base == "" && len(l.Files) != 1 {
+		return fmt.Errorf("%d memory files: a full snapshot has one, a delta 1 to %d: %w", len(l.Files), MaxFiles, ErrSpec)
 	}
-	for i, f := range l.Files {
-		if err := checkHex(fmt.Sprintf("id of memory file %d", i+1), f.ID); err != nil {
+	var sum Stats
+	var last uint32
+	ids := map[string]bool{}
+	for i := range l.Files {
+		f := &l.Files[i]
+		if err := checkHex(fmt.Sprintf("id of memory file %d", f.Number), f.ID); err != nil {
 			return err
 		}
-		if f.Name != MemoryName || f.Size < fileHeader || f.Size > maxFileSize {
-			return fmt.Errorf("memory file %d has the unusable name %.40q or size %d: %w", i+1, f.Name, f.Size, ErrSpec)
+		if f.Number <= last || ids[f.ID] {
+			return fmt.Errorf("memory file %d (%s) is out of order or named twice: %w", f.Number, f.ID, ErrSpec)
 		}
+		last, ids[f.ID] = f.Number, true
+		if err := f.check(m.RAM(), i == len(l.Files)-1); err != nil {
+			return err
+		}
+		sum.Pages += f.Pages
+		sum.StoredBytes += f.FrameBytes
 	}
-	r := l.Root
-	if r.File < 1 || int(r.File) > len(l.Files) {
-		return fmt.Errorf("index root in memory file %d of %d: %w", r.File, len(l.Files), ErrSpec)
+	st := m.Stats
+	if sum.Pages != st.Pages || sum.StoredBytes != st.StoredBytes || st.Pages > m.RAM()/guestmem.PageSize ||
+		st.Frames > st.Pages || (st.Frames == 0) != (st.Pages == 0) {
+		return fmt.Errorf("%d pages in %d frames of %d bytes, but %d pages and %d bytes in the files: %w",
+			st.Pages, st.Frames, st.StoredBytes, sum.Pages, sum.StoredBytes, ErrSpec)
 	}
-	if want := int64(chunksOf(m.RAM())) * rootEntry; r.Length != want {
-		return fmt.Errorf("index root of %d bytes, this RAM needs %d: %w", r.Length, want, ErrSpec)
+	return nil
+}
+
+// check says whether a file can be one of a snapshot with that much RAM. All of
+// the snapshot's own file is in use, and something of every other.
+func (f *MemoryFile) check(ram uint64, own bool) error {
+	root := int64(chunksOf(ram)) * rootEntry
+	name := linkName(f.ID)
+	if own {
+		name = MemoryName
 	}
-	if size := l.Files[r.File-1].Size; r.Offset < fileHeader || r.Offset > size || r.Length > size-r.Offset {
-		return fmt.Errorf("index root outside memory file %d: %w", r.File, ErrSpec)
+	if f.Name != name {
+		return fmt.Errorf("memory file %d has the name %.80q instead of %s: %w", f.Number, f.Name, name, ErrSpec)
+	}
+	if f.Size < fileHeader+root || f.Size > maxFileSize || f.Index < fileHeader || f.Index > f.Size-root {
+		return fmt.Errorf("memory file %d has the impossible size %d or index at %d: %w", f.Number, f.Size, f.Index, ErrSpec)
+	}
+	frames, leaves := uint64(f.Index-fileHeader), uint64(f.Size-root-f.Index)
+	if f.FrameBytes > frames || f.LeafBytes > leaves || f.Pages > f.StoredPages || f.StoredPages > ram/guestmem.PageSize ||
+		(f.Pages == 0) != (f.FrameBytes == 0) {
+		return fmt.Errorf("memory file %d has impossible amounts in use: %w", f.Number, ErrSpec)
+	}
+	if own && (f.FrameBytes != frames || f.LeafBytes != leaves || f.Pages != f.StoredPages) ||
+		!own && f.FrameBytes+f.LeafBytes == 0 {
+		return fmt.Errorf("memory file %d has parts that nothing refers to: %w", f.Number, ErrSpec)
 	}
 	return nil
 }

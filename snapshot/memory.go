@@ -3,6 +3,7 @@ package snapshot
 import (
 	"fmt"
 	"io"
+	"slices"
 	"sync/atomic"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -19,22 +20,39 @@ type Memory struct {
 	leaves []atomic.Pointer[Leaf]
 }
 
+// memoryFile is an open memory file: header, frames up to index, leaves up to
+// root, root.
 type memoryFile struct {
-	r    io.ReaderAt
-	name string
-	size int64
+	r           io.ReaderAt
+	name        string
+	number      uint32
+	index, root int64
 }
 
-// newMemoryIndex returns a Memory without a root.
-func newMemoryIndex(slots []Slot, files []memoryFile) *Memory {
-	var ram uint64
-	for _, s := range slots {
-		ram += s.Size
+// file returns the file of that number, nil if there is none.
+func (m *Memory) file(number uint32) *memoryFile {
+	lo, hi := 0, len(m.files)
+	for lo < hi {
+		mid := (lo + hi) / 2
+		switch n := m.files[mid].number; {
+		case n == number:
+			return &m.files[mid]
+		case n < number:
+			lo = mid + 1
+		default:
+			hi = mid
+		}
 	}
+	return nil
+}
+
+// newMemoryIndex returns a Memory without a root. The files are in ascending
+// order of their numbers.
+func newMemoryIndex(slots []Slot, files []memoryFile) *Memory {
+	pages := pagesOf(slots)
 	return &Memory{
-		slots: slots, files: files,
-		pages:  ram / guestmem.PageSize,
-		leaves: make([]atomic.Pointer[Leaf], chunksOf(ram)),
+		slots: slots, files: files, pages: pages,
+		leaves: make([]atomic.Pointer[Leaf], (pages+ChunkPages-1)/ChunkPages),
 	}
 }
 
@@ -61,54 +79,108 @@ func (m *Memory) Leaf(chunk int) (*Leaf, error) {
 	if l := m.leaves[chunk].Load(); l != nil {
 		return l, nil
 	}
-	r := decodeRoot(m.root[chunk*rootEntry:])
-	if r.file == 0 {
-		return nil, nil
-	}
-	if r.file > uint32(len(m.files)) || r.frames > ChunkPages {
-		return nil, corrupt(MemoryName, 0, "index root: chunk %d is in an impossible place", chunk)
-	}
-	f := &m.files[r.file-1]
-	if r.offset < fileHeader || r.offset > f.size || int64(r.length()) > f.size-r.offset {
-		return nil, corrupt(f.name, r.offset, "index leaf of chunk %d is outside the file", chunk)
-	}
-	b := make([]byte, r.length())
-	if n, err := f.r.ReadAt(b, r.offset); n < len(b) {
-		return nil, readError(f.name, r.offset, len(b), err)
-	}
-	if got := checksum(b); got != r.crc {
-		return nil, corrupt(f.name, r.offset, "index leaf of chunk %d: checksum is %08x, the root says %08x", chunk, got, r.crc)
-	}
-	pages := min(m.pages-uint64(chunk)*ChunkPages, ChunkPages)
-	l, wrong := decodeLeaf(b, uint64(chunk), int(pages), m.fileSize)
-	if l == nil {
-		return nil, corrupt(f.name, r.offset, "index leaf of chunk %d: %s", chunk, wrong)
+	l := new(Leaf)
+	if ok, err := m.readLeaf(chunk, l, nil); err != nil || !ok {
+		return nil, err
 	}
 	m.leaves[chunk].Store(l)
 	return l, nil
 }
 
-func (m *Memory) fileSize(file uint32) int64 {
-	if file < 1 || file > uint32(len(m.files)) {
-		return 0
+// ref is the root's entry of a chunk.
+func (m *Memory) ref(chunk int) rootRef { return decodeRoot(m.root[chunk*rootEntry:]) }
+
+// checkRef says whether the leaf of a chunk that is not all zeros is where a
+// leaf can be. What is wrong comes back as a text.
+func (m *Memory) checkRef(r rootRef) string {
+	f := m.file(r.file)
+	switch {
+	case f == nil:
+		return "is in a file that the manifest does not name"
+	case r.frames < 1 || r.frames > ChunkPages || r.offset < f.index || r.offset > f.root || int64(r.length()) > f.root-r.offset:
+		return "is not among the leaves of its file"
 	}
-	return m.files[file-1].size
+	return ""
+}
+
+// checkRoot looks at every entry of the root.
+func (m *Memory) checkRoot() error {
+	for c := range m.Chunks() {
+		r := m.ref(c)
+		if r == (rootRef{}) {
+			continue
+		}
+		if wrong := m.checkRef(r); wrong != "" {
+			own := &m.files[len(m.files)-1]
+			return corrupt(own.name, own.root+int64(c)*rootEntry, "index root: the leaf of chunk %d %s", c, wrong)
+		}
+	}
+	return nil
+}
+
+// readLeaf reads and checks the index of a chunk into l, whatever has been read
+// before, and keeps nothing of it. It is false for a chunk of zeros. buf is used if
+// it is large enough; maxLeaf always is.
+func (m *Memory) readLeaf(chunk int, l *Leaf, buf []byte) (bool, error) {
+	r := m.ref(chunk)
+	if r == (rootRef{}) {
+		return false, nil
+	}
+	if wrong := m.checkRef(r); wrong != "" {
+		return false, corrupt(MemoryName, 0, "index root: the leaf of chunk %d %s", chunk, wrong)
+	}
+	f := m.file(r.file)
+	b := slices.Grow(buf[:0], r.length())[:r.length()]
+	if n, err := f.r.ReadAt(b, r.offset); n < len(b) {
+		return false, readError(f.name, r.offset, len(b), err)
+	}
+	if got := checksum(b); got != r.crc {
+		return false, corrupt(f.name, r.offset, "index leaf of chunk %d: checksum is %08x, the root says %08x", chunk, got, r.crc)
+	}
+	wrong := decodeLeaf(l, b, uint64(chunk), m.chunkPages(chunk), func(number uint32) int64 {
+		// A leaf was written after all that it refers to.
+		if g := m.file(number); g != nil && number <= r.file {
+			return g.index
+		}
+		return 0
+	})
+	if wrong != "" {
+		return false, corrupt(f.name, r.offset, "index leaf of chunk %d: %s", chunk, wrong)
+	}
+	return true, nil
+}
+
+// chunkPages is how many pages a chunk has.
+func (m *Memory) chunkPages(chunk int) int {
+	return int(min(m.pages-uint64(chunk)*ChunkPages, ChunkPages))
 }
 
 // ReadFrame reads a frame, checks it, and returns its pages one after the
 // other, valid until d is used again or released. It allocates nothing unless
 // it fails: with ErrCorrupt, ErrIncomplete or the file's error.
 func (m *Memory) ReadFrame(f *Frame, d *Decoder) ([]byte, error) {
-	file := &m.files[f.file-1]
+	in, err := m.readStored(f, d)
+	if err != nil {
+		return nil, err
+	}
+	out, wrong := d.decode(f, in)
+	if wrong != "" {
+		return nil, corrupt(m.file(f.file).name, f.offset, "%s", wrong)
+	}
+	return out, nil
+}
+
+// readStored reads a frame as it is stored and checks nothing.
+func (m *Memory) readStored(f *Frame, d *Decoder) ([]byte, error) {
+	file := m.file(f.file)
+	if file == nil {
+		return nil, corrupt(MemoryName, 0, "a frame is in file %d, which the manifest does not name", f.file)
+	}
 	in := d.in[:f.stored]
 	if n, err := file.r.ReadAt(in, f.offset); n < len(in) {
 		return nil, readError(file.name, f.offset, len(in), err)
 	}
-	out, wrong := d.decode(f, in)
-	if out == nil {
-		return nil, corrupt(file.name, f.offset, "%s", wrong)
-	}
-	return out, nil
+	return in, nil
 }
 
 // ReadPage copies one page into p, which must be guestmem.PageSize long.

@@ -1,7 +1,6 @@
 package snapshot
 
 import (
-	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -9,7 +8,8 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
+
+	"golang.org/x/sys/unix"
 )
 
 // Snapshot is an opened snapshot. Its methods may be called from several
@@ -20,7 +20,7 @@ type Snapshot struct {
 	payloads []Payload
 	digest   string
 	memory   *Memory
-	closers  []io.Closer
+	files    []*os.File // in the order of the manifest
 }
 
 func manifestDigest(body []byte) string {
@@ -29,21 +29,58 @@ func manifestDigest(body []byte) string {
 }
 
 // Open opens the snapshot in dir and checks all of it but the RAM, and of that
-// the root of the index and that the file is of the right length; the rest is
-// checked as it is read. The time that takes does not depend on the size of RAM.
-// It fails with ErrNotFound, ErrIncomplete, ErrCorrupt, ErrVersion, ErrForeign,
-// or the file system's error.
+// the root of the index, and that all files are there, the right ones and of the
+// right length; leaves and frames are checked as they are read. The time that
+// takes hardly depends on the size of RAM, and not on the number of snapshots
+// that went before. It fails with ErrNotFound, ErrIncomplete, ErrCorrupt,
+// ErrVersion, ErrForeign, or the file system's error.
+//
+// The snapshot holds a descriptor of each of its memory files, at most MaxFiles,
+// and needs their names no more: it stays readable when the directory is removed
+// or compacted.
 func Open(dir string) (*Snapshot, error) {
-	s := &Snapshot{dir: dir}
-	if err := s.open(); err != nil {
+	var err error
+	for range openTries {
+		s := &Snapshot{dir: dir}
+		var replaced bool
+		if replaced, err = s.open(); err == nil {
+			return s, nil
+		}
 		s.Close()
-		return nil, fmt.Errorf("opening snapshot %s: %w", dir, err)
+		if !replaced {
+			break
+		}
 	}
-	return s, nil
+	return nil, fmt.Errorf("opening snapshot %s: %w", dir, err)
 }
 
-func (s *Snapshot) open() error {
-	body, err := readManifest(s.dir)
+// openTries is how often a directory may be replaced by Compact while it is
+// being opened.
+const openTries = 8
+
+// open says, when it fails, whether that may be because the directory has been
+// replaced meanwhile.
+func (s *Snapshot) open() (replaced bool, err error) {
+	root, err := os.OpenRoot(s.dir)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return false, fmt.Errorf("%w: %w", ErrNotFound, err)
+	case errors.Is(err, unix.ENOTDIR):
+		return false, fmt.Errorf("it is not a directory: %w: %w", ErrForeign, err)
+	case err != nil:
+		return false, err
+	}
+	defer root.Close()
+	if err = s.openIn(root); err == nil {
+		return false, nil
+	}
+	held, herr := root.Stat(".")
+	there, terr := os.Stat(s.dir)
+	return herr == nil && terr == nil && !os.SameFile(held, there), err
+}
+
+func (s *Snapshot) openIn(root *os.Root) error {
+	body, err := readManifest(root)
 	if err != nil {
 		return err
 	}
@@ -51,17 +88,14 @@ func (s *Snapshot) open() error {
 	if s.manifest, s.payloads, err = decodeManifest(body); err != nil {
 		return err
 	}
-	return s.openMemory()
+	return s.openMemory(root)
 }
 
-func readManifest(dir string) ([]byte, error) {
-	f, err := os.Open(filepath.Join(dir, ManifestName))
+func readManifest(root *os.Root) ([]byte, error) {
+	f, err := root.Open(ManifestName)
 	if err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
-			if _, serr := os.Stat(dir); serr == nil {
-				return nil, fmt.Errorf("%w: %w", ErrIncomplete, err)
-			}
-			return nil, fmt.Errorf("%w: %w", ErrNotFound, err)
+			return nil, fmt.Errorf("%w: %w", ErrIncomplete, err)
 		}
 		return nil, err
 	}
@@ -77,15 +111,8 @@ func readManifest(dir string) ([]byte, error) {
 	}
 	// The length is what the header says, within its bounds; the file must have
 	// that length exactly.
-	st, err := f.Stat()
-	if err != nil {
+	if err := checkLength(f, ManifestName, size); err != nil {
 		return nil, err
-	}
-	if st.Size() < size {
-		return nil, fmt.Errorf("%s has %d bytes of %d: %w", ManifestName, st.Size(), size, ErrIncomplete)
-	}
-	if st.Size() > size {
-		return nil, corrupt(ManifestName, size, "%d bytes too many", st.Size()-size)
 	}
 	body := make([]byte, size)
 	if n, err := f.ReadAt(body, 0); n < len(body) {
@@ -94,26 +121,34 @@ func readManifest(dir string) ([]byte, error) {
 	return body, nil
 }
 
-func (s *Snapshot) openMemory() error {
+// checkLength says whether a file has the length that it must have.
+func checkLength(f *os.File, name string, size int64) error {
+	st, err := f.Stat()
+	switch {
+	case err != nil:
+		return err
+	case st.Size() < size:
+		return fmt.Errorf("%s has %d bytes of %d: %w", name, st.Size(), size, ErrIncomplete)
+	case st.Size() > size:
+		return corrupt(name, size, "%d bytes too many", st.Size()-size)
+	}
+	return nil
+}
+
+func (s *Snapshot) openMemory(root *os.Root) error {
 	l := &s.manifest.Memory
-	var files []memoryFile
+	files := make([]memoryFile, 0, len(l.Files))
 	for _, mf := range l.Files {
-		f, err := os.Open(filepath.Join(s.dir, mf.Name))
+		f, err := root.Open(mf.Name)
 		if err != nil {
 			if errors.Is(err, fs.ErrNotExist) {
 				return fmt.Errorf("%w: %w", ErrIncomplete, err)
 			}
 			return err
 		}
-		s.closers = append(s.closers, f)
-		st, err := f.Stat()
-		switch {
-		case err != nil:
+		s.files = append(s.files, f)
+		if err := checkLength(f, mf.Name, mf.Size); err != nil {
 			return err
-		case st.Size() < mf.Size:
-			return fmt.Errorf("%s has %d bytes of %d: %w", mf.Name, st.Size(), mf.Size, ErrIncomplete)
-		case st.Size() > mf.Size:
-			return corrupt(mf.Name, mf.Size, "%d bytes too many", st.Size()-mf.Size)
 		}
 		var header [fileHeader]byte
 		if n, err := f.ReadAt(header[:], 0); n < len(header) {
@@ -122,19 +157,21 @@ func (s *Snapshot) openMemory() error {
 		if err := checkFileHeader(header[:], mf.Name, mf.ID); err != nil {
 			return err
 		}
-		files = append(files, memoryFile{r: f, name: mf.Name, size: mf.Size})
+		files = append(files, memoryFile{
+			r: f, name: mf.Name, number: mf.Number, index: mf.Index, root: mf.Size - s.manifest.rootBytes(),
+		})
 	}
 	m := newMemoryIndex(l.Slots, files)
-	root := &m.files[l.Root.File-1]
-	m.root = make([]byte, l.Root.Length)
-	if n, err := root.r.ReadAt(m.root, l.Root.Offset); n < len(m.root) {
-		return readError(root.name, l.Root.Offset, len(m.root), err)
+	own := &m.files[len(m.files)-1]
+	m.root = make([]byte, s.manifest.rootBytes())
+	if n, err := own.r.ReadAt(m.root, own.root); n < len(m.root) {
+		return readError(own.name, own.root, len(m.root), err)
 	}
-	if got := checksum(m.root); got != l.Root.CRC32C {
-		return corrupt(root.name, l.Root.Offset, "index root: checksum is %08x, the manifest says %08x", got, l.Root.CRC32C)
+	if got := checksum(m.root); got != l.RootCRC32C {
+		return corrupt(own.name, own.root, "index root: checksum is %08x, the manifest says %08x", got, l.RootCRC32C)
 	}
 	s.memory = m
-	return nil
+	return m.checkRoot()
 }
 
 // Dir is the directory of the snapshot.
@@ -157,52 +194,9 @@ func (s *Snapshot) Memory() *Memory { return s.memory }
 // Close closes the files.
 func (s *Snapshot) Close() error {
 	var errs []error
-	for _, c := range s.closers {
-		errs = append(errs, c.Close())
+	for _, f := range s.files {
+		errs = append(errs, f.Close())
 	}
-	s.closers = nil
+	s.files = nil
 	return errors.Join(errs...)
-}
-
-// Verify reads all of the RAM and checks every leaf and every frame of it,
-// decompression included. It fails like Open, with the first thing that it
-// finds, or with the context's error.
-func (s *Snapshot) Verify(ctx context.Context) error {
-	d, err := NewDecoder()
-	if err != nil {
-		return err
-	}
-	defer d.Release()
-	m := s.memory
-	var pages, frames, stored uint64
-	for c := range m.Chunks() {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		l, err := m.Leaf(c)
-		if err != nil {
-			return fmt.Errorf("verifying snapshot %s: %w", s.dir, err)
-		}
-		if l == nil {
-			continue
-		}
-		for i := range l.frames {
-			if _, err := m.ReadFrame(&l.frames[i], d); err != nil {
-				return fmt.Errorf("verifying snapshot %s: %w", s.dir, err)
-			}
-			frames++
-			stored += uint64(l.frames[i].stored)
-		}
-		for _, e := range l.pages {
-			if e != 0 {
-				pages++
-			}
-		}
-	}
-	if got := (Stats{Pages: pages, Frames: frames, StoredBytes: stored}); got != s.manifest.Stats {
-		return fmt.Errorf("verifying snapshot %s: %w", s.dir, corrupt(MemoryName, 0,
-			"it has %d pages in %d frames of %d bytes, the manifest says %d, %d, %d", pages, frames, stored,
-			s.manifest.Stats.Pages, s.manifest.Stats.Frames, s.manifest.Stats.StoredBytes))
-	}
-	return nil
 }

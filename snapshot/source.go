@@ -6,19 +6,35 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// MemorySource is what Create reads RAM from. Nothing may write to the RAM
-// meanwhile. Pages are numbered through all slots, without the hole.
+// MemorySource is what Create reads RAM from: its content at one instant,
+// whatever the guest does meanwhile. Pages are numbered through all slots,
+// without the hole.
+//
+// For a full snapshot Create asks NextData which pages there are, for a delta
+// the set of changed pages says so. Each page is read at most once. A source may
+// be slow: no more is read ahead than a few chunks for each goroutine. When it
+// fails, so does Create, with its error. Create does not close it.
 type MemorySource interface {
 	// Slots are the pieces of RAM in ascending order.
 	Slots() []Slot
 	// NextData returns the first run [first, end) of pages at or after page
 	// that may be something else than zeros. The run may end early; there is
-	// nothing more if first == end.
+	// nothing more if first == end. It is called from one goroutine at a time,
+	// and not at all for a delta.
 	NextData(page uint64) (first, end uint64, err error)
 	// ReadPages copies pages from page on into p, whose length is a multiple
-	// of guestmem.PageSize. It is called from several goroutines at once and
-	// must not make missing pages resident.
+	// of guestmem.PageSize, at most 64 pages. It is called from several
+	// goroutines at once and must not make missing pages resident.
 	ReadPages(page uint64, p []byte) error
+}
+
+// PageReleaser is what a MemorySource may be as well: Release is called when the
+// pages [first, end) have been read and will not be asked for again, from the
+// goroutine that has read them. A source that keeps copies of pages which the
+// guest has overwritten since can let go of them. Pages that are never read are
+// not released.
+type PageReleaser interface {
+	Release(first, end uint64)
 }
 
 // GuestSource reads RAM that is all there: the machine was not restored lazily,

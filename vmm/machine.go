@@ -56,6 +56,10 @@ type Config struct {
 	// them. The machine resets them when it is closed; it does not close what
 	// is behind them.
 	Devices []Device
+	// TrackDirty keeps a log of changed pages, for TakeDirty. The guest pays for
+	// it: the first write to each page after TakeDirty leaves it for KVM, and
+	// KVM maps RAM in pages of 4 KiB only.
+	TrackDirty bool
 	// Console gets what the guest writes to its serial port. A slow writer
 	// loses output rather than stop the guest. Nil discards it.
 	Console io.Writer
@@ -182,10 +186,8 @@ func (m *Machine) build() (err error) {
 		return err
 	}
 	m.stages.mark(StageIRQChip)
-	for i, s := range m.mem.Slots() {
-		if err := m.vm.SetMemory(uint32(i), uint64(s.GPA), s.Size, s.HVA, 0); err != nil {
-			return err
-		}
+	if err := m.setMemory(); err != nil {
+		return err
 	}
 	m.stages.mark(StageMemory)
 	if err := m.buildVCPUs(); err != nil {

@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // 64-bit mode.
 const codeAt = 0x1000000
 
-func program(t *testing.T, code ...byte) string {
+func program(t testing.TB, code ...byte) string {
 	t.Helper()
 	var b bytes.Buffer
 	h := elf.Header64{
@@ -66,8 +66,14 @@ func needKVM(t *testing.T) {
 // newMachine makes a machine that is closed with the test.
 func newMachine(t *testing.T, cfg Config) *Machine {
 	t.Helper()
+	return newMachineOf(t, cfg, 64<<20)
+}
+
+// newMachineOf makes one with so many bytes of RAM.
+func newMachineOf(t *testing.T, cfg Config, ram uint64) *Machine {
+	t.Helper()
 	needKVM(t)
-	mem, err := guestmem.New(64 << 20)
+	mem, err := guestmem.New(ram)
 	if err != nil {
 		t.Fatal(err)
 	}

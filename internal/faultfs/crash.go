@@ -41,6 +41,9 @@ type dirOp struct {
 	remove string
 	add    string
 	node   *node
+	// The second entry of an exchange.
+	add2  string
+	node2 *node
 	// A file renamed into another directory leaves this one only if it has arrived there.
 	movedTo *node
 	movedAt int // the number of changes of movedTo, ever, that include the arrival
@@ -70,6 +73,9 @@ func (o dirOp) apply(m map[string]*node) {
 	}
 	if o.add != "" {
 		m[o.add] = o.node
+	}
+	if o.add2 != "" {
+		m[o.add2] = o.node2
 	}
 }
 
@@ -188,6 +194,9 @@ func (c *crasher) cutDirs(d *node) {
 	for _, o := range d.dirLog {
 		if o.node != nil && o.node.isDir {
 			c.cutDirs(o.node)
+		}
+		if o.node2 != nil && o.node2.isDir {
+			c.cutDirs(o.node2)
 		}
 		if o.movedTo != nil {
 			c.cutDirs(o.movedTo)

@@ -20,6 +20,7 @@ const (
 	OpOpen      Op = "open"
 	OpRename    Op = "rename"
 	OpLink      Op = "link"
+	OpExchange  Op = "exchange"
 	OpRemove    Op = "remove"
 	OpMkdir     Op = "mkdir"
 	OpSyncDir   Op = "syncdir"
@@ -31,7 +32,7 @@ const (
 )
 
 // Ops lists every kind.
-var Ops = []Op{OpOpen, OpRename, OpLink, OpRemove, OpMkdir, OpSyncDir, OpRead, OpWrite, OpTruncate, OpSync, OpFallocate}
+var Ops = []Op{OpOpen, OpRename, OpLink, OpExchange, OpRemove, OpMkdir, OpSyncDir, OpRead, OpWrite, OpTruncate, OpSync, OpFallocate}
 
 // ErrPowerCut is what every call answers after the power was cut.
 var ErrPowerCut = errors.New("faultfs: the power is cut")
@@ -266,6 +267,32 @@ func (s *Sim) Link(oldname, newname string) error {
 		return err
 	}
 	nd.change(dirOp{add: nb, node: n})
+	return nil
+}
+
+// Exchange lets two entries of one directory change their names in one step, as
+// renameat2(2) does with RENAME_EXCHANGE. It is no part of [FS].
+func (s *Sim) Exchange(a, b string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, err := s.fault(OpExchange, b); err != nil {
+		return err
+	}
+	ad, ab, an, err := s.find(a)
+	if err != nil {
+		return err
+	}
+	bd, bb, bn, err := s.find(b)
+	if err != nil {
+		return err
+	}
+	if ad != bd {
+		return &fs.PathError{Op: "exchange", Path: b, Err: unix.EXDEV}
+	}
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+	}
+	ad.change(dirOp{add: ab, node: bn, add2: bb, node2: an})
 	return nil
 }
 

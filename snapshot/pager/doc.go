@@ -64,9 +64,30 @@
 //	New, vCPU state and device state loaded, Start, vCPUs run
 //	vCPUs paused, devices drained, Source and snapshot.Create, Close
 //
+// or, for a guest that runs on, once or several times in between:
+//
+//	Prepare, vCPUs paused, devices drained, state saved, Freeze, vCPUs run,
+//	snapshot.Create, Frozen.Close
+//
 // Close needs no cooperation: what has not been loaded by then becomes
 // inaccessible, so a vCPU or a device that was forgotten gets EFAULT, not zeros.
 // After Load has finished, Close leaves ordinary memory behind.
+//
+// # A view of RAM that stands still
+//
+// [Frozen] is for captures of a guest that runs on, lazily restored or not. Pages that
+// it is about are copied while the guest is paused, or write-protected with
+// UFFDIO_WRITEPROTECT, by the pager's userfaultfd if there is one, for memory can be
+// registered with one only: RAM is then registered a second time, for missing pages
+// and writes. The two do not meet. A page that is missing has not changed, so it is
+// not in the set; filling it does not protect it; and a fault says which of the two it
+// is. A page that was given to the balloon is zeros, which the kernel's page map says
+// before anything runs on.
+//
+// The rule about Go code holds for writes to protected pages as for missing ones:
+// guestmem.Memory asks [Frozen.BeforeWrite], which saves the page and lifts its
+// protection by a system call. It may wait for the reader, which takes no lock of
+// guestmem.Memory, so Discard may wait with that lock held.
 //
 // # What it costs
 //

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -344,4 +345,132 @@ func TestLoadUnderAGuestKeepsItsWrites(t *testing.T) {
 			t.Errorf("the guest's byte is %d, %v", got[0], err)
 		}
 	})
+}
+
+// incrementer adds one to a word in every page from 0x40000 to 0x1fffff, for ever.
+var incrementer = []byte{
+	0xbb, 0, 0, 4, 0, // mov ebx, 0x40000
+	0x48, 0xff, 0x03, // inc qword [rbx]
+	0x81, 0xc3, 0, 0x10, 0, 0, // add ebx, 0x1000
+	0x81, 0xfb, 0, 0, 0x20, 0, // cmp ebx, 0x200000
+	0x72, 0xef, // jb to the inc
+	0xeb, 0xe8, // jmp to the start
+}
+
+// spin runs the vCPU until stop is called.
+func (g *tinyGuest) spin() (stop func() error) {
+	tids, done := make(chan int, 1), make(chan error, 1)
+	var stopping atomic.Bool
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		tids <- unix.Gettid()
+		for !stopping.Load() {
+			if _, err := kvmIoctl(g.vcpu, kvmRun, 0); err != nil && !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) {
+				done <- err
+				return
+			}
+		}
+		done <- nil
+	}()
+	tid := <-tids
+	return func() error {
+		stopping.Store(true)
+		for {
+			// Again, for the signal may come before KVM_RUN does.
+			if err := unix.Tgkill(os.Getpid(), tid, unix.SIGURG); err != nil && !errors.Is(err, unix.ESRCH) {
+				return err
+			}
+			select {
+			case err := <-done:
+				return err
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}
+}
+
+// A guest that was restored lazily and writes all the time, while another page of
+// its RAM after the other is loaded, frozen and read.
+func TestAFrozenViewOfALazilyRestoredGuestThatWrites(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, []part{{0, 2}, {0x40, 3000}})
+	for _, how := range []struct {
+		name string
+		opts FreezeOptions
+	}{{"copied", FreezeOptions{Expect: 2000}}, {"protected", FreezeOptions{CopyBytes: MinCopyBytes}}} {
+		t.Run(how.name, func(t *testing.T) {
+			p, mem := restore(t, dir, Options{})
+			g := newTinyGuest(t, mem, guestModes[1], incrementer)
+			stop := g.spin()
+			const pages = 0x200 + 700 // what the guest writes to, and some more
+			saved := uint64(0)
+			for round := range 8 {
+				for from, b := counterOf(t, mem), []byte{0}; counterOf(t, mem) < from+2; {
+					if err := mem.Read(gpa(2999), b); err != nil {
+						t.Fatal(err)
+					}
+					time.Sleep(time.Millisecond)
+				}
+				if err := stop(); err != nil {
+					t.Fatal(err)
+				}
+				f, err := Prepare(mem, p, how.opts)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { f.Close() })
+				image := make([]byte, pages*pageSize)
+				if err := mem.Read(0, image); err != nil {
+					t.Fatal(err)
+				}
+				set := guestmem.NewPageSet(mem.Size() / pageSize)
+				set.Add(0, pages)
+				if err := f.Freeze(set); err != nil {
+					t.Fatal(err)
+				}
+				stop = g.spin()
+				// In every other round the guest is first, everywhere.
+				const written = 0x200 - 0x40
+				for deadline := time.Now().Add(time.Minute); round%2 == 0 && f.Stats().Protected && f.Stats().Saved < written; {
+					if time.Now().After(deadline) {
+						t.Fatalf("the guest does not write: %+v", f.Stats())
+					}
+					time.Sleep(time.Millisecond)
+				}
+				b := make([]byte, pageSize)
+				for page := uint64(pages); page > 0; page-- {
+					if err := f.ReadPages(page-1, b); err != nil {
+						t.Fatal(err)
+					}
+					if !bytes.Equal(b, image[(page-1)*pageSize:][:pageSize]) {
+						t.Fatalf("page %#x is not as it was", page-1)
+					}
+					if page%3 == 0 {
+						f.Release(page-1, page+2)
+					}
+				}
+				saved += f.Stats().Saved
+				if err := f.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := stop(); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%d pages saved before they were overwritten", saved)
+			if (saved > 0) != (how.name == "protected") {
+				t.Errorf("%d pages were saved", saved)
+			}
+		})
+	}
+}
+
+// counterOf is the word of the last page that the incrementer writes to.
+func counterOf(t *testing.T, mem *guestmem.Memory) uint64 {
+	t.Helper()
+	var b [8]byte
+	if err := mem.Read(0x1ff000, b[:]); err != nil {
+		t.Fatal(err)
+	}
+	return binary.LittleEndian.Uint64(b[:])
 }

@@ -95,6 +95,13 @@ type Pager struct {
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
 
+	// frozen is the view of RAM that is in use, which answers the faults of
+	// pages that are write-protected.
+	frozen atomic.Pointer[Frozen]
+	// protectable are the pieces of RAM that are registered alike, once all of it
+	// is registered for write protection.
+	protectable []guestmem.Slot
+
 	failure  atomic.Pointer[error]
 	loaded   atomic.Bool // nothing but zeros is missing any more
 	detached atomic.Bool // and nothing is registered
@@ -217,7 +224,7 @@ func (p *Pager) setUp() (err error) {
 	p.registered = p.ranges()
 	for _, r := range p.registered {
 		hva := p.hva(r.start / pageSize)
-		if err := register(p.uffd, hva, r.end-r.start); err != nil {
+		if err := register(p.uffd, hva, r.end-r.start, registerMissing); err != nil {
 			return fmt.Errorf("RAM from %#x to %#x: %w", r.start, r.end, err)
 		}
 		for c := r.start / chunkBytes; c*chunkBytes < r.end; c++ {
@@ -312,8 +319,13 @@ func (p *Pager) fail(err error) error {
 // Close ends the restore, in any state of it, and gives everything back but the
 // memory. Stop vCPUs and device I/O first: unless Load has finished, whoever
 // still touches guest RAM gets EFAULT from then on, or ErrClosed from the
-// methods of guestmem.Memory. The memory must be closed after the pager.
+// methods of guestmem.Memory. A Frozen that is still open is closed. The memory must
+// be closed after the pager.
 func (p *Pager) Close() error {
+	if f := p.frozen.Load(); f != nil {
+		// An error of it is in the way of nothing: the descriptor goes.
+		_ = f.Close()
+	}
 	p.mu.Lock()
 	if p.closed {
 		p.mu.Unlock()

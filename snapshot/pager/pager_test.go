@@ -815,3 +815,73 @@ func TestAFaultAllocatesNothing(t *testing.T) {
 		t.Errorf("%v allocations for each touch", n)
 	}
 }
+
+// A delta of a machine that was restored lazily: its source gives pages that were
+// written, given away and never loaded, and the pager reads frames and leaves of
+// several files.
+func TestDeltasOfARestoredMachineAreRestoredInTheirTurn(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	changed := map[uint64][]byte{} // against the first snapshot
+	for round := range uint64(4) {
+		base := openSnapshot(t, dir)
+		p, mem := newPagerFor(t, base, Options{})
+		p.Start()
+		dirty := guestmem.NewPageSet(base.Memory().Pages())
+		for page := 3 * round; page < 4000; page += 211 {
+			b := bytes.Repeat([]byte{byte(round + 1), byte(page)}, pageSize/2)
+			if err := mem.Write(gpaOf(t, mem, page), b); err != nil {
+				t.Fatal(err)
+			}
+			changed[page] = b
+			dirty.Add(page, page+1)
+		}
+		for _, page := range []uint64{6 + round, 1500 + round, 9000} {
+			if err := mem.Discard(gpaOf(t, mem, page), pageSize); err != nil {
+				t.Fatal(err)
+			}
+			changed[page] = make([]byte, pageSize)
+			dirty.Add(page, page+1)
+		}
+		src, err := p.Source()
+		if err != nil {
+			t.Fatal(err)
+		}
+		// It may be in the set and not have changed, and not even be loaded.
+		dirty.Add(2000, 2003)
+		dirty.Add(12000, 12003)
+		before := committed(t, mem)
+		dir = filepath.Join(t.TempDir(), "snap")
+		info, err := snapshot.Create(context.Background(), dir, snapshot.Spec{VCPUs: 1, Memory: src, Base: base, Changed: dirty})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n := len(info.Manifest.Memory.Files); n != int(round)+2 {
+			t.Errorf("snapshot %d has %d files", round+1, n)
+		}
+		if after := committed(t, mem); after != before {
+			t.Errorf("%d pages were committed before the snapshot, %d after it", before, after)
+		}
+		src.Close()
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p, mem := restore(t, dir, Options{})
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	for page := range openSnapshot(t, dir).Memory().Pages() {
+		if err := mem.Read(gpaOf(t, mem, page), got); err != nil {
+			t.Fatal(err)
+		}
+		if c, ok := changed[page]; ok {
+			copy(want, c)
+		} else {
+			expect(smallRAM, page, want)
+		}
+		if !bytes.Equal(got, want) {
+			t.Fatalf("page %d is wrong", page)
+		}
+	}
+	if err := p.Err(); err != nil {
+		t.Error(err)
+	}
+}

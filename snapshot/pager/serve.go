@@ -15,36 +15,42 @@ import (
 func (p *Pager) serve() {
 	w, err := p.getWorker()
 	if err != nil {
-		p.fail(err)
+		_ = p.fail(err) // Err has it
 		// Faults are still taken, so that those who wait for pages come free.
 		w = &worker{fill: filler{fd: p.uffd}}
 	}
 	defer p.putWorker(w)
-	fds := []unix.PollFd{{Fd: int32(p.uffd), Events: unix.POLLIN}, {Fd: int32(p.stopFD), Events: unix.POLLIN}}
+	if err := readFaults(p.uffd, p.stopFD, func(b []byte, began time.Time) { p.fault(b, w, began) }); err != nil {
+		_ = p.fail(err) // Err has it
+	}
+}
+
+// readFaults hands on the messages of page faults until something can be read from
+// stopFD.
+func readFaults(uffd, stopFD int, each func(message []byte, began time.Time)) error {
+	fds := []unix.PollFd{{Fd: int32(uffd), Events: unix.POLLIN}, {Fd: int32(stopFD), Events: unix.POLLIN}}
 	var buf [messages * messageSize]byte
 	for {
-		n, err := unix.Read(p.uffd, buf[:])
+		n, err := unix.Read(uffd, buf[:])
 		switch {
 		case err == nil:
 			began := time.Now()
 			for b := buf[:n]; len(b) >= messageSize; b = b[messageSize:] {
 				if b[0] == eventPagefault {
-					p.fault(b, w, began)
+					each(b, began)
 				}
 			}
 			continue
 		case errors.Is(err, unix.EINTR):
 			continue
 		case !errors.Is(err, unix.EAGAIN):
-			p.fail(fmt.Errorf("reading from userfaultfd: %w", err))
-			return
+			return fmt.Errorf("reading from userfaultfd: %w", err)
 		}
 		if _, err := unix.Poll(fds, -1); err != nil && !errors.Is(err, unix.EINTR) {
-			p.fail(fmt.Errorf("waiting for page faults: %w", err))
-			return
+			return fmt.Errorf("waiting for page faults: %w", err)
 		}
 		if fds[1].Revents != 0 {
-			return
+			return nil
 		}
 	}
 }
@@ -55,6 +61,13 @@ func (p *Pager) fault(b []byte, w *worker, began time.Time) {
 	page, ok := p.pageAt(uintptr(binary.LittleEndian.Uint64(b[messageAddress:])))
 	if !ok {
 		return // only RAM is registered
+	}
+	if flags&flagProtected != 0 {
+		if f := p.frozen.Load(); f != nil {
+			f.written(page)
+		}
+		// Otherwise closing the view has woken those who waited.
+		return
 	}
 	if flags&flagWrite != 0 {
 		p.count.writes.Add(1)
@@ -96,7 +109,7 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 // sets it before it takes the mutex. So a page is either filled by then, and
 // stays accessible, or is never filled, and Go code never told that it is there.
 func (p *Pager) refuse(page uint64, w *worker, err error) {
-	p.fail(err)
+	_ = p.fail(err) // Err has it
 	hva := p.hva(page)
 	c := p.chunk(page / chunkPages)
 	c.mu.Lock()

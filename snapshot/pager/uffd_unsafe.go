@@ -19,12 +19,17 @@ const (
 	ioctlWake         = 0x8010aa02 // UFFDIO_WAKE
 	ioctlCopy         = 0xc028aa03 // UFFDIO_COPY
 	ioctlZero         = 0xc020aa04 // UFFDIO_ZEROPAGE
+	ioctlProtect      = 0xc018aa06 // UFFDIO_WRITEPROTECT
 	registerMissing   = 1 << 0
+	registerWP        = 1 << 1
+	protectOn         = 1 << 0 // UFFDIO_WRITEPROTECT_MODE_WP
+	canProtect        = 1 << 6
 	canWake           = 1 << 2
 	canCopy           = 1 << 3
 	canZero           = 1 << 4
 	eventPagefault    = 0x12
 	flagWrite         = 1 << 0
+	flagProtected     = 1 << 1 // UFFD_PAGEFAULT_FLAG_WP
 	messageSize       = 32
 	messageFlags      = 8  // offset of arg.pagefault.flags
 	messageAddress    = 16 // offset of arg.pagefault.address
@@ -98,15 +103,25 @@ func ioctl(fd int, req uintptr, arg unsafe.Pointer) error {
 	return nil
 }
 
-// register asks for the MISSING faults of a range.
-func register(fd int, hva uintptr, n uint64) error {
-	arg := uffdRegister{r: uffdRange{uint64(hva), n}, mode: registerMissing}
+// register asks for the faults of a range, of the kinds in mode. Registering again
+// replaces the mode.
+func register(fd int, hva uintptr, n, mode uint64) error {
+	arg := uffdRegister{r: uffdRange{uint64(hva), n}, mode: mode}
 	if err := ioctl(fd, ioctlRegister, unsafe.Pointer(&arg)); err != nil {
+		if mode&registerWP != 0 && errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("%w: userfaultfd cannot write-protect", ErrNotSupported)
+		}
 		return os.NewSyscallError("ioctl(UFFDIO_REGISTER)", err)
 	}
-	const need = canWake | canCopy | canZero
+	need := uint64(canWake)
+	if mode&registerMissing != 0 {
+		need |= canCopy | canZero
+	}
+	if mode&registerWP != 0 {
+		need |= canProtect
+	}
 	if arg.ioctls&need != need {
-		return fmt.Errorf("%w: userfaultfd can do %#x, %#x is needed", ErrNotSupported, arg.ioctls, uint64(need))
+		return fmt.Errorf("%w: userfaultfd can do %#x, %#x is needed", ErrNotSupported, arg.ioctls, need)
 	}
 	return nil
 }
@@ -185,6 +200,33 @@ func (f *filler) wake(hva uintptr, n uint64) {
 	// It can only fail for a range that is not registered any more, and closing
 	// the descriptor has woken everybody then.
 	_ = ioctl(f.fd, ioctlWake, unsafe.Pointer(&f.r))
+}
+
+// protect makes the pages of a range that are there fault when they are written to;
+// unprotect takes that back and wakes those who wait. The range is registered with
+// registerWP.
+func protect(fd int, hva uintptr, n uint64) error {
+	return writeProtect(fd, hva, n, protectOn)
+}
+
+func unprotect(fd int, hva uintptr, n uint64) error { return writeProtect(fd, hva, n, 0) }
+
+func writeProtect(fd int, hva uintptr, n, mode uint64) error {
+	for {
+		arg := struct {
+			r    uffdRange
+			mode uint64
+		}{uffdRange{uint64(hva), n}, mode}
+		err := ioctl(fd, ioctlProtect, unsafe.Pointer(&arg))
+		switch {
+		case err == nil:
+			return nil
+		// EAGAIN: the address space is being changed at the same moment.
+		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+			continue
+		}
+		return os.NewSyscallError("ioctl(UFFDIO_WRITEPROTECT)", err)
+	}
 }
 
 // revoke takes all access to pages away from this process and from KVM: system

@@ -44,8 +44,12 @@ func (m *Memory) transferOnce(rs []Range, call func([]unix.Iovec) (int, error), 
 	n, err := call(iov[:k])
 	// A pooled array must not keep addresses of a mapping that may go away.
 	clear(iov[:k])
-	if into && n > 0 {
+	if into && (n > 0 || err != nil && !errors.Is(err, unix.EAGAIN)) {
 		left := uint64(n)
+		if err != nil {
+			// A call that fails may have written before.
+			left = ^uint64(0)
+		}
 		for _, r := range rs {
 			if left == 0 {
 				break

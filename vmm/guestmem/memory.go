@@ -63,6 +63,24 @@ type Residency interface {
 	Discarding(gpa GPA, n uint64)
 }
 
+// Guard is told before this process changes guest RAM, so that a frozen view of it
+// can save what the change would destroy. Changes by the guest and by the kernel's
+// I/O are no business of it: userfaultfd reports them.
+type Guard interface {
+	// BeforeWrite returns when Go code may write to [gpa, gpa+n) without a
+	// fault that this process itself has to answer. It is called after Ensure,
+	// on every write from many goroutines, so the case that nothing is frozen
+	// must be cheap.
+	BeforeWrite(gpa GPA, n uint64) error
+	// BeforeDiscard returns when the content of the pages of [gpa, gpa+n) is not
+	// needed any more. The range is inside one slot. No other access to guest
+	// memory by Go code is under way.
+	BeforeDiscard(gpa GPA, n uint64)
+}
+
+// ErrGuarded says that the memory has another guard.
+var ErrGuarded = errors.New("a frozen view of the guest's RAM is still in use")
+
 // File is something the kernel can read from or write to: an [os.File], a
 // socket, a TAP device.
 type File interface {
@@ -86,6 +104,7 @@ type Memory struct {
 	// writing while pages are taken away from under it.
 	mu        sync.RWMutex
 	residency Residency
+	guard     Guard
 
 	// dirty has a bit for each page that this process has written.
 	dirty []atomic.Uint64
@@ -149,6 +168,26 @@ func (m *Memory) SetResidency(r Residency) {
 	m.residency = r
 }
 
+// Quiesce returns when all accesses by Go code that were under way when it was called
+// have finished. It does not wait for the kernel's I/O.
+func (m *Memory) Quiesce() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+}
+
+// SetGuard installs a guard, or removes it if g is nil. It fails with ErrGuarded if
+// there is one already. When it returns, no Go code is writing to guest memory that
+// has not asked the guard, or, after removal, that has still to hear from it.
+func (m *Memory) SetGuard(g Guard) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if g != nil && m.guard != nil {
+		return ErrGuarded
+	}
+	m.guard = g
+	return nil
+}
+
 // offset translates a range to an offset in the mapping.
 func (m *Memory) offset(gpa GPA, n uint64) (uint64, error) {
 	for i := range m.slots {
@@ -210,12 +249,60 @@ func (m *Memory) resident(gpa GPA, n uint64) (uint64, error) {
 	return off, nil
 }
 
+// ReadSet copies the pages of set that are in [first, end), one behind the other, into
+// p, which has room for them. It fails like Read.
+func (m *Memory) ReadSet(set *PageSet, first, end uint64, p []byte) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	for lo, hi := set.NextBefore(first, end); lo < hi; lo, hi = set.NextBefore(hi, end) {
+		for i := range m.slots {
+			s := &m.slots[i]
+			base := s.Offset / PageSize
+			from, to := max(lo, base), min(hi, base+s.Size/PageSize)
+			if from >= to {
+				continue
+			}
+			n := (to - from) * PageSize
+			off, err := m.resident(s.GPA+GPA((from-base)*PageSize), n)
+			if err != nil {
+				return err
+			}
+			if copied := copy(p, m.mem[off:off+n]); uint64(copied) != n {
+				return ErrRange
+			}
+			p = p[n:]
+		}
+	}
+	return nil
+}
+
+// CopyPresent is Read for whoever keeps pages in place by other means: it takes no
+// lock and does not ask for residency. The caller must know that the pages are there,
+// and that neither Discard nor Close comes in between; see Guard.
+func (m *Memory) CopyPresent(gpa GPA, p []byte) error {
+	off, err := m.offset(gpa, uint64(len(p)))
+	if err != nil {
+		return err
+	}
+	copy(p, m.mem[off:])
+	return nil
+}
+
+// writable is resident for a range that Go code is about to write to. m.mu is held.
+func (m *Memory) writable(gpa GPA, n uint64) (uint64, error) {
+	off, err := m.resident(gpa, n)
+	if err == nil && m.guard != nil && n > 0 {
+		err = m.guard.BeforeWrite(gpa, n)
+	}
+	return off, err
+}
+
 // Write copies p into guest RAM at gpa and marks the pages dirty. It fails with
 // ErrRange, and then writes nothing, or with the pager's error.
 func (m *Memory) Write(gpa GPA, p []byte) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	off, err := m.resident(gpa, uint64(len(p)))
+	off, err := m.writable(gpa, uint64(len(p)))
 	if err != nil {
 		return err
 	}
@@ -228,7 +315,7 @@ func (m *Memory) Write(gpa GPA, p []byte) error {
 func (m *Memory) Zero(gpa GPA, n uint64) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	off, err := m.resident(gpa, n)
+	off, err := m.writable(gpa, n)
 	if err != nil {
 		return err
 	}
@@ -311,7 +398,7 @@ func (m *Memory) StoreUint16(gpa GPA, v uint16) error {
 	}
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	off, err := m.resident(gpa, 2)
+	off, err := m.writable(gpa, 2)
 	if err != nil {
 		return err
 	}
@@ -343,6 +430,9 @@ func (m *Memory) Discard(gpa GPA, n uint64) error {
 	if err != nil {
 		return err
 	}
+	if m.guard != nil {
+		m.guard.BeforeDiscard(GPA(first), last-first)
+	}
 	if m.residency != nil {
 		m.residency.Discarding(GPA(first), last-first)
 	}
@@ -359,6 +449,24 @@ func (m *Memory) markDirty(off, n uint64) {
 		w, bit := &m.dirty[page/64], uint64(1)<<(page%64)
 		if w.Load()&bit == 0 {
 			w.Or(bit)
+		}
+	}
+}
+
+// DrainDirty is TakeDirty into a set for this RAM, which keeps what it has.
+func (m *Memory) DrainDirty(into *PageSet) {
+	for i := range m.dirty {
+		if m.dirty[i].Load() != 0 {
+			into.words[i] |= m.dirty[i].Swap(0)
+		}
+	}
+}
+
+// MarkDirty makes the pages of a set count as written by this process.
+func (m *Memory) MarkDirty(set *PageSet) {
+	for i, w := range set.words[:min(len(set.words), len(m.dirty))] {
+		if w != 0 {
+			m.dirty[i].Or(w)
 		}
 	}
 }

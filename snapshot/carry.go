@@ -1,0 +1,240 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// deltaFiles is how many memory files a delta has at most. More make fewer
+// copies: see FORMAT.md, "Choice of constants".
+const deltaFiles = 32
+
+// A file of which less than 1/liveShare of the pages are still needed is given
+// up, and they are carried over.
+const liveShare = 4
+
+// plan chooses which of the base's files the new snapshot does without.
+//
+// Numbers grow with time, so the files are in the order of their ages, and no
+// file refers to a younger one. What is given up for the sake of the number of
+// files is always the youngest, so that only young leaves have to be looked
+// through. It is as in a log-structured merge tree: the new file takes in its
+// neighbour, then the next one as long as that is no larger than all that has
+// been taken in so far. So a byte that is copied comes to lie in a file at least
+// twice as large as before, or the number of files falls by one for each.
+func (o *memoryWriter) plan(files []MemoryFile, limit int) map[uint32]bool {
+	carried := map[uint32]bool{}
+	var left []MemoryFile
+	size := o.total()
+	for _, f := range files {
+		u := o.tally.file(f.Number)
+		switch {
+		case *u == (use{}):
+		case u.pages*liveShare < f.StoredPages:
+			carried[f.Number] = true
+			size += int64(u.frameBytes + u.leafBytes)
+		default:
+			left = append(left, f)
+		}
+	}
+	forced := len(left) + 1 - limit
+	if forced <= 0 {
+		return carried
+	}
+	for n := len(left); n > 0; n-- {
+		u := o.tally.file(left[n-1].Number)
+		cost := int64(u.frameBytes + u.leafBytes)
+		if forced <= 0 && cost > size {
+			break
+		}
+		carried[left[n-1].Number] = true
+		size += cost
+		forced--
+	}
+	return carried
+}
+
+// carry moves what is to be moved out of files of the base into the new one,
+// gives names in dir to the files that stay, and returns these.
+func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]MemoryFile, error) {
+	base := w.base.manifest.Memory.Files
+	carried := map[uint32]bool{}
+	if w.dense {
+		for _, f := range base {
+			carried[f.Number] = true
+		}
+	} else {
+		carried = out.plan(base, w.maxFiles)
+	}
+	var files []MemoryFile
+	for i, f := range base {
+		if carried[f.Number] || *out.tally.file(f.Number) == (use{}) {
+			continue
+		}
+		ok, err := w.link(w.base.files[i], filepath.Join(w.base.dir, f.Name), filepath.Join(dir, linkName(f.ID)))
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			files = append(files, f)
+		} else {
+			carried[f.Number] = true
+		}
+	}
+	if len(carried) == 0 {
+		return files, nil
+	}
+	p := pass{w: w, out: out, carried: carried}
+	before := out.total()
+	if err := p.run(ctx, w.mayTouch(out, carried)); err != nil {
+		return nil, fmt.Errorf("carrying frames over: %w", err)
+	}
+	out.carried = out.total() - before
+	// Leaves are only counted as they go, so this is the proof that nothing is
+	// left behind.
+	for n := range carried {
+		if u := *out.tally.file(n); u != (use{}) {
+			return nil, fmt.Errorf("%d pages of memory file %d were not carried over: the base does not state rightly what it has there: %w",
+				u.pages, n, ErrBase)
+		}
+	}
+	return files, nil
+}
+
+// mayTouch emits the chunks that may have something in the files given up.
+func (w *writer) mayTouch(out *memoryWriter, carried map[uint32]bool) func(context.Context, func(job) error) error {
+	oldest := ^uint32(0)
+	for n := range carried {
+		oldest = min(oldest, n)
+	}
+	m := w.base.memory
+	// The leaves that exist now: the pass makes others while it runs.
+	var jobs []job
+	for c := range uint64(m.Chunks()) {
+		leaf, ok := out.leaves[c]
+		if !ok && m.ref(int(c)).file < oldest || ok && len(leaf) == 0 {
+			continue
+		}
+		jobs = append(jobs, job{chunk: c, leaf: leaf})
+	}
+	return func(_ context.Context, emit func(job) error) error {
+		for _, j := range jobs {
+			if err := emit(j); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+// link gives a file of the base, which is open, the name newname. It is false if
+// that cannot be done though nothing is broken: the base has been removed or
+// compacted since it was opened, it is on another file system, that has no hard
+// links, or the file has too many.
+func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
+	err := w.fs.Link(oldname, newname)
+	for _, e := range []error{fs.ErrNotExist, unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP, unix.ENOSYS} {
+		if errors.Is(err, e) {
+			return false, nil
+		}
+	}
+	if err != nil {
+		return false, err
+	}
+	want, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if got, err := os.Lstat(newname); err != nil {
+		return false, err
+	} else if !os.SameFile(got, want) {
+		return false, w.fs.RemoveAll(newname)
+	}
+	return true, nil
+}
+
+// move carries over what the old leaf has in files that are given up. moved is
+// how many pages are still needed of each old frame. A frame that is still
+// needed for the most part is copied as it is, after a look at its checksum;
+// what is left of others is packed anew, and so are tiny frames if there are
+// several, because an entry of the index is as large as such a frame may be.
+func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
+	tiny, limit := 0, FramePages/4
+	if p.w.dense {
+		limit = FramePages - 1
+	}
+	for i := range u.old.frames {
+		if n := int(moved[i]); n > 0 && n <= limit {
+			tiny++
+		}
+	}
+	m := p.w.base.memory
+	for i := range u.old.frames {
+		f := &u.old.frames[i]
+		live := int(moved[i])
+		if live == 0 {
+			continue
+		}
+		whole := 2*live > f.Pages()
+		if p.w.dense {
+			whole = live == f.Pages()
+		}
+		if tiny > 1 && live <= limit {
+			whole = false
+		}
+		var err error
+		if whole {
+			err = u.copyFrame(m, t.d, i)
+		} else {
+			err = u.repackFrame(m, t, i)
+		}
+		if err != nil {
+			return fmt.Errorf("base: %w", err)
+		}
+	}
+	return nil
+}
+
+// copyFrame copies an old frame without decompressing it.
+func (u *unit) copyFrame(m *Memory, d *Decoder, i int) error {
+	f := u.old.frames[i]
+	b, err := m.readStored(&f, d)
+	if err != nil {
+		return err
+	}
+	if got := checksum(b); got != f.crc {
+		return corrupt(m.file(f.file).name, f.offset, "frame checksum is %08x, the index says %08x", got, f.crc)
+	}
+	f.offset = int64(len(u.blob))
+	u.blob = append(u.blob, b...)
+	for page := range u.old.pages {
+		if frame, slot, ok := u.old.Page(page); ok && frame == i {
+			u.leaf.setPage(page, len(u.leaf.frames), slot)
+		}
+	}
+	u.leaf.frames = append(u.leaf.frames, f)
+	return nil
+}
+
+// repackFrame puts the pages of an old frame that are still needed into new
+// ones.
+func (u *unit) repackFrame(m *Memory, t *tools, i int) error {
+	raw, err := m.ReadFrame(&u.old.frames[i], t.d)
+	if err != nil {
+		return err
+	}
+	for page := range u.old.pages {
+		if frame, slot, ok := u.old.Page(page); ok && frame == i {
+			u.pack(t.c, raw[slot*guestmem.PageSize:][:guestmem.PageSize], page)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,114 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Compact rewrites the snapshot in dir so that it has one memory file and that
+// nothing is in it which the snapshot does not need: frames are copied, and what
+// is left of those that are not full is compressed anew. What the snapshot says
+// stays the same, its ID too, but ManifestSHA256 changes. The new directory
+// takes the place of the old one in one step; whoever has the old one open can
+// read on, and files that others have links to stay theirs. So Compact frees
+// space only if nobody else needs the old files: see Usage.
+//
+// The result has SizeBytes 0 if there was nothing to do. Compact fails like Open
+// and like Create, and the snapshot is as it was then; but if it fails when the
+// new one has been put in place, which the message says, either may be found
+// after a loss of power. Two at once on one directory fail with EWOULDBLOCK.
+func Compact(ctx context.Context, dir string) (*Info, error) {
+	info, err := compact(ctx, filepath.Clean(dir), osFS{})
+	if err != nil {
+		return nil, writeError(fmt.Sprintf("compacting snapshot %s", dir), err)
+	}
+	return info, nil
+}
+
+func compact(ctx context.Context, dir string, fs FS) (info *Info, err error) {
+	w := &writer{fs: fs, start: time.Now(), dense: true}
+	s, err := Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	// Nobody else may put another directory in place meanwhile.
+	lock, err := fs.Lock(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close()
+	if ok, err := s.dense(ctx); err != nil {
+		return nil, err
+	} else if ok {
+		return &Info{Dir: dir, Manifest: s.manifest, ManifestSHA256: s.digest}, nil
+	}
+	w.base = s
+	if w.number() == 0 {
+		return nil, fmt.Errorf("there are no more numbers for files: %w", ErrBase)
+	}
+	m := *s.manifest
+	m.Memory.Files = nil
+	parent := filepath.Dir(dir)
+	if err := w.checkFree(parent, &m, s.payloads); err != nil {
+		return nil, err
+	}
+	var old string
+	info, err = w.build(ctx, parent, &m, s.payloads, func(temp string) (string, error) {
+		if err := fs.Exchange(temp, dir); err != nil {
+			if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
+				err = fmt.Errorf("this file system cannot exchange two directories in one step: %w", err)
+			}
+			return temp, err
+		}
+		old = temp
+		return "", nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	info.Dir = dir
+	if err := fs.RemoveAll(old); err != nil {
+		return nil, fmt.Errorf("it is done, but the old files are still in %s: %w", old, err)
+	}
+	return info, nil
+}
+
+// dense reports whether Compact has nothing to do.
+func (s *Snapshot) dense(ctx context.Context) (bool, error) {
+	if len(s.files) > 1 {
+		return false, nil
+	}
+	var l Leaf
+	buf := make([]byte, maxLeaf)
+	for c := range s.memory.Chunks() {
+		if ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+		ok, err := s.memory.readLeaf(c, &l, buf)
+		if err != nil {
+			return false, err
+		}
+		if !ok {
+			continue
+		}
+		live, small := l.live(), 0
+		for i := range l.frames {
+			if int(live[i]) < l.frames[i].Pages() {
+				return false, nil
+			}
+			if live[i] < FramePages {
+				small++
+			}
+		}
+		if small > 1 {
+			return false, nil
+		}
+	}
+	return true, nil
+}

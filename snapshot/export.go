@@ -1,0 +1,496 @@
+package snapshot
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"io/fs"
+	"path/filepath"
+	"strings"
+)
+
+// ExportVersion is the version of the stream that Export writes and Import reads.
+const ExportVersion = 1
+
+// Bounds of an exported snapshot.
+const (
+	MaxExtraFiles  = 4096
+	maxExportTable = 4 << 20
+	exportBuffer   = 256 << 10
+)
+
+const (
+	exportMagic   = "DROWSEXP"
+	exportEnd     = "DROWSEXE"
+	exportHeader  = 16
+	exportTrailer = len(exportEnd) + sha256.Size
+	// exportName is what errors call the stream.
+	exportName = "export"
+)
+
+// ExtraFile is a file that goes with a snapshot and that the caller keeps, as a
+// layer of a disk.
+type ExtraFile struct {
+	// Name is what Import calls it: printable text, at most MaxNameBytes.
+	Name string
+	// Size is the exact length in bytes.
+	Size int64
+	// Open opens it for reading. Export reads it twice, once for its hash.
+	Open func() (io.ReadCloser, error)
+}
+
+// Placer takes the extra files of a snapshot that is being imported.
+type Placer interface {
+	// Place begins a file of exactly size bytes. The name is printable text, at
+	// most MaxNameBytes, that whoever made the stream has chosen: it may have
+	// slashes and dots. A file that is there already may be refused, or, if it
+	// is the same, taken.
+	Place(name string, size int64) (Placement, error)
+}
+
+// Placement is one file that is being placed.
+type Placement interface {
+	io.Writer
+	// Commit is called when all of the snapshot has been received and is what
+	// was sent. Then the file must be durable.
+	Commit() error
+	// Abort takes back what Place and Commit have done. It is called at most
+	// once, and not if the import has succeeded.
+	Abort() error
+}
+
+// exportEntry describes one file in the stream.
+type exportEntry struct {
+	// Extra is true for the caller's files.
+	Extra  bool   `json:"extra"`
+	Name   string `json:"name"`
+	Size   int64  `json:"size"`
+	SHA256 string `json:"sha256"`
+}
+
+type exportTable struct {
+	Files []exportEntry `json:"files"`
+}
+
+func (t *exportTable) encode() ([]byte, error) {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	err := enc.Encode(t)
+	return b.Bytes(), err
+}
+
+// Export writes the snapshot in dir, with all its files, and the extra files to w
+// as one stream, which Import takes: see FORMAT.md, "Exported snapshots". Files
+// are read twice and 256 KiB of them are held in memory. Parts of files
+// that the snapshot does not need are sent too; Compact it first if UsageOf says
+// that there is much of that. It fails like Open, with ErrSpec for extra files
+// that cannot be sent, ErrIncomplete for those that are shorter than said, or
+// with the error of w, of a file or of the context.
+func Export(ctx context.Context, w io.Writer, dir string, extra []ExtraFile) error {
+	s, err := Open(dir)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	if err := s.export(ctx, w, extra); err != nil {
+		return fmt.Errorf("exporting snapshot %s: %w", dir, err)
+	}
+	return nil
+}
+
+// exported is a file to be sent.
+type exported struct {
+	exportEntry
+	open func() (io.ReadCloser, error)
+}
+
+// exports lists what is to be sent, without the hashes.
+func (s *Snapshot) exports(extra []ExtraFile) ([]exported, error) {
+	// What was read of the manifest's file is what would be written again.
+	body, err := encodeManifest(s.manifest, s.payloads)
+	if err != nil {
+		return nil, err
+	}
+	out := []exported{{exportEntry{Name: ManifestName, Size: int64(len(body))}, func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(body)), nil
+	}}}
+	for i, mf := range s.manifest.Memory.Files {
+		out = append(out, exported{exportEntry{Name: mf.Name, Size: mf.Size}, func() (io.ReadCloser, error) {
+			return io.NopCloser(io.NewSectionReader(s.files[i], 0, mf.Size)), nil
+		}})
+	}
+	if len(extra) > MaxExtraFiles {
+		return nil, fmt.Errorf("%d extra files, at most %d are allowed: %w", len(extra), MaxExtraFiles, ErrSpec)
+	}
+	seen := map[string]bool{}
+	for _, e := range extra {
+		if err := checkExtra(e.Name, e.Size); err != nil {
+			return nil, err
+		}
+		if seen[e.Name] {
+			return nil, fmt.Errorf("two extra files have the name %q: %w", e.Name, ErrSpec)
+		}
+		seen[e.Name] = true
+		out = append(out, exported{exportEntry{Extra: true, Name: e.Name, Size: e.Size}, e.Open})
+	}
+	return out, nil
+}
+
+func checkExtra(name string, size int64) error {
+	if name == "" || size < 0 || size > maxFileSize {
+		return fmt.Errorf("extra file %.80q has no name or the impossible size %d: %w", name, size, ErrSpec)
+	}
+	return checkText("name of an extra file", name, MaxNameBytes)
+}
+
+func (s *Snapshot) export(ctx context.Context, w io.Writer, extra []ExtraFile) error {
+	files, err := s.exports(extra)
+	if err != nil {
+		return err
+	}
+	buf := make([]byte, exportBuffer)
+	var table exportTable
+	for i := range files {
+		f := &files[i]
+		sum := sha256.New()
+		if err := f.copy(ctx, sum, buf); err != nil {
+			return err
+		}
+		f.SHA256 = hex.EncodeToString(sum.Sum(nil))
+		table.Files = append(table.Files, f.exportEntry)
+	}
+	doc, err := table.encode()
+	if err != nil {
+		return err
+	}
+	if len(doc) > maxExportTable {
+		return fmt.Errorf("the table of files has %d bytes, at most %d are allowed: %w", len(doc), maxExportTable, ErrSpec)
+	}
+	head := append([]byte(exportMagic), make([]byte, 8)...)
+	binary.LittleEndian.PutUint32(head[8:], ExportVersion)
+	binary.LittleEndian.PutUint32(head[12:], uint32(len(doc)))
+	head = append(head, doc...)
+	sum := sha256.Sum256(head)
+	whole := sha256.New()
+	out := io.MultiWriter(w, whole)
+	if _, err := out.Write(append(head, sum[:]...)); err != nil {
+		return err
+	}
+	for i := range files {
+		// A file that has changed meanwhile does not fit its hash any more, and
+		// Import refuses it; better to say so here.
+		got := sha256.New()
+		if err := files[i].copy(ctx, io.MultiWriter(out, got), buf); err != nil {
+			return err
+		}
+		if hex.EncodeToString(got.Sum(nil)) != files[i].SHA256 {
+			return fmt.Errorf("%s has changed while it was being sent: %w", files[i].Name, ErrSpec)
+		}
+	}
+	if _, err := io.WriteString(out, exportEnd); err != nil {
+		return err
+	}
+	_, err = w.Write(whole.Sum(nil))
+	return err
+}
+
+// copy sends the content of the file.
+func (f *exported) copy(ctx context.Context, w io.Writer, buf []byte) (err error) {
+	r, err := f.open()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	for left := f.Size; left > 0; {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		b := buf[:min(left, int64(len(buf)))]
+		if _, err := io.ReadFull(r, b); err != nil {
+			return readError(f.Name, f.Size-left, len(b), err)
+		}
+		if _, err := w.Write(b); err != nil {
+			return err
+		}
+		left -= int64(len(b))
+	}
+	return nil
+}
+
+// Imported describes a snapshot that has been imported.
+type Imported struct {
+	Dir            string
+	Manifest       *Manifest
+	ManifestSHA256 string
+}
+
+// Import reads a stream of Export from r, up to its end and no further, and makes
+// the snapshot in the directory parent, under its ID, which must not be taken.
+// Extra files go to place; if it is nil, a stream with such files is refused. All
+// is checked as it comes, against hashes that have come before, and nothing has
+// its name before all is there: then the extra files are committed, then the
+// snapshot. A stream that ends early, is damaged, of another kind or of another
+// version is refused with ErrIncomplete, ErrCorrupt, ErrForeign or ErrVersion,
+// and nothing is left of it; other errors are those of Create. The hashes are
+// against accidents: whoever can change the stream can change them too, so
+// compare ManifestSHA256 with what the sender says.
+func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
+	in, err := importTo(ctx, r, filepath.Clean(parent), place, osFS{})
+	if err != nil {
+		return nil, writeError(fmt.Sprintf("importing a snapshot to %s", parent), err)
+	}
+	return in, nil
+}
+
+// importer reads the stream.
+type importer struct {
+	r     io.Reader
+	at    int64
+	whole hash.Hash
+	buf   []byte
+}
+
+// read fills p and adds it to the hash of all.
+func (im *importer) read(p []byte) error {
+	n, err := io.ReadFull(im.r, p)
+	im.at += int64(n)
+	if err != nil {
+		return readError(exportName, im.at-int64(n), len(p), err)
+	}
+	im.whole.Write(p)
+	return nil
+}
+
+// table reads everything before the first file.
+func (im *importer) table() (*exportTable, error) {
+	head := make([]byte, exportHeader)
+	if err := im.read(head); err != nil {
+		return nil, err
+	}
+	if string(head[:8]) != exportMagic {
+		return nil, fmt.Errorf("it does not begin like an exported snapshot: %w", ErrForeign)
+	}
+	if v := binary.LittleEndian.Uint32(head[8:]); v != ExportVersion {
+		return nil, fmt.Errorf("it is an export of format %d, this version reads format %d: %w: use the version that wrote it",
+			v, ExportVersion, ErrVersion)
+	}
+	size := binary.LittleEndian.Uint32(head[12:])
+	if size > maxExportTable {
+		return nil, corrupt(exportName, 0, "the header states an impossible length")
+	}
+	doc := make([]byte, size)
+	if err := im.read(doc); err != nil {
+		return nil, err
+	}
+	want := sha256.Sum256(append(head, doc...))
+	var got [sha256.Size]byte
+	if err := im.read(got[:]); err != nil {
+		return nil, err
+	}
+	if got != want {
+		return nil, corrupt(exportName, 0, "the table's SHA-256 is %x, the stream says %x", want[:4], got[:4])
+	}
+	t, err := decodeExportTable(doc)
+	if err != nil {
+		return nil, corrupt(exportName, exportHeader, "%v", err)
+	}
+	return t, nil
+}
+
+// decodeExportTable accepts only what encode writes.
+func decodeExportTable(doc []byte) (*exportTable, error) {
+	t := new(exportTable)
+	dec := json.NewDecoder(bytes.NewReader(doc))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(t); err != nil {
+		return nil, fmt.Errorf("table: %w", err)
+	}
+	if again, err := t.encode(); err != nil || !bytes.Equal(again, doc) {
+		return nil, errors.New("the table is not in canonical form")
+	}
+	snapshot, extra := 0, map[string]bool{}
+	for _, e := range t.Files {
+		sum, err := hex.DecodeString(e.SHA256)
+		if err != nil || len(sum) != sha256.Size || strings.ToLower(e.SHA256) != e.SHA256 {
+			return nil, fmt.Errorf("file %.80q has no SHA-256", e.Name)
+		}
+		if err := checkExtra(e.Name, e.Size); err != nil {
+			return nil, err
+		}
+		switch {
+		case e.Extra && extra[e.Name], !e.Extra && len(extra) > 0:
+			return nil, fmt.Errorf("file %.80q is there twice or out of order", e.Name)
+		case e.Extra:
+			extra[e.Name] = true
+		default:
+			snapshot++
+		}
+	}
+	if snapshot < 2 || snapshot > 1+MaxFiles || len(extra) > MaxExtraFiles || t.Files[0].Name != ManifestName {
+		return nil, fmt.Errorf("%d files of the snapshot and %d extra files cannot be", snapshot, len(extra))
+	}
+	if m := t.Files[0]; m.Size < manifestHeader+manifestSum || m.Size > manifestHeader+MaxManifestJSON+MaxStateBytes+manifestSum {
+		return nil, fmt.Errorf("a manifest of %d bytes cannot be", m.Size)
+	}
+	return t, nil
+}
+
+// file copies the next file of the stream.
+func (im *importer) file(ctx context.Context, e exportEntry, w io.Writer) error {
+	sum, began := sha256.New(), im.at
+	for left := e.Size; left > 0; {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		b := im.buf[:min(left, int64(len(im.buf)))]
+		if err := im.read(b); err != nil {
+			return err
+		}
+		sum.Write(b)
+		if _, err := w.Write(b); err != nil {
+			return err
+		}
+		left -= int64(len(b))
+	}
+	if got := hex.EncodeToString(sum.Sum(nil)); got != e.SHA256 {
+		return corrupt(exportName, began, "SHA-256 of %s is %.8s, the table says %.8s", e.Name, got, e.SHA256)
+	}
+	return nil
+}
+
+// end reads the trailer.
+func (im *importer) end() error {
+	began := im.at
+	mark := make([]byte, len(exportEnd))
+	if err := im.read(mark); err != nil {
+		return err
+	}
+	want := im.whole.Sum(nil)
+	got := make([]byte, sha256.Size)
+	if err := im.read(got); err != nil {
+		return err
+	}
+	if string(mark) != exportEnd || !bytes.Equal(got, want) {
+		return corrupt(exportName, began, "the end is not what it must be")
+	}
+	return nil
+}
+
+func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsys FS) (in *Imported, err error) {
+	w := &writer{fs: fsys}
+	im := &importer{r: r, whole: sha256.New(), buf: make([]byte, exportBuffer)}
+	t, err := im.table()
+	if err != nil {
+		return nil, err
+	}
+	own := 0
+	for own < len(t.Files) && !t.Files[own].Extra {
+		own++
+	}
+	if own < len(t.Files) && place == nil {
+		return nil, fmt.Errorf("%d extra files, and nowhere to put them: %w", len(t.Files)-own, ErrSpec)
+	}
+	var body bytes.Buffer
+	if err := im.file(ctx, t.Files[0], &body); err != nil {
+		return nil, err
+	}
+	m, _, err := decodeManifest(body.Bytes())
+	if err != nil {
+		return nil, err
+	}
+	need := uint64(body.Len())
+	if len(m.Memory.Files) != own-1 {
+		return nil, corrupt(exportName, exportHeader, "%d memory files, the manifest has %d", own-1, len(m.Memory.Files))
+	}
+	for i, f := range m.Memory.Files {
+		if e := t.Files[1+i]; e.Name != f.Name || e.Size != f.Size {
+			return nil, corrupt(exportName, exportHeader, "the table has %s of %d bytes, the manifest %s of %d", e.Name, e.Size, f.Name, f.Size)
+		}
+		need += uint64(f.Size)
+	}
+	dir := filepath.Join(parent, m.ID)
+	if exists, err := fsys.Exists(dir); err != nil {
+		return nil, err
+	} else if exists {
+		return nil, fmt.Errorf("%s: %w", m.ID, fs.ErrExist)
+	}
+	if free, err := fsys.Free(parent); err == nil && free < need {
+		return nil, fmt.Errorf("%s has %d bytes left and %d are needed: %w", parent, free, need, ErrNoSpace)
+	}
+	temp, lock, err := w.tempDir(parent)
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close()
+	unwanted := temp
+	var placed []Placement
+	defer func() {
+		if unwanted == "" {
+			return
+		}
+		in = nil
+		err = errors.Join(err, fsys.RemoveAll(unwanted))
+		for _, p := range placed {
+			err = errors.Join(err, p.Abort())
+		}
+	}()
+	put := func(name string, write func(io.Writer) error) error {
+		_, err := w.writeFile(filepath.Join(temp, name), func(f File) (int64, error) { return 0, write(f) })
+		return err
+	}
+	if err := put(ManifestName, func(f io.Writer) error { _, err := f.Write(body.Bytes()); return err }); err != nil {
+		return nil, err
+	}
+	for _, e := range t.Files[1:own] {
+		if err := put(e.Name, func(f io.Writer) error { return im.file(ctx, e, f) }); err != nil {
+			return nil, err
+		}
+	}
+	for _, e := range t.Files[own:] {
+		p, err := place.Place(e.Name, e.Size)
+		if err != nil {
+			return nil, fmt.Errorf("extra file %q: %w", e.Name, err)
+		}
+		placed = append(placed, p)
+		if err := im.file(ctx, e, p); err != nil {
+			return nil, fmt.Errorf("extra file %q: %w", e.Name, err)
+		}
+	}
+	if err := im.end(); err != nil {
+		return nil, err
+	}
+	// It is what was sent; it must also be a snapshot.
+	s, err := Open(temp)
+	if err != nil {
+		return nil, err
+	}
+	s.Close()
+	if err := fsys.SyncDir(temp); err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	for i, p := range placed {
+		if err := p.Commit(); err != nil {
+			return nil, fmt.Errorf("extra file %q: %w", t.Files[own+i].Name, err)
+		}
+	}
+	if err := fsys.Rename(temp, dir); err != nil {
+		return nil, err
+	}
+	unwanted = dir
+	if err := fsys.SyncDir(parent); err != nil {
+		return nil, fmt.Errorf("making the name durable: %w", err)
+	}
+	unwanted = ""
+	return &Imported{Dir: dir, Manifest: m, ManifestSHA256: manifestDigest(body.Bytes())}, nil
+}

@@ -1,0 +1,391 @@
+package pager
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/bits"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+func popcount(w uint64) uint32        { return uint32(bits.OnesCount64(w)) }
+func trailingZeros(w uint64) uint64   { return uint64(bits.TrailingZeros64(w)) }
+func bitOf(page uint64) (int, uint64) { return int(page / 64), 1 << (page % 64) }
+
+// protectGap is the largest gap between pages to protect that is protected with them:
+// a write to a page in between costs a fault, a call for each page costs more.
+const protectGap = 16
+
+// protection is the part of a Frozen that write-protects pages instead of copying
+// them. For each page of data one of these is true:
+//
+//	protected   its content is in RAM, and a write to it faults
+//	saved       its content is in a slot of copies, and the guest may write to it
+//	neither     it has been released
+//
+// The protected bit of a page is cleared, under mu, after the protection has been
+// lifted, so whoever finds it clear, with or without mu, may write. Pages that are
+// not of data may be protected as well, for they lie between others; nothing has to
+// be saved of them.
+type protection struct {
+	f *Frozen
+	// active is set when pages have been write-protected.
+	active    atomic.Bool
+	protected []atomic.Uint64
+	// areas are the pieces of RAM that are registered in the same way. Before
+	// Linux 6.4 or so a call may not reach beyond one.
+	areas  []guestmem.Slot
+	uffd   int // of the pager, or own
+	own    bool
+	stopFD int
+	wg     sync.WaitGroup
+
+	saved, waited atomic.Uint64
+
+	mu   sync.Mutex
+	cond *sync.Cond // a slot is free, or a page not protected any more
+	// slotOf says where a saved page is; free are slots that have been used and
+	// are free again, and those from used on have never been used.
+	slotOf map[uint64]uint32
+	free   []uint32
+	used   uint32
+	// pending are pages that the guest wants to write to and for which there
+	// was no slot. There are no more than threads that touch guest memory.
+	pending []uint64
+	err     error
+}
+
+func (g *protection) init(f *Frozen) {
+	g.f, g.uffd, g.stopFD = f, -1, -1
+	g.cond = sync.NewCond(&g.mu)
+}
+
+// protectAll makes all pages of data fault when they are written to.
+func (f *Frozen) protectAll() error {
+	g := &f.protection
+	if err := g.register(); err != nil {
+		return err
+	}
+	g.slotOf = make(map[uint64]uint32)
+	g.protected = make([]atomic.Uint64, len(f.data.Words()))
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.active.Store(true)
+	for first, end := range near(f.data, protectGap) {
+		for page := first; page < end; page++ {
+			w, m := bitOf(page)
+			g.protected[w].Or(m)
+		}
+	}
+	// From here on Go code asks before it writes, and what did not ask has ended.
+	f.mem.Quiesce()
+	for first, end := range near(f.data, protectGap) {
+		err := pieces(g.areas, first, end, func(hva uintptr, _, n uint64) error { return protect(g.uffd, hva, n*pageSize) })
+		if err != nil {
+			return errors.Join(err, g.lift(0, f.data.Pages()))
+		}
+	}
+	return nil
+}
+
+// register makes write protection possible. A pager's userfaultfd is used if there is
+// one, since memory can be registered with one only.
+func (g *protection) register() (err error) {
+	f := g.f
+	if f.p != nil {
+		g.uffd = f.p.uffd
+		g.areas, err = f.p.registerProtection()
+		return err
+	}
+	if g.uffd, err = openUserfaultfd(); err != nil {
+		g.uffd = -1
+		return err
+	}
+	g.own = true
+	if g.stopFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		g.stopFD = -1
+		return fmt.Errorf("eventfd: %w", err)
+	}
+	for _, s := range f.slots {
+		if err := register(g.uffd, s.HVA, s.Size, registerWP); err != nil {
+			return err
+		}
+	}
+	g.areas = f.slots
+	g.wg.Go(func() {
+		if err := readFaults(g.uffd, g.stopFD, g.fault); err != nil {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			g.fail(err)
+		}
+	})
+	return nil
+}
+
+// registerProtection registers all of RAM for write protection, on top of what is
+// registered for missing pages. It returns the pieces that are registered alike.
+func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
+	if p.protectable != nil {
+		return p.protectable, nil
+	}
+	var areas []guestmem.Slot
+	add := func(start, end, mode uint64) error {
+		return pieces(p.slots, start/pageSize, end/pageSize, func(hva uintptr, page, n uint64) error {
+			areas = append(areas, guestmem.Slot{HVA: hva, Offset: page * pageSize, Size: n * pageSize})
+			return register(p.uffd, hva, n*pageSize, mode)
+		})
+	}
+	at := uint64(0)
+	for _, r := range p.registered {
+		if err := add(at, r.start, registerWP); err != nil {
+			return nil, err
+		}
+		if err := add(r.start, r.end, registerMissing|registerWP); err != nil {
+			return nil, err
+		}
+		at = r.end
+	}
+	if err := add(at, p.mem.Size(), registerWP); err != nil {
+		return nil, err
+	}
+	p.protectable = areas
+	return areas, nil
+}
+
+// fault takes a message of the kernel when there is no pager to do so.
+func (g *protection) fault(b []byte, _ time.Time) {
+	hva := uintptr(binary.LittleEndian.Uint64(b[messageAddress:]))
+	for _, s := range g.f.slots {
+		if uint64(hva-s.HVA) < s.Size {
+			g.f.written((s.Offset + uint64(hva-s.HVA)) / pageSize)
+		}
+	}
+}
+
+// written lets a thread go on that wants to write to a page. It does not wait: if
+// there is no room to save the page, the thread sleeps until there is, or until the
+// page has been read.
+func (f *Frozen) written(page uint64) {
+	g := &f.protection
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.active.Load() || !g.isProtected(page) {
+		return // lifting the protection has woken everybody
+	}
+	if ok, err := g.vacate(page); err != nil {
+		g.fail(err)
+	} else if !ok && !slices.Contains(g.pending, page) {
+		g.waited.Add(1)
+		g.pending = append(g.pending, page)
+	}
+}
+
+// BeforeWrite implements guestmem.Guard.
+func (f *Frozen) BeforeWrite(gpa guestmem.GPA, n uint64) error {
+	return f.protection.before(gpa, n)
+}
+
+// BeforeDiscard implements guestmem.Guard.
+func (f *Frozen) BeforeDiscard(gpa guestmem.GPA, n uint64) {
+	if err := f.protection.before(gpa, n); err != nil {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.fail(err)
+	}
+}
+
+// before returns when [gpa, gpa+n) is not protected any more. It may wait for pages
+// to be read, which needs no lock of guestmem.Memory.
+func (g *protection) before(gpa guestmem.GPA, n uint64) error {
+	if !g.active.Load() || n == 0 {
+		return nil
+	}
+	off, err := g.f.mem.Linear(gpa)
+	if err != nil {
+		return err
+	}
+	for page, last := off/pageSize, (off+n-1)/pageSize; page <= last; page++ {
+		if g.protected[page/64].Load() == 0 {
+			page |= 63
+			continue
+		}
+		if !g.isProtected(page) {
+			continue
+		}
+		if err := g.waitVacated(page); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (g *protection) waitVacated(page uint64) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for waited := false; g.isProtected(page); g.cond.Wait() {
+		if ok, err := g.vacate(page); ok || err != nil {
+			return err
+		}
+		if !waited {
+			g.waited.Add(1)
+			waited = true
+		}
+	}
+	return nil
+}
+
+func (g *protection) isProtected(page uint64) bool {
+	w, m := bitOf(page)
+	return g.protected[w].Load()&m != 0
+}
+
+// vacate saves a protected page, if that is needed, and lifts its protection. It
+// returns false if there is no room. mu is held.
+func (g *protection) vacate(page uint64) (bool, error) {
+	if _, done := g.slotOf[page]; !done && g.f.isLive(page) {
+		var slot uint32
+		switch k := len(g.free); {
+		case k > 0:
+			slot, g.free = g.free[k-1], g.free[:k-1]
+		case uint64(g.used+1)*pageSize <= g.f.copies.size():
+			slot = g.used
+			g.used++
+		default:
+			return false, nil
+		}
+		// It is there, and nothing discards it before it is not protected.
+		if err := g.readRAM(page, g.f.copies.pages(uint64(slot), 1)); err != nil {
+			return false, err
+		}
+		g.slotOf[page] = slot
+		g.saved.Add(1)
+	}
+	return true, g.lift(page, page+1)
+}
+
+func (g *protection) readRAM(page uint64, b []byte) error {
+	gpa, err := g.f.mem.FromLinear(page * pageSize)
+	if err != nil {
+		return err
+	}
+	return g.f.mem.CopyPresent(gpa, b)
+}
+
+// lift takes the protection from the protected pages of [first, end), and from those
+// between them, and wakes who waits for them. mu is held.
+func (g *protection) lift(first, end uint64) error {
+	for first < end {
+		w := g.protected[first/64].Load() >> (first % 64)
+		if w == 0 {
+			first = (first/64 + 1) * 64
+			continue
+		}
+		first += trailingZeros(w)
+		if first >= end {
+			break
+		}
+		last := first + 1
+		for last < end && g.isProtected(last) {
+			last++
+		}
+		err := pieces(g.areas, first, last, func(hva uintptr, _, n uint64) error { return unprotect(g.uffd, hva, n*pageSize) })
+		if err != nil {
+			return err
+		}
+		for ; first < last; first++ {
+			w, m := bitOf(first)
+			g.protected[w].And(^m)
+		}
+	}
+	g.cond.Broadcast()
+	return nil
+}
+
+// fail makes every further read fail. mu is held.
+func (g *protection) fail(err error) {
+	if g.err == nil {
+		g.err = fmt.Errorf("guarding frozen RAM: %w", err)
+	}
+}
+
+// read copies a page that is protected or saved.
+func (g *protection) read(page uint64, b []byte) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.err != nil {
+		return g.err
+	}
+	if !g.f.isLive(page) {
+		return errReleased
+	}
+	if slot, ok := g.slotOf[page]; ok {
+		copy(b, g.f.copies.pages(uint64(slot), 1))
+		return nil
+	}
+	if !g.isProtected(page) {
+		return errReleased
+	}
+	return g.readRAM(page, b)
+}
+
+// release forgets the pages [first, end), and lets those go on that had to wait.
+func (g *protection) release(first, end uint64) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for page := first; page < end; page++ {
+		w, m := bitOf(page)
+		if g.f.live[w].And(^m)&m == 0 {
+			continue
+		}
+		if slot, ok := g.slotOf[page]; ok {
+			delete(g.slotOf, page)
+			g.free = append(g.free, slot)
+		}
+	}
+	if err := g.lift(first, end); err != nil {
+		g.fail(err)
+		return
+	}
+	g.cond.Broadcast() // for slots
+	for len(g.pending) > 0 {
+		page := g.pending[0]
+		if g.isProtected(page) {
+			if ok, err := g.vacate(page); err != nil {
+				g.fail(err)
+				return
+			} else if !ok {
+				return
+			}
+		}
+		g.pending = g.pending[1:]
+	}
+}
+
+// close lifts all protection.
+func (g *protection) close() error {
+	var errs []error
+	if g.active.Load() {
+		g.mu.Lock()
+		if len(g.f.mem.Slots()) > 0 { // or else the addresses are not ours any more
+			errs = append(errs, g.lift(0, g.f.data.Pages()))
+		}
+		g.fail(ErrClosed)
+		g.mu.Unlock()
+	}
+	if !g.own {
+		return errors.Join(errs...)
+	}
+	if g.stopFD >= 0 {
+		errs = append(errs, signalEvent(g.stopFD))
+		g.wg.Wait()
+		errs = append(errs, unix.Close(g.stopFD))
+	}
+	return errors.Join(append(errs, unix.Close(g.uffd))...)
+}

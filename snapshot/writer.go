@@ -1,0 +1,474 @@
+package snapshot
+
+import (
+	"bytes"
+	"context"
+	"encoding/hex"
+	"fmt"
+	"maps"
+	"runtime"
+	"slices"
+	"sync"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// A job is one chunk that the index of the new snapshot needs a leaf for.
+type job struct {
+	chunk uint64
+	// read marks the pages that the source is asked for. They replace what the
+	// old leaf says about them.
+	read [ChunkPages / 64]uint64
+	// leaf is the leaf that this snapshot has made for the chunk already, as it
+	// will be written; nil if the old one is that of the base.
+	leaf []byte
+}
+
+func (j *job) reads(i int) bool { return j.read[i/64]>>(i%64)&1 != 0 }
+
+// A unit is a job on its way through the writer. Units are reused, so memory is
+// bounded by their number.
+type unit struct {
+	job
+	done chan struct{}
+	err  error
+
+	buf  []byte // pages as they come from the source; a leaf before that
+	raw  []byte // pages of the frame being filled
+	at   []int  // and their places in the chunk
+	blob []byte // new frames; their offsets count from its start
+
+	// old is the leaf before, oldFile and oldBytes where it is and how long;
+	// oldFile is 0 for none, and for one that was not written yet.
+	old      Leaf
+	oldFile  uint32
+	oldBytes int
+	// leaf is the leaf after. Its first kept frames stay where they are.
+	leaf Leaf
+	kept int
+	// same is true if nothing about the chunk changes.
+	same bool
+}
+
+// readPages is how many pages a unit asks for at once.
+const readPages = 64
+
+func (w *writer) writers() int {
+	n := w.spec.Writers
+	if n <= 0 {
+		n = runtime.GOMAXPROCS(0)
+	}
+	return min(n, MaxWriters)
+}
+
+// writeMemory writes the memory file and completes the manifest in info. The
+// files of the base that are still needed get names in the directory dir.
+func (w *writer) writeMemory(ctx context.Context, f File, dir string, info *Info) (int64, error) {
+	m := info.Manifest
+	id := randomID()
+	out := &memoryWriter{f: f, number: w.number(), leaves: map[uint64][]byte{}, tally: newTally()}
+	root := make([]byte, m.rootBytes())
+	if w.base != nil {
+		copy(root, w.base.memory.root)
+		out.fromBase(w.base.manifest)
+	}
+	if err := out.write(encodeFileHeader(id)); err != nil {
+		return 0, err
+	}
+	if w.spec.Memory != nil {
+		p := pass{w: w, out: out, source: w.spec.Memory}
+		if err := p.run(ctx, p.scan); err != nil {
+			return 0, err
+		}
+	}
+	var files []MemoryFile
+	if w.base != nil {
+		var err error
+		if files, err = w.carry(ctx, out, dir); err != nil {
+			return 0, err
+		}
+	}
+	index := out.size
+	for _, chunk := range slices.Sorted(maps.Keys(out.leaves)) {
+		entry := root[chunk*rootEntry:][:rootEntry]
+		clear(entry)
+		leaf := out.leaves[chunk]
+		if len(leaf) == 0 {
+			continue // all zeros now
+		}
+		ref := rootRef{file: out.number, offset: out.size, frames: leafFrames(leaf), crc: checksum(leaf)}
+		ref.put(entry)
+		if err := out.write(leaf); err != nil {
+			return 0, err
+		}
+	}
+	m.Memory.RootCRC32C = checksum(root)
+	if err := out.write(root); err != nil {
+		return 0, err
+	}
+	m.Stats = Stats{Frames: out.tally.frames}
+	for i := range files {
+		u := out.tally.file(files[i].Number)
+		files[i].Name = linkName(files[i].ID)
+		files[i].Pages, files[i].FrameBytes, files[i].LeafBytes = u.pages, u.frameBytes, u.leafBytes
+		info.SharedBytes += files[i].Size
+	}
+	own := out.tally.file(out.number)
+	m.Memory.Files = append(files, MemoryFile{
+		Number: out.number, ID: hex.EncodeToString(id[:]), Name: MemoryName, Size: out.size, Index: index,
+		StoredPages: own.pages, Pages: own.pages, FrameBytes: own.frameBytes, LeafBytes: uint64(out.leafBytes),
+	})
+	for i := range m.Memory.Files {
+		m.Stats.Pages += m.Memory.Files[i].Pages
+		m.Stats.StoredBytes += m.Memory.Files[i].FrameBytes
+	}
+	info.CarriedBytes = out.carried
+	return out.size, nil
+}
+
+// A pass moves chunks through the compressing goroutines into out.
+type pass struct {
+	w      *writer
+	out    *memoryWriter
+	source MemorySource
+	// carried says of which files no frame and no leaf may be left; nil means
+	// of none.
+	carried map[uint32]bool
+}
+
+// run makes units of the jobs that jobs emits, which must be in the order of
+// chunks: a unit is taken from free, given to a goroutine by work, and to the
+// one that writes, this one, by order. The file is the same whichever goroutine
+// is faster.
+func (p *pass) run(ctx context.Context, jobs func(ctx context.Context, emit func(job) error) error) error {
+	ctx, cancel := context.WithCancel(ctx)
+	n := p.w.writers()
+	units := 2 * n
+	free, work, order := make(chan *unit, units), make(chan *unit, units), make(chan *unit, units)
+	for range units {
+		free <- &unit{done: make(chan struct{}, 1)}
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	var jobsErr error
+	wg.Go(func() {
+		defer close(order)
+		defer close(work)
+		jobsErr = jobs(ctx, func(j job) error {
+			select {
+			case u := <-free:
+				u.job = j
+				// Both have room for every unit there is.
+				work <- u
+				order <- u
+				return nil
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+		})
+	})
+	for range n {
+		wg.Go(func() { p.work(ctx, work) })
+	}
+	for u := range order {
+		<-u.done
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if u.err != nil {
+			return u.err
+		}
+		if err := p.out.add(u); err != nil {
+			return err
+		}
+		free <- u
+	}
+	// order is closed, so jobs has returned.
+	return jobsErr
+}
+
+// tools are what a compressing goroutine works with.
+type tools struct {
+	c *compressor
+	d *Decoder
+}
+
+func (p *pass) work(ctx context.Context, work <-chan *unit) {
+	var t tools
+	c, err := newCompressor(frameLevel)
+	if err == nil {
+		t.c = c
+		defer c.enc.Close()
+		if t.d, err = NewDecoder(); err == nil {
+			defer t.d.Release()
+		}
+	}
+	for u := range work {
+		if u.err = err; err == nil && ctx.Err() == nil {
+			u.err = p.fill(u, &t)
+		}
+		u.done <- struct{}{}
+	}
+}
+
+// scan cuts what has to be read from the source into jobs.
+func (p *pass) scan(ctx context.Context, emit func(job) error) error {
+	if p.w.base != nil {
+		for c := range uint64(p.w.base.memory.Chunks()) {
+			j := job{chunk: c}
+			if !chunkOf(p.w.spec.Changed, c, &j.read) {
+				continue
+			}
+			if err := emit(j); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	pages := pagesOf(p.source.Slots())
+	for page := uint64(0); page < pages; {
+		first, end, err := p.nextData(page, pages)
+		if err != nil {
+			return err
+		}
+		if first == end {
+			return nil
+		}
+		chunk := first / ChunkPages
+		limit := min((chunk+1)*ChunkPages, pages)
+		last := min(end, limit)
+		// Further runs in the same chunk belong to the same job.
+		j := job{chunk: chunk}
+		mark(&j.read, first, last)
+		for last < limit {
+			f, e, err := p.nextData(last, pages)
+			if err != nil {
+				return err
+			}
+			if f == e || f >= limit {
+				break
+			}
+			last = min(e, limit)
+			mark(&j.read, f, last)
+		}
+		if err := emit(j); err != nil {
+			return err
+		}
+		page = limit
+	}
+	return nil
+}
+
+// nextData asks the source and does not believe everything.
+func (p *pass) nextData(page, pages uint64) (first, end uint64, err error) {
+	first, end, err = p.source.NextData(page)
+	if err == nil && (first < page || end < first || end > pages) {
+		err = fmt.Errorf("source of RAM has data at pages %d to %d after page %d of %d: %w", first, end, page, pages, ErrSpec)
+	}
+	return first, end, err
+}
+
+// mark sets the bits of pages [first, end) of a chunk.
+func mark(data *[ChunkPages / 64]uint64, first, end uint64) {
+	for p := first; p < end; p++ {
+		i := p % ChunkPages
+		data[i/64] |= 1 << (i % 64)
+	}
+}
+
+var zeroPage [guestmem.PageSize]byte
+
+// fill makes the unit's new leaf and frames.
+func (p *pass) fill(u *unit, t *tools) error {
+	if u.buf == nil {
+		u.buf = make([]byte, readPages*guestmem.PageSize)
+		u.raw = make([]byte, 0, FramePages*guestmem.PageSize)
+		u.at = make([]int, 0, FramePages)
+	}
+	u.blob, u.raw, u.at = u.blob[:0], u.raw[:0], u.at[:0]
+	u.leaf.frames, u.kept, u.same = u.leaf.frames[:0], 0, false
+	clear(u.leaf.pages[:])
+	if err := p.readOld(u); err != nil {
+		return err
+	}
+	if p.source == nil && !p.touches(u) {
+		u.same = true
+		return nil
+	}
+	moved := u.keep(p.carried)
+	if p.source != nil {
+		if err := p.readSource(u, t.c); err != nil {
+			return err
+		}
+	} else if err := p.move(u, t, moved); err != nil {
+		return err
+	}
+	if len(u.at) > 0 {
+		u.flush(t.c)
+	}
+	return nil
+}
+
+// readOld reads the leaf that the chunk has had so far.
+func (p *pass) readOld(u *unit) error {
+	u.old.frames, u.oldFile, u.oldBytes = u.old.frames[:0], 0, 0
+	clear(u.old.pages[:])
+	base := p.w.base
+	switch {
+	case base == nil:
+	case u.job.leaf != nil:
+		if len(u.job.leaf) == 0 {
+			return nil
+		}
+		// It was made here; the other files are known to be there.
+		anywhere := func(uint32) int64 { return maxFileSize }
+		if wrong := decodeLeaf(&u.old, u.job.leaf, u.chunk, ChunkPages, anywhere); wrong != "" {
+			return fmt.Errorf("the new leaf of chunk %d is not readable: %s", u.chunk, wrong)
+		}
+	default:
+		ok, err := base.memory.readLeaf(int(u.chunk), &u.old, u.buf)
+		if err != nil {
+			return fmt.Errorf("base: %w", err)
+		}
+		if !ok {
+			u.old.frames = u.old.frames[:0]
+			return nil
+		}
+		r := base.memory.ref(int(u.chunk))
+		u.oldFile, u.oldBytes = r.file, r.length()
+	}
+	return nil
+}
+
+// touches reports whether the old leaf, or a frame of it, is in a file that is
+// to be given up.
+func (p *pass) touches(u *unit) bool {
+	return p.carried[u.oldFile] || slices.ContainsFunc(u.old.frames, func(f Frame) bool { return p.carried[f.file] })
+}
+
+// keep puts those old frames into the new leaf that stay where they are, and
+// returns, by number of the old frame, how many pages the chunk still has in
+// those that must move.
+func (u *unit) keep(carried map[uint32]bool) (moved [ChunkPages]uint16) {
+	var place [ChunkPages]int // 1 + number of the frame in the new leaf
+	for i := range u.old.pages {
+		frame, slot, ok := u.old.Page(i)
+		if !ok || u.reads(i) {
+			continue
+		}
+		if carried[u.old.frames[frame].file] {
+			moved[frame]++
+			continue
+		}
+		if place[frame] == 0 {
+			u.leaf.frames = append(u.leaf.frames, u.old.frames[frame])
+			place[frame] = len(u.leaf.frames)
+		}
+		u.leaf.setPage(i, place[frame]-1, slot)
+	}
+	u.kept = len(u.leaf.frames)
+	return moved
+}
+
+// readSource reads the unit's pages and packs what is not zeros into frames.
+func (p *pass) readSource(u *unit, c *compressor) error {
+	for i := 0; i < ChunkPages; {
+		n := 0
+		for n < readPages && i+n < ChunkPages && u.reads(i+n) {
+			n++
+		}
+		if n == 0 {
+			i++
+			continue
+		}
+		b := u.buf[:n*guestmem.PageSize]
+		first := u.chunk*ChunkPages + uint64(i)
+		if err := p.source.ReadPages(first, b); err != nil {
+			return fmt.Errorf("reading pages %d to %d: %w", first, first+uint64(n)-1, err)
+		}
+		if r, ok := p.source.(PageReleaser); ok {
+			r.Release(first, first+uint64(n))
+		}
+		for ; len(b) > 0; b, i = b[guestmem.PageSize:], i+1 {
+			if page := b[:guestmem.PageSize]; !bytes.Equal(page, zeroPage[:]) {
+				u.pack(c, page, i)
+			}
+		}
+	}
+	return nil
+}
+
+// pack adds page i of the chunk to the frame that is being filled.
+func (u *unit) pack(c *compressor, page []byte, i int) {
+	u.raw = append(u.raw, page...)
+	u.at = append(u.at, i)
+	if len(u.at) == FramePages {
+		u.flush(c)
+	}
+}
+
+// flush makes a frame of the collected pages.
+func (u *unit) flush(c *compressor) {
+	at := int64(len(u.blob))
+	var f Frame
+	u.blob, f = c.append(u.blob, u.raw)
+	f.offset = at
+	for slot, page := range u.at {
+		u.leaf.setPage(page, len(u.leaf.frames), slot)
+	}
+	u.leaf.frames = append(u.leaf.frames, f)
+	u.raw, u.at = u.raw[:0], u.at[:0]
+}
+
+// memoryWriter puts units one after the other into the file.
+type memoryWriter struct {
+	f      File
+	number uint32
+	size   int64
+	// leaves are those of chunks that have changed, as they will be written;
+	// empty for a chunk that is all zeros now. They are small enough to be held
+	// until the frames are out.
+	leaves    map[uint64][]byte
+	leafBytes int64
+	// tally counts what the new index refers to, but for the new leaves.
+	tally   *tally
+	carried int64
+}
+
+// fromBase begins with what the base's index refers to.
+func (o *memoryWriter) fromBase(m *Manifest) {
+	o.tally.frames = m.Stats.Frames
+	for _, f := range m.Memory.Files {
+		o.tally.files[f.Number] = &use{f.Pages, f.FrameBytes, f.LeafBytes}
+	}
+}
+
+// total is how long the file would be with the leaves that there are.
+func (o *memoryWriter) total() int64 { return o.size + o.leafBytes }
+
+func (o *memoryWriter) write(p []byte) error {
+	n, err := o.f.Write(p)
+	o.size += int64(n)
+	return err
+}
+
+func (o *memoryWriter) add(u *unit) error {
+	if u.same || len(u.leaf.frames) == 0 && len(u.old.frames) == 0 {
+		return nil
+	}
+	for i := range u.leaf.frames[u.kept:] {
+		f := &u.leaf.frames[u.kept+i]
+		f.offset += o.size
+		f.file = o.number
+	}
+	o.tally.remove(&u.old, u.oldFile, u.oldBytes)
+	o.tally.add(&u.leaf, 0, 0)
+	leaf := []byte{}
+	if len(u.leaf.frames) > 0 {
+		leaf = encodeLeaf(nil, u.chunk, &u.leaf)
+	}
+	o.leafBytes += int64(len(leaf) - len(o.leaves[u.chunk]))
+	o.leaves[u.chunk] = leaf
+	return o.write(u.blob)
+}
