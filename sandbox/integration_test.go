@@ -185,6 +185,43 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 	})
+	sub("an exported snapshot comes to life in another store", func(t *testing.T, e *guesttest.Env) {
+		var file bytes.Buffer
+		if err := e.Store.ExportSnapshot(t.Context(), snap, &file); err != nil {
+			t.Fatal(err)
+		}
+		other := guesttest.New(t)
+		damaged := bytes.Clone(file.Bytes())
+		damaged[len(damaged)/2] ^= 1
+		for name, stream := range map[string][]byte{"damaged": damaged, "cut off": file.Bytes()[:file.Len()-1]} {
+			if _, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(stream)); !errors.Is(err, snapshot.ErrCorrupt) && !errors.Is(err, snapshot.ErrIncomplete) {
+				t.Errorf("%s: got %v, want a typed error", name, err)
+			}
+			for _, dir := range []string{"snapshots", "layers"} {
+				if left, err := os.ReadDir(filepath.Join(other.Store.Dir(), dir)); err != nil || len(left) != 0 {
+					t.Errorf("%s: it has left %v in %s (%v)", name, left, dir, err)
+				}
+			}
+		}
+		info, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes())); !errors.Is(err, snapshot.ErrExists) {
+			t.Errorf("a second time: got %v, want ErrExists", err)
+		}
+		// It was one of a sleep, and nothing here sleeps in it.
+		if _, err := other.Store.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := other.Store.VerifySnapshot(t.Context(), info.ID); err != nil {
+			t.Fatal(err)
+		}
+		clone(other, info.ID, "there")
+		if got := other.Sh("there", ask); got != said {
+			t.Errorf("the keeper says %q there, %q here", got, said)
+		}
+	})
 	sub("poweroff is reported as such", func(t *testing.T, e *guesttest.Env) {
 		if err := e.Store.Stop(t.Context(), "a", false); err != nil {
 			t.Fatal(err)
@@ -252,6 +289,9 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		res, err := e.Store.Snapshot(t.Context(), "d", "a note")
 		if err != nil {
 			t.Fatal(err)
+		}
+		if res.BytesShared == 0 || res.BytesStored > 16<<20 {
+			t.Errorf("%d bytes stored and %d shared: it is no delta", res.BytesStored, res.BytesShared)
 		}
 		e.Sh("d", "echo later > /root/later")
 		clone(e, res.Snapshot, "e")

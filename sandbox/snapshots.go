@@ -23,7 +23,15 @@ type SnapshotInfo struct {
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
 	RAM     uint64    `json:"ram_bytes"`
-	Stored  int64     `json:"stored_bytes"`
+	// Stored is what its files take on disk, and Exclusive what of that no other
+	// snapshot has as well: what removing it frees.
+	Stored    int64 `json:"stored_bytes"`
+	Exclusive int64 `json:"exclusive_bytes"`
+	// Base is the snapshot that it is a delta of, empty for a full one, and Depth
+	// how many deltas lie between it and a full one. The base may be gone: a
+	// snapshot has all that it needs.
+	Base  string `json:"base,omitempty"`
+	Depth int    `json:"depth"`
 	// Problem is why it cannot be used, empty if nothing is known.
 	Problem string `json:"problem,omitempty"`
 }
@@ -50,12 +58,74 @@ func (s *Store) Snapshots() ([]SnapshotInfo, error) {
 			out = append(out, SnapshotInfo{ID: e.Name(), Problem: err.Error()})
 			continue
 		}
-		out = append(out, SnapshotInfo{
-			ID: e.Name(), VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[labelNote],
-			Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Stored: diskUsage(s.snapshotDir(e.Name())),
-		})
+		out = append(out, s.snapshotInfo(m))
 	}
 	return out, nil
+}
+
+func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
+	i := SnapshotInfo{
+		ID: m.ID, VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[labelNote],
+		Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Base: m.Base, Depth: int(m.Depth),
+	}
+	i.Stored, i.Exclusive = diskUsage(s.snapshotDir(m.ID))
+	return i
+}
+
+// SnapshotDetails is everything that is known of a snapshot, its parts included.
+type SnapshotDetails struct {
+	SnapshotInfo
+	Manifest *snapshot.Manifest `json:"manifest"`
+	States   []StateInfo        `json:"states"`
+	// UsedBy are the VMs that come back from it.
+	UsedBy []string `json:"used_by"`
+}
+
+// StateInfo describes the saved state of one part of a machine.
+type StateInfo struct {
+	Name    string `json:"name"`
+	Kind    string `json:"kind"`
+	Version uint32 `json:"version"`
+	Bytes   int    `json:"bytes"`
+}
+
+// InspectSnapshot returns what a snapshot says of itself.
+func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return nil, err
+	}
+	snap, err := snapshot.Open(s.snapshotDir(id))
+	if err != nil {
+		return nil, err
+	}
+	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(snap.Manifest()), Manifest: snap.Manifest(), UsedBy: []string{}}
+	for _, p := range snap.Payloads() {
+		d.States = append(d.States, StateInfo{p.Name, p.Kind, p.Version, len(p.Data)})
+	}
+	records, err := s.List()
+	for _, r := range records {
+		if r.Snapshot == id {
+			d.UsedBy = append(d.UsedBy, r.Spec.Name)
+		}
+	}
+	return d, errors.Join(err, snap.Close())
+}
+
+// CompactSnapshot rewrites a snapshot so that it shares no file with others and has
+// nothing that it does not need. It returns how many bytes it had to itself before and
+// has now.
+func (s *Store) CompactSnapshot(ctx context.Context, prefix string) (before, after int64, err error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return 0, 0, err
+	}
+	_, before = diskUsage(s.snapshotDir(id))
+	if _, err := snapshot.Compact(ctx, s.snapshotDir(id)); err != nil {
+		return before, before, err
+	}
+	_, after = diskUsage(s.snapshotDir(id))
+	return before, after, nil
 }
 
 // FindSnapshot completes the first digits of a snapshot's id.
@@ -92,16 +162,24 @@ func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
 }
 
 // VerifySnapshot reads all of a snapshot and checks it.
+//
+// Its disk is checked as far as layers can be without reading all their data.
 func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return err
 	}
-	snap, err := snapshot.Open(s.snapshotDir(id))
+	if err := snapshot.Verify(ctx, s.snapshotDir(id), nil); err != nil {
+		return err
+	}
+	st, err := s.SnapshotDisk(id)
 	if err != nil {
 		return err
 	}
-	return errors.Join(snap.Verify(ctx), snap.Close())
+	if err := disk.Verify(st); err != nil {
+		return fmt.Errorf("the disk of snapshot %s: %w", id, err)
+	}
+	return nil
 }
 
 // RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps
@@ -120,7 +198,7 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 			return fmt.Errorf("%w: snapshot %s is what VM %s comes back from", ErrSnapshotInUse, id, r.Spec.Name)
 		}
 	}
-	if err := os.RemoveAll(s.snapshotDir(id)); err != nil {
+	if err := errors.Join(os.RemoveAll(s.snapshotDir(id)), s.unkeep(id)); err != nil {
 		return fmt.Errorf("removing snapshot %s: %w", id, err)
 	}
 	_, err = s.Sweep(ctx)
@@ -145,7 +223,7 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 		}
 	}
 	for _, l := range r.Disk.Layers {
-		out.Layers[l] = diskUsage(filepath.Join(s.layerDir(), l))
+		out.Layers[l], _ = diskUsage(filepath.Join(s.layerDir(), l))
 		out.Usage += out.Layers[l]
 	}
 	return json.MarshalIndent(out, "", "  ")

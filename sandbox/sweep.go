@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -40,6 +42,14 @@ const (
 // cannot be read, nothing is deleted that it might need.
 func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 	var freed Freed
+	unlock, err := s.lockImports(unix.LOCK_EX)
+	if errors.Is(err, ErrRunning) {
+		return freed, nil // another time
+	}
+	if err != nil {
+		return freed, fmt.Errorf("tidying up: %w", err)
+	}
+	defer func() { _ = unlock() }()
 	// The files first, then who needs them: what is made in between is not in the
 	// list, and so not deleted.
 	files, err := os.ReadDir(s.layerDir())
@@ -122,7 +132,7 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 			return err
 		}
 		// A snapshot is there for a moment before the record of its VM names it.
-		if m.Labels[labelKind] == kindSleep && !needed[e.Name()] && !live[m.Labels[labelOwner]] {
+		if m.Labels[labelKind] == kindSleep && !needed[e.Name()] && !live[m.Labels[labelOwner]] && !s.kept(e.Name()) {
 			n, err := remove(dir)
 			if err != nil {
 				return err
@@ -142,6 +152,6 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 
 // remove deletes a file or a tree and returns how many bytes of disk that gives back.
 func remove(path string) (int64, error) {
-	n := diskUsage(path)
+	_, n := diskUsage(path)
 	return n, os.RemoveAll(path)
 }

@@ -6,10 +6,10 @@ import (
 	"syscall"
 )
 
-// diskUsage is what a file or a tree takes on disk, holes not counted. What cannot
-// be looked at counts as nothing.
-func diskUsage(path string) int64 {
-	var n int64
+// diskUsage is what a file or the files of a tree take on disk, in bytes: all, and of
+// that what would be free without them, which is not so for files that have other names
+// as well. What cannot be read counts nothing.
+func diskUsage(path string) (all, exclusive int64) {
 	_ = filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return nil
@@ -17,10 +17,13 @@ func diskUsage(path string) int64 {
 		if info, err := d.Info(); err == nil {
 			if st, ok := info.Sys().(*syscall.Stat_t); ok {
 				const block = 512 // of st_blocks, stat(2)
-				n += st.Blocks * block
+				all += st.Blocks * block
+				if d.IsDir() || st.Nlink == 1 {
+					exclusive += st.Blocks * block
+				}
 			}
 		}
 		return nil
 	})
-	return n
+	return all, exclusive
 }

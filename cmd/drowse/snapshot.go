@@ -1,9 +1,14 @@
 package main
 
 import (
+	"bufio"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -45,17 +50,19 @@ func (a *app) snapshotCommand() *cobra.Command {
 				}
 				return a.print(list, func(w io.Writer) {
 					t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-					fmt.Fprintln(t, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tNOTE")
+					fmt.Fprintln(t, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE")
 					for _, i := range list {
 						if i.Problem != "" {
 							i.Note = i.Problem
 						}
-						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"), bytesText(int64(i.RAM)), bytesText(i.Stored), i.Note)
+						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"),
+							bytesText(int64(i.RAM)), bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
 					}
 					t.Flush()
 				})
 			},
 		},
+		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.pruneCommand(),
 		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Store, id string) error { return s.VerifySnapshot(ctx, id) }),
 		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Store, id string) error { return s.RemoveSnapshot(ctx, id) }),
 	)
@@ -74,6 +81,170 @@ func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sa
 				return err
 			}
 			return a.print(map[string]string{"snapshot": args[0], "result": done}, func(w io.Writer) { fmt.Fprintln(w, args[0], done) })
+		},
+	}
+}
+
+// node is a snapshot with those that were made from it.
+type node struct {
+	sandbox.SnapshotInfo
+	Children []*node `json:"children"`
+}
+
+// tree arranges snapshots by their bases; one whose base is gone is a root.
+func tree(list []sandbox.SnapshotInfo) []*node {
+	nodes := map[string]*node{}
+	for _, i := range list {
+		nodes[i.ID] = &node{SnapshotInfo: i, Children: []*node{}}
+	}
+	roots := []*node{}
+	for _, i := range list {
+		if base := nodes[i.Base]; base != nil && i.Base != i.ID {
+			base.Children = append(base.Children, nodes[i.ID])
+		} else {
+			roots = append(roots, nodes[i.ID])
+		}
+	}
+	return roots
+}
+
+func printTree(w io.Writer, nodes []*node, indent string) {
+	for n, at := range nodes {
+		branch, below := "├─ ", "│  "
+		if n == len(nodes)-1 {
+			branch, below = "└─ ", "   "
+		}
+		fmt.Fprintf(w, "%s%s%s  %s  %s  %s own  %s\n", indent, branch, at.ID, at.VM, at.Created.Local().Format("2006-01-02 15:04:05"), bytesText(at.Exclusive), at.Note)
+		printTree(w, at.Children, indent+below)
+	}
+}
+
+func (a *app) snapshotTreeCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "tree", Short: "Show which snapshots were made from which", Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			list, err := s.Snapshots()
+			if err != nil {
+				return err
+			}
+			roots := tree(list)
+			return a.print(roots, func(w io.Writer) { printTree(w, roots, "") })
+		},
+	}
+}
+
+func (a *app) snapshotInspectCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect ID", Short: "Say everything that is known of a snapshot, as JSON", Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			d, err := s.InspectSnapshot(args[0])
+			if err != nil {
+				return err
+			}
+			e := json.NewEncoder(a.stdout)
+			e.SetIndent("", "  ")
+			return e.Encode(d)
+		},
+	}
+}
+
+func (a *app) snapshotCompactCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "compact ID", Short: "Rewrite a snapshot so that it has only what it needs, and shares nothing", Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			before, after, err := s.CompactSnapshot(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			return a.print(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, func(w io.Writer) {
+				fmt.Fprintf(w, "%s: %s of its own before, %s now\n", args[0], bytesText(before), bytesText(after))
+			})
+		},
+	}
+}
+
+func (a *app) snapshotExportCommand() *cobra.Command {
+	var to string
+	cmd := &cobra.Command{
+		Use: "export ID", Short: "Write a snapshot, with its disk, to one file", Args: cobra.ExactArgs(1),
+		Long: `Write a snapshot, with its disk, to one file (--to) or to stdout. "drowse snapshot
+import" makes it a snapshot again, in any store. The image that the VM was booted from
+is not in it.`,
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if to == "-" {
+				if isTerminal(a.stdout) {
+					return usageError{errors.New("a snapshot is not for a terminal: name a file with --to, or use a pipe")}
+				}
+				return s.ExportSnapshot(cmd.Context(), args[0], a.stdout)
+			}
+			// Under its name there is never a part of it.
+			f, err := os.CreateTemp(filepath.Dir(to), ".drowse-export-")
+			if err != nil {
+				return fmt.Errorf("exporting a snapshot: %w", err)
+			}
+			defer func() {
+				if err != nil {
+					err = errors.Join(err, os.Remove(f.Name()))
+				}
+			}()
+			if err := errors.Join(s.ExportSnapshot(cmd.Context(), args[0], f), f.Sync(), f.Close()); err != nil {
+				return err
+			}
+			if err := os.Rename(f.Name(), to); err != nil {
+				return fmt.Errorf("exporting a snapshot: %w", err)
+			}
+			return a.print(map[string]string{"snapshot": args[0], "file": to}, func(w io.Writer) { fmt.Fprintln(w, to) })
+		},
+	}
+	cmd.Flags().StringVar(&to, "to", "-", "file to write, - for stdout")
+	return cmd
+}
+
+func (a *app) snapshotImportCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "import FILE", Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			in := io.Reader(os.Stdin)
+			if args[0] != "-" {
+				f, err := os.Open(args[0])
+				if err != nil {
+					return fmt.Errorf("importing a snapshot: %w", err)
+				}
+				defer f.Close()
+				in = f
+			}
+			info, err := s.ImportSnapshot(cmd.Context(), bufio.NewReaderSize(in, 1<<20))
+			if err != nil {
+				return err
+			}
+			missing, err := s.MissingFor(info.ID)
+			if err != nil {
+				return err
+			}
+			if missing != "" {
+				a.log.Warn("the snapshot needs more before it can be restored", "missing", missing)
+			}
+			return a.print(info, func(w io.Writer) { fmt.Fprintln(w, info.ID) })
 		},
 	}
 }

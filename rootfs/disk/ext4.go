@@ -3,6 +3,8 @@ package disk
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -10,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -91,8 +94,10 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 	if size < MinExt4Size {
 		return Stack{}, fmt.Errorf("format ext4: %w: %d bytes; the least is %d", ErrSize, size, int64(MinExt4Size))
 	}
-	path := filepath.Join(cacheDir, fmt.Sprintf("ext4-%d-%d.layer", templateRevision, size))
-	if s, ok, err := existing(path); ok || err != nil {
+	// Templates of different hosts differ, and a disk that has been brought from
+	// another host brings its own: so each has a name of its own.
+	prefix := filepath.Join(cacheDir, fmt.Sprintf("ext4-%d-%d-", templateRevision, size))
+	if s, ok, err := existing(prefix); ok || err != nil {
 		return s, err
 	}
 	if err := os.MkdirAll(cacheDir, 0o755); err != nil {
@@ -103,19 +108,32 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
 	defer unlock()
-	if s, ok, err := existing(path); ok || err != nil { // somebody else was faster
+	if s, ok, err := existing(prefix); ok || err != nil { // somebody else was faster
 		return s, err
 	}
-	return makeTemplate(ctx, cacheDir, path, size)
+	var random [8]byte
+	rand.Read(random[:]) // never fails
+	return makeTemplate(ctx, cacheDir, prefix+hex.EncodeToString(random[:])+templateSuffix, size)
 }
 
-// existing answers the template if it is there and in order.
-func existing(path string) (s Stack, ok bool, err error) {
-	s = Stack{Layers: []string{path}}
-	if err = Verify(s); errors.Is(err, fs.ErrNotExist) {
+const templateSuffix = ".layer"
+
+// existing answers a template whose path begins so, if there is one and it is in order.
+func existing(prefix string) (s Stack, ok bool, err error) {
+	entries, err := os.ReadDir(filepath.Dir(prefix))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return Stack{}, false, fmt.Errorf("format ext4: %w", err)
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), filepath.Base(prefix)) && strings.HasSuffix(e.Name(), templateSuffix) {
+			s.Layers = []string{filepath.Join(filepath.Dir(prefix), e.Name())}
+			break
+		}
+	}
+	if len(s.Layers) == 0 {
 		return Stack{}, false, nil
 	}
-	if err != nil {
+	if err = Verify(s); err != nil {
 		return Stack{}, false, fmt.Errorf("ext4 template: %w (if no disk uses it, delete it and it is made anew)", err)
 	}
 	return s, true, nil
