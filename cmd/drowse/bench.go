@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -11,20 +12,24 @@ import (
 )
 
 func (a *app) benchCommand() *cobra.Command {
-	var (
-		e bench.Env
-		o bench.ResumeEntryOptions
-	)
 	cmd := &cobra.Command{
 		Use: "bench", Short: "Measure what drowse promises", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	entry := &cobra.Command{
-		Use: "resume_entry", Short: "From the call that restores a VM to its first KVM_RUN", Args: cobra.NoArgs,
+	var e bench.Env
+	f := cmd.PersistentFlags()
+	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
+	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
+	cmd.AddCommand(a.benchEntry(&e), a.benchSnapshot(&e), a.benchDepth(&e))
+	return cmd
+}
+
+// benchmark is a command that measures. measure returns a usage error for options that
+// make no sense.
+func (a *app) benchmark(e *bench.Env, use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
+	return &cobra.Command{
+		Use: use, Short: short, Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 {
-				return usageError{errors.New("--runs must be 1 or more, --warmup 0 or more, --memory must name a size")}
-			}
 			if e.Store, err = a.store(); err != nil {
 				return err
 			}
@@ -32,20 +37,62 @@ func (a *app) benchCommand() *cobra.Command {
 				return err
 			}
 			e.Progress = func(s string) { a.log.Info(s) }
-			rows, err := bench.ResumeEntry(cmd.Context(), e, o)
+			rows, err := measure(cmd.Context())
 			if err != nil {
-				return fmt.Errorf("measuring resume_entry: %w", err)
+				return fmt.Errorf("measuring %s: %w", use, err)
 			}
 			r := bench.NewReport(rows)
 			return a.print(r, func(w io.Writer) { r.Text(w) })
 		},
 	}
-	f := entry.Flags()
-	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
-	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
+}
+
+var errRuns = usageError{errors.New("--runs must be 1 or more, --warmup 0 or more, and lists must not be empty")}
+
+func (a *app) benchEntry(e *bench.Env) *cobra.Command {
+	var o bench.ResumeEntryOptions
+	cmd := a.benchmark(e, "resume_entry", "From the call that restores a VM to its first KVM_RUN", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 {
+			return nil, errRuns
+		}
+		return bench.ResumeEntry(ctx, *e, o)
+	})
+	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{256, 4096}, "sizes of RAM in MiB")
-	cmd.AddCommand(entry)
+	return cmd
+}
+
+func (a *app) benchSnapshot(e *bench.Env) *cobra.Command {
+	var o bench.SnapshotOptions
+	cmd := a.benchmark(e, "snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 {
+			return nil, errRuns
+		}
+		return bench.Snapshots(ctx, *e, o)
+	})
+	cmd.Aliases = []string{"snapshot_bytes"}
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 20, "snapshots for each size and amount")
+	f.IntVar(&o.Warmup, "warmup", 2, "snapshots before that do not count")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512, 4096}, "sizes of RAM in MiB")
+	f.IntSliceVar(&o.DirtyMiB, "dirty", []int{0, 16, 64, 256}, "how much the guest changes before each snapshot, in MiB, up to half of RAM")
+	return cmd
+}
+
+func (a *app) benchDepth(e *bench.Env) *cobra.Command {
+	var o bench.DepthOptions
+	cmd := a.benchmark(e, "restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 {
+			return nil, errRuns
+		}
+		return bench.RestoreDepth(ctx, *e, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 20, "restores of each depth")
+	f.IntVar(&o.Warmup, "warmup", 2, "restores before that do not count")
+	f.IntVar(&o.MemoryMiB, "memory", 256, "RAM in MiB")
+	f.IntSliceVar(&o.Depths, "depths", []int{1, 10, 100, 1000}, "lengths of the chain to restore from")
 	return cmd
 }
