@@ -16,6 +16,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -787,6 +789,66 @@ func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
 	if files := info.Manifest.Memory.Files; len(files) != 1 || files[0].Number != 2 {
 		t.Errorf("files %+v, want the new one alone", files)
 	}
+}
+
+// A file may have nothing but a leaf, which refers to an older file. When that one
+// is given up, the leaf is written anew, and the file is of no use any more.
+func TestAFileWithNothingButARewrittenLeafIsNotKept(t *testing.T) {
+	r := newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize})
+	for p := range r.total() {
+		r.pages[p] = bytes.Repeat([]byte{byte(p), byte(p >> 8), 1, 2}, guestmem.PageSize/4)
+	}
+	parent := t.TempDir()
+	path := func(n int) string { return filepath.Join(parent, fmt.Sprint(n)) }
+	if _, err := Create(context.Background(), path(1), r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	// Pages of chunk 0 become zeros: a leaf and no frames.
+	changed := NewPageSet(r.total())
+	changed.Add(0, 20)
+	for p := range uint64(20) {
+		delete(r.pages, p)
+	}
+	info := r.delta(t, path(2), open(t, path(1)), changed)
+	if own := info.Manifest.Memory.Files[1]; own.Pages != 0 || own.LeafBytes == 0 {
+		t.Fatalf("the second file has %d pages and leaves of %d bytes", own.Pages, own.LeafBytes)
+	}
+	// The first file cannot be linked, and so is given up, while the second one
+	// can.
+	changed = NewPageSet(r.total())
+	changed.Add(ChunkPages, 2*ChunkPages)
+	for p := uint64(ChunkPages); p < 2*ChunkPages; p++ {
+		delete(r.pages, p)
+	}
+	base := open(t, path(2))
+	spec := r.spec()
+	spec.Base, spec.Changed, spec.FS = base, changed, unlinkable{name: linkName(base.manifest.Memory.Files[0].ID)}
+	info, err := Create(context.Background(), path(3), spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if files := info.Manifest.Memory.Files; len(files) != 1 {
+		t.Errorf("files %+v, want one", files)
+	}
+	if err := checkDir(path(3), info.Manifest); err != nil {
+		t.Error(err)
+	}
+	if err := r.verify(path(3)); err != nil {
+		t.Error(err)
+	}
+}
+
+// unlinkable has too many links of one file.
+type unlinkable struct {
+	noSync
+	name string
+}
+
+func (u unlinkable) Link(a, b string) error {
+	if filepath.Base(b) == u.name {
+		return &os.LinkError{Op: "link", Old: a, New: b, Err: unix.EMLINK}
+	}
+	return u.noSync.Link(a, b)
 }
 
 func TestADeltaOnABaseThatHasBeenCompactedOrRemovedIsWhole(t *testing.T) {

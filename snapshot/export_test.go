@@ -329,10 +329,11 @@ func FuzzExportTable(f *testing.F) {
 	f.Add(stream[exportHeader : exportHeader+n])
 	f.Fuzz(func(t *testing.T, doc []byte) {
 		table, err := decodeExportTable(doc)
-		if err == nil {
-			if again, err := table.encode(); err != nil || !bytes.Equal(again, doc) {
-				t.Fatal("what was read is written in another way")
-			}
+		if err != nil {
+			return // Import makes an ErrCorrupt of it
+		}
+		if again, err := table.encode(); err != nil || !bytes.Equal(again, doc) {
+			t.Fatal("what was read is written in another way")
 		}
 		// The contents are missing, so whatever the table says, it is refused.
 		store := t.TempDir()
