@@ -193,7 +193,7 @@ func (r *ram) verify(dir string) error {
 func (h *history) check(dir string) error {
 	newest := ""
 	for name, r := range h.rams {
-		err := r.verify(filepath.Join(dir, name))
+		err := r.compare(filepath.Join(dir, name))
 		switch {
 		case err == nil:
 			if !h.maybe[name] {
@@ -220,6 +220,9 @@ func (h *history) check(dir string) error {
 	}
 	if newest == "" {
 		return nil
+	}
+	if err := h.rams[newest].verify(filepath.Join(dir, newest)); err != nil {
+		return err
 	}
 	after := newHistory(dir, noSync{})
 	r := h.rams[newest].clone()
