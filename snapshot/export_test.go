@@ -139,7 +139,7 @@ func TestWhatWasExportedIsImported(t *testing.T) {
 func TestADamagedExportIsRefusedAndNothingIsLeft(t *testing.T) {
 	dir, _ := smallDelta(t)
 	stream := exportOf(t, dir, extras())
-	store := t.TempDir()
+	store := fastDir(t)
 	try := func(b []byte, what string, want ...error) {
 		t.Helper()
 		place := &shelf{}

@@ -248,7 +248,7 @@ func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 	total := counted.Calls()
 	// Each history is cut once and crashes a few times.
 	const each = 10
-	scratch := t.TempDir()
+	scratch := fastDir(t)
 	for i := range *powerSeeds / each {
 		seed := uint64(i)
 		h, sim := simHistory(t, seed)
@@ -280,7 +280,7 @@ func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 
 func simHistory(t *testing.T, seed uint64) (*history, *faultfs.Sim) {
 	t.Helper()
-	dir := filepath.Join(t.TempDir(), fmt.Sprint(seed))
+	dir := filepath.Join(fastDir(t), fmt.Sprint(seed))
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
