@@ -811,6 +811,43 @@ func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
 	}
 }
 
+func TestAFileIsGivenUpWhenLessThanAQuarterOfItIsNeeded(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		changed uint64 // of 400 pages, from the first on
+		files   int
+	}{
+		{"a quarter is kept", 300, 2},
+		{"a page less is carried over", 301, 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRAM(Slot{Size: ChunkPages * guestmem.PageSize})
+			for p := range uint64(400) {
+				r.pages[p] = bytes.Repeat([]byte{byte(p), byte(p >> 8), 1, 2}, guestmem.PageSize/4)
+			}
+			dir := filepath.Join(t.TempDir(), "base")
+			if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+				t.Fatal(err)
+			}
+			changed := NewPageSet(r.total())
+			changed.Add(0, tc.changed)
+			for p := range tc.changed {
+				r.pages[p] = bytes.Repeat([]byte{byte(p), 3}, guestmem.PageSize/2)
+			}
+			info := r.delta(t, dir+"-delta", open(t, dir), changed)
+			if n := len(info.Manifest.Memory.Files); n != tc.files {
+				t.Errorf("%d files, want %d", n, tc.files)
+			}
+			if (info.CarriedBytes > 0) != (tc.files == 1) {
+				t.Errorf("%d bytes carried over", info.CarriedBytes)
+			}
+			if err := Verify(context.Background(), info.Dir, nil); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // A file may have nothing but a leaf, which refers to an older file. When that one
 // is given up, the leaf is written anew, and the file is of no use any more.
 func TestAFileWithNothingButARewrittenLeafIsNotKept(t *testing.T) {
