@@ -848,6 +848,67 @@ func TestAFileIsGivenUpWhenLessThanAQuarterOfItIsNeeded(t *testing.T) {
 	}
 }
 
+func TestWhatIsLeftOfAFrameIsPackedAnewWhenHalfOfItIsDead(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		dead   uint64 // pages of each of two frames
+		frames uint64
+		pages  uint64 // stored, needed or not
+	}{
+		{"half", FramePages / 2, 1, FramePages},
+		{"less", FramePages/2 - 1, 2, 2 * FramePages},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRAM(Slot{Size: ChunkPages * guestmem.PageSize})
+			changed := NewPageSet(r.total())
+			for p := range uint64(2 * FramePages) {
+				r.pages[p] = make([]byte, guestmem.PageSize)
+				fillPage(r.pages[p], p, true) // stored as it is
+			}
+			dir := filepath.Join(t.TempDir(), "base")
+			if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+				t.Fatal(err)
+			}
+			for p := range uint64(2 * FramePages) {
+				if p%FramePages < tc.dead {
+					changed.Add(p, p+1)
+					delete(r.pages, p)
+				}
+			}
+			spec := r.spec()
+			spec.Base, spec.Changed, spec.maxFiles = open(t, dir), changed, 1
+			info, err := Create(context.Background(), dir+"-delta", spec)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if st := info.Manifest.Stats; st.Frames != tc.frames || st.StoredBytes != tc.pages*guestmem.PageSize {
+				t.Errorf("%+v, want %d frames with room for %d pages", st, tc.frames, tc.pages)
+			}
+			if err := r.verify(info.Dir); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestTwoCompactionsOfOneSnapshotAtOnceAreRefused(t *testing.T) {
+	dir, r := smallDelta(t)
+	lock, err := osFS{}.Lock(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Compact(context.Background(), dir); !errors.Is(err, unix.EWOULDBLOCK) {
+		t.Errorf("got %v, want EWOULDBLOCK", err)
+	}
+	lock.Close()
+	if _, err := Compact(context.Background(), dir); err != nil {
+		t.Error(err)
+	}
+	if err := r.verify(dir); err != nil {
+		t.Error(err)
+	}
+}
+
 // A file may have nothing but a leaf, which refers to an older file. When that one
 // is given up, the leaf is written anew, and the file is of no use any more.
 func TestAFileWithNothingButARewrittenLeafIsNotKept(t *testing.T) {

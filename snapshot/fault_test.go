@@ -358,6 +358,32 @@ func TestACancelledCreateLeavesNothingBehind(t *testing.T) {
 	}
 }
 
+// The last moment at which a cancellation counts is before the rename.
+func TestACreateThatIsCancelledWhenAllIsWrittenLeavesNothingBehind(t *testing.T) {
+	r := smallRAM(2, rand.New(rand.NewPCG(8, 13)))
+	ctx, cancel := context.WithCancel(context.Background())
+	parent := t.TempDir()
+	spec := r.spec()
+	spec.FS = &cancelFS{cancel: cancel}
+	if _, err := Create(ctx, filepath.Join(parent, "snap"), spec); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+	if left, err := os.ReadDir(parent); err != nil || len(left) != 0 {
+		t.Errorf("%v is left behind (%v)", left, err)
+	}
+}
+
+// cancelFS cancels when the first directory is synced: that of the snapshot.
+type cancelFS struct {
+	noSync
+	cancel func()
+}
+
+func (c *cancelFS) SyncDir(string) error {
+	c.cancel()
+	return nil
+}
+
 type hookSource struct {
 	MemorySource
 	hook func(page uint64)
