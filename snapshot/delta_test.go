@@ -901,6 +901,9 @@ func TestTwoCompactionsOfOneSnapshotAtOnceAreRefused(t *testing.T) {
 		t.Errorf("got %v, want EWOULDBLOCK", err)
 	}
 	lock.Close()
+	if _, err := Compact(context.Background(), dir+"x"); !errors.Is(err, ErrNotFound) {
+		t.Errorf("no such snapshot: got %v, want ErrNotFound", err)
+	}
 	if _, err := Compact(context.Background(), dir); err != nil {
 		t.Error(err)
 	}
