@@ -106,7 +106,17 @@ func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]Me
 				u.pages, n, ErrBase)
 		}
 	}
-	return files, nil
+	// A file that had nothing but leaves which have been written anew is of no use
+	// any more.
+	kept := files[:0]
+	for _, f := range files {
+		if *out.tally.file(f.Number) != (use{}) {
+			kept = append(kept, f)
+		} else if err := w.fs.RemoveAll(filepath.Join(dir, linkName(f.ID))); err != nil {
+			return nil, err
+		}
+	}
+	return kept, nil
 }
 
 // mayTouch emits the chunks that may have something in the files given up.

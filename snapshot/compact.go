@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -32,17 +33,20 @@ func Compact(ctx context.Context, dir string) (*Info, error) {
 
 func compact(ctx context.Context, dir string, fs FS) (info *Info, err error) {
 	w := &writer{fs: fs, start: time.Now(), dense: true}
+	// Nobody else may put another directory in place meanwhile.
+	lock, err := fs.Lock(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %w", ErrNotFound, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close()
 	s, err := Open(dir)
 	if err != nil {
 		return nil, err
 	}
 	defer s.Close()
-	// Nobody else may put another directory in place meanwhile.
-	lock, err := fs.Lock(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer lock.Close()
 	if ok, err := s.dense(ctx); err != nil {
 		return nil, err
 	} else if ok {

@@ -166,7 +166,11 @@ func TestALeafThatRefersToAYoungerFileIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	leaf := b[r.offset:][:r.length()]
-	leaf[leafHeader+16] = 2
+	// A frame that is there, and right but for its age.
+	copy(leaf[leafHeader:], c.frame(1)[:frameEntry])
+	if leaf[leafHeader+16] != 2 {
+		t.Fatalf("the frame is in file %d", leaf[leafHeader+16])
+	}
 	if err := os.WriteFile(name, b, 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -32,7 +32,7 @@ func smallSnapshot(t testing.TB) (dir string, r *ram) {
 		}
 		r.pages[page] = p
 	}
-	dir = filepath.Join(t.TempDir(), "snap")
+	dir = filepath.Join(fastDir(t), "snap")
 	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
 		t.Fatal(err)
 	}
@@ -357,7 +357,7 @@ func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
 	}
 	rnd := rand.New(rand.NewPCG(12, 12))
 	r := newRAM(Slot{Size: 1200 * guestmem.PageSize})
-	parent := t.TempDir()
+	parent := fastDir(t)
 	dir := filepath.Join(parent, "0")
 	for p := uint64(0); p < r.total(); p += 16 {
 		r.set(p, rnd)

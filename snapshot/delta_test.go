@@ -16,6 +16,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -135,6 +137,26 @@ func (n noSync) Create(name string) (File, error) {
 	return noSyncFile{f}, err
 }
 
+// fastDir is a temporary directory in memory where there is one with room, for
+// tests that make many small files and need no disk.
+func fastDir(t testing.TB) string {
+	t.Helper()
+	const shm, room = "/dev/shm", 512 << 20
+	if free, err := (osFS{}).Free(shm); err != nil || free < room {
+		return t.TempDir()
+	}
+	dir, err := os.MkdirTemp(shm, "drowse-snapshot-test-")
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
 func (r *ram) spec() Spec {
 	return Spec{VCPUs: 1, Memory: r, FS: noSync{}, Payloads: []Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte("regs")}}}
 }
@@ -232,7 +254,7 @@ func TestEverySnapshotOfAChainHasTheRAMOfItsInstant(t *testing.T) {
 			n = 100
 		}
 	}
-	parent := t.TempDir()
+	parent := fastDir(t)
 	for seed := range n {
 		dir := filepath.Join(parent, fmt.Sprint(seed))
 		if err := os.Mkdir(dir, 0o700); err != nil {
@@ -738,6 +760,167 @@ func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
 	if files := info.Manifest.Memory.Files; len(files) != 1 || files[0].Number != 2 {
 		t.Errorf("files %+v, want the new one alone", files)
 	}
+}
+
+func TestAFileIsGivenUpWhenLessThanAQuarterOfItIsNeeded(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		changed uint64 // of 400 pages, from the first on
+		files   int
+	}{
+		{"a quarter is kept", 300, 2},
+		{"a page less is carried over", 301, 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRAM(Slot{Size: ChunkPages * guestmem.PageSize})
+			for p := range uint64(400) {
+				r.pages[p] = bytes.Repeat([]byte{byte(p), byte(p >> 8), 1, 2}, guestmem.PageSize/4)
+			}
+			dir := filepath.Join(t.TempDir(), "base")
+			if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+				t.Fatal(err)
+			}
+			changed := guestmem.NewPageSet(r.total())
+			changed.Add(0, tc.changed)
+			for p := range tc.changed {
+				r.pages[p] = bytes.Repeat([]byte{byte(p), 3}, guestmem.PageSize/2)
+			}
+			info := r.delta(t, dir+"-delta", open(t, dir), changed)
+			if n := len(info.Manifest.Memory.Files); n != tc.files {
+				t.Errorf("%d files, want %d", n, tc.files)
+			}
+			if (info.CarriedBytes > 0) != (tc.files == 1) {
+				t.Errorf("%d bytes carried over", info.CarriedBytes)
+			}
+			if err := Verify(context.Background(), info.Dir, nil); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestWhatIsLeftOfAFrameIsPackedAnewWhenHalfOfItIsDead(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		dead   uint64 // pages of each of two frames
+		frames uint64
+		pages  uint64 // stored, needed or not
+	}{
+		{"half", FramePages / 2, 1, FramePages},
+		{"less", FramePages/2 - 1, 2, 2 * FramePages},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRAM(Slot{Size: ChunkPages * guestmem.PageSize})
+			changed := guestmem.NewPageSet(r.total())
+			for p := range uint64(2 * FramePages) {
+				r.pages[p] = make([]byte, guestmem.PageSize)
+				fillPage(r.pages[p], p, true) // stored as it is
+			}
+			dir := filepath.Join(t.TempDir(), "base")
+			if _, err := Create(context.Background(), dir, r.spec()); err != nil {
+				t.Fatal(err)
+			}
+			for p := range uint64(2 * FramePages) {
+				if p%FramePages < tc.dead {
+					changed.Add(p, p+1)
+					delete(r.pages, p)
+				}
+			}
+			spec := r.spec()
+			spec.Base, spec.Changed, spec.maxFiles = open(t, dir), changed, 1
+			info, err := Create(context.Background(), dir+"-delta", spec)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if st := info.Manifest.Stats; st.Frames != tc.frames || st.StoredBytes != tc.pages*guestmem.PageSize {
+				t.Errorf("%+v, want %d frames with room for %d pages", st, tc.frames, tc.pages)
+			}
+			if err := r.verify(info.Dir); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestTwoCompactionsOfOneSnapshotAtOnceAreRefused(t *testing.T) {
+	dir, r := smallDelta(t)
+	lock, err := osFS{}.Lock(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Compact(context.Background(), dir); !errors.Is(err, unix.EWOULDBLOCK) {
+		t.Errorf("got %v, want EWOULDBLOCK", err)
+	}
+	lock.Close()
+	if _, err := Compact(context.Background(), dir+"x"); !errors.Is(err, ErrNotFound) {
+		t.Errorf("no such snapshot: got %v, want ErrNotFound", err)
+	}
+	if _, err := Compact(context.Background(), dir); err != nil {
+		t.Error(err)
+	}
+	if err := r.verify(dir); err != nil {
+		t.Error(err)
+	}
+}
+
+// A file may have nothing but a leaf, which refers to an older file. When that one
+// is given up, the leaf is written anew, and the file is of no use any more.
+func TestAFileWithNothingButARewrittenLeafIsNotKept(t *testing.T) {
+	r := newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize})
+	for p := range r.total() {
+		r.pages[p] = bytes.Repeat([]byte{byte(p), byte(p >> 8), 1, 2}, guestmem.PageSize/4)
+	}
+	parent := t.TempDir()
+	path := func(n int) string { return filepath.Join(parent, fmt.Sprint(n)) }
+	if _, err := Create(context.Background(), path(1), r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	// Pages of chunk 0 become zeros: a leaf and no frames.
+	changed := guestmem.NewPageSet(r.total())
+	changed.Add(0, 20)
+	for p := range uint64(20) {
+		delete(r.pages, p)
+	}
+	info := r.delta(t, path(2), open(t, path(1)), changed)
+	if own := info.Manifest.Memory.Files[1]; own.Pages != 0 || own.LeafBytes == 0 {
+		t.Fatalf("the second file has %d pages and leaves of %d bytes", own.Pages, own.LeafBytes)
+	}
+	// The first file cannot be linked, and so is given up, while the second one
+	// can.
+	changed = guestmem.NewPageSet(r.total())
+	changed.Add(ChunkPages, 2*ChunkPages)
+	for p := uint64(ChunkPages); p < 2*ChunkPages; p++ {
+		delete(r.pages, p)
+	}
+	base := open(t, path(2))
+	spec := r.spec()
+	spec.Base, spec.Changed, spec.FS = base, changed, unlinkable{name: linkName(base.manifest.Memory.Files[0].ID)}
+	info, err := Create(context.Background(), path(3), spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if files := info.Manifest.Memory.Files; len(files) != 1 {
+		t.Errorf("files %+v, want one", files)
+	}
+	if err := checkDir(path(3), info.Manifest); err != nil {
+		t.Error(err)
+	}
+	if err := r.verify(path(3)); err != nil {
+		t.Error(err)
+	}
+}
+
+// unlinkable has too many links of one file.
+type unlinkable struct {
+	noSync
+	name string
+}
+
+func (u unlinkable) Link(a, b string) error {
+	if filepath.Base(b) == u.name {
+		return &os.LinkError{Op: "link", Old: a, New: b, Err: unix.EMLINK}
+	}
+	return u.noSync.Link(a, b)
 }
 
 func TestADeltaOnABaseThatHasBeenCompactedOrRemovedIsWhole(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -357,6 +358,32 @@ func TestACancelledCreateLeavesNothingBehind(t *testing.T) {
 	}
 }
 
+// The last moment at which a cancellation counts is before the rename.
+func TestACreateThatIsCancelledWhenAllIsWrittenLeavesNothingBehind(t *testing.T) {
+	r := smallRAM(2, rand.New(rand.NewPCG(8, 13)))
+	ctx, cancel := context.WithCancel(context.Background())
+	parent := t.TempDir()
+	spec := r.spec()
+	spec.FS = &cancelFS{cancel: cancel}
+	if _, err := Create(ctx, filepath.Join(parent, "snap"), spec); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+	if left, err := os.ReadDir(parent); err != nil || len(left) != 0 {
+		t.Errorf("%v is left behind (%v)", left, err)
+	}
+}
+
+// cancelFS cancels when the first directory is synced: that of the snapshot.
+type cancelFS struct {
+	noSync
+	cancel func()
+}
+
+func (c *cancelFS) SyncDir(string) error {
+	c.cancel()
+	return nil
+}
+
 type hookSource struct {
 	MemorySource
 	hook func(page uint64)
@@ -451,17 +478,99 @@ func (f *failingSource) ReadPages(page uint64, p []byte) error {
 	return f.ram.ReadPages(page, p)
 }
 
+// A base that cannot be read, at any of its reads, ends the delta with the host's
+// error.
+func TestADeltaWhoseBaseCannotBeReadIsGone(t *testing.T) {
+	r := smallRAM(4, rand.New(rand.NewPCG(8, 12)))
+	parent := t.TempDir()
+	basedir := filepath.Join(parent, "base")
+	if _, err := Create(context.Background(), basedir, r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	changed := guestmem.NewPageSet(r.total())
+	for p := uint64(1); p < r.total(); p += 200 {
+		changed.Add(p, p+1)
+	}
+	for n := int64(1); ; n++ {
+		base, err := Open(basedir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fail := &failingReads{r: base.memory.files[0].r, n: n}
+		base.memory.files[0].r = fail
+		spec := r.spec()
+		// Everything is carried over: all leaves and frames are read.
+		spec.Base, spec.Changed, spec.maxFiles, spec.Writers = base, changed, 1, 1
+		_, err = Create(context.Background(), filepath.Join(parent, "delta"), spec)
+		base.Close()
+		if fail.calls.Load() < n {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n < 12 {
+				t.Errorf("only %d reads were tried", n-1)
+			}
+			break
+		}
+		if !errors.Is(err, unix.EIO) {
+			t.Fatalf("read %d failed: got %v", n, err)
+		}
+		if left, err := os.ReadDir(parent); err != nil || len(left) != 1 {
+			t.Fatalf("read %d failed and left %v (%v)", n, left, err)
+		}
+	}
+	if err := r.verify(filepath.Join(parent, "delta")); err != nil {
+		t.Error(err)
+	}
+}
+
+type failingReads struct {
+	r     io.ReaderAt
+	n     int64
+	calls atomic.Int64
+}
+
+func (f *failingReads) ReadAt(p []byte, off int64) (int, error) {
+	if f.calls.Add(1) == f.n {
+		return 0, unix.EIO
+	}
+	return f.r.ReadAt(p, off)
+}
+
 // However slow the source and whichever goroutine is held up, no more is read
-// ahead than the units can hold.
+// ahead than the units can hold: of a full snapshot, and of a delta with a page
+// here and there.
 func TestAHeldUpWriterStopsReading(t *testing.T) {
-	r := smallRAM(64, rand.New(rand.NewPCG(8, 11)))
-	spec := r.spec()
-	spec.Writers = 2
+	for _, kind := range []string{"full", "delta"} {
+		t.Run(kind, func(t *testing.T) {
+			r := smallRAM(64, rand.New(rand.NewPCG(8, 11)))
+			parent := t.TempDir()
+			spec := r.spec()
+			if kind == "delta" {
+				if _, err := Create(context.Background(), filepath.Join(parent, "base"), spec); err != nil {
+					t.Fatal(err)
+				}
+				r = r.clone()
+				spec = r.spec()
+				spec.Base, spec.Changed = open(t, filepath.Join(parent, "base")), guestmem.NewPageSet(r.total())
+				for p := uint64(7); p < r.total(); p += ChunkPages {
+					spec.Changed.Add(p, p+1)
+					r.pages[p] = bytes.Repeat([]byte("x"), guestmem.PageSize)
+				}
+			}
+			spec.Writers = 2
+			heldUp(t, r, spec, filepath.Join(parent, "snap"))
+		})
+	}
+}
+
+func heldUp(t *testing.T, r *ram, spec Spec, dir string) {
+	t.Helper()
 	hold := &holdFS{held: make(chan struct{}), release: make(chan struct{})}
 	spec.FS = hold
 	done := make(chan error)
 	go func() {
-		_, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec)
+		_, err := Create(context.Background(), dir, spec)
 		done <- err
 	}()
 	<-hold.held

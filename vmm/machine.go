@@ -99,6 +99,8 @@ type Machine struct {
 	vm   *kvm.VM
 	mem  *guestmem.Memory
 	cpus []*cpu
+	// tscKHz is the frequency of the guest's time stamp counter.
+	tscKHz uint64
 
 	mmioBus   devices.Bus
 	pioBus    devices.Bus
@@ -217,6 +219,7 @@ func (m *Machine) buildVCPUs() error {
 		}
 		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: guestCPUID(supported, id, m.cfg.VCPUs, deadline)})
 	}
+	m.readTSC()
 	return nil
 }
 

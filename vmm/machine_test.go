@@ -182,6 +182,26 @@ func TestAHaltedGuestIsNotHung(t *testing.T) {
 	}
 }
 
+func TestFactsAreToldWhileTheGuestHalts(t *testing.T) {
+	m := newMachine(t, Config{})
+	start(t, m, 0xfa, 0xf4) // cli; hlt
+	if err := m.WaitEntry(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan HostFacts)
+	go func() { told <- m.Facts() }()
+	select {
+	case f := <-told:
+		if f.Arch == "" || len(f.CPUID) == 0 {
+			t.Errorf("facts %+v", f)
+		}
+	case <-time.After(time.Minute):
+		// Closing the machine lets the vCPU go, and the goroutine with it.
+		t.Error("no facts while the vCPU is in the guest")
+		go func() { <-told }()
+	}
+}
+
 // counting writes a counter to memory for ever: mov rbx,0x2000000; inc qword [rbx]; jmp
 var counting = []byte{0x48, 0xc7, 0xc3, 0, 0, 0, 2, 0x48, 0xff, 0x03, 0xeb, 0xfb}
 

@@ -78,11 +78,15 @@ func (m *Machine) Export() ([]State, error) {
 	return out, nil
 }
 
-// Facts says what the guest depends on of this host.
+// Facts says what the guest depends on of this host. It asks KVM nothing, which would
+// have to wait for a vCPU that is in the guest to leave it: for ever, if that is idle.
 func (m *Machine) Facts() HostFacts {
-	khz, _ := m.cpus[0].kvm.TSCKHz()
-	return hostFacts(m.cpus[0].cpuid, khz)
+	return hostFacts(m.cpus[0].cpuid, m.tscKHz)
 }
+
+// readTSC notes the frequency of the guest's time stamp counter; 0 if the host cannot
+// tell, as with one whose own is unstable.
+func (m *Machine) readTSC() { m.tscKHz, _ = m.cpus[0].kvm.TSCKHz() }
 
 // Import loads a saved machine into the shell. RAM must have been given its content,
 // or a pager that has it. Every part must be known, used and there exactly once;
@@ -170,6 +174,7 @@ func (m *Machine) Import(states []State) error {
 	for name := range parts {
 		return fmt.Errorf("restoring: %w: nothing takes %s: the snapshot is of a machine with other devices or vCPUs", devices.ErrPayload, name)
 	}
+	m.readTSC()
 	m.stages.mark(StageImport)
 	m.imported = true
 	m.state = loaded

@@ -259,6 +259,48 @@ func TestShortWritePutsDownHalf(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 5), "1")
 }
 
+// Two directories that were exchanged have changed their names both or not at all.
+func TestAnExchangeIsWholeOrDidNotHappen(t *testing.T) {
+	s, dir := newSim(t)
+	a, b := filepath.Join(dir, "a"), filepath.Join(dir, "b")
+	for _, d := range []string{a, b} {
+		must(t, s.Mkdir(d, 0o755))
+		must(t, create(t, s, filepath.Join(d, "was-"+filepath.Base(d))).Sync())
+		must(t, s.SyncDir(d))
+	}
+	must(t, s.SyncDir(dir))
+	must(t, s.Exchange(a, b))
+	if _, err := os.Stat(filepath.Join(a, "was-b")); err != nil {
+		t.Error(err)
+	}
+	after := func(seed uint64) (exchanged bool) {
+		dest := t.TempDir()
+		must(t, s.Crash(seed, dest))
+		has := func(name string) bool {
+			_, err := os.Stat(filepath.Join(dest, name))
+			return err == nil
+		}
+		exchanged = has("a/was-b")
+		if has("b/was-a") != exchanged || has("a/was-a") == exchanged || has("b/was-b") == exchanged {
+			t.Fatalf("seed %d: half of the exchange happened", seed)
+		}
+		return exchanged
+	}
+	seen := map[bool]bool{}
+	for seed := range uint64(20) {
+		seen[after(seed)] = true
+	}
+	if len(seen) != 2 {
+		t.Errorf("only %v was seen before the sync", seen)
+	}
+	must(t, s.SyncDir(dir))
+	for seed := range uint64(20) {
+		if !after(seed) {
+			t.Errorf("seed %d: the exchange was not durable", seed)
+		}
+	}
+}
+
 func TestEveryKindOfCallCanFail(t *testing.T) {
 	for _, op := range Ops {
 		s, dir := newSim(t)
@@ -269,6 +311,7 @@ func TestEveryKindOfCallCanFail(t *testing.T) {
 			OpOpen:      func() error { _, err := s.OpenFile(b, os.O_RDONLY, 0); return err },
 			OpRename:    func() error { return s.Rename(a, b) },
 			OpLink:      func() error { return s.Link(a, b) },
+			OpExchange:  func() error { return s.Exchange(a, b) },
 			OpRemove:    func() error { return s.Remove(a) },
 			OpMkdir:     func() error { return s.Mkdir(b, 0o755) },
 			OpSyncDir:   func() error { return s.SyncDir(dir) },
