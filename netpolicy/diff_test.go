@@ -434,6 +434,7 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 	each := max(1, *packetsFlag / *policiesFlag)
 	reasons := map[string]int{}
 	passed, compared := 0, 0
+	pins := ""
 	begin := time.Now()
 	for i := range *policiesFlag {
 		fresh := i%3 == 0 // else flows stay over the swap
@@ -466,6 +467,7 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 				t.Fatal(err)
 			}
 			m.Forget()
+			pins = ""
 		}
 		for j := range each {
 			switch r.IntN(10) {
@@ -484,6 +486,7 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 						t.Fatal(err)
 					}
 					m.Pin(name, a, int64(until))
+					pins += fmt.Sprintf("%s %v %d, ", name, a, until)
 				}
 			}
 			if err := e.SetTime(now); err != nil {
@@ -507,6 +510,12 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 				return fmt.Sprintf("seed %d, policy %d, packet %d: %s, gso %d, %x", *seedFlag, i, j, d, gso, f)
 			}
 			if ran.Verdict != want.Verdict || ran.Reason != want.Reason || rule != want.Rule {
+				for _, n := range []int{rule, want.Rule} {
+					if n >= 0 && n < len(r.policy.Rules) {
+						t.Logf("rule %d: %+v", n, r.policy.Rules[n])
+					}
+				}
+				t.Logf("at %d, pins: %s", now, pins)
 				t.Fatalf("%s:\n programs: %s by %s, rule %d\n model:    %s by %s, rule %d", describe(),
 					ran.Verdict, ran.Reason, rule, want.Verdict, want.Reason, want.Rule)
 			}

@@ -1,9 +1,11 @@
 package netpolicy
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"slices"
@@ -114,24 +116,35 @@ func (e *engine) build(s *Spec, gen uint32) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// matching is the set of rules that have a name.
-func (s *Spec) matching(names map[string]uint64) (b bitset, expires uint64) {
+// pinSlots is how many times at which names of one address expire are told apart. Those
+// beyond expire early.
+const pinSlots = 4
+
+// matching is which rules the names of an address match, and until when.
+func (s *Spec) matching(names map[string]uint64) (p bpf.AgentPin, ok bool) {
+	sets := map[uint64]bitset{} // by time
 	for name, until := range names {
-		hit := false
+		b := sets[until]
 		for i, patterns := range s.match {
-			for _, p := range patterns {
-				if NameMatches(p, name) {
-					b.add(i)
-					hit = true
-				}
+			if slices.ContainsFunc(patterns, func(p string) bool { return NameMatches(p, name) }) {
+				b.add(i)
 			}
 		}
-		if hit {
-			// The names of an address share one time, the latest.
-			expires = max(expires, until)
+		if b != (bitset{}) {
+			sets[until] = b
 		}
 	}
-	return b, expires
+	// The latest first; each slot has what the later ones have as well.
+	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
+	var all bitset
+	for i, t := range times[:min(len(times), pinSlots)] {
+		for w, x := range sets[t] {
+			all[w] |= x
+		}
+		at := min(len(times), pinSlots) - 1 - i
+		p.Expires[at], p.Set[at].W = t, all
+	}
+	return p, len(times) > 0
 }
 
 // NameMatches says whether a name is one that a pattern of a rule means. Both are in
@@ -173,12 +186,10 @@ func (e *engine) repin(s *Spec) error {
 }
 
 func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error {
-	set, expires := s.matching(names)
-	if set == (bitset{}) {
+	v, ok := s.matching(names)
+	if !ok {
 		return nil
 	}
-	v := bpf.AgentPin{Expires: expires}
-	v.Set.W = set
 	if err := e.objs.Pins.Put(pinKey(a, e.gen), &v); err != nil {
 		return fmt.Errorf("pinning %v: %w", a, err)
 	}

@@ -45,6 +45,12 @@ func (e *Engine) ForgetState() error {
 		}
 	}
 	clear(e.pins)
+	e.gen++ // makes them old for a moment
+	err := e.unpinOld()
+	e.gen--
+	if err != nil {
+		return err
+	}
 	for i := range uint32(2) {
 		if err := e.objs.Usages.Put(i, make([]byte, e.objs.Usages.ValueSize())); err != nil {
 			return err

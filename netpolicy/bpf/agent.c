@@ -132,9 +132,13 @@ struct pin_key {
 	__u32 gen;
 };
 
+// A pin says which rules match an address, and how that becomes less as names expire:
+// the first slot whose time is not up counts.
+#define SLOTS 4
+
 struct pin {
-	__u64 expires;
-	struct bits set;
+	__u64 expires[SLOTS]; // ascending
+	struct bits set[SLOTS];
 };
 
 struct {
@@ -395,8 +399,12 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 		k.addr[3] = p->peer[3];
 		k.gen = r0->id.gen;
 		v = bpf_map_lookup_elem(&pins, &k);
-		if (v && p->now < v->expires)
-			d = &v->set;
+		if (v) {
+#pragma unroll
+			for (int i = SLOTS - 1; i >= 0; i--)
+				if (p->now < v->expires[i])
+					d = &v->set[i];
+		}
 	}
 	rule = first(&a->set, d, &s->set);
 	if (rule < WORDS * 64) {

@@ -57,8 +57,8 @@ type AgentFlowKey struct {
 
 type AgentPin struct {
 	_       structs.HostLayout
-	Expires uint64
-	Set     struct {
+	Expires [4]uint64
+	Set     [4]struct {
 		_ structs.HostLayout
 		W [16]uint64
 	}
