@@ -255,6 +255,11 @@ static __always_inline const struct row *row(void *table, __u32 i)
 	return bpf_map_lookup_elem(table, &i);
 }
 
+// bounded masks an index where the compiler cannot see it, so that it neither leaves the
+// mask out nor mixes it with other arithmetic: the verifier has to see it right before
+// the access.
+#define bounded(i, mask) ({ __u64 bounded_i = (i); asm volatile("%0 &= %1" : "+r"(bounded_i) : "i"(mask)); bounded_i; })
+
 // The searches below have no branches that depend on data: each would double what the
 // verifier has to look at.
 
@@ -272,10 +277,10 @@ static __noinline __u32 find4(void *table, __u32 root, __u32 x)
 			return 0;
 		// The highest bit of key - limit says that key < limit.
 		pos = ((__u64)r->n4.key[8] - limit) >> 63 << 3;
-		pos += ((__u64)r->n4.key[(pos + 4) & 15] - limit) >> 63 << 2;
-		pos += ((__u64)r->n4.key[(pos + 2) & 15] - limit) >> 63 << 1;
-		pos += ((__u64)r->n4.key[(pos + 1) & 15] - limit) >> 63;
-		at = r->n4.val[pos & 15];
+		pos += ((__u64)r->n4.key[bounded(pos + 4, 15)] - limit) >> 63 << 2;
+		pos += ((__u64)r->n4.key[bounded(pos + 2, 15)] - limit) >> 63 << 1;
+		pos += ((__u64)r->n4.key[bounded(pos + 1, 15)] - limit) >> 63;
+		at = r->n4.val[bounded(pos, 15)];
 		if (i + 1 >= depth)
 			return at;
 	}
@@ -289,7 +294,11 @@ static __always_inline __u64 below(__u64 a, __u64 b) // a < b, as 0 or 1
 
 static __always_inline __u64 reached(const struct row *r, __u64 i, __u64 hi, __u64 lo)
 {
-	__u64 h = r->n6.hi[i & 7], l = r->n6.lo[i & 7];
+	__u64 h, l;
+
+	i = bounded(i, 7);
+	h = r->n6.hi[i];
+	l = r->n6.lo[i];
 
 	return below(h, hi) | ((below(hi, h) | below(lo, l)) ^ 1);
 }
@@ -307,7 +316,7 @@ static __noinline __u32 find6(void *table, __u32 root, __u64 hi, __u64 lo)
 		pos = reached(r, 4, hi, lo) << 2;
 		pos += reached(r, pos + 2, hi, lo) << 1;
 		pos += reached(r, pos + 1, hi, lo);
-		at = r->n6.val[pos & 7];
+		at = r->n6.val[bounded(pos, 7)];
 		if (i + 1 >= depth)
 			return at;
 	}
@@ -323,7 +332,7 @@ static const __u8 bit_of[64] = {
 
 static __always_inline __u32 lowest_bit(__u64 w)
 {
-	return bit_of[((w & -w) * 0x03f79d71b4cb0a89ull) >> 58];
+	return bit_of[bounded(((w & -w) * 0x03f79d71b4cb0a89ull) >> 58, 63)];
 }
 
 static __always_inline bool same6(const __u32 *a, const __u32 *b)
@@ -348,7 +357,7 @@ static __always_inline void set4(__u32 *peer, __be32 a)
 __noinline int first(const struct bits *a, const struct bits *d, const struct bits *p)
 {
 	__u32 nonzero = 0, i;
-	__u64 w;
+	__u64 w, at;
 
 	if (!a || !d || !p)
 		return NO_RULE;
@@ -361,9 +370,9 @@ __noinline int first(const struct bits *a, const struct bits *d, const struct bi
 	}
 	if (!nonzero)
 		return NO_RULE;
-	i = lowest_bit(nonzero) & (WORDS - 1);
-	w = (a->w[i] | d->w[i]) & p->w[i];
-	return i * 64 + lowest_bit(w);
+	at = bounded(lowest_bit(nonzero), WORDS - 1);
+	w = (a->w[at] | d->w[at]) & p->w[at];
+	return at * 64 + lowest_bit(w);
 }
 
 // consult asks the rules about a packet's peer, and returns a verdict.
@@ -408,11 +417,9 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 	}
 	rule = first(&a->set, d, &s->set);
 	if (rule < WORDS * 64) {
-		__u64 w = rule;
+		__u64 w = bounded(rule >> 6, WORDS - 1);
 
 		p->rule = rule;
-		asm volatile("" : "+r"(w)); // or the mask is left out, which the verifier needs
-		w = (w & (WORDS * 64 - 1)) >> 6;
 		a = row(table, r1->tab.allow);
 		s = row(table, r1->tab.reject);
 		if (!a || !s)
@@ -913,16 +920,17 @@ __noinline int flow_step(struct packet *p, const struct flow *f)
 	return p->proto == IPPROTO_TCP ? tcp_step(p, f) : other_step(p, f);
 }
 
-// check_error finds the flow of the packet that an ICMP error quotes.
-static __noinline int check_error(struct __sk_buff *skb, void *table, const struct identity *id, const struct tables *t,
-				  struct packet *p)
+// quoted_flow finds the key of the flow that the packet quoted by an ICMP error is of.
+__noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, const struct packet *p, struct flow_key *k)
 {
-	struct flow_key k = {};
 	__be16 ports[3]; // or the head of an ICMP message
-	__u32 at = p->l4 + 8, head = p->six ? 40 : 20, src[4], dst[4];
+	__u32 at, head, src[4], dst[4];
 	__u8 type;
-	int err;
 
+	if (!id || !p || !k)
+		return R_NO_POLICY;
+	at = p->l4 + 8;
+	head = p->six ? 40 : 20;
 	if (p->l4_len < 8 + head + 8)
 		return R_L4_HEADER;
 	if (p->six) {
@@ -932,7 +940,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 			return R_L4_HEADER;
 		if ((bpf_ntohl(h.flow) >> 28) != 6)
 			return R_NO_FLOW;
-		k.proto = h.next;
+		k->proto = h.next;
 		__builtin_memcpy(src, h.src, 16);
 		__builtin_memcpy(dst, h.dst, 16);
 	} else {
@@ -942,7 +950,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 			return R_L4_HEADER;
 		if (h.version_ihl != 0x45 || (h.frag & bpf_htons(0x1fff)))
 			return R_NO_FLOW;
-		k.proto = h.proto;
+		k->proto = h.proto;
 		set4(src, h.src);
 		set4(dst, h.dst);
 	}
@@ -954,23 +962,36 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 			return R_NO_FLOW;
 		if (p->six ? !same6(dst, id->guest6) : dst[3] != id->guest4)
 			return R_NO_FLOW;
-		__builtin_memcpy(k.peer, src, 16);
+		__builtin_memcpy(k->peer, src, 16);
 	} else {
 		if (p->six ? !same6(src, id->agent6) : src[3] != id->agent4)
 			return R_NO_FLOW;
-		__builtin_memcpy(k.peer, dst, 16);
+		__builtin_memcpy(k->peer, dst, 16);
 	}
-	if (k.proto == IPPROTO_TCP || k.proto == IPPROTO_UDP) {
-		k.peer_port = p->dir == EGRESS ? ports[0] : ports[1];
-		k.guest_port = p->dir == EGRESS ? ports[1] : ports[0];
-	} else if (k.proto == p->proto) {
+	if (k->proto == IPPROTO_TCP || k->proto == IPPROTO_UDP) {
+		k->peer_port = p->dir == EGRESS ? ports[0] : ports[1];
+		k->guest_port = p->dir == EGRESS ? ports[1] : ports[0];
+	} else if (k->proto == p->proto) {
 		type = *(__u8 *)ports;
 		if (p->six ? type != 128 && type != 129 : type != 8 && type != 0)
 			return R_NO_FLOW;
-		k.guest_port = ports[2];
+		k->guest_port = ports[2];
 	} else {
 		return R_NO_FLOW;
 	}
+	return 0;
+}
+
+// check_error finds the flow of the packet that an ICMP error quotes.
+static __noinline int check_error(struct __sk_buff *skb, void *table, const struct identity *id, const struct tables *t,
+				  struct packet *p)
+{
+	struct flow_key k = {};
+	__u8 proto = p->proto;
+	int err = quoted_flow(skb, id, p, &k);
+
+	if (err)
+		return err;
 	// From here the packet's peer is that of the flow, as a swapped table may have
 	// to judge it again.
 	if (p->dir == INGRESS) {
@@ -980,11 +1001,10 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	}
 	__builtin_memcpy(p->quoted, p->peer, 16);
 	__builtin_memcpy(p->peer, k.peer, 16);
-	type = p->proto;
 	p->proto = k.proto;
 	p->related = 1;
 	err = live_flow(table, p, &k, id->gen) ? 0 : R_NO_FLOW;
-	p->proto = type;
+	p->proto = proto;
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
 }
