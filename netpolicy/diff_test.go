@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"strconv"
+	"sync"
 	"testing"
 	"time"
 
@@ -416,6 +417,19 @@ func newEngine(t testing.TB, flows int) *Engine {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { e.Close() })
+	return e
+}
+
+// oneEngine serves tests that have no use for flows of their own.
+var oneEngine = sync.OnceValues(func() (*Engine, error) { return NewEngine(DefaultFlows, true) })
+
+func sharedEngine(t testing.TB) *Engine {
+	t.Helper()
+	needRoot(t)
+	e, err := oneEngine()
+	if err != nil {
+		t.Fatal(err)
+	}
 	return e
 }
 

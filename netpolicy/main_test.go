@@ -14,6 +14,9 @@ func TestMain(m *testing.M) {
 	}
 	before := openFiles()
 	code := m.Run()
+	if e, err := oneEngine(); err == nil {
+		e.Close()
+	}
 	if err := goleak.Find(); err != nil && code == 0 {
 		fmt.Fprintln(os.Stderr, err)
 		code = 1

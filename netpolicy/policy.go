@@ -187,6 +187,9 @@ func (c *CIDR) UnmarshalText(text []byte) error {
 		if err != nil {
 			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
 		}
+		if a.Zone() != "" {
+			return fmt.Errorf("CIDR %q has a zone: leave it out", s)
+		}
 		p = netip.PrefixFrom(a, a.BitLen())
 	}
 	if err := checkPrefix(p); err != nil {
