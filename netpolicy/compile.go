@@ -18,8 +18,8 @@ type Spec struct {
 	flows int
 	names []string   // of the rules, by their number in the table
 	match [][]string // DNS names of the rules, by their number in the table
-	has6  bool
 	ident Identity
+	class *classes
 }
 
 // Bytes is the size of the table.
@@ -32,6 +32,10 @@ func (s *Spec) RuleName(i int) string {
 	}
 	return s.names[i]
 }
+
+// Public says whether an address is public for the agent: not the floor's, the host's,
+// another agent's or private.
+func (s *Spec) Public(a netip.Addr) bool { return a.IsValid() && s.class.of(a) == classPublic }
 
 // Identity is the agent's that it was compiled for.
 func (s *Spec) Identity() Identity { return s.ident }
@@ -119,7 +123,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	}
 	rules, names := p.flatten()
 	c := &compiler{rules: rules, classes: classes{
-		floor: append(slices.Clone(floor), TheWire.floor()...), agents: env.Agents,
+		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
 		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
 	}, tagged: map[string][]netip.Addr{}, sets: map[bitset]uint32{}}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
@@ -136,7 +140,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 			c.tagged[t] = append(c.tagged[t], peer.Address)
 		}
 	}
-	s := &Spec{names: names, flows: p.Flows, has6: id.Address6.IsValid(), ident: id, match: make([][]string, len(rules))}
+	s := &Spec{names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules))}
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}

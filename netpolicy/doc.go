@@ -8,7 +8,8 @@
 // function from a policy, the agent's Identity and its Environment to a Spec: the rows
 // of the table that the programs read. A Link holds the programs of one TAP device and
 // swaps specs under them. Package refmodel decides the same from this text alone, by a
-// linear scan in Go; tests compare the two packet by packet.
+// linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
+// server that finds the addresses of the names in rules.
 //
 // # The wire
 //
@@ -29,7 +30,7 @@
 //  4. SrcMAC (egress): the source is not the guest's MAC.
 //  5. DstMAC: the destination is not the gateway's MAC (egress) or the guest's
 //     (ingress). ARP may be broadcast; IPv6 may go to 33:33:*, which then has to be
-//     neighbour discovery (6).
+//     neighbour discovery (6), or is denied for this after check 11.
 //  6. ARP, ND: see below. What passes needs no rule, and is not translated.
 //  7. Truncated: a header is cut off by the end of the frame.
 //  8. IPv6Off: the packet is IPv6 and the agent has no IPv6 address.
@@ -142,10 +143,10 @@
 //
 // # Limits
 //
-// Each limit is the generic cell rate algorithm on a clock in nanoseconds: a unit costs
-// 2^20/2^20 ns of fixed point, cost = units*mult >> 20 with mult = floor(1e9<<20 / rate); a packet
-// passes if max(tat, now) + cost - now <= burst, and then that sum becomes tat. Units are
-// bits of frames with all headers of all segments, packets after segmentation, and
+// Each limit is the generic cell rate algorithm on a clock in nanoseconds. Units cost
+// units*mult >> 20, with mult = floor(1e9<<20 / rate), a number with 20 bits behind the
+// point; the burst is the cost of its units. A packet passes if max(tat, now) + cost - now
+// <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
 // flows opened. Quotas count bytes in the same way.
 //
 // # Reject
