@@ -32,17 +32,21 @@ func (e *Engine) Program(d Direction) *ebpf.Program {
 	return e.objs.ToGuest
 }
 
-// ForgetState drops flows, the use of limits and pins.
-func (e *Engine) ForgetState() error {
+// ForgetFlows drops all flows.
+func (e *Engine) ForgetFlows() error {
 	var k [24]byte
-	for {
-		err := e.objs.Flows.NextKey(nil, &k)
-		if err != nil {
-			break
-		}
+	for e.objs.Flows.NextKey(nil, &k) == nil {
 		if err := e.objs.Flows.Delete(k); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// ForgetState drops flows, the use of limits and pins.
+func (e *Engine) ForgetState() error {
+	if err := e.ForgetFlows(); err != nil {
+		return err
 	}
 	clear(e.pins)
 	e.gen++ // makes them old for a moment
