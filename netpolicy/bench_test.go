@@ -24,12 +24,18 @@ func manyRules(n int) *Policy {
 	return p
 }
 
-// BenchmarkPacket is one packet through the program, by the kernel's own clock.
+// BenchmarkPacket is one packet through the program, by the kernel's own clock. About
+// 40 ns of it are BPF_PROG_RUN's own.
 // A loop of BPF_PROG_RUN uses the same skb again, which an allowed packet of IPv4 does
 // not survive unchanged; so the rules are asked by a packet that ends up denied, and
 // the flow by one whose address stays.
 func BenchmarkPacket(b *testing.B) {
-	e := newEngine(b, DefaultFlows)
+	needRoot(b)
+	e, err := NewEngine(DefaultFlows, false) // with the kernel's clock
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer e.Close()
 	run := func(name string, id Identity, p *Policy, f []byte, want Verdict) {
 		b.Run(name, func(b *testing.B) {
 			s, err := Compile(p, id, Environment{})
@@ -43,8 +49,8 @@ func BenchmarkPacket(b *testing.B) {
 				b.Fatal(err)
 			}
 			r, err := e.Run(Egress, f, 0)
-			if err != nil || r.Verdict != want {
-				b.Fatalf("%s by %s, %v, want %s", r.Verdict, r.Reason, err, want)
+			if err != nil || (r.Action == 0) != (want == Allow) {
+				b.Fatalf("action %d, %v, want %s", r.Action, err, want)
 			}
 			const repeat = 100000
 			var total float64

@@ -59,7 +59,7 @@ rules:
 			}
 		})
 	}
-	for i := range 300 {
+	for i := range 100 {
 		if err := e.Install(specs[(i+1)%2]); err != nil {
 			t.Error(err)
 			break

@@ -7,8 +7,8 @@
 // netpolicy; what the rows of the table are, in table.go there. Every lookup that fails
 // ends in a denial.
 //
-// Packets are read with bpf_skb_load_bytes alone: it works on any layout of an skb, its
-// bounds are the kernel's, and what was read does not change under us.
+// Headers are copied, once, before they are looked at: out of the linear part of the skb
+// where they lie in it, else with bpf_skb_load_bytes, which works on any layout.
 
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -249,6 +249,18 @@ struct packet {
 	__u8 related;
 };
 
+// load copies from a fixed offset of the frame. Anything but 0 is a failure.
+static __always_inline int load(struct __sk_buff *skb, const __u32 at, void *to, const __u32 n)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	if (data + at + n <= end) {
+		__builtin_memcpy(to, data + at, n);
+		return 0;
+	}
+	return bpf_skb_load_bytes(skb, at, to, n);
+}
+
 static __always_inline const struct row *row(void *table, __u32 i)
 {
 	i &= 0xffffff;
@@ -450,7 +462,7 @@ static __noinline int check_arp(struct __sk_buff *skb, const struct identity *id
 	struct arp a;
 	__be32 sender, target;
 
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &a, sizeof(a)))
+	if (load(skb, ETH_HLEN, &a, sizeof(a)))
 		return R_TRUNCATED;
 	__builtin_memcpy(&sender, a.sender, 4);
 	__builtin_memcpy(&target, a.target, 4);
@@ -570,7 +582,7 @@ static __always_inline int parse4(struct __sk_buff *skb, const struct identity *
 	struct ipv4 h;
 	__u32 ihl, len;
 
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &h, sizeof(h)))
+	if (load(skb, ETH_HLEN, &h, sizeof(h)))
 		return R_TRUNCATED;
 	ihl = (h.version_ihl & 15) * 4;
 	len = bpf_ntohs(h.len);
@@ -603,7 +615,7 @@ static __always_inline int parse6(struct __sk_buff *skb, const struct identity *
 	__u32 len;
 	__u8 type = 0;
 
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &h, sizeof(h)))
+	if (load(skb, ETH_HLEN, &h, sizeof(h)))
 		return R_TRUNCATED;
 	if (!id->has6)
 		return R_IPV6_OFF;
@@ -631,7 +643,7 @@ static __always_inline int parse6(struct __sk_buff *skb, const struct identity *
 	else
 		__builtin_memcpy(p->peer, h.src, 16);
 	if (h.next == IPPROTO_ICMPV6 && len >= 8) {
-		if (bpf_skb_load_bytes(skb, ETH_HLEN + 40, &type, 1))
+		if (load(skb, ETH_HLEN + 40, &type, 1))
 			return R_TRUNCATED;
 		if (is_nd(type))
 			return check_nd(skb, id, p->dir, &h, dst_mac);
@@ -707,6 +719,11 @@ static __noinline int bad_checksum_request(struct __sk_buff *ctx, struct packet 
 	return p->proto != IPPROTO_UDP || offset != 6;
 }
 
+static __always_inline int load_l4(struct __sk_buff *skb, const struct packet *p, void *to, const __u32 n)
+{
+	return p->six ? load(skb, ETH_HLEN + 40, to, n) : load(skb, ETH_HLEN + 20, to, n);
+}
+
 static __always_inline void set_ports(struct packet *p, __be16 src, __be16 dst)
 {
 	p->peer_port = p->dir == EGRESS ? dst : src;
@@ -726,7 +743,7 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 		struct tcp t;
 		__u32 len;
 
-		if (p->l4_len < sizeof(t) || bpf_skb_load_bytes(skb, p->l4, &t, sizeof(t)))
+		if (p->l4_len < sizeof(t) || load_l4(skb, p, &t, sizeof(t)))
 			return R_L4_HEADER;
 		len = (t.offset >> 4) * 4;
 		if (len < sizeof(t) || len > p->l4_len || t.src == 0 || t.dst == 0 || bad_flags(t.flags))
@@ -737,7 +754,7 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 	} else if (p->proto == IPPROTO_UDP) {
 		struct udp u;
 
-		if (p->l4_len < sizeof(u) || bpf_skb_load_bytes(skb, p->l4, &u, sizeof(u)))
+		if (p->l4_len < sizeof(u) || load_l4(skb, p, &u, sizeof(u)))
 			return R_L4_HEADER;
 		if (bpf_ntohs(u.len) != p->l4_len || u.src == 0 || u.dst == 0)
 			return R_L4_HEADER;
@@ -750,7 +767,7 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 	} else {
 		struct icmp c;
 
-		if (p->l4_len < sizeof(c) || bpf_skb_load_bytes(skb, p->l4, &c, sizeof(c)))
+		if (p->l4_len < sizeof(c) || load_l4(skb, p, &c, sizeof(c)))
 			return R_L4_HEADER;
 		p->flags = c.type;
 		p->guest_port = c.id;
@@ -786,7 +803,7 @@ __noinline int parse(struct __sk_buff *skb, const struct identity *id, struct pa
 
 	if (!id || !p)
 		return R_NO_POLICY;
-	if (bpf_skb_load_bytes(skb, 0, &eth, sizeof(eth)))
+	if (load(skb, 0, &eth, sizeof(eth)))
 		return R_TRUNCATED;
 	p->ethertype = eth.type;
 	if (skb->vlan_present || eth.type == bpf_htons(0x8100) || eth.type == bpf_htons(0x88a8) || eth.type == bpf_htons(0x9100))
@@ -1047,6 +1064,12 @@ __noinline int account(const struct limits *l, const struct packet *p)
 	s = bpf_map_lookup_elem(&usages, &i);
 	if (!s)
 		return R_NO_POLICY;
+	if (!(bit_mult | packet_mult | conn_mult) && quota == ~0ull) {
+		// Nothing to decide, so no lock.
+		__sync_fetch_and_add(&s->used, bytes);
+		s->active = now;
+		return 0;
+	}
 	bpf_spin_lock(&s->lock);
 	if (s->used + bytes > quota)
 		reason = R_QUOTA;
@@ -1060,7 +1083,7 @@ __noinline int account(const struct limits *l, const struct packet *p)
 		s->packet_tat = packet;
 		s->bit_tat = bit;
 		s->conn_tat = conn;
-		s->used += bytes;
+		__sync_fetch_and_add(&s->used, bytes);
 		s->active = now;
 	}
 	bpf_spin_unlock(&s->lock);
