@@ -456,9 +456,7 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 		r.makePolicy()
 		if !fresh && m != nil {
 			r.history, r.dirs = old.history, old.dirs
-			for _, a := range old.addrs[:min(len(old.addrs), 20)] {
-				r.addrs = append(r.addrs, a)
-			}
+			r.addrs = append(r.addrs, old.addrs[:min(len(old.addrs), 20)]...)
 		}
 		id := agent
 		if r.one(8) {

@@ -151,6 +151,10 @@
 //
 // # Reject
 //
-// Reject is decided as deny is, counted and reported as reject. The guest gets no
-// answer yet: neither a TCP reset nor an ICMP error is sent.
+// Reject is decided as deny is, and counted and reported as reject. The guest is told, so
+// that a denial does not look like a broken network: a TCP reset (RFC 9293, 3.10.7.1), or
+// an ICMP error that communication is administratively prohibited (type 3 code 13, ICMPv6
+// type 1 code 1), as if it came from the peer. It gets as many answers as there are
+// events: 100 a second. Answers pass to_guest by a mark that the loader has chosen at
+// random. Who is rejected on ingress is told nothing.
 package netpolicy

@@ -2,6 +2,7 @@ package netpolicy
 
 import (
 	"cmp"
+	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -59,6 +60,14 @@ func loadEngine(flows int, testing bool) (*engine, error) {
 		if err := spec.Variables["testing"].Set(uint32(1)); err != nil {
 			return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
 		}
+	}
+	// Nobody but the host marks packets; a random mark keeps it from doing so by chance.
+	var mark [4]byte
+	if _, err := rand.Read(mark[:]); err != nil {
+		return nil, fmt.Errorf("choosing a mark: %w", err)
+	}
+	if err := spec.Variables["answer_mark"].Set(binary.NativeEndian.Uint32(mark[:]) | 1); err != nil {
+		return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
 	}
 	e := &engine{pins: map[netip.Addr]map[string]uint64{}}
 	if err := spec.LoadAndAssign(&e.objs, &ebpf.CollectionOptions{Cache: kernelTypes}); err != nil {

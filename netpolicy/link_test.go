@@ -306,6 +306,56 @@ func TestLink_events_tell_what_was_denied(t *testing.T) {
 	}
 }
 
+func TestLink_reject_answers_the_guest(t *testing.T) {
+	const policy = `
+rules:
+  - {direction: egress, verdict: reject, groups: [any], protocols: [any], ports: [any]}
+  - {direction: ingress, verdict: reject, groups: [any], protocols: [any], ports: [any]}
+`
+	for _, peer := range []netip.Addr{peer4, peer6} {
+		t.Run(peer.String(), func(t *testing.T) {
+			ownNamespace(t)
+			tap := newTAP(t, "tap0")
+			l, _ := attach(t, "tap0", policy)
+			guest, proto, unreachable := wire.Guest4, byte(1), []byte{3, 13}
+			if peer.Is6() {
+				guest, proto, unreachable = wire.Guest6, 58, []byte{1, 1}
+			}
+			head := 14 + len(ipHeader(peer, guest, 0, 0))
+			from := func(m []byte, proto byte) []byte {
+				return ethernet(wire.GuestMAC, wire.GatewayMAC, etherTypeOf(peer), ip(peer, guest, proto, m))
+			}
+			check := func(got, want []byte) {
+				t.Helper()
+				if !sumsRight(got) {
+					t.Errorf("a checksum of %x is wrong", got)
+				}
+				// The model of a header differs in its identification.
+				if !bytes.Equal(got[head:], want[head:]) || !bytes.Equal(got[:14], want[:14]) || !bytes.Contains(got[:head], peer.AsSlice()) {
+					t.Errorf("the guest got\n%x, want\n%x", got, want)
+				}
+			}
+			tap.send(sent(peer, 6, tcp(4000, 443, syn, 1, 2, 3)))
+			rstWant := tcp(443, 4000, rst|ack)
+			be.PutUint32(rstWant[4:], 0)
+			be.PutUint32(rstWant[8:], 1+1+3)
+			be.PutUint16(rstWant[14:], 0)
+			check(tap.receive(etherTypeOf(peer), 6), from(rstWant, 6))
+			for name, m := range map[string][]byte{"short": udp(4000, 53), "long": udp(4000, 53, make([]byte, 1000)...)} {
+				t.Run(name, func(*testing.T) {
+					f := sent(peer, 17, m)
+					tap.send(f)
+					check(tap.receive(etherTypeOf(peer), proto), from(icmpError(unreachable[0], unreachable[1], f[14:head+8]), proto))
+				})
+			}
+			// Nobody else is told anything, and the answers are no flows.
+			if n := count(t, l, Ingress, ReasonRule); n != 0 {
+				t.Errorf("%d packets in by a rule", n)
+			}
+		})
+	}
+}
+
 // A guest that may send a datagram asks for its checksum to be written elsewhere.
 func TestLink_checksum_stored_elsewhere_is_denied(t *testing.T) {
 	ownNamespace(t)
@@ -423,6 +473,7 @@ func TestLink_tcp_through_two_stacks(t *testing.T) {
 	l, _ := attach(t, "outer", `
 rules:
   - {direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [80]}
+  - {direction: egress, verdict: reject, groups: [host], protocols: [tcp, udp], ports: [any]}
   - {direction: ingress, verdict: allow, groups: [host], protocols: [tcp], ports: [81]}
 `)
 	listen := func(address string) net.Listener {
@@ -493,6 +544,24 @@ rules:
 	}
 	exchange(guestNS, "172.31.255.1:80", onHost, own4)
 	exchange(hostNS, own4.String()+":81", onGuest, wire.Gateway4)
+
+	// What is rejected looks refused, and at once.
+	enter(guestNS)
+	if c, err := net.DialTimeout("tcp4", "172.31.255.1:82", waitMost); !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("dialing a port that is rejected: %v, %v, want ECONNREFUSED; %s", c, err, counters(l))
+	}
+	u, err := net.Dial("udp4", "172.31.255.1:82")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	u.SetDeadline(time.Now().Add(waitMost))
+	if _, err := u.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := u.Read(make([]byte, 1)); !errors.Is(err, unix.EHOSTUNREACH) {
+		t.Errorf("reading from a port that is rejected: %v, want EHOSTUNREACH; %s", err, counters(l))
+	}
 	enter(hostNS)
 }
 

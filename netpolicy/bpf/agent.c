@@ -232,6 +232,10 @@ __u64 test_now = 0;
 #define EVENT_COST (NS_PER_S / 100) // 100 events a second,
 #define EVENT_BURST NS_PER_S	    // 100 at once
 
+// Frames with this mark are answers that from_guest has made. The loader chooses it at
+// random; nobody but the host can mark frames.
+const volatile __u32 answer_mark = 0;
+
 // packet is what is known of one.
 struct packet {
 	__u64 now;
@@ -247,6 +251,7 @@ struct packet {
 	// Of an ICMP error: what it quotes.
 	__u32 quoted[4];
 	__u8 related;
+	__u8 partial; // the guest left the checksum to others
 };
 
 // load copies from a fixed offset of the frame. Anything but 0 is a failure.
@@ -709,6 +714,7 @@ static __noinline int bad_checksum_request(struct __sk_buff *ctx, struct packet 
 
 	if (BPF_CORE_READ_BITFIELD_PROBED(skb, ip_summed) != CHECKSUM_PARTIAL)
 		return 0;
+	p->partial = 1;
 	if (bpf_core_read(&head, sizeof(head), &skb->head) || bpf_core_read(&data, sizeof(data), &skb->data) ||
 	    bpf_core_read(&start, sizeof(start), &skb->csum_start) || bpf_core_read(&offset, sizeof(offset), &skb->csum_offset))
 		return 1;
@@ -1295,7 +1301,7 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 		return 0;
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e)
-		return 0;
+		return 1;
 	e->time = now;
 	__builtin_memcpy(e->peer, p->peer, 16);
 	e->gen = gen;
@@ -1310,13 +1316,182 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 	e->dir = p->dir;
 	e->proto = p->proto;
 	bpf_ringbuf_submit(e, 0);
-	return 0;
+	return 1;
+}
+
+static __always_inline __u16 fold(__s64 diff)
+{
+	__u64 sum = (__u32)diff;
+
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return sum;
+}
+
+// reset_for makes the TCP header of an answer to a SYN (RFC 9293, 3.10.7.1).
+static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
+{
+	__u32 len = l4_len - (t->offset >> 4) * 4 + 1;
+	__be16 port = t->src;
+
+	t->src = t->dst;
+	t->dst = port;
+	t->ack = bpf_htonl(bpf_ntohl(t->seq) + len);
+	t->seq = 0;
+	t->offset = 5 << 4;
+	t->flags = RST | ACK;
+	t->window = 0;
+	t->check = 0;
+	t->urgent = 0;
+}
+
+static __always_inline int turn(struct __sk_buff *skb, const struct identity *id)
+{
+	__u8 macs[12];
+
+	__builtin_memcpy(macs, id->guest_mac, 6);
+	__builtin_memcpy(macs + 6, id->gateway_mac, 6);
+	return bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0);
+}
+
+// answer4 turns a rejected packet into what the guest is told: a reset for TCP, else
+// that communication is prohibited (RFC 1812, 5.2.7.1). Nothing is translated: the
+// answer goes to the guest's own address.
+__noinline int answer4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	struct {
+		__be32 src, dst;
+		__u8 zero, proto;
+		__be16 len;
+	} pseudo;
+	struct {
+		struct ipv4 ip;
+		union {
+			struct tcp t;
+			struct {
+				struct icmp i;
+				struct ipv4 quoted;
+				__u32 ports[2];
+			};
+		};
+	} a = {};
+	__u32 len;
+	__s64 sum;
+
+	if (!p || !id)
+		return -1;
+	if (load(skb, ETH_HLEN, &a.quoted, sizeof(a.quoted)))
+		return -1;
+	a.ip.src = a.quoted.dst;
+	a.ip.dst = a.quoted.src;
+	a.ip.version_ihl = 0x45;
+	a.ip.ttl = 64;
+	if (p->proto == IPPROTO_TCP) {
+		len = sizeof(struct ipv4) + sizeof(struct tcp);
+		a.ip.proto = IPPROTO_TCP;
+		if (load(skb, ETH_HLEN + 20, &a.t, sizeof(a.t)))
+			return -1;
+		reset_for(&a.t, p->l4_len);
+		pseudo.src = a.ip.src;
+		pseudo.dst = a.ip.dst;
+		pseudo.zero = 0;
+		pseudo.proto = IPPROTO_TCP;
+		pseudo.len = bpf_htons(sizeof(struct tcp));
+		sum = bpf_csum_diff(0, 0, (void *)&pseudo, sizeof(pseudo), 0);
+		if (p->partial)
+			a.t.check = fold(sum);
+		else
+			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
+	} else {
+		len = sizeof(a);
+		a.ip.proto = IPPROTO_ICMP;
+		if (load(skb, ETH_HLEN + 20, &a.ports, sizeof(a.ports)))
+			return -1;
+		a.i.type = 3;
+		a.i.code = 13;
+		a.i.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.i, sizeof(a) - sizeof(struct ipv4), 0));
+	}
+	a.ip.len = bpf_htons(len);
+	a.ip.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.ip, sizeof(a.ip), 0));
+	if (bpf_skb_change_tail(skb, ETH_HLEN + len, 0) || turn(skb, id))
+		return -1;
+	if (p->proto == IPPROTO_TCP)
+		return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(struct ipv4) + sizeof(struct tcp), 0);
+	return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(a), 0);
+}
+
+// answer6 is the same for IPv6 (RFC 4443, 3.1).
+__noinline int answer6(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	struct {
+		struct ipv6 ip;
+		union {
+			struct tcp t;
+			struct {
+				struct icmp i;
+				struct ipv6 quoted;
+				__u32 ports[2];
+			};
+		};
+	} a = {};
+	__u32 len, tail[2];
+	__s64 sum;
+
+	if (!p || !id)
+		return -1;
+	if (load(skb, ETH_HLEN, &a.quoted, sizeof(a.quoted)))
+		return -1;
+	__builtin_memcpy(a.ip.src, a.quoted.dst, 16);
+	__builtin_memcpy(a.ip.dst, a.quoted.src, 16);
+	a.ip.flow = bpf_htonl(6u << 28);
+	a.ip.hops = 64;
+	a.ip.next = p->proto == IPPROTO_TCP ? IPPROTO_TCP : IPPROTO_ICMPV6;
+	len = p->proto == IPPROTO_TCP ? sizeof(struct tcp) : sizeof(a) - sizeof(struct ipv6);
+	a.ip.len = bpf_htons(len);
+	tail[0] = bpf_htonl(len);
+	tail[1] = bpf_htonl(a.ip.next);
+	sum = bpf_csum_diff(0, 0, a.ip.src, 32, 0);
+	sum = bpf_csum_diff(0, 0, tail, sizeof(tail), sum);
+	if (p->proto == IPPROTO_TCP) {
+		if (load(skb, ETH_HLEN + 40, &a.t, sizeof(a.t)))
+			return -1;
+		reset_for(&a.t, p->l4_len);
+		if (p->partial)
+			a.t.check = fold(sum);
+		else
+			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
+	} else {
+		if (load(skb, ETH_HLEN + 40, &a.ports, sizeof(a.ports)))
+			return -1;
+		a.i.type = 1;
+		a.i.code = 1;
+		a.i.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.i, sizeof(a) - sizeof(struct ipv6), sum));
+	}
+	if (bpf_skb_change_tail(skb, ETH_HLEN + 40 + len, 0) || turn(skb, id))
+		return -1;
+	if (p->proto == IPPROTO_TCP)
+		return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(struct ipv6) + sizeof(struct tcp), 0);
+	return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(a), 0);
+}
+
+// answer sends the guest its answer, through to_guest, which knows the mark.
+static __noinline int answer(struct __sk_buff *skb, void *table, struct packet *p)
+{
+	const struct row *r0 = row(table, 0);
+
+	if (!r0 || !answer_mark)
+		return TC_ACT_SHOT;
+	if (p->six ? answer6(skb, p, &r0->id) : answer4(skb, p, &r0->id))
+		return TC_ACT_SHOT;
+	skb->mark = answer_mark;
+	return bpf_redirect(skb->ifindex, 0);
 }
 
 static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 {
 	struct packet p = { .dir = dir, .rule = NO_RULE };
 	__u32 zero = 0, reason = R_NO_POLICY, gen = 0;
+	int told;
 	void *table = bpf_map_lookup_elem(&policy, &zero);
 
 	p.now = testing ? test_now : bpf_ktime_get_ns();
@@ -1335,13 +1510,17 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 	}
 	if (p.verdict > REJECT)
 		p.verdict = DENY;
-	report(skb, &p, reason, gen);
+	told = report(skb, &p, reason, gen);
 	if (testing) {
 		skb->cb[0] = reason;
 		skb->cb[1] = p.verdict;
 		skb->cb[2] = p.rule;
 	}
-	return p.verdict == ALLOW ? TC_ACT_OK : TC_ACT_SHOT;
+	if (p.verdict == ALLOW)
+		return TC_ACT_OK;
+	if (dir == EGRESS && p.verdict == REJECT && told && table)
+		return answer(skb, table, &p);
+	return TC_ACT_SHOT;
 }
 
 SEC("tc")
@@ -1353,6 +1532,10 @@ int from_guest(struct __sk_buff *skb)
 SEC("tc")
 int to_guest(struct __sk_buff *skb)
 {
+	if (answer_mark && skb->mark == answer_mark) {
+		skb->mark = 0;
+		return TC_ACT_OK;
+	}
 	return handle(skb, INGRESS);
 }
 

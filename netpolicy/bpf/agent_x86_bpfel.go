@@ -97,6 +97,7 @@ const (
 	AgentMapUsages      = "usages"
 	AgentProgFromGuest  = "from_guest"
 	AgentProgToGuest    = "to_guest"
+	AgentVarAnswerMark  = "answer_mark"
 	AgentVarTestNow     = "test_now"
 	AgentVarTesting     = "testing"
 	AgentVarUnusedEvent = "unused_event"
@@ -164,6 +165,7 @@ type AgentMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentVariableSpecs struct {
+	AnswerMark  *ebpf.VariableSpec `ebpf:"answer_mark"`
 	TestNow     *ebpf.VariableSpec `ebpf:"test_now"`
 	Testing     *ebpf.VariableSpec `ebpf:"testing"`
 	UnusedEvent *ebpf.VariableSpec `ebpf:"unused_event"`
@@ -212,6 +214,7 @@ func (m *AgentMaps) Close() error {
 //
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentVariables struct {
+	AnswerMark  *ebpf.Variable `ebpf:"answer_mark"`
 	TestNow     *ebpf.Variable `ebpf:"test_now"`
 	Testing     *ebpf.Variable `ebpf:"testing"`
 	UnusedEvent *ebpf.Variable `ebpf:"unused_event"`

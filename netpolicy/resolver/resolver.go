@@ -402,7 +402,7 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 	pc.Close()
 	ln.Close()
 	for range left {
-		<-errs
+		_ = <-errs // they have been told to end
 	}
 	if failed != nil {
 		return fmt.Errorf("answering queries: %w", failed)
