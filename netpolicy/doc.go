@@ -43,7 +43,8 @@
 //  13. L4Header: header cut off by the end of the packet; a port of 0; a UDP length
 //     other than that of the packet; a TCP data offset outside of the packet; TCP flags
 //     that cannot be (SYN with FIN or RST, FIN or nothing without ACK, FIN with RST).
-//  14. GSO: segmentation asked for something else than TCP.
+//  14. GSO: segmentation asked for something else than TCP (on ingress, UDP as well), or
+//     into segments of less than 8 bytes.
 //  15. Checksum (egress): the guest asks for a checksum to be stored elsewhere than in
 //     the field of TCP or UDP, which would change the packet after it was judged.
 //  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).

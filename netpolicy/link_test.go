@@ -472,9 +472,9 @@ func TestLink_tcp_through_two_stacks(t *testing.T) {
 	}
 	l, _ := attach(t, "outer", `
 rules:
-  - {direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [80]}
+  - {direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [80, 83]}
   - {direction: egress, verdict: reject, groups: [host], protocols: [tcp, udp], ports: [any]}
-  - {direction: ingress, verdict: allow, groups: [host], protocols: [tcp], ports: [81]}
+  - {direction: ingress, verdict: allow, groups: [host], protocols: [tcp], ports: [81, 82]}
 `)
 	listen := func(address string) net.Listener {
 		t.Helper()
@@ -485,7 +485,7 @@ rules:
 		t.Cleanup(func() { ln.Close() })
 		return ln
 	}
-	onHost := listen("0.0.0.0:80")
+	onHost, onHost6 := listen("0.0.0.0:80"), listen("["+wire.Gateway6.String()+"]:83")
 	enter(guestNS)
 	if inner, err = netlink.LinkByName("inner"); err != nil {
 		t.Fatal(err)
@@ -494,10 +494,14 @@ rules:
 	if err := netlink.AddrAdd(inner, addr); err != nil {
 		t.Fatal(err)
 	}
+	addr6 := &netlink.Addr{IPNet: &net.IPNet{IP: wire.Guest6.AsSlice(), Mask: net.CIDRMask(64, 128)}, Flags: unix.IFA_F_NODAD}
+	if err := netlink.AddrAdd(inner, addr6); err != nil {
+		t.Fatal(err)
+	}
 	if err := netlink.LinkSetUp(inner); err != nil {
 		t.Fatal(err)
 	}
-	onGuest := listen("0.0.0.0:81")
+	onGuest, onGuest6 := listen("0.0.0.0:81"), listen("[::]:82")
 	// The payload is large enough for segmentation offload.
 	payload := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)
 	exchange := func(ns *os.File, dial string, ln net.Listener, from netip.Addr) {
@@ -522,7 +526,7 @@ rules:
 			done <- result{c.RemoteAddr(), b.Bytes(), err}
 		}()
 		// A dialer of the net package may use another thread for names; there are none.
-		c, err := net.DialTimeout("tcp4", dial, waitMost)
+		c, err := net.DialTimeout("tcp", dial, waitMost)
 		if err != nil {
 			ln.Close()
 			<-done
@@ -544,6 +548,8 @@ rules:
 	}
 	exchange(guestNS, "172.31.255.1:80", onHost, own4)
 	exchange(hostNS, own4.String()+":81", onGuest, wire.Gateway4)
+	exchange(guestNS, "["+wire.Gateway6.String()+"]:83", onHost6, own6)
+	exchange(hostNS, "["+own6.String()+"]:82", onGuest6, wire.Gateway6)
 
 	// What is rejected looks refused, and at once.
 	enter(guestNS)

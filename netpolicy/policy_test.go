@@ -434,3 +434,18 @@ func FuzzParse(f *testing.F) {
 		}
 	})
 }
+
+func TestHostAddresses_are_taken_by_the_compiler(t *testing.T) {
+	all, err := HostAddresses()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range all {
+		if a.IsLoopback() || a.IsLinkLocalUnicast() {
+			t.Errorf("%v belongs to the floor", a)
+		}
+	}
+	if _, err := Compile(&Policy{}, agent, Environment{Host: all}); err != nil {
+		t.Error(err)
+	}
+}

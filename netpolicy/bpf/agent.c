@@ -764,6 +764,7 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 			return R_L4_HEADER;
 		if (bpf_ntohs(u.len) != p->l4_len || u.src == 0 || u.dst == 0)
 			return R_L4_HEADER;
+		headers += sizeof(u);
 		set_ports(p, u.src, u.dst);
 		for (__u32 i = 0; i < 2; i++) {
 			__u16 port = bpf_ntohs(i ? u.src : u.dst);
@@ -783,7 +784,7 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 	if (gso) {
 		__u32 payload;
 
-		if (p->proto != IPPROTO_TCP || gso < 8)
+		if (gso < 8 || (p->proto != IPPROTO_TCP && (p->proto != IPPROTO_UDP || p->dir == EGRESS)))
 			return R_GSO;
 		payload = skb->len > headers ? skb->len - headers : 0;
 		if (payload > gso) {

@@ -242,6 +242,7 @@ func (x *parsed) layer4() netpolicy.Reason {
 		if len(p) < 8 || int(be16(p[4:])) != len(p) {
 			return netpolicy.ReasonL4Header
 		}
+		x.headers += 8
 	default:
 		if len(p) < 8 {
 			return netpolicy.ReasonL4Header
@@ -259,8 +260,11 @@ func (x *parsed) layer4() netpolicy.Reason {
 			x.peerPort, x.guestPort = dst, src
 		}
 	}
-	if x.SegmentSize != 0 && (x.proto != protoTCP || x.SegmentSize < 8) {
-		return netpolicy.ReasonGSO
+	if x.SegmentSize != 0 {
+		segments := x.proto == protoTCP || x.proto == protoUDP && !x.egress
+		if !segments || x.SegmentSize < 8 {
+			return netpolicy.ReasonGSO
+		}
 	}
 	if x.egress && x.BadChecksumRequest {
 		return netpolicy.ReasonChecksum
