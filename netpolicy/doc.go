@@ -150,6 +150,14 @@
 // <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
 // flows opened. Quotas count bytes in the same way.
 //
+// # What it needs
+//
+// Linux 6.1 or later with BTF (/sys/kernel/btf/vmlinux); root, or CAP_BPF, CAP_PERFMON,
+// CAP_NET_ADMIN and a BPF file system. With TCX (6.6) the programs are attached as links,
+// before that as filters of a clsact qdisc. A kernel that is locked down for
+// confidentiality refuses them, and Attach fails. Packets that do not come over the TAP
+// device, such as those of vsock, are not judged.
+//
 // # Reject
 //
 // Reject is decided as deny is, and counted and reported as reject. The guest is told, so

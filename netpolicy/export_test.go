@@ -32,6 +32,15 @@ func (e *Engine) Program(d Direction) *ebpf.Program {
 	return e.objs.ToGuest
 }
 
+// Table fills the map of a table, and drops it.
+func (e *Engine) Table(s *Spec) error {
+	m, err := e.build(s, 1)
+	if err != nil {
+		return err
+	}
+	return m.Close()
+}
+
 // ForgetFlows drops all flows.
 func (e *Engine) ForgetFlows() error {
 	var k [24]byte
