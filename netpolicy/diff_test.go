@@ -420,17 +420,25 @@ func newEngine(t testing.TB, flows int) *Engine {
 	return e
 }
 
-// oneEngine serves tests that have no use for flows of their own.
-var oneEngine = sync.OnceValues(func() (*Engine, error) { return NewEngine(DefaultFlows, true) })
+// oneEngine serves tests that have no use for flows of their own. TestMain closes it.
+var (
+	oneEngine  *Engine
+	engineOnce sync.Once
+)
 
 func sharedEngine(t testing.TB) *Engine {
 	t.Helper()
 	needRoot(t)
-	e, err := oneEngine()
-	if err != nil {
-		t.Fatal(err)
+	engineOnce.Do(func() {
+		var err error
+		if oneEngine, err = NewEngine(DefaultFlows, true); err != nil {
+			t.Error(err)
+		}
+	})
+	if oneEngine == nil {
+		t.Fatal("the programs could not be loaded")
 	}
-	return e
+	return oneEngine
 }
 
 func needRoot(t testing.TB) {
