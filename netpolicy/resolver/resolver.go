@@ -402,7 +402,9 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 	pc.Close()
 	ln.Close()
 	for range left {
-		_ = <-errs // they have been told to end
+		if err := <-errs; err != nil && failed == nil && ctx.Err() == nil {
+			failed = err
+		}
 	}
 	if failed != nil {
 		return fmt.Errorf("answering queries: %w", failed)
