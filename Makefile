@@ -112,7 +112,8 @@ lint: check-go
 fmt:
 	gofmt -w $$(git ls-files '*.go')
 
-# generate needs protoc, of Debian's package protobuf-compiler.
+# generate needs protoc, of Debian's package protobuf-compiler, and for the eBPF programs
+# bookworm's clang, llvm and libbpf-dev.
 .PHONY: generate
 generate: check-go
 	go generate ./...

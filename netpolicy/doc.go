@@ -1,5 +1,169 @@
-// Package netpolicy is where the network policy of each sandbox will live: a model of
-// what a guest may reach, compiled to a specification, and the eBPF program on the
-// guest's TAP device that enforces and accounts for it. None of it exists yet: a VM has
-// no network, or with `drowse run --net tap` a plain link to its host.
+// Package netpolicy decides what the network may do to and for a VM (an agent), and
+// enforces it with eBPF programs on the agent's TAP device. A policy that names nothing
+// denies everything, in both directions.
+//
+// # The parts
+//
+// Policy is the model, read strictly from YAML or JSON by Parse. Compile is a pure
+// function from a policy, the agent's Identity and its Environment to a Spec: the rows
+// of the table that the programs read. A Link holds the programs of one TAP device and
+// swaps specs under them. Package refmodel decides the same from this text alone, by a
+// linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
+// server that finds the addresses of the names in rules.
+//
+// # The wire
+//
+// Egress is what the guest sends, ingress what it gets. Every guest has the same MAC
+// and the same addresses (Wire); the programs replace them by the agent's own address
+// on egress and put them back on ingress, checksums and the packets quoted in ICMP
+// errors included. The peer of a packet is the other side: its destination on egress,
+// its source on ingress. The port of a packet is its destination port.
+//
+// # How a packet is judged
+//
+// The first check that fails decides, and gives its Reason. The names below are those
+// of the constants Reason*.
+//
+//  1. NoPolicy: there is no policy, or its table is broken.
+//  2. VLAN: the frame is tagged (802.1Q, 802.1ad, or ethertype 0x9100).
+//  3. EtherType: it is none of ARP, IPv4, IPv6.
+//  4. SrcMAC (egress): the source is not the guest's MAC.
+//  5. DstMAC: the destination is not the gateway's MAC (egress) or the guest's
+//     (ingress). ARP may be broadcast; IPv6 may go to 33:33:*, which then has to be
+//     neighbour discovery (6), or is denied for this after check 11.
+//  6. ARP, ND: see below. What passes needs no rule, and is not translated.
+//  7. Truncated: a header is cut off by the end of the frame.
+//  8. IPv6Off: the packet is IPv6 and the agent has no IPv6 address.
+//  9. IPHeader: version, header length, total length beyond the frame, bytes after the
+//     packet in frames longer than 60 bytes, TTL or hop limit of 0, IPv6 payload length 0.
+//  10. IPOptions, then Fragment: any option; any fragment, or the reserved bit. For
+//     IPv6: Fragment for a fragment header, ExtHeader for the other extension headers.
+//  11. Protocol: neither TCP, UDP nor ICMP (ICMPv6 on IPv6, not ICMP).
+//  12. SrcIP (egress), DstIP (ingress): the address is not the guest's, the agent's.
+//  13. L4Header: header cut off by the end of the packet; a port of 0; a UDP length
+//     other than that of the packet; a TCP data offset outside of the packet; TCP flags
+//     that cannot be (SYN with FIN or RST, FIN or nothing without ACK, FIN with RST).
+//  14. GSO: segmentation asked for something else than TCP (on ingress, UDP as well), or
+//     into segments of less than 8 bytes.
+//  15. Checksum (egress): the guest asks for a checksum to be stored elsewhere than in
+//     the field of TCP or UDP, which would change the packet after it was judged.
+//  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).
+//  17. Floor: the peer is an address that no rule can open.
+//  18. ICMPType: neither echo, echo reply nor an error (3, 11, 12; ICMPv6: 1 to 4).
+//  19. Flows and rules, see below: Flow, Related, NoFlow, TCPState, Rule, Default.
+//  20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one uses up
+//     none of them. ARP and ND count as well, but not for ConnRate.
+//  21. FlowTable: the flow could not be recorded. Internal: the translation failed.
+//
+// # ARP and neighbour discovery
+//
+// ARP is Ethernet and IPv4, a request or a reply. From the guest: the sender has the
+// guest's MAC, and the guest's address or, in a request, 0.0.0.0; the target is the
+// gateway's or the guest's address. To the guest: the sender has the gateway's address
+// and MAC, and the target is the guest's address.
+//
+// ND is ICMPv6 of types 130 to 137 and 143, of which only neighbour solicitations (135)
+// and advertisements (136) with code 0 and hop limit 255 pass; router advertisements,
+// redirects and multicast listener reports never do. The message has no option or one of
+// 8 bytes: the link-layer address of the sender (type 1 in 135, type 2 in 136), or, in
+// a solicitation from the unspecified address, a nonce (type 14). Senders are, from the
+// guest, its address or link-local address, or :: in a solicitation without link-layer
+// address; to the guest, the same of the gateway. The target of a solicitation is an
+// address of the guest or the gateway, that of an advertisement one of the sender. It
+// goes to an address of the other side, or to multicast in ff02::/16.
+//
+// # Addresses
+//
+// Every address has one class. The floor comes first:
+//
+//	metadata    169.254.169.254, 100.100.100.200, 168.63.129.16, fd00:ec2::254, fd20:ce::254
+//	loopback    127.0.0.0/8, ::1
+//	link-local  169.254.0.0/16, fe80::/10
+//	multicast   224.0.0.0/4, ff00::/8
+//	reserved    0.0.0.0/8, 192.0.0.0/24, 192.88.99.0/24, 240.0.0.0/4, the guest's own
+//	            addresses; on IPv6 ::ffff:0:0/96, 64:ff9b::/96, 64:ff9b:1::/48, 2001::/32,
+//	            2002::/16 (they carry IPv4 addresses), and all that is neither in 2000::/3
+//	            nor in fc00::/7
+//
+// then host (the gateway, and Environment.Host), agent (Environment.Agents and the
+// addresses of Environment.Peers), private (10/8, 172.16/12, 192.168/16, 100.64/10,
+// 198.18/15, fc00::/7), and public, which is all the rest.
+//
+// # Rules
+//
+// Rules are tried in order; the first that matches gives the verdict. If none does, the
+// default of the direction does. A rule matches if its direction, peer, protocol and,
+// for TCP and UDP, port do. The lists cidrs, groups, names and agents together say who
+// the peer may be.
+//
+// What is left out never allows: an allow rule with an absent, null or empty list of
+// peers, protocols or ports matches nothing there, a deny or reject rule matches
+// everything there. There is no difference between absent, null and empty, so none can
+// get lost when a policy is stored and read again. "Everything" is written out:
+// group any, protocol any, port any.
+//
+// An allow rule opens public addresses by group any or public, by CIDR and by name. It
+// opens private ones by group private, or by a CIDR that lies inside of a private range
+// (0.0.0.0/0 does not); those of the host by group host alone; other agents by one of
+// their tags alone. The default opens public addresses alone. Deny and reject rules
+// match by any of them, and by agents' tags; they cannot have names, since an address
+// that was never resolved would not match.
+//
+// A name is matched by the addresses that the agent's resolver has given the guest for
+// it, as long as they are pinned. "*.example.com" matches every name below
+// example.com but not example.com.
+//
+// Ports that are published let the host's address reach them on the guest, and a
+// resolver lets the guest reach port 53 of the gateway, before all rules.
+//
+// # Flows
+//
+// A flow is peer, protocol and the ports of both sides (for ICMP echo: the identifier),
+// and remembers the direction that opened it. Only a packet that the rules allow opens
+// one. Packets of a live flow pass in both directions without rules, by Reason Flow.
+// When the policy has been swapped since, the packet that opened the flow is judged
+// again, by its direction, peer and port; if it is not allowed any more, the flow is gone.
+//
+//   - TCP: a SYN without ACK is always judged by the rules and opens a flow in state
+//     opening; against the direction of a live flow that is established or closing it is
+//     denied (TCPState). All else needs a live flow (NoFlow). Opening: SYN+ACK from the other side
+//     makes it established, RST from either side closing, nothing else passes
+//     (TCPState). Later, all passes but a SYN+ACK from the side that opened it
+//     (TCPState). RST, or FIN from both sides, make it closing. Sequence numbers are not
+//     followed. It lives 60 s opening, 4 h established, 30 s closing.
+//   - UDP: 30 s, and 180 s when there has been an answer.
+//   - ICMP echo: an echo request opens a flow, or belongs to one of its own direction;
+//     an echo reply needs one of the other direction. 30 s.
+//   - ICMP errors quote a packet that the receiver has sent. To pass (Related), the
+//     quoted packet must be IPv4 without options or IPv6 without extension headers, TCP,
+//     UDP or ICMP echo, no later fragment, must belong to a live flow, and have the
+//     agent's (guest's) address; else L4Header if it is too short, NoFlow in all other
+//     cases. One from the guest has to go to the source of the quoted packet. It does not prolong the flow.
+//
+// Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
+//
+// # Limits
+//
+// Each limit is the generic cell rate algorithm on a clock in nanoseconds. Units cost
+// units*mult >> 20, with mult = floor(1e9<<20 / rate), a number with 20 bits behind the
+// point; the burst is the cost of its units. A packet passes if max(tat, now) + cost - now
+// <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
+// flows opened. Quotas count bytes in the same way.
+//
+// # What it needs
+//
+// Linux 6.1 or later with BTF (/sys/kernel/btf/vmlinux); root, or CAP_BPF, CAP_PERFMON,
+// CAP_NET_ADMIN and a BPF file system. With TCX (6.6) the programs are attached as links,
+// before that as filters of a clsact qdisc. A kernel that is locked down for
+// confidentiality refuses them, and Attach fails. Packets that do not come over the TAP
+// device, such as those of vsock, are not judged.
+//
+// # Reject
+//
+// Reject is decided as deny is, and counted and reported as reject. The guest is told, so
+// that a denial does not look like a broken network: a TCP reset (RFC 9293, 3.10.7.1), or
+// an ICMP error that communication is administratively prohibited (type 3 code 13, ICMPv6
+// type 1 code 1), as if it came from the peer. It gets as many answers as there are
+// events: 100 a second. Answers pass to_guest by a mark that the loader has chosen at
+// random. Who is rejected on ingress is told nothing.
 package netpolicy

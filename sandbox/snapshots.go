@@ -198,7 +198,7 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 			return fmt.Errorf("%w: snapshot %s is what VM %s comes back from", ErrSnapshotInUse, id, r.Spec.Name)
 		}
 	}
-	if err := errors.Join(os.RemoveAll(s.snapshotDir(id)), s.unkeep(id)); err != nil {
+	if err := errors.Join(snapshot.Remove(s.snapshotDir(id)), s.unkeep(id)); err != nil {
 		return fmt.Errorf("removing snapshot %s: %w", id, err)
 	}
 	_, err = s.Sweep(ctx)

@@ -133,8 +133,8 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 		}
 		// A snapshot is there for a moment before the record of its VM names it.
 		if m.Labels[labelKind] == kindSleep && !needed[e.Name()] && !live[m.Labels[labelOwner]] && !s.kept(e.Name()) {
-			n, err := remove(dir)
-			if err != nil {
+			_, n := diskUsage(dir)
+			if err := snapshot.Remove(dir); err != nil {
 				return err
 			}
 			freed.Snapshots++

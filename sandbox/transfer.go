@@ -66,7 +66,7 @@ func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader) (info SnapshotI
 	id := in.Manifest.ID
 	if err := s.checkImported(in.Manifest); err != nil {
 		// The next sweep takes the layers.
-		return info, errors.Join(fmt.Errorf("importing snapshot %s: %w", id, err), os.RemoveAll(in.Dir), s.unkeep(id))
+		return info, errors.Join(fmt.Errorf("importing snapshot %s: %w", id, err), snapshot.Remove(in.Dir), s.unkeep(id))
 	}
 	return s.snapshotInfo(in.Manifest), s.keep(id)
 }

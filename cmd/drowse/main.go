@@ -114,7 +114,7 @@ func (a *app) root() *cobra.Command {
 		a.runCommand(), a.execCommand(), a.cpCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.pruneCommand(),
-		a.benchCommand(), a.demoCommand(), a.vmmCommand(),
+		a.policyCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
 	)
 	usageArgs(root)
 	return root

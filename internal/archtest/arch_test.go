@@ -32,7 +32,7 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
-	{"cmd/...", []string{"sandbox/...", "bench/...", "rootfs/...", "guest", "internal/..."}},
+	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/pager", "netpolicy", "rootfs/...", "guest"}},

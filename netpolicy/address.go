@@ -1,0 +1,95 @@
+package netpolicy
+
+import "net/netip"
+
+// class is what an address is, see the package comment. The zero value denies.
+type class uint8
+
+const (
+	classPublic  class = iota + 1
+	classPrivate       // and the other three are not opened by group any
+	classHost
+	classAgent
+	classFloor class = 15
+)
+
+func prefixes(s ...string) []netip.Prefix {
+	out := make([]netip.Prefix, len(s))
+	for i, t := range s {
+		out[i] = netip.MustParsePrefix(t)
+	}
+	return out
+}
+
+// floor are addresses that no rule opens. Those of the wire come on top.
+var floor = prefixes(
+	"169.254.169.254/32", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128", "fd20:ce::254/128",
+	"127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4",
+	"0.0.0.0/8", "192.0.0.0/24", "192.88.99.0/24", "240.0.0.0/4",
+	// All but 2000::/3 and fc00::/7; loopback, link-local, multicast and mapped
+	// addresses are among them.
+	"::/3", "4000::/2", "8000::/2", "c000::/3", "e000::/4", "f000::/5", "f800::/6", "fe00::/7",
+	"2001::/32", "2002::/16",
+)
+
+// private are addresses that have to be named.
+var private = prefixes("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "198.18.0.0/15", "fc00::/7")
+
+// wireFloor are the addresses of the wire but for the gateway's.
+func (w Wire) floor() []netip.Prefix {
+	var out []netip.Prefix
+	four := netip.PrefixFrom(w.Gateway4, 30).Masked()
+	for a := four.Addr(); four.Contains(a); a = a.Next() {
+		if a != w.Gateway4 {
+			out = append(out, netip.PrefixFrom(a, 32))
+		}
+	}
+	return append(out, netip.PrefixFrom(w.Guest6, 128))
+}
+
+// inside says whether all of p lies in one prefix of a list.
+func inside(p netip.Prefix, list []netip.Prefix) bool {
+	for _, q := range list {
+		if q.Bits() <= p.Bits() && q.Contains(p.Addr()) {
+			return true
+		}
+	}
+	return false
+}
+
+// classes tells the class of addresses quickly.
+type classes struct {
+	floor  []netip.Prefix
+	host   map[netip.Addr]bool
+	agents []netip.Prefix
+	peers  map[netip.Addr]bool
+}
+
+func (c *classes) of(a netip.Addr) class {
+	one := netip.PrefixFrom(a, a.BitLen())
+	switch {
+	case inside(one, c.floor):
+		return classFloor
+	case c.host[a]:
+		return classHost
+	case c.peers[a] || inside(one, c.agents):
+		return classAgent
+	case inside(one, private):
+		return classPrivate
+	}
+	return classPublic
+}
+
+// boundaries are all prefixes at whose edges the class may change.
+func (c *classes) boundaries() []netip.Prefix {
+	out := append([]netip.Prefix(nil), c.floor...)
+	out = append(out, private...)
+	out = append(out, c.agents...)
+	for a := range c.host {
+		out = append(out, netip.PrefixFrom(a, a.BitLen()))
+	}
+	for a := range c.peers {
+		out = append(out, netip.PrefixFrom(a, a.BitLen()))
+	}
+	return out
+}

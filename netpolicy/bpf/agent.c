@@ -1,0 +1,1544 @@
+//go:build ignore
+
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
+
+// The programs on an agent's TAP device: from_guest sees what the guest sends, to_guest
+// what it gets. What they do, in which order, is written in the comment of package
+// netpolicy; what the rows of the table are, in table.go there. Every lookup that fails
+// ends in a denial.
+//
+// Headers are copied, once, before they are looked at: out of the linear part of the skb
+// where they lie in it, else with bpf_skb_load_bytes, which works on any layout.
+
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <stdbool.h>
+#include <bpf/bpf_core_read.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#define TC_ACT_OK 0
+#define TC_ACT_SHOT 2
+
+#define ETH_HLEN 14
+#define ETH_ZLEN 60 // frames up to here may be padded
+#define ETH_P_ARP 0x0806
+#define ETH_P_IP 0x0800
+#define ETH_P_IPV6 0x86dd
+
+#define IPPROTO_ICMP 1
+#define IPPROTO_TCP 6
+#define IPPROTO_UDP 17
+#define IPPROTO_ICMPV6 58
+
+enum { EGRESS, INGRESS };
+enum { DENY, ALLOW, REJECT };
+
+// Reasons: the same numbers are in netpolicy/reason.go.
+enum {
+	R_RULE = 1, R_DEFAULT, R_FLOW, R_LINK, R_RELATED,
+	R_NO_POLICY = 16, R_TRUNCATED, R_ETHERTYPE, R_VLAN, R_SRC_MAC, R_DST_MAC, R_ARP, R_IP_HEADER, R_IP_OPTIONS,
+	R_FRAGMENT, R_SRC_IP, R_DST_IP, R_EXT_HEADER, R_PROTOCOL, R_L4_HEADER, R_ND, R_DHCP, R_FLOOR, R_ICMP_TYPE,
+	R_NO_FLOW, R_TCP_STATE, R_PACKET_RATE, R_BIT_RATE, R_CONN_RATE, R_QUOTA, R_FLOW_TABLE, R_GSO, R_CHECKSUM,
+	R_INTERNAL, R_IPV6_OFF,
+	R_MAX = 64,
+};
+
+enum { CLASS_PUBLIC = 1, CLASS_PRIVATE, CLASS_HOST, CLASS_AGENT };
+
+#define MAGIC 0x31575244 // "DRW1"
+#define NO_RULE 0xffff
+
+// Rows of the table.
+
+struct identity { // row 0
+	__u32 magic;
+	__u32 gen;
+	__u8 guest_mac[6];
+	__u8 gateway_mac[6];
+	__be32 guest4, gateway4, agent4;
+	__u32 guest6[4], gateway6[4], agent6[4];
+	__u32 guest_ll[4], gateway_ll[4];
+	__u8 has6;
+	__u8 fallback[2]; // the default verdicts
+	__u8 words;	  // of 64 rules that are in use
+	__u8 pad[44];
+};
+
+struct limits {
+	__u64 bit_mult, bit_burst, packet_mult, packet_burst, conn_mult, conn_burst;
+	__u64 quota;
+};
+
+struct tables { // row 1
+	__u32 addr4, addr6;
+	__u32 ports[2][2]; // by direction; TCP, UDP
+	__u32 icmp[2];
+	__u32 allow, reject; // sets of rules
+	__u32 zero;	     // the empty set
+	__u32 pad;
+	struct limits limits[2];
+};
+
+#define WORDS 16
+
+struct bits { // one for each rule
+	__u64 w[WORDS];
+};
+
+struct node4 {
+	__u32 key[16], val[16];
+};
+
+struct node6 {
+	__u64 hi[8], lo[8];
+	__u32 val[8];
+};
+
+struct row {
+	union {
+		struct identity id;
+		struct tables tab;
+		struct bits set;
+		struct node4 n4;
+		struct node6 n6;
+	};
+};
+
+_Static_assert(sizeof(struct row) == 160, "size of a row");
+_Static_assert(sizeof(struct identity) == 160, "size of the first row");
+_Static_assert(sizeof(struct tables) == 160, "size of the second row");
+
+struct table {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__uint(map_flags, BPF_F_INNER_MAP); // tables differ in size
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(struct row));
+};
+
+// policy holds the table. It is read once for each packet.
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct table);
+} policy SEC(".maps");
+
+// pins holds what the resolver has found. An entry counts for one generation of the
+// table only, so that it changes together with the table.
+struct pin_key {
+	__u32 addr[4];
+	__u32 gen;
+};
+
+// A pin says which rules match an address, and how that becomes less as names expire:
+// the first slot whose time is not up counts.
+#define SLOTS 4
+
+struct pin {
+	__u64 expires[SLOTS]; // ascending
+	struct bits set[SLOTS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pin_key);
+	__type(value, struct pin);
+} pins SEC(".maps");
+
+struct flow_key {
+	__u32 peer[4];
+	__be16 peer_port, guest_port;
+	__u8 proto;
+	__u8 pad[3];
+};
+
+enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO };
+
+struct flow {
+	__u64 seen;
+	__u32 gen;
+	__u8 state;
+	__u8 opener; // direction
+	__u8 fin;    // bit for each direction
+	__u8 pad;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 4096); // the loader sets it
+	__type(key, struct flow_key);
+	__type(value, struct flow);
+} flows SEC(".maps");
+
+// usage of each direction that outlives a swap of the table.
+struct usage {
+	struct bpf_spin_lock lock;
+	__u32 suppressed; // events not sent
+	__u64 bit_tat, packet_tat, conn_tat, event_tat;
+	__u64 used;   // bytes, against the quota
+	__u64 active; // when a packet passed last
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 2);
+	__type(key, __u32);
+	__type(value, struct usage);
+} usages SEC(".maps");
+
+struct counter {
+	__u64 packets, bytes;
+};
+
+// counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason.
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 2 * 3 * R_MAX);
+	__type(key, __u32);
+	__type(value, struct counter);
+} counters SEC(".maps");
+
+struct event {
+	__u64 time;
+	__u32 peer[4];
+	__u32 gen;
+	__u32 len;
+	__u32 suppressed;
+	__u16 rule;
+	__be16 peer_port, guest_port;
+	__be16 ethertype;
+	__u8 verdict, reason, dir, proto;
+};
+
+_Static_assert(sizeof(struct event) == 48, "size of an event");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 64 * 1024);
+} events SEC(".maps");
+
+// Otherwise the compiler leaves the type out of BTF, and Go has no struct of it.
+const struct event *unused_event __attribute__((unused));
+
+// Tests set the clock and look into the decision. Both are dead code otherwise.
+const volatile __u32 testing = 0;
+__u64 test_now = 0;
+
+#define NS_PER_S 1000000000ull
+#define EVENT_COST (NS_PER_S / 100) // 100 events a second,
+#define EVENT_BURST NS_PER_S	    // 100 at once
+
+// Frames with this mark are answers that from_guest has made. The loader chooses it at
+// random; nobody but the host can mark frames.
+const volatile __u32 answer_mark = 0;
+
+// packet is what is known of one.
+struct packet {
+	__u64 now;
+	__u32 peer[4];
+	__be16 peer_port, guest_port;
+	__be16 ethertype;
+	__u16 rule;
+	__u32 l4, l4_len; // offset in the frame, bytes
+	__u32 bytes, segments;
+	__u32 class, set;
+	__u8 dir, proto, six, flags; // flags: of TCP, or the type of ICMP
+	__u8 verdict, opens, fin, next;
+	// Of an ICMP error: what it quotes.
+	__u32 quoted[4];
+	__u8 related;
+	__u8 partial; // the guest left the checksum to others
+};
+
+// load copies from a fixed offset of the frame. Anything but 0 is a failure.
+static __always_inline int load(struct __sk_buff *skb, const __u32 at, void *to, const __u32 n)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	if (data + at + n <= end) {
+		__builtin_memcpy(to, data + at, n);
+		return 0;
+	}
+	return bpf_skb_load_bytes(skb, at, to, n);
+}
+
+static __always_inline const struct row *row(void *table, __u32 i)
+{
+	i &= 0xffffff;
+	return bpf_map_lookup_elem(table, &i);
+}
+
+// bounded masks an index where the compiler cannot see it, so that it neither leaves the
+// mask out nor mixes it with other arithmetic: the verifier has to see it right before
+// the access.
+#define bounded(i, mask) ({ __u64 bounded_i = (i); asm volatile("%0 &= %1" : "+r"(bounded_i) : "i"(mask)); bounded_i; })
+
+// The searches below have no branches that depend on data: each would double what the
+// verifier has to look at.
+
+// find4 finds the value of the last key that is not above x. A root is the row of a
+// tree's top and, in its highest byte, the number of levels.
+static __noinline __u32 find4(void *table, __u32 root, __u32 x)
+{
+	__u32 depth = root >> 24, at = root;
+
+	for (__u32 i = 0; i < 5; i++) {
+		const struct row *r = row(table, at);
+		__u64 pos, limit = (__u64)x + 1;
+
+		if (!r)
+			return 0;
+		// The highest bit of key - limit says that key < limit.
+		pos = ((__u64)r->n4.key[8] - limit) >> 63 << 3;
+		pos += ((__u64)r->n4.key[bounded(pos + 4, 15)] - limit) >> 63 << 2;
+		pos += ((__u64)r->n4.key[bounded(pos + 2, 15)] - limit) >> 63 << 1;
+		pos += ((__u64)r->n4.key[bounded(pos + 1, 15)] - limit) >> 63;
+		at = r->n4.val[bounded(pos, 15)];
+		if (i + 1 >= depth)
+			return at;
+	}
+	return 0;
+}
+
+static __always_inline __u64 below(__u64 a, __u64 b) // a < b, as 0 or 1
+{
+	return ((~a & b) | (~(a ^ b) & (a - b))) >> 63;
+}
+
+static __always_inline __u64 reached(const struct row *r, __u64 i, __u64 hi, __u64 lo)
+{
+	__u64 h, l;
+
+	i = bounded(i, 7);
+	h = r->n6.hi[i];
+	l = r->n6.lo[i];
+
+	return below(h, hi) | ((below(hi, h) | below(lo, l)) ^ 1);
+}
+
+static __noinline __u32 find6(void *table, __u32 root, __u64 hi, __u64 lo)
+{
+	__u32 depth = root >> 24, at = root;
+
+	for (__u32 i = 0; i < 6; i++) {
+		const struct row *r = row(table, at);
+		__u64 pos;
+
+		if (!r)
+			return 0;
+		pos = reached(r, 4, hi, lo) << 2;
+		pos += reached(r, pos + 2, hi, lo) << 1;
+		pos += reached(r, pos + 1, hi, lo);
+		at = r->n6.val[bounded(pos, 7)];
+		if (i + 1 >= depth)
+			return at;
+	}
+	return 0;
+}
+
+// Positions of single bits by a de Bruijn sequence.
+static const __u8 bit_of[64] = {
+	0,  1,  48, 2,	57, 49, 28, 3,	61, 58, 50, 42, 38, 29, 17, 4,	62, 55, 59, 36, 53, 51,
+	43, 22, 45, 39, 33, 30, 24, 18, 12, 5,	63, 47, 56, 27, 60, 41, 37, 16, 54, 35, 52, 21,
+	44, 32, 23, 11, 46, 26, 40, 15, 34, 20, 31, 10, 25, 14, 19, 9,	13, 8,	7,  6,
+};
+
+static __always_inline __u32 lowest_bit(__u64 w)
+{
+	return bit_of[bounded(((w & -w) * 0x03f79d71b4cb0a89ull) >> 58, 63)];
+}
+
+static __always_inline bool same6(const __u32 *a, const __u32 *b)
+{
+	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]));
+}
+
+static __always_inline bool same_mac(const __u8 *a, const __u8 *b)
+{
+	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]) | (a[4] ^ b[4]) | (a[5] ^ b[5]));
+}
+
+static __always_inline void set4(__u32 *peer, __be32 a)
+{
+	peer[0] = 0;
+	peer[1] = 0;
+	peer[2] = bpf_htonl(0xffff);
+	peer[3] = a;
+}
+
+// first finds the first rule in all of: addresses (or the resolver's) and ports.
+__noinline int first(const struct bits *a, const struct bits *d, const struct bits *p)
+{
+	__u32 nonzero = 0, i;
+	__u64 w, at;
+
+	if (!a || !d || !p)
+		return NO_RULE;
+#pragma unroll
+	for (i = 0; i < WORDS; i++) {
+		w = (a->w[i] | d->w[i]) & p->w[i];
+		w |= -w;
+		asm volatile("" : "+r"(w)); // or the compiler makes it a branch
+		nonzero |= w >> 63 << i;
+	}
+	if (!nonzero)
+		return NO_RULE;
+	at = bounded(lowest_bit(nonzero), WORDS - 1);
+	w = (a->w[at] | d->w[at]) & p->w[at];
+	return at * 64 + lowest_bit(w);
+}
+
+// consult asks the rules about a packet's peer, and returns a verdict.
+static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 port)
+{
+	const struct row *r0 = row(table, 0), *r1 = row(table, 1), *a, *z, *s;
+	const struct bits *d;
+	__u32 set, rule;
+
+	p->rule = NO_RULE;
+	if (!r0 || !r1)
+		return DENY;
+	dir &= 1;
+	if (p->proto == IPPROTO_TCP)
+		set = find4(table, r1->tab.ports[dir][0], bpf_ntohs(port));
+	else if (p->proto == IPPROTO_UDP)
+		set = find4(table, r1->tab.ports[dir][1], bpf_ntohs(port));
+	else
+		set = r1->tab.icmp[dir];
+	a = row(table, p->set);
+	z = row(table, r1->tab.zero);
+	s = row(table, set);
+	if (!a || !z || !s)
+		return DENY;
+	d = &z->set;
+	if (dir == EGRESS && p->class == CLASS_PUBLIC) {
+		struct pin_key k = {};
+		struct pin *v;
+
+		k.addr[0] = p->peer[0];
+		k.addr[1] = p->peer[1];
+		k.addr[2] = p->peer[2];
+		k.addr[3] = p->peer[3];
+		k.gen = r0->id.gen;
+		v = bpf_map_lookup_elem(&pins, &k);
+		if (v) {
+#pragma unroll
+			for (int i = SLOTS - 1; i >= 0; i--)
+				if (p->now < v->expires[i])
+					d = &v->set[i];
+		}
+	}
+	rule = first(&a->set, d, &s->set);
+	if (rule < WORDS * 64) {
+		__u64 w = bounded(rule >> 6, WORDS - 1);
+
+		p->rule = rule;
+		a = row(table, r1->tab.allow);
+		s = row(table, r1->tab.reject);
+		if (!a || !s)
+			return DENY;
+		if ((a->set.w[w] >> (rule & 63)) & 1)
+			return ALLOW;
+		if ((s->set.w[w] >> (rule & 63)) & 1)
+			return REJECT;
+		return DENY;
+	}
+	if (r0->id.fallback[dir] == ALLOW)
+		return p->class == CLASS_PUBLIC ? ALLOW : DENY;
+	return r0->id.fallback[dir] == REJECT ? REJECT : DENY;
+}
+
+struct arp {
+	__be16 htype, ptype;
+	__u8 hlen, plen;
+	__be16 op;
+	__u8 sender_mac[6];
+	__u8 sender[4];
+	__u8 target_mac[6];
+	__u8 target[4];
+};
+
+static __noinline int check_arp(struct __sk_buff *skb, const struct identity *id, __u32 dir)
+{
+	struct arp a;
+	__be32 sender, target;
+
+	if (load(skb, ETH_HLEN, &a, sizeof(a)))
+		return R_TRUNCATED;
+	__builtin_memcpy(&sender, a.sender, 4);
+	__builtin_memcpy(&target, a.target, 4);
+	if (a.htype != bpf_htons(1) || a.ptype != bpf_htons(ETH_P_IP) || a.hlen != 6 || a.plen != 4)
+		return R_ARP;
+	if (a.op != bpf_htons(1) && a.op != bpf_htons(2))
+		return R_ARP;
+	if (dir == EGRESS) {
+		if (!same_mac(a.sender_mac, id->guest_mac))
+			return R_ARP;
+		if (sender != id->guest4 && !(sender == 0 && a.op == bpf_htons(1)))
+			return R_ARP;
+		if (target != id->gateway4 && target != id->guest4)
+			return R_ARP;
+	} else {
+		if (!same_mac(a.sender_mac, id->gateway_mac) || sender != id->gateway4 || target != id->guest4)
+			return R_ARP;
+	}
+	return R_LINK;
+}
+
+struct ipv4 {
+	__u8 version_ihl, tos;
+	__be16 len, id, frag;
+	__u8 ttl, proto;
+	__be16 check;
+	__be32 src, dst;
+};
+
+struct ipv6 {
+	__be32 flow;
+	__be16 len;
+	__u8 next, hops;
+	__u32 src[4], dst[4];
+};
+
+struct nd {
+	__u8 type, code;
+	__be16 check;
+	__be32 reserved;
+	__u32 target[4];
+};
+
+struct nd_option {
+	__u8 type, len;
+	__u8 mac[6];
+};
+
+static __always_inline bool is_nd(__u8 type)
+{
+	return (type >= 130 && type <= 137) || type == 143;
+}
+
+static __noinline int check_nd(struct __sk_buff *skb, const struct identity *id, __u32 dir, const struct ipv6 *h,
+			       const __u8 *dst_mac)
+{
+	const __u32 *self = dir == EGRESS ? id->guest6 : id->gateway6;
+	const __u32 *self_ll = dir == EGRESS ? id->guest_ll : id->gateway_ll;
+	const __u32 *other = dir == EGRESS ? id->gateway6 : id->guest6;
+	const __u32 *other_ll = dir == EGRESS ? id->gateway_ll : id->guest_ll;
+	const __u8 *mac = dir == EGRESS ? id->guest_mac : id->gateway_mac;
+	__u32 len = bpf_ntohs(h->len), low;
+	bool unspecified = !(h->src[0] | h->src[1] | h->src[2] | h->src[3]), self_target;
+	struct nd_option o;
+	struct nd n;
+
+	if (h->hops != 255 || (len != 24 && len != 32))
+		return R_ND;
+	if (bpf_skb_load_bytes(skb, ETH_HLEN + 40, &n, sizeof(n)))
+		return R_TRUNCATED;
+	if ((n.type != 135 && n.type != 136) || n.code != 0)
+		return R_ND;
+	if (unspecified) {
+		if (n.type != 135)
+			return R_ND;
+	} else if (!same6(h->src, self) && !same6(h->src, self_ll)) {
+		return R_ND;
+	}
+	if ((h->dst[0] & bpf_htonl(0xff000000)) == bpf_htonl(0xff000000)) {
+		if ((h->dst[0] & bpf_htonl(0xffff0000)) != bpf_htonl(0xff020000))
+			return R_ND;
+		__builtin_memcpy(&low, dst_mac + 2, 4);
+		if (dst_mac[0] == 0x33 && dst_mac[1] == 0x33 && low != h->dst[3])
+			return R_ND;
+	} else {
+		if (!same6(h->dst, other) && !same6(h->dst, other_ll))
+			return R_ND;
+		if (dst_mac[0] == 0x33 && dst_mac[1] == 0x33)
+			return R_ND;
+	}
+	self_target = same6(n.target, self) || same6(n.target, self_ll);
+	if (!self_target && (n.type == 136 || (!same6(n.target, other) && !same6(n.target, other_ll))))
+		return R_ND;
+	if (len == 32) {
+		if (bpf_skb_load_bytes(skb, ETH_HLEN + 40 + 24, &o, sizeof(o)))
+			return R_TRUNCATED;
+		if (o.len != 1)
+			return R_ND;
+		if (unspecified) {
+			if (o.type != 14)
+				return R_ND;
+		} else if (o.type != n.type - 134 || !same_mac(o.mac, mac)) {
+			return R_ND;
+		}
+	}
+	return R_LINK;
+}
+
+// check_length: the packet lies in the frame, and only short frames are padded.
+static __always_inline bool bad_length(__u32 packet, __u32 frame)
+{
+	return packet > frame || (packet < frame && frame > ETH_ZLEN);
+}
+
+static __always_inline int parse4(struct __sk_buff *skb, const struct identity *id, struct packet *p)
+{
+	struct ipv4 h;
+	__u32 ihl, len;
+
+	if (load(skb, ETH_HLEN, &h, sizeof(h)))
+		return R_TRUNCATED;
+	ihl = (h.version_ihl & 15) * 4;
+	len = bpf_ntohs(h.len);
+	if (h.version_ihl >> 4 != 4 || ihl < 20 || len < ihl || bad_length(ETH_HLEN + len, skb->len) || h.ttl == 0)
+		return R_IP_HEADER;
+	if (ihl != 20)
+		return R_IP_OPTIONS;
+	if (h.frag & bpf_htons(0xbfff))
+		return R_FRAGMENT;
+	if (h.proto != IPPROTO_TCP && h.proto != IPPROTO_UDP && h.proto != IPPROTO_ICMP)
+		return R_PROTOCOL;
+	p->proto = h.proto;
+	p->l4 = ETH_HLEN + 20;
+	p->l4_len = len - 20;
+	if (p->dir == EGRESS) {
+		set4(p->peer, h.dst);
+		if (h.src != id->guest4)
+			return R_SRC_IP;
+	} else {
+		set4(p->peer, h.src);
+		if (h.dst != id->agent4)
+			return R_DST_IP;
+	}
+	return 0;
+}
+
+static __always_inline int parse6(struct __sk_buff *skb, const struct identity *id, struct packet *p, const __u8 *dst_mac)
+{
+	struct ipv6 h;
+	__u32 len;
+	__u8 type = 0;
+
+	if (load(skb, ETH_HLEN, &h, sizeof(h)))
+		return R_TRUNCATED;
+	if (!id->has6)
+		return R_IPV6_OFF;
+	len = bpf_ntohs(h.len);
+	if ((bpf_ntohl(h.flow) >> 28) != 6 || len == 0 || bad_length(ETH_HLEN + 40 + len, skb->len) || h.hops == 0)
+		return R_IP_HEADER;
+	switch (h.next) {
+	case IPPROTO_TCP:
+	case IPPROTO_UDP:
+	case IPPROTO_ICMPV6:
+		break;
+	case 44:
+		return R_FRAGMENT;
+	case 0: case 43: case 51: case 60: case 135: case 139: case 140:
+		return R_EXT_HEADER;
+	default:
+		return R_PROTOCOL;
+	}
+	p->proto = h.next;
+	p->six = 1;
+	p->l4 = ETH_HLEN + 40;
+	p->l4_len = len;
+	if (p->dir == EGRESS)
+		__builtin_memcpy(p->peer, h.dst, 16);
+	else
+		__builtin_memcpy(p->peer, h.src, 16);
+	if (h.next == IPPROTO_ICMPV6 && len >= 8) {
+		if (load(skb, ETH_HLEN + 40, &type, 1))
+			return R_TRUNCATED;
+		if (is_nd(type))
+			return check_nd(skb, id, p->dir, &h, dst_mac);
+	}
+	if (dst_mac[0] == 0x33 && dst_mac[1] == 0x33)
+		return R_DST_MAC;
+	if (p->dir == EGRESS) {
+		if (!same6(h.src, id->guest6))
+			return R_SRC_IP;
+	} else if (!same6(h.dst, id->agent6)) {
+		return R_DST_IP;
+	}
+	return 0;
+}
+
+struct tcp {
+	__be16 src, dst;
+	__be32 seq, ack;
+	__u8 offset, flags;
+	__be16 window, check, urgent;
+};
+
+struct udp {
+	__be16 src, dst, len, check;
+};
+
+struct icmp {
+	__u8 type, code;
+	__be16 check, id, seq;
+};
+
+#define FIN 1
+#define SYN 2
+#define RST 4
+#define ACK 16
+
+static __always_inline bool bad_flags(__u8 f)
+{
+	if (f & SYN)
+		return f & (FIN | RST);
+	if (f & RST)
+		return f & FIN;
+	return !(f & ACK);
+}
+
+// The kernel's sk_buff, as far as it is needed to see what checksum the guest asked
+// for: the program's own context does not tell.
+struct sk_buff {
+	unsigned char *head, *data;
+	__u8 ip_summed : 2;
+	__u16 csum_start, csum_offset;
+} __attribute__((preserve_access_index));
+
+#define CHECKSUM_PARTIAL 3
+
+// bad_checksum_request says whether a checksum will be stored elsewhere than in the
+// checksum field of TCP or UDP.
+static __noinline int bad_checksum_request(struct __sk_buff *ctx, struct packet *p)
+{
+	struct sk_buff *skb = (void *)ctx;
+	unsigned char *head = 0, *data = 0;
+	__u16 start = 0, offset = 0;
+
+	if (BPF_CORE_READ_BITFIELD_PROBED(skb, ip_summed) != CHECKSUM_PARTIAL)
+		return 0;
+	p->partial = 1;
+	if (bpf_core_read(&head, sizeof(head), &skb->head) || bpf_core_read(&data, sizeof(data), &skb->data) ||
+	    bpf_core_read(&start, sizeof(start), &skb->csum_start) || bpf_core_read(&offset, sizeof(offset), &skb->csum_offset))
+		return 1;
+	if (start != (__u64)data - (__u64)head + p->l4)
+		return 1;
+	if (p->proto == IPPROTO_TCP)
+		return offset != 16;
+	return p->proto != IPPROTO_UDP || offset != 6;
+}
+
+static __always_inline int load_l4(struct __sk_buff *skb, const struct packet *p, void *to, const __u32 n)
+{
+	return p->six ? load(skb, ETH_HLEN + 40, to, n) : load(skb, ETH_HLEN + 20, to, n);
+}
+
+static __always_inline void set_ports(struct packet *p, __be16 src, __be16 dst)
+{
+	p->peer_port = p->dir == EGRESS ? dst : src;
+	p->guest_port = p->dir == EGRESS ? src : dst;
+}
+
+__noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
+{
+	__u32 gso = skb->gso_size, headers;
+	bool dhcp = false;
+
+	if (!p)
+		return R_NO_POLICY;
+	headers = p->l4;
+
+	if (p->proto == IPPROTO_TCP) {
+		struct tcp t;
+		__u32 len;
+
+		if (p->l4_len < sizeof(t) || load_l4(skb, p, &t, sizeof(t)))
+			return R_L4_HEADER;
+		len = (t.offset >> 4) * 4;
+		if (len < sizeof(t) || len > p->l4_len || t.src == 0 || t.dst == 0 || bad_flags(t.flags))
+			return R_L4_HEADER;
+		headers += len;
+		p->flags = t.flags;
+		set_ports(p, t.src, t.dst);
+	} else if (p->proto == IPPROTO_UDP) {
+		struct udp u;
+
+		if (p->l4_len < sizeof(u) || load_l4(skb, p, &u, sizeof(u)))
+			return R_L4_HEADER;
+		if (bpf_ntohs(u.len) != p->l4_len || u.src == 0 || u.dst == 0)
+			return R_L4_HEADER;
+		headers += sizeof(u);
+		set_ports(p, u.src, u.dst);
+		for (__u32 i = 0; i < 2; i++) {
+			__u16 port = bpf_ntohs(i ? u.src : u.dst);
+
+			dhcp |= p->six ? port == 546 || port == 547 : port == 67 || port == 68;
+		}
+	} else {
+		struct icmp c;
+
+		if (p->l4_len < sizeof(c) || load_l4(skb, p, &c, sizeof(c)))
+			return R_L4_HEADER;
+		p->flags = c.type;
+		p->guest_port = c.id;
+	}
+	p->bytes = skb->len;
+	p->segments = 1;
+	if (gso) {
+		__u32 payload;
+
+		if (gso < 8 || (p->proto != IPPROTO_TCP && (p->proto != IPPROTO_UDP || p->dir == EGRESS)))
+			return R_GSO;
+		payload = skb->len > headers ? skb->len - headers : 0;
+		if (payload > gso) {
+			p->segments = (payload + gso - 1) / gso;
+			p->bytes += (p->segments - 1) * headers;
+		}
+	}
+	if (p->dir == EGRESS && bad_checksum_request(skb, p))
+		return R_CHECKSUM;
+	return dhcp ? R_DHCP : 0;
+}
+
+// parse returns R_LINK for what passes without rules, 0 for what they decide, or why
+// the packet is denied.
+__noinline int parse(struct __sk_buff *skb, const struct identity *id, struct packet *p)
+{
+	struct {
+		__u8 dst[6], src[6];
+		__be16 type;
+	} eth;
+	bool broadcast, multicast6;
+	const __u8 *to;
+
+	if (!id || !p)
+		return R_NO_POLICY;
+	if (load(skb, 0, &eth, sizeof(eth)))
+		return R_TRUNCATED;
+	p->ethertype = eth.type;
+	if (skb->vlan_present || eth.type == bpf_htons(0x8100) || eth.type == bpf_htons(0x88a8) || eth.type == bpf_htons(0x9100))
+		return R_VLAN;
+	if (eth.type != bpf_htons(ETH_P_ARP) && eth.type != bpf_htons(ETH_P_IP) && eth.type != bpf_htons(ETH_P_IPV6))
+		return R_ETHERTYPE;
+	if (p->dir == EGRESS && !same_mac(eth.src, id->guest_mac))
+		return R_SRC_MAC;
+	to = p->dir == EGRESS ? id->gateway_mac : id->guest_mac;
+	broadcast = (eth.dst[0] & eth.dst[1] & eth.dst[2] & eth.dst[3] & eth.dst[4] & eth.dst[5]) == 0xff;
+	multicast6 = eth.dst[0] == 0x33 && eth.dst[1] == 0x33;
+	if (!same_mac(eth.dst, to) && !(broadcast && eth.type == bpf_htons(ETH_P_ARP)) &&
+	    !(multicast6 && eth.type == bpf_htons(ETH_P_IPV6)))
+		return R_DST_MAC;
+	if (eth.type == bpf_htons(ETH_P_ARP))
+		return check_arp(skb, id, p->dir);
+	if (eth.type == bpf_htons(ETH_P_IP))
+		return parse4(skb, id, p);
+	return parse6(skb, id, p, eth.dst);
+}
+
+static __always_inline __u64 lifetime(__u8 state)
+{
+	switch (state) {
+	case OPENING:
+		return 60 * NS_PER_S;
+	case ESTABLISHED:
+		return 4 * 3600 * NS_PER_S;
+	case BOTH_WAYS:
+		return 180 * NS_PER_S;
+	}
+	return 30 * NS_PER_S;
+}
+
+// live_flow finds the flow of a key, if it lives, and if the table still allows it.
+static __noinline struct flow *live_flow(void *table, struct packet *p, struct flow_key *k, __u32 gen)
+{
+	struct flow *f = bpf_map_lookup_elem(&flows, k);
+
+	if (!f || p->now >= f->seen + lifetime(f->state))
+		return 0;
+	if (f->gen != gen) {
+		__be16 port = f->opener == EGRESS ? k->peer_port : k->guest_port;
+
+		if (consult(table, p, f->opener, port) != ALLOW) {
+			p->rule = NO_RULE;
+			bpf_map_delete_elem(&flows, k);
+			return 0;
+		}
+		p->rule = NO_RULE;
+		f->gen = gen;
+	}
+	return f;
+}
+
+// classify looks the peer up in the table.
+static __noinline int classify(void *table, const struct tables *t, struct packet *p, const __u32 *a)
+{
+	__u32 v;
+
+	if (p->six)
+		v = find6(table, t->addr6, (__u64)bpf_ntohl(a[0]) << 32 | bpf_ntohl(a[1]),
+			  (__u64)bpf_ntohl(a[2]) << 32 | bpf_ntohl(a[3]));
+	else
+		v = find4(table, t->addr4, bpf_ntohl(a[3]));
+	p->class = v >> 24;
+	p->set = v & 0xffffff;
+	if (p->class == 0)
+		return R_NO_POLICY;
+	return p->class > CLASS_AGENT ? R_FLOOR : 0;
+}
+
+#define OPENS 1	 // the packet asks the rules, and opens a flow
+#define BELONGS 2 // it belongs to a live one
+
+// tcp_step says what a packet of TCP is to a flow, or why it is denied (as -reason).
+static __always_inline int tcp_step(struct packet *p, const struct flow *f)
+{
+	__u8 flags = p->flags;
+
+	p->next = 0;
+	if ((flags & (SYN | ACK)) == SYN) {
+		if (f && f->opener != p->dir && f->state != OPENING)
+			return -R_TCP_STATE;
+		p->next = OPENING;
+		return OPENS;
+	}
+	if (!f)
+		return -R_NO_FLOW;
+	if (f->state == OPENING) {
+		if (flags & RST) {
+			p->next = CLOSING;
+			return BELONGS;
+		}
+		if (f->opener == p->dir || !(flags & SYN))
+			return -R_TCP_STATE;
+		p->next = ESTABLISHED;
+		return BELONGS;
+	}
+	if ((flags & SYN) && f->opener == p->dir)
+		return -R_TCP_STATE;
+	p->next = f->state;
+	p->fin = f->fin;
+	if (flags & FIN)
+		p->fin |= 1 << (p->dir & 1);
+	if ((flags & RST) || p->fin == 3)
+		p->next = CLOSING;
+	return BELONGS;
+}
+
+static __always_inline int other_step(struct packet *p, const struct flow *f)
+{
+	if (p->proto == IPPROTO_UDP) {
+		if (!f) {
+			p->next = ONE_WAY;
+			return OPENS;
+		}
+		p->next = f->opener != p->dir ? BOTH_WAYS : f->state;
+		return BELONGS;
+	}
+	p->next = ECHO;
+	if (p->flags == (p->six ? 128 : 8))
+		return f && f->opener == p->dir ? BELONGS : OPENS;
+	return f && f->opener != p->dir ? BELONGS : -R_NO_FLOW;
+}
+
+__noinline int flow_step(struct packet *p, const struct flow *f)
+{
+	if (!p)
+		return -R_NO_POLICY;
+	return p->proto == IPPROTO_TCP ? tcp_step(p, f) : other_step(p, f);
+}
+
+// quoted_flow finds the key of the flow that the packet quoted by an ICMP error is of.
+__noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, const struct packet *p, struct flow_key *k)
+{
+	__be16 ports[3]; // or the head of an ICMP message
+	__u32 at, head, src[4], dst[4];
+	__u8 type;
+
+	if (!id || !p || !k)
+		return R_NO_POLICY;
+	at = p->l4 + 8;
+	head = p->six ? 40 : 20;
+	if (p->l4_len < 8 + head + 8)
+		return R_L4_HEADER;
+	if (p->six) {
+		struct ipv6 h;
+
+		if (bpf_skb_load_bytes(skb, at, &h, sizeof(h)))
+			return R_L4_HEADER;
+		if ((bpf_ntohl(h.flow) >> 28) != 6)
+			return R_NO_FLOW;
+		k->proto = h.next;
+		__builtin_memcpy(src, h.src, 16);
+		__builtin_memcpy(dst, h.dst, 16);
+	} else {
+		struct ipv4 h;
+
+		if (bpf_skb_load_bytes(skb, at, &h, sizeof(h)))
+			return R_L4_HEADER;
+		if (h.version_ihl != 0x45 || (h.frag & bpf_htons(0x1fff)))
+			return R_NO_FLOW;
+		k->proto = h.proto;
+		set4(src, h.src);
+		set4(dst, h.dst);
+	}
+	if (bpf_skb_load_bytes(skb, at + head, ports, sizeof(ports)))
+		return R_L4_HEADER;
+	// An error on egress quotes what the guest got, one on ingress what it sent.
+	if (p->dir == EGRESS) {
+		if (!same6(src, p->peer))
+			return R_NO_FLOW;
+		if (p->six ? !same6(dst, id->guest6) : dst[3] != id->guest4)
+			return R_NO_FLOW;
+		__builtin_memcpy(k->peer, src, 16);
+	} else {
+		if (p->six ? !same6(src, id->agent6) : src[3] != id->agent4)
+			return R_NO_FLOW;
+		__builtin_memcpy(k->peer, dst, 16);
+	}
+	if (k->proto == IPPROTO_TCP || k->proto == IPPROTO_UDP) {
+		k->peer_port = p->dir == EGRESS ? ports[0] : ports[1];
+		k->guest_port = p->dir == EGRESS ? ports[1] : ports[0];
+	} else if (k->proto == p->proto) {
+		type = *(__u8 *)ports;
+		if (p->six ? type != 128 && type != 129 : type != 8 && type != 0)
+			return R_NO_FLOW;
+		k->guest_port = ports[2];
+	} else {
+		return R_NO_FLOW;
+	}
+	return 0;
+}
+
+// check_error finds the flow of the packet that an ICMP error quotes.
+static __noinline int check_error(struct __sk_buff *skb, void *table, const struct identity *id, const struct tables *t,
+				  struct packet *p)
+{
+	struct flow_key k = {};
+	__u8 proto = p->proto;
+	int err = quoted_flow(skb, id, p, &k);
+
+	if (err)
+		return err;
+	// From here the packet's peer is that of the flow, as a swapped table may have
+	// to judge it again.
+	if (p->dir == INGRESS) {
+		err = classify(table, t, p, k.peer);
+		if (err)
+			return R_NO_FLOW;
+	}
+	__builtin_memcpy(p->quoted, p->peer, 16);
+	__builtin_memcpy(p->peer, k.peer, 16);
+	p->proto = k.proto;
+	p->related = 1;
+	err = live_flow(table, p, &k, id->gen) ? 0 : R_NO_FLOW;
+	p->proto = proto;
+	__builtin_memcpy(p->peer, p->quoted, 16);
+	return err;
+}
+
+static __always_inline bool over(__u64 tat, __u64 mult, __u64 burst, __u64 units, __u64 now, __u64 *next)
+{
+	if (!mult) {
+		*next = tat;
+		return false;
+	}
+	if (tat < now)
+		tat = now;
+	*next = tat + (units * mult >> 20);
+	return *next - now > burst;
+}
+
+// account counts a packet against the limits, or says which it exceeds.
+__noinline int account(const struct limits *l, const struct packet *p)
+{
+	__u64 bit_mult, bit_burst, packet_mult, packet_burst, conn_mult, conn_burst, quota;
+	__u64 now, bytes, segments, opens, bit, packet, conn;
+	struct usage *s;
+	int reason = 0;
+	__u32 i;
+
+	if (!l || !p)
+		return R_NO_POLICY;
+	bit_mult = l->bit_mult;
+	bit_burst = l->bit_burst;
+	packet_mult = l->packet_mult;
+	packet_burst = l->packet_burst;
+	conn_mult = l->conn_mult;
+	conn_burst = l->conn_burst;
+	quota = l->quota;
+	now = p->now;
+	bytes = p->bytes;
+	segments = p->segments;
+	opens = p->opens;
+	i = p->dir & 1;
+	s = bpf_map_lookup_elem(&usages, &i);
+	if (!s)
+		return R_NO_POLICY;
+	if (!(bit_mult | packet_mult | conn_mult) && quota == ~0ull) {
+		// Nothing to decide, so no lock.
+		__sync_fetch_and_add(&s->used, bytes);
+		s->active = now;
+		return 0;
+	}
+	bpf_spin_lock(&s->lock);
+	if (s->used + bytes > quota)
+		reason = R_QUOTA;
+	else if (over(s->packet_tat, packet_mult, packet_burst, segments, now, &packet))
+		reason = R_PACKET_RATE;
+	else if (over(s->bit_tat, bit_mult, bit_burst, bytes * 8, now, &bit))
+		reason = R_BIT_RATE;
+	else if (over(s->conn_tat, conn_mult, conn_burst, opens, now, &conn))
+		reason = R_CONN_RATE;
+	else {
+		s->packet_tat = packet;
+		s->bit_tat = bit;
+		s->conn_tat = conn;
+		__sync_fetch_and_add(&s->used, bytes);
+		s->active = now;
+	}
+	bpf_spin_unlock(&s->lock);
+	return reason;
+}
+
+// decide is all but the translation. It returns the reason, and leaves the verdict in p.
+static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *p)
+{
+	const struct row *r0 = row(table, 0), *r1 = row(table, 1);
+	struct flow_key k = {};
+	struct flow *f;
+	int reason, step;
+	bool error;
+
+	if (!r0 || !r1 || r0->id.magic != MAGIC)
+		return R_NO_POLICY;
+	p->bytes = skb->len;
+	p->segments = 1;
+	reason = parse(skb, &r0->id, p);
+	if (reason && reason != R_LINK)
+		return reason;
+	if (reason == R_LINK) {
+		reason = account(&r1->tab.limits[p->dir & 1], p);
+		if (reason)
+			return reason;
+		p->verdict = ALLOW;
+		return R_LINK;
+	}
+	reason = parse_l4(skb, p);
+	if (reason)
+		return reason;
+	reason = classify(table, &r1->tab, p, p->peer);
+	if (reason)
+		return reason;
+
+	if (p->proto == IPPROTO_ICMP || p->proto == IPPROTO_ICMPV6) {
+		if (p->six) {
+			error = p->flags >= 1 && p->flags <= 4;
+			if (!error && p->flags != 128 && p->flags != 129)
+				return R_ICMP_TYPE;
+		} else {
+			error = p->flags == 3 || p->flags == 11 || p->flags == 12;
+			if (!error && p->flags != 8 && p->flags != 0)
+				return R_ICMP_TYPE;
+		}
+		if (error) {
+			reason = check_error(skb, table, &r0->id, &r1->tab, p);
+			if (!reason)
+				reason = account(&r1->tab.limits[p->dir & 1], p);
+			if (reason)
+				return reason;
+			p->verdict = ALLOW;
+			return R_RELATED;
+		}
+	}
+	__builtin_memcpy(k.peer, p->peer, 16);
+	k.peer_port = p->peer_port;
+	k.guest_port = p->guest_port;
+	k.proto = p->proto;
+	f = live_flow(table, p, &k, r0->id.gen);
+	step = flow_step(p, f);
+	if (step < 0)
+		return -step;
+	if (step == OPENS) {
+		int verdict = consult(table, p, p->dir, p->dir == EGRESS ? p->peer_port : p->guest_port);
+
+		reason = p->rule == NO_RULE ? R_DEFAULT : R_RULE;
+		if (verdict != ALLOW) {
+			p->verdict = verdict;
+			return reason;
+		}
+		p->opens = 1;
+		step = account(&r1->tab.limits[p->dir & 1], p);
+		if (step)
+			return step;
+		struct flow n = { .seen = p->now, .gen = r0->id.gen, .state = p->next, .opener = p->dir };
+
+		if (bpf_map_update_elem(&flows, &k, &n, BPF_ANY))
+			return R_FLOW_TABLE;
+		p->verdict = ALLOW;
+		return reason;
+	}
+	step = account(&r1->tab.limits[p->dir & 1], p);
+	if (step)
+		return step;
+	if (f) {
+		f->seen = p->now;
+		f->state = p->next;
+		f->fin = p->fin;
+	}
+	p->verdict = ALLOW;
+	return R_FLOW;
+}
+
+// translate4 replaces an address in the IPv4 header, and in what an ICMP error quotes.
+__noinline int translate4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	__be32 old, new;
+	__u32 at;
+	__u64 flags = 4 | BPF_F_PSEUDO_HDR;
+
+	if (!p || !id)
+		return -1;
+	at = ETH_HLEN + (p->dir == EGRESS ? 12 : 16);
+	old = p->dir == EGRESS ? id->guest4 : id->agent4;
+	new = p->dir == EGRESS ? id->agent4 : id->guest4;
+	if (old == new)
+		return 0;
+	if (p->proto == IPPROTO_TCP) {
+		if (bpf_l4_csum_replace(skb, ETH_HLEN + 20 + 16, old, new, flags))
+			return -1;
+	} else if (p->proto == IPPROTO_UDP) {
+		// A checksum of 0 is none, and stays so.
+		if (bpf_l4_csum_replace(skb, ETH_HLEN + 20 + 6, old, new, flags | BPF_F_MARK_MANGLED_0))
+			return -1;
+	} else if (p->related) {
+		// The quoted header's checksum makes up for its address, so that the
+		// checksum of the whole message stays.
+		__u32 quoted = ETH_HLEN + 20 + 8;
+
+		if (bpf_l3_csum_replace(skb, quoted + 10, old, new, 4) ||
+		    bpf_skb_store_bytes(skb, quoted + (p->dir == EGRESS ? 16 : 12), &new, 4, 0))
+			return -1;
+	}
+	if (bpf_l3_csum_replace(skb, ETH_HLEN + 10, old, new, 4))
+		return -1;
+	return bpf_skb_store_bytes(skb, at, &new, 4, 0);
+}
+
+__noinline int translate6(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	__u32 at, check;
+	__u32 old[4], new[4];
+	__s64 diff;
+
+	if (!p || !id)
+		return -1;
+	at = ETH_HLEN + (p->dir == EGRESS ? 8 : 24);
+	if (p->dir == EGRESS) {
+		__builtin_memcpy(old, id->guest6, 16);
+		__builtin_memcpy(new, id->agent6, 16);
+	} else {
+		__builtin_memcpy(old, id->agent6, 16);
+		__builtin_memcpy(new, id->guest6, 16);
+	}
+	diff = bpf_csum_diff(old, 16, new, 16, 0);
+	if (diff < 0)
+		return -1;
+	check = ETH_HLEN + 40 + (p->proto == IPPROTO_TCP ? 16 : p->proto == IPPROTO_UDP ? 6 : 2);
+	if (p->related) {
+		__u32 quoted = ETH_HLEN + 40 + 8;
+
+		if (bpf_skb_store_bytes(skb, quoted + (p->dir == EGRESS ? 24 : 8), new, 16, 0) ||
+		    bpf_l4_csum_replace(skb, check, 0, diff, 0))
+			return -1;
+	}
+	if (bpf_l4_csum_replace(skb, check, 0, diff, BPF_F_PSEUDO_HDR | (p->proto == IPPROTO_UDP ? BPF_F_MARK_MANGLED_0 : 0)))
+		return -1;
+	return bpf_skb_store_bytes(skb, at, new, 16, 0);
+}
+
+static __noinline int translate(struct __sk_buff *skb, void *table, struct packet *p)
+{
+	const struct row *r0 = row(table, 0);
+
+	if (!r0)
+		return -1;
+	return p->six ? translate6(skb, p, &r0->id) : translate4(skb, p, &r0->id);
+}
+
+// report counts the packet, and sends an event for one that did not pass.
+__noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reason, __u32 gen)
+{
+	struct counter *c;
+	struct event *e;
+	struct usage *s;
+	__u32 suppressed = 0, i;
+	bool send = false;
+
+	if (!p)
+		return 0;
+	i = ((p->dir & 1) * 3 + p->verdict) * R_MAX + (reason & (R_MAX - 1));
+	c = bpf_map_lookup_elem(&counters, &i);
+	if (c) {
+		c->packets += p->segments;
+		c->bytes += p->bytes;
+	}
+	if (p->verdict == ALLOW)
+		return 0;
+	i = p->dir & 1;
+	s = bpf_map_lookup_elem(&usages, &i);
+	if (!s)
+		return 0;
+	__u64 now = p->now, tat;
+
+	bpf_spin_lock(&s->lock);
+	tat = s->event_tat < now ? now : s->event_tat;
+	if (tat + EVENT_COST - now <= EVENT_BURST) {
+		s->event_tat = tat + EVENT_COST;
+		suppressed = s->suppressed;
+		s->suppressed = 0;
+		send = true;
+	} else {
+		s->suppressed++;
+	}
+	bpf_spin_unlock(&s->lock);
+	if (!send)
+		return 0;
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	if (!e)
+		return 1;
+	e->time = now;
+	__builtin_memcpy(e->peer, p->peer, 16);
+	e->gen = gen;
+	e->len = skb->len;
+	e->suppressed = suppressed;
+	e->rule = p->rule;
+	e->peer_port = p->peer_port;
+	e->guest_port = p->guest_port;
+	e->ethertype = p->ethertype;
+	e->verdict = p->verdict;
+	e->reason = reason;
+	e->dir = p->dir;
+	e->proto = p->proto;
+	bpf_ringbuf_submit(e, 0);
+	return 1;
+}
+
+static __always_inline __u16 fold(__s64 diff)
+{
+	__u64 sum = (__u32)diff;
+
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return sum;
+}
+
+// reset_for makes the TCP header of an answer to a SYN (RFC 9293, 3.10.7.1).
+static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
+{
+	__u32 len = l4_len - (t->offset >> 4) * 4 + 1;
+	__be16 port = t->src;
+
+	t->src = t->dst;
+	t->dst = port;
+	t->ack = bpf_htonl(bpf_ntohl(t->seq) + len);
+	t->seq = 0;
+	t->offset = 5 << 4;
+	t->flags = RST | ACK;
+	t->window = 0;
+	t->check = 0;
+	t->urgent = 0;
+}
+
+static __always_inline int turn(struct __sk_buff *skb, const struct identity *id)
+{
+	__u8 macs[12];
+
+	__builtin_memcpy(macs, id->guest_mac, 6);
+	__builtin_memcpy(macs + 6, id->gateway_mac, 6);
+	return bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0);
+}
+
+// answer4 turns a rejected packet into what the guest is told: a reset for TCP, else
+// that communication is prohibited (RFC 1812, 5.2.7.1). Nothing is translated: the
+// answer goes to the guest's own address.
+__noinline int answer4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	struct {
+		__be32 src, dst;
+		__u8 zero, proto;
+		__be16 len;
+	} pseudo;
+	struct {
+		struct ipv4 ip;
+		union {
+			struct tcp t;
+			struct {
+				struct icmp i;
+				struct ipv4 quoted;
+				__u32 ports[2];
+			};
+		};
+	} a = {};
+	__u32 len;
+	__s64 sum;
+
+	if (!p || !id)
+		return -1;
+	if (load(skb, ETH_HLEN, &a.quoted, sizeof(a.quoted)))
+		return -1;
+	a.ip.src = a.quoted.dst;
+	a.ip.dst = a.quoted.src;
+	a.ip.version_ihl = 0x45;
+	a.ip.ttl = 64;
+	if (p->proto == IPPROTO_TCP) {
+		len = sizeof(struct ipv4) + sizeof(struct tcp);
+		a.ip.proto = IPPROTO_TCP;
+		if (load(skb, ETH_HLEN + 20, &a.t, sizeof(a.t)))
+			return -1;
+		reset_for(&a.t, p->l4_len);
+		pseudo.src = a.ip.src;
+		pseudo.dst = a.ip.dst;
+		pseudo.zero = 0;
+		pseudo.proto = IPPROTO_TCP;
+		pseudo.len = bpf_htons(sizeof(struct tcp));
+		sum = bpf_csum_diff(0, 0, (void *)&pseudo, sizeof(pseudo), 0);
+		if (p->partial)
+			a.t.check = fold(sum);
+		else
+			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
+	} else {
+		len = sizeof(a);
+		a.ip.proto = IPPROTO_ICMP;
+		if (load(skb, ETH_HLEN + 20, &a.ports, sizeof(a.ports)))
+			return -1;
+		a.i.type = 3;
+		a.i.code = 13;
+		a.i.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.i, sizeof(a) - sizeof(struct ipv4), 0));
+	}
+	a.ip.len = bpf_htons(len);
+	a.ip.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.ip, sizeof(a.ip), 0));
+	if (bpf_skb_change_tail(skb, ETH_HLEN + len, 0) || turn(skb, id))
+		return -1;
+	if (p->proto == IPPROTO_TCP)
+		return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(struct ipv4) + sizeof(struct tcp), 0);
+	return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(a), 0);
+}
+
+// answer6 is the same for IPv6 (RFC 4443, 3.1).
+__noinline int answer6(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	struct {
+		struct ipv6 ip;
+		union {
+			struct tcp t;
+			struct {
+				struct icmp i;
+				struct ipv6 quoted;
+				__u32 ports[2];
+			};
+		};
+	} a = {};
+	__u32 len, tail[2];
+	__s64 sum;
+
+	if (!p || !id)
+		return -1;
+	if (load(skb, ETH_HLEN, &a.quoted, sizeof(a.quoted)))
+		return -1;
+	__builtin_memcpy(a.ip.src, a.quoted.dst, 16);
+	__builtin_memcpy(a.ip.dst, a.quoted.src, 16);
+	a.ip.flow = bpf_htonl(6u << 28);
+	a.ip.hops = 64;
+	a.ip.next = p->proto == IPPROTO_TCP ? IPPROTO_TCP : IPPROTO_ICMPV6;
+	len = p->proto == IPPROTO_TCP ? sizeof(struct tcp) : sizeof(a) - sizeof(struct ipv6);
+	a.ip.len = bpf_htons(len);
+	tail[0] = bpf_htonl(len);
+	tail[1] = bpf_htonl(a.ip.next);
+	sum = bpf_csum_diff(0, 0, a.ip.src, 32, 0);
+	sum = bpf_csum_diff(0, 0, tail, sizeof(tail), sum);
+	if (p->proto == IPPROTO_TCP) {
+		if (load(skb, ETH_HLEN + 40, &a.t, sizeof(a.t)))
+			return -1;
+		reset_for(&a.t, p->l4_len);
+		if (p->partial)
+			a.t.check = fold(sum);
+		else
+			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
+	} else {
+		if (load(skb, ETH_HLEN + 40, &a.ports, sizeof(a.ports)))
+			return -1;
+		a.i.type = 1;
+		a.i.code = 1;
+		a.i.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.i, sizeof(a) - sizeof(struct ipv6), sum));
+	}
+	if (bpf_skb_change_tail(skb, ETH_HLEN + 40 + len, 0) || turn(skb, id))
+		return -1;
+	if (p->proto == IPPROTO_TCP)
+		return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(struct ipv6) + sizeof(struct tcp), 0);
+	return bpf_skb_store_bytes(skb, ETH_HLEN, &a, sizeof(a), 0);
+}
+
+// answer sends the guest its answer, through to_guest, which knows the mark.
+static __noinline int answer(struct __sk_buff *skb, void *table, struct packet *p)
+{
+	const struct row *r0 = row(table, 0);
+
+	if (!r0 || !answer_mark)
+		return TC_ACT_SHOT;
+	if (p->six ? answer6(skb, p, &r0->id) : answer4(skb, p, &r0->id))
+		return TC_ACT_SHOT;
+	skb->mark = answer_mark;
+	return bpf_redirect(skb->ifindex, 0);
+}
+
+static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
+{
+	struct packet p = { .dir = dir, .rule = NO_RULE };
+	__u32 zero = 0, reason = R_NO_POLICY, gen = 0;
+	int told;
+	void *table = bpf_map_lookup_elem(&policy, &zero);
+
+	p.now = testing ? test_now : bpf_ktime_get_ns();
+	p.segments = 1;
+	p.bytes = skb->len;
+	if (table) {
+		const struct row *r0 = row(table, 0);
+
+		if (r0)
+			gen = r0->id.gen;
+		reason = decide(skb, table, &p);
+		if (p.verdict == ALLOW && reason != R_LINK && translate(skb, table, &p)) {
+			p.verdict = DENY;
+			reason = R_INTERNAL;
+		}
+	}
+	if (p.verdict > REJECT)
+		p.verdict = DENY;
+	told = report(skb, &p, reason, gen);
+	if (testing) {
+		skb->cb[0] = reason;
+		skb->cb[1] = p.verdict;
+		skb->cb[2] = p.rule;
+	}
+	if (p.verdict == ALLOW)
+		return TC_ACT_OK;
+	if (dir == EGRESS && p.verdict == REJECT && told && table)
+		return answer(skb, table, &p);
+	return TC_ACT_SHOT;
+}
+
+SEC("tc")
+int from_guest(struct __sk_buff *skb)
+{
+	return handle(skb, EGRESS);
+}
+
+SEC("tc")
+int to_guest(struct __sk_buff *skb)
+{
+	if (answer_mark && skb->mark == answer_mark) {
+		skb->mark = 0;
+		return TC_ACT_OK;
+	}
+	return handle(skb, INGRESS);
+}
+
+// bpf_probe_read_kernel and others are for programs under the GPL only.
+char _license[] SEC("license") = "GPL";

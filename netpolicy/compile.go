@@ -1,0 +1,433 @@
+package netpolicy
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"slices"
+)
+
+// ErrIdentity is an agent or an environment that a policy cannot be compiled for.
+var ErrIdentity = errors.New("invalid agent or environment")
+
+// Spec is a policy compiled for one agent: what the programs on its TAP device read.
+// It is plain data and does not change.
+type Spec struct {
+	rows  []row
+	flows int
+	names []string   // of the rules, by their number in the table
+	match [][]string // DNS names of the rules, by their number in the table
+	ident Identity
+	class *classes
+}
+
+// Bytes is the size of the table.
+func (s *Spec) Bytes() int { return len(s.rows) * rowSize }
+
+// RuleName names a rule of the table, for events: its name, or its place.
+func (s *Spec) RuleName(i int) string {
+	if i < 0 || i >= len(s.names) {
+		return ""
+	}
+	return s.names[i]
+}
+
+// Public says whether an address is public for the agent: not the floor's, the host's,
+// another agent's or private.
+func (s *Spec) Public(a netip.Addr) bool { return a.IsValid() && s.class.of(a) == classPublic }
+
+// Identity is the agent's that it was compiled for.
+func (s *Spec) Identity() Identity { return s.ident }
+
+// flat is a rule of the table.
+type flat struct {
+	Rule
+	only []netip.Addr // if not nil, the rule's peers are these addresses of the host
+}
+
+// flatten puts the implicit rules before the policy's.
+func (p *Policy) flatten() (rules []flat, names []string) {
+	gateway := []netip.Addr{TheWire.Gateway4, TheWire.Gateway6}
+	if p.DNS != nil {
+		rules = append(rules, flat{Rule{
+			Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP, UDP}, Ports: []PortRange{{53, 53}},
+		}, gateway})
+		names = append(names, "(resolver)")
+	}
+	for _, pub := range p.Publish {
+		rules = append(rules, flat{Rule{
+			Direction: Ingress, Verdict: Allow, Protocols: []Protocol{pub.Protocol}, Ports: []PortRange{{pub.Port, pub.Port}},
+		}, gateway})
+		names = append(names, fmt.Sprintf("(published %d/%s)", pub.Port, pub.Protocol))
+	}
+	for i, r := range p.Rules {
+		rules = append(rules, flat{Rule: r})
+		name := r.Name
+		if name == "" {
+			name = fmt.Sprintf("rules[%d]", i)
+		}
+		names = append(names, name)
+	}
+	return rules, names
+}
+
+func (id Identity) validate(env Environment) error {
+	switch {
+	case !id.Address4.Is4():
+		return fmt.Errorf("%w: the agent has no IPv4 address", ErrIdentity)
+	case id.Address6 != (netip.Addr{}) && (!id.Address6.Is6() || id.Address6.Is4In6() || id.Address6.Zone() != ""):
+		return fmt.Errorf("%w: %v is no IPv6 address that an agent can have", ErrIdentity, id.Address6)
+	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxHostAddresses || len(env.Peers) > MaxPeers:
+		return fmt.Errorf("%w: %d addresses of the host, %d ranges of agents, %d agents: at most %d, %d and %d",
+			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxHostAddresses, MaxPeers)
+	}
+	for _, a := range []netip.Addr{id.Address4, id.Address6} {
+		if a.IsValid() && inside(netip.PrefixFrom(a, a.BitLen()), floor) {
+			return fmt.Errorf("%w: an agent cannot have the address %v", ErrIdentity, a)
+		}
+	}
+	for _, p := range env.Agents {
+		if err := checkPrefix(p); err != nil {
+			return fmt.Errorf("%w: range of agents: %w", ErrIdentity, err)
+		}
+	}
+	tags := 0
+	for _, p := range env.Peers {
+		if !p.Address.IsValid() || p.Address.Is4In6() || p.Address.Zone() != "" {
+			return fmt.Errorf("%w: the address %v of an agent", ErrIdentity, p.Address)
+		}
+		if tags += len(p.Tags); tags > 16*MaxPeers {
+			return fmt.Errorf("%w: more than %d tags of agents", ErrIdentity, 16*MaxPeers)
+		}
+	}
+	for _, a := range env.Host {
+		if !a.IsValid() || a.Is4In6() {
+			return fmt.Errorf("%w: the address %v of the host", ErrIdentity, a)
+		}
+	}
+	return nil
+}
+
+// Compile makes the table that the programs read. It is a pure function. Errors are of
+// ErrPolicy or ErrIdentity.
+func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
+	if p == nil {
+		p = &Policy{}
+	}
+	if err := p.Validate(); err != nil {
+		return nil, err
+	}
+	if err := id.validate(env); err != nil {
+		return nil, err
+	}
+	rules, names := p.flatten()
+	c := &compiler{rules: rules, classes: classes{
+		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
+		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
+	}, tagged: map[string][]netip.Addr{}, sets: map[bitset]uint32{}}
+	for _, a := range []netip.Addr{id.Address4, id.Address6} {
+		if a.IsValid() {
+			c.classes.floor = append(c.classes.floor, netip.PrefixFrom(a, a.BitLen()))
+		}
+	}
+	for _, a := range env.Host {
+		c.classes.host[a.WithZone("")] = true
+	}
+	for _, peer := range env.Peers {
+		c.classes.peers[peer.Address] = true
+		for _, t := range peer.Tags {
+			c.tagged[t] = append(c.tagged[t], peer.Address)
+		}
+	}
+	s := &Spec{names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules))}
+	if s.flows == 0 {
+		s.flows = DefaultFlows
+	}
+	for i, r := range rules {
+		s.match[i] = r.Names
+	}
+
+	c.table = make([]row, 2) // the heads are filled in below
+	var h heads
+	h.zero = c.set(bitset{})
+	var allow, reject bitset
+	for i, r := range rules {
+		switch r.Verdict {
+		case Allow:
+			allow.add(i)
+		case Reject:
+			reject.add(i)
+		}
+	}
+	h.allow, h.reject = c.set(allow), c.set(reject)
+	for d, dir := range []Direction{Egress, Ingress} {
+		h.ports[d][0] = c.ports(dir, TCP)
+		h.ports[d][1] = c.ports(dir, UDP)
+		h.icmp[d] = c.set(c.protocol(dir, ICMP))
+		h.fallback[d] = verdictCode([]Verdict{p.Default.Egress, p.Default.Ingress}[d])
+	}
+	h.addr4 = c.addresses(false)
+	h.addr6 = c.addresses(true)
+	h.limits[0] = limitsOf(p.Limits.Egress, p.Quota.EgressBytes)
+	h.limits[1] = limitsOf(p.Limits.Ingress, p.Quota.IngressBytes)
+	h.words = uint8((len(rules) + 63) / 64)
+	h.identity = id
+	h.put(c.table)
+	s.rows = c.table
+	return s, nil
+}
+
+// Verdicts as the programs know them.
+const (
+	codeDeny = iota
+	codeAllow
+	codeReject
+)
+
+func verdictCode(v Verdict) uint8 {
+	switch v {
+	case Allow:
+		return codeAllow
+	case Reject:
+		return codeReject
+	}
+	return codeDeny
+}
+
+// limit is the generic cell rate algorithm's parameters: nanoseconds for a unit, as a
+// fixed-point number with 20 bits, and nanoseconds of burst. A mult of 0 is no limit.
+type limit struct{ mult, burst uint64 }
+
+func limitOf(r *Rate, least uint64) limit {
+	if r == nil {
+		return limit{}
+	}
+	burst := r.Burst
+	if burst == 0 {
+		burst = max(r.PerSecond/10, least)
+	}
+	mult := uint64(1e9) << 20 / r.PerSecond
+	hi, lo := bits.Mul64(burst, mult)
+	const longest = 1 << 60
+	ns := hi<<44 | lo>>20
+	if hi >= 1<<20 || ns > longest {
+		ns = longest
+	}
+	return limit{mult, ns}
+}
+
+type limitSet struct {
+	bits, packets, connections limit
+	quota                      uint64
+}
+
+func limitsOf(r Rates, quota *uint64) limitSet {
+	l := limitSet{limitOf(r.Bits, 2<<20), limitOf(r.Packets, 128), limitOf(r.Connections, 32), ^uint64(0)}
+	if quota != nil {
+		l.quota = *quota
+	}
+	return l
+}
+
+// bitset has a bit for each rule.
+type bitset [MaxRules / 64]uint64
+
+func (b *bitset) add(i int) { b[i/64] |= 1 << (i % 64) }
+func (b *bitset) del(i int) { b[i/64] &^= 1 << (i % 64) }
+
+type compiler struct {
+	rules   []flat
+	classes classes
+	tagged  map[string][]netip.Addr
+	table   []row
+	sets    map[bitset]uint32
+}
+
+// set puts a set of rules into the table, once, and returns its row.
+func (c *compiler) set(b bitset) uint32 {
+	if i, ok := c.sets[b]; ok {
+		return i
+	}
+	i := uint32(len(c.table))
+	c.sets[b] = i
+	c.table = append(c.table, setRow(b))
+	return i
+}
+
+// has says whether a rule is about a protocol.
+func (r *flat) has(p Protocol) bool {
+	if len(r.Protocols) == 0 {
+		return r.Verdict != Allow
+	}
+	return slices.Contains(r.Protocols, p) || slices.Contains(r.Protocols, AnyProtocol)
+}
+
+// protocol is the set of rules about a direction and a protocol.
+func (c *compiler) protocol(dir Direction, p Protocol) (b bitset) {
+	for i := range c.rules {
+		if c.rules[i].Direction == dir && c.rules[i].has(p) {
+			b.add(i)
+		}
+	}
+	return b
+}
+
+// change is a rule that begins (add 1) or ends (add -1) to match at a number: a port or
+// an address. Mask has a bit for each class of addresses that it is about.
+type change struct {
+	at   number
+	rule int
+	add  int
+	mask uint8
+}
+
+// slots of a sweep: one for each class but the floor, and number 0 for ports.
+const slots = int(classAgent) + 1
+
+// ports is the tree of ports for TCP or UDP.
+func (c *compiler) ports(dir Direction, p Protocol) uint32 {
+	var changes []change
+	for i := range c.rules {
+		r := &c.rules[i]
+		if r.Direction != dir || !r.has(p) {
+			continue
+		}
+		ranges := r.Ports
+		if len(ranges) == 0 && r.Verdict != Allow {
+			ranges = []PortRange{AnyPort}
+		}
+		for _, pr := range ranges {
+			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1})
+			changes = append(changes, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
+		}
+	}
+	var leaves []leaf
+	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
+		leaves = append(leaves, leaf{at, c.set(sets[0])})
+	})
+	return c.tree(leaves, false)
+}
+
+// sweep goes through numbers in order and tells, at 0 and wherever something changes,
+// which rules match from there on.
+func sweep(rules int, changes []change, emit func(number, *[slots]bitset)) {
+	slices.SortStableFunc(changes, func(a, b change) int { return a.at.compare(b.at) })
+	counts := make([][slots]int, rules)
+	var sets [slots]bitset
+	if len(changes) == 0 || changes[0].at != (number{}) {
+		emit(number{}, &sets)
+	}
+	for i, ch := range changes {
+		for k := range slots { // none for a mask of 0, which belongs to no rule
+			if ch.mask>>k&1 == 0 {
+				continue
+			}
+			n := &counts[ch.rule][k]
+			if *n += ch.add; *n > 0 {
+				sets[k].add(ch.rule)
+			} else {
+				sets[k].del(ch.rule)
+			}
+		}
+		if i+1 == len(changes) || changes[i+1].at != ch.at {
+			emit(ch.at, &sets)
+		}
+	}
+}
+
+// Masks of classes.
+const (
+	maskPublic  = 1 << classPublic
+	maskPrivate = 1 << classPrivate
+	maskHost    = 1 << classHost
+	maskAgent   = 1 << classAgent
+	maskAll     = maskPublic | maskPrivate | maskHost | maskAgent
+)
+
+// always is the classes of addresses that a rule matches without looking further.
+func (r *flat) always() (mask uint8) {
+	if r.only != nil {
+		return 0
+	}
+	if r.Verdict != Allow && len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
+		return maskAll
+	}
+	for _, g := range r.Groups {
+		switch g {
+		case Any:
+			if r.Verdict != Allow {
+				return maskAll
+			}
+			mask |= maskPublic
+		case Public:
+			mask |= maskPublic
+		case Private:
+			mask |= maskPrivate
+		case Host:
+			mask |= maskHost
+		}
+	}
+	return mask
+}
+
+// addresses is the tree of IPv4 or IPv6 addresses. A value is a class and a set.
+func (c *compiler) addresses(six bool) uint32 {
+	var changes []change
+	span := func(p netip.Prefix, rule int, mask uint8) {
+		if p.Addr().Is6() != six {
+			return
+		}
+		first, after, more := edges(p)
+		changes = append(changes, change{first, rule, 1, mask})
+		if more {
+			changes = append(changes, change{after, rule, -1, mask})
+		}
+	}
+	one := func(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+	all := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	if six {
+		all = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+	}
+	for i := range c.rules {
+		r := &c.rules[i]
+		if mask := r.always(); mask != 0 {
+			span(all, i, mask)
+		}
+		for _, a := range r.only {
+			span(one(a), i, maskHost)
+		}
+		for _, cidr := range r.CIDRs {
+			mask := uint8(maskAll)
+			if r.Verdict == Allow {
+				mask = maskPublic
+				if inside(cidr.Prefix, private) {
+					mask |= maskPrivate
+				}
+			}
+			span(cidr.Prefix, i, mask)
+		}
+		for _, tag := range r.Agents {
+			for _, a := range c.tagged[tag] {
+				span(one(a), i, maskAgent)
+			}
+		}
+	}
+	// Rules do not change at these, but classes do.
+	for _, p := range append(c.classes.boundaries(), all) {
+		span(p, 0, 0)
+	}
+	var leaves []leaf
+	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
+		k := c.classes.of(at.addr(six))
+		var b bitset
+		if k != classFloor {
+			b = sets[k]
+		}
+		v := uint32(k)<<24 | c.set(b)
+		if n := len(leaves); n == 0 || leaves[n-1].value != v {
+			leaves = append(leaves, leaf{at, v})
+		}
+	})
+	return c.tree(leaves, six)
+}

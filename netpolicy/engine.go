@@ -1,0 +1,343 @@
+package netpolicy
+
+import (
+	"cmp"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+)
+
+// ErrKernel is a kernel, or a lack of permission, that the programs cannot be loaded with.
+var ErrKernel = errors.New("the kernel does not take the programs")
+
+// ErrPinsFull is that the resolver has pinned as many addresses as it may.
+var ErrPinsFull = errors.New("too many addresses are pinned")
+
+// maxPins is how many addresses the resolver may pin for one agent. The map has room
+// for those of two generations.
+const maxPins = 4096
+
+// collection reads the objects once for each process.
+var collection = sync.OnceValues(bpf.LoadAgent)
+
+// kernelTypes keeps what has been read of the kernel's BTF, which is much.
+var kernelTypes = btf.NewCache()
+
+// engine is the programs of one agent and their maps. With no table in them they deny
+// everything.
+type engine struct {
+	objs bpf.AgentObjects
+
+	mu   sync.Mutex // guards what follows
+	gen  uint32
+	spec *Spec
+	pins map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+}
+
+// loadEngine loads the programs. Under test their clock stands until it is set.
+func loadEngine(flows int, testing bool) (*engine, error) {
+	shared, err := collection()
+	if err != nil {
+		return nil, fmt.Errorf("reading the eBPF objects: %w", err)
+	}
+	spec := shared.Copy()
+	spec.Maps["flows"].MaxEntries = uint32(flows)
+	if testing {
+		if err := spec.Variables["testing"].Set(uint32(1)); err != nil {
+			return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
+		}
+	}
+	// Nobody but the host marks packets; a random mark keeps it from doing so by chance.
+	var mark [4]byte
+	if _, err := rand.Read(mark[:]); err != nil {
+		return nil, fmt.Errorf("choosing a mark: %w", err)
+	}
+	if err := spec.Variables["answer_mark"].Set(binary.NativeEndian.Uint32(mark[:]) | 1); err != nil {
+		return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
+	}
+	e := &engine{pins: map[netip.Addr]map[string]uint64{}}
+	if err := spec.LoadAndAssign(&e.objs, &ebpf.CollectionOptions{Cache: kernelTypes}); err != nil {
+		if errors.Is(err, os.ErrPermission) {
+			err = fmt.Errorf("%w: run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN", err)
+		}
+		return nil, fmt.Errorf("loading the eBPF programs: %w: %w", ErrKernel, err)
+	}
+	return e, nil
+}
+
+func (e *engine) close() error { return e.objs.Close() }
+
+// install makes all packets from now on be judged by a new table. Each packet is
+// judged by exactly one: the programs read the pointer to it once, and the kernel keeps
+// the old table until the last of them is done, which install waits for.
+func (e *engine) install(s *Spec) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	table, err := e.build(s, e.gen+1)
+	if err != nil {
+		return err
+	}
+	defer table.Close()
+	e.gen++
+	if err := e.repin(s); err != nil {
+		return err
+	}
+	if err := e.objs.Policy.Put(uint32(0), table); err != nil {
+		return fmt.Errorf("installing a policy: %w", err)
+	}
+	e.spec = s
+	return e.unpinOld()
+}
+
+// build makes the map of a table.
+func (e *engine) build(s *Spec, gen uint32) (*ebpf.Map, error) {
+	rows := slices.Clone(s.rows)
+	keys := make([]uint32, len(rows))
+	for i := range keys {
+		keys[i] = uint32(i)
+	}
+	binary.LittleEndian.PutUint32(rows[0][genAt:], gen)
+	m, err := ebpf.NewMap(&ebpf.MapSpec{
+		Name: "table", Type: ebpf.Array, KeySize: 4, ValueSize: rowSize, MaxEntries: uint32(len(s.rows)),
+		Flags: unix.BPF_F_INNER_MAP,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("making a table of %d rows: %w", len(s.rows), err)
+	}
+	if _, err := m.BatchUpdate(keys, rows, nil); err != nil {
+		m.Close()
+		return nil, fmt.Errorf("filling a table of %d rows: %w", len(s.rows), err)
+	}
+	return m, nil
+}
+
+// pinSlots is how many times at which names of one address expire are told apart. Those
+// beyond expire early.
+const pinSlots = 4
+
+// matching is which rules the names of an address match, and until when.
+func (s *Spec) matching(names map[string]uint64) (p bpf.AgentPin, ok bool) {
+	sets := map[uint64]bitset{} // by time
+	for name, until := range names {
+		b := sets[until]
+		for i, patterns := range s.match {
+			if slices.ContainsFunc(patterns, func(p string) bool { return NameMatches(p, name) }) {
+				b.add(i)
+			}
+		}
+		if b != (bitset{}) {
+			sets[until] = b
+		}
+	}
+	// The latest first; each slot has what the later ones have as well.
+	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
+	var all bitset
+	for i, t := range times[:min(len(times), pinSlots)] {
+		for w, x := range sets[t] {
+			all[w] |= x
+		}
+		at := min(len(times), pinSlots) - 1 - i
+		p.Expires[at], p.Set[at].W = t, all
+	}
+	return p, len(times) > 0
+}
+
+// NameMatches says whether a name is one that a pattern of a rule means. Both are in
+// lower case and without a final dot.
+func NameMatches(pattern, name string) bool {
+	if rest, wild := strings.CutPrefix(pattern, "*."); wild {
+		return strings.HasSuffix(name, "."+rest) && len(name) > len(rest)+1
+	}
+	return name == pattern
+}
+
+func pinKey(a netip.Addr, gen uint32) bpf.AgentPinKey {
+	k := bpf.AgentPinKey{Gen: gen}
+	b := a.As16()
+	for i := range k.Addr {
+		k.Addr[i] = binary.NativeEndian.Uint32(b[4*i:])
+	}
+	return k
+}
+
+// repin puts what the resolver has pinned into the map for the next generation.
+func (e *engine) repin(s *Spec) error {
+	now := ktime()
+	for a, names := range e.pins {
+		for n, until := range names {
+			if until <= now {
+				delete(names, n)
+			}
+		}
+		if len(names) == 0 {
+			delete(e.pins, a)
+			continue
+		}
+		if err := e.writePin(s, a, names); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error {
+	v, ok := s.matching(names)
+	if !ok {
+		return nil
+	}
+	if err := e.objs.Pins.Put(pinKey(a, e.gen), &v); err != nil {
+		return fmt.Errorf("pinning %v: %w", a, err)
+	}
+	return nil
+}
+
+// unpinOld removes the entries of generations that are gone.
+func (e *engine) unpinOld() error {
+	var k bpf.AgentPinKey
+	var v bpf.AgentPin
+	var old []bpf.AgentPinKey
+	for it := e.objs.Pins.Iterate(); it.Next(&k, &v); {
+		if k.Gen != e.gen {
+			old = append(old, k)
+		}
+	}
+	for _, k := range old {
+		if err := e.objs.Pins.Delete(k); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("removing pinned addresses of an old policy: %w", err)
+		}
+	}
+	return nil
+}
+
+// pin lets rules with a name match an address until a time on the kernel's clock.
+func (e *engine) pin(name string, a netip.Addr, until uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.spec == nil {
+		return errors.New("pinning an address: there is no policy")
+	}
+	names := e.pins[a]
+	if names == nil {
+		if len(e.pins) >= maxPins {
+			e.expire()
+		}
+		if len(e.pins) >= maxPins {
+			return fmt.Errorf("pinning %v: %w (%d)", a, ErrPinsFull, maxPins)
+		}
+		names = map[string]uint64{}
+		e.pins[a] = names
+	}
+	if _, ok := names[name]; !ok && len(names) >= 64 {
+		return fmt.Errorf("pinning %v: %w: it has 64 names", a, ErrPinsFull)
+	}
+	names[name] = max(names[name], until)
+	return e.writePin(e.spec, a, names)
+}
+
+// expire forgets pins whose time is up.
+func (e *engine) expire() {
+	now := ktime()
+	for a, names := range e.pins {
+		for n, until := range names {
+			if until <= now {
+				delete(names, n)
+			}
+		}
+		if len(names) == 0 {
+			delete(e.pins, a)
+			// If it is not there, it has been removed with an old policy.
+			_ = e.objs.Pins.Delete(pinKey(a, e.gen))
+		}
+	}
+}
+
+// ktime is the clock of bpf_ktime_get_ns.
+func ktime() uint64 {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		return 0 // what is pinned has expired
+	}
+	return uint64(ts.Nano())
+}
+
+// Count is packets, after segmentation, and their bytes.
+type Count struct {
+	Packets uint64 `json:"packets"`
+	Bytes   uint64 `json:"bytes"`
+}
+
+// Counter is how many packets had one fate since the programs were loaded.
+type Counter struct {
+	Direction Direction `json:"direction"`
+	Verdict   Verdict   `json:"verdict"`
+	Reason    Reason    `json:"reason"`
+	Count
+}
+
+// codes are directions and verdicts by the programs' numbers.
+var (
+	directions = []Direction{Egress, Ingress}
+	verdicts   = []Verdict{Deny, Allow, Reject}
+)
+
+// counters reads the counts that are not zero.
+func (e *engine) counters() ([]Counter, error) {
+	var out []Counter
+	for d, dir := range directions {
+		for v, verdict := range verdicts {
+			for r := range maxReason {
+				var per []bpf.AgentCounter
+				if err := e.objs.Counters.Lookup(uint32((d*len(verdicts)+v)*maxReason+r), &per); err != nil {
+					return nil, fmt.Errorf("reading counters: %w", err)
+				}
+				c := Counter{Direction: dir, Verdict: verdict, Reason: Reason(r)}
+				for _, p := range per {
+					c.Packets += p.Packets
+					c.Bytes += p.Bytes
+				}
+				if c.Packets != 0 {
+					out = append(out, c)
+				}
+			}
+		}
+	}
+	return out, nil
+}
+
+// Usage is what has passed in one direction.
+type Usage struct {
+	// Bytes that count against the quota.
+	Bytes uint64 `json:"bytes"`
+	// Idle is how long ago a packet has passed; negative if none ever has.
+	Idle time.Duration `json:"idle"`
+}
+
+func (e *engine) usage(d Direction) (Usage, error) {
+	i := uint32(0)
+	if d == Ingress {
+		i = 1
+	}
+	var u bpf.AgentUsage
+	if err := e.objs.Usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
+		return Usage{}, fmt.Errorf("reading the use of the network: %w", err)
+	}
+	out := Usage{Bytes: u.Used, Idle: -1}
+	if u.Active != 0 {
+		out.Idle = max(0, time.Duration(ktime()-u.Active))
+	}
+	return out, nil
+}

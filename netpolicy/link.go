@@ -1,0 +1,676 @@
+package netpolicy
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/cilium/ebpf/ringbuf"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// What can be wrong with a link, for errors.Is. A missing interface or agent is
+// os.ErrNotExist.
+var (
+	ErrUp   = errors.New("the interface is up")
+	ErrBusy = errors.New("another process has the agent's network")
+	ErrGone = errors.New("the programs are not on the interface")
+	ErrName = errors.New("unusable name of an agent")
+)
+
+// DefaultRoot is where agents have their pins: a directory each, with their maps,
+// programs and links.
+const DefaultRoot = bpffs + "/drowse"
+
+const bpffs = "/sys/fs/bpf"
+
+// agentName has no dot: the BPF file system allows none.
+var agentName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
+
+// LinkConfig says which agent has which interface.
+type LinkConfig struct {
+	// Agent names the directory of pins: 1 to 63 letters, digits, _ and -.
+	Agent string
+	// Interface is the name of its TAP device, in this network namespace.
+	Interface string
+	// Root is the directory of all agents' pins, in a BPF file system; empty is
+	// DefaultRoot.
+	Root string
+}
+
+func (c LinkConfig) dir() string {
+	if c.Root == "" {
+		c.Root = DefaultRoot
+	}
+	return filepath.Join(c.Root, c.Agent)
+}
+
+// Link is the programs on an agent's TAP device. They stay there, with the last
+// policy, when the process that made them ends in any way; Adopt takes them over, and
+// Remove takes them away. If the device vanishes, they do nothing more. Its methods may
+// be called from any goroutine, but for Close and Remove, which must be the last.
+type Link struct {
+	cfg   LinkConfig
+	index int
+	eng   *engine
+	lock  *os.File // held as long as the Link is open
+
+	mu    sync.Mutex // guards links
+	links []link.Link
+}
+
+// Names of the pins. The links are there where the kernel has TCX (6.6).
+const (
+	pinFromGuest = "from_guest"
+	pinToGuest   = "to_guest"
+	pinLinkIn    = "link_from_guest"
+	pinLinkOut   = "link_to_guest"
+	filterName   = "drowse"
+	filterHandle = 0x6472
+	filterPrio   = 1
+	bpffsMode    = 0o700
+)
+
+// Attach loads the programs with a policy and puts them on an interface, which has to be
+// down: nothing may pass before they are there. It gives the interface the gateway's
+// MAC. What a dead process has left under the agent's name is removed. If Attach
+// fails, the interface stays down.
+func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
+	if err := prepare(cfg); err != nil {
+		return nil, err
+	}
+	nl, err := findInterface(cfg.Interface)
+	if err != nil {
+		return nil, err
+	}
+	if nl.Attrs().Flags&net.FlagUp != 0 {
+		return nil, fmt.Errorf("attaching a policy to %q: %w: set it down first, so that nothing passes before the policy is there", cfg.Interface, ErrUp)
+	}
+	l := &Link{cfg: cfg, index: nl.Attrs().Index}
+	if err := os.MkdirAll(cfg.dir(), bpffsMode); err != nil {
+		return nil, fmt.Errorf("making the directory of an agent's pins: %w", err)
+	}
+	if l.lock, err = lockDir(cfg.dir()); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.Remove())
+		}
+	}()
+	if err := clearPins(cfg.dir()); err != nil {
+		return nil, err
+	}
+	if err := netlink.LinkSetHardwareAddr(nl, TheWire.GatewayMAC[:]); err != nil {
+		return nil, fmt.Errorf("giving %q the gateway's MAC: %w", cfg.Interface, err)
+	}
+	if l.eng, err = loadEngine(spec.flows, false); err != nil {
+		return nil, err
+	}
+	if err := l.eng.install(spec); err != nil {
+		return nil, err
+	}
+	for name, p := range l.eng.pinned() {
+		if err := p.Pin(filepath.Join(cfg.dir(), name)); err != nil {
+			return nil, fmt.Errorf("pinning %s of agent %s: %w", name, cfg.Agent, err)
+		}
+	}
+	if err := l.attach(nl); err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+// pinnable is a map or a program.
+type pinnable interface {
+	Pin(string) error
+}
+
+// pinned is what has to outlive the process, by the names of its pins.
+func (e *engine) pinned() map[string]pinnable {
+	o := &e.objs
+	return map[string]pinnable{
+		"policy": o.Policy, "pins": o.Pins, "flows": o.Flows, "usages": o.Usages, "counters": o.Counters, "events": o.Events,
+		pinFromGuest: o.FromGuest, pinToGuest: o.ToGuest,
+	}
+}
+
+// prepare checks the name and mounts the BPF file system.
+func prepare(cfg LinkConfig) error {
+	if !agentName.MatchString(cfg.Agent) {
+		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Agent)
+	}
+	is, err := isBPFFS(bpffs)
+	if err != nil {
+		return fmt.Errorf("looking for the BPF file system: %w", err)
+	}
+	if !is {
+		if err := unix.Mount("bpf", bpffs, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700"); err != nil {
+			return fmt.Errorf("mounting the BPF file system on %s: %w: run as root, or have it mounted", bpffs, err)
+		}
+	}
+	return nil
+}
+
+func isBPFFS(path string) (bool, error) {
+	var s unix.Statfs_t
+	if err := unix.Statfs(path, &s); err != nil {
+		return false, &os.PathError{Op: "statfs", Path: path, Err: err}
+	}
+	return s.Type == unix.BPF_FS_MAGIC, nil
+}
+
+func findInterface(name string) (netlink.Link, error) {
+	nl, err := netlink.LinkByName(name)
+	if err != nil {
+		var none netlink.LinkNotFoundError
+		if errors.As(err, &none) {
+			err = os.ErrNotExist
+		}
+		return nil, fmt.Errorf("finding interface %q: %w", name, err)
+	}
+	return nl, nil
+}
+
+// lockDir makes sure that one process at a time has an agent. The kernel gives the
+// lock back when the process ends.
+func lockDir(dir string) (*os.File, error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("opening an agent's pins: %w", err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = ErrBusy
+		}
+		return nil, fmt.Errorf("locking %s: %w", dir, err)
+	}
+	return f, nil
+}
+
+func clearPins(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("reading an agent's pins: %w", err)
+	}
+	for _, e := range entries {
+		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("removing a pin: %w", err)
+		}
+	}
+	return nil
+}
+
+// attach puts both programs on the interface: as TCX links, or as filters of a clsact
+// qdisc where the kernel has no TCX.
+func (l *Link) attach(nl netlink.Link) error {
+	for _, side := range []struct {
+		prog *ebpf.Program
+		at   ebpf.AttachType
+		pin  string
+	}{
+		{l.eng.objs.FromGuest, ebpf.AttachTCXIngress, pinLinkIn},
+		{l.eng.objs.ToGuest, ebpf.AttachTCXEgress, pinLinkOut},
+	} {
+		tcx, err := link.AttachTCX(link.TCXOptions{Interface: l.index, Program: side.prog, Attach: side.at, Anchor: link.Head()})
+		if errors.Is(err, ebpf.ErrNotSupported) {
+			return l.attachFilters(nl)
+		}
+		if err != nil {
+			return fmt.Errorf("attaching a program to %q: %w", l.cfg.Interface, err)
+		}
+		l.mu.Lock()
+		l.links = append(l.links, tcx)
+		l.mu.Unlock()
+		if err := tcx.Pin(filepath.Join(l.cfg.dir(), side.pin)); err != nil {
+			return fmt.Errorf("pinning a link of agent %s: %w", l.cfg.Agent, err)
+		}
+	}
+	return nil
+}
+
+// sides are the programs and the hooks of clsact.
+func (e *engine) sides() map[uint32]*ebpf.Program {
+	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.objs.FromGuest, netlink.HANDLE_MIN_EGRESS: e.objs.ToGuest}
+}
+
+func (l *Link) attachFilters(nl netlink.Link) error {
+	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+		LinkIndex: l.index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+	}}
+	if err := netlink.QdiscReplace(qdisc); err != nil {
+		return fmt.Errorf("adding a clsact qdisc to %q: %w", nl.Attrs().Name, err)
+	}
+	for parent, prog := range l.eng.sides() {
+		err := netlink.FilterReplace(&netlink.BpfFilter{
+			FilterAttrs: netlink.FilterAttrs{
+				LinkIndex: l.index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
+			},
+			Fd: prog.FD(), Name: filterName, DirectAction: true,
+		})
+		if err != nil {
+			return fmt.Errorf("adding a filter to %q: %w", nl.Attrs().Name, err)
+		}
+	}
+	return nil
+}
+
+// check says whether the programs are on the interface, both of them.
+func (l *Link) check() error {
+	gone := func(why string) error {
+		return fmt.Errorf("agent %s on %q: %w: %s", l.cfg.Agent, l.cfg.Interface, ErrGone, why)
+	}
+	l.mu.Lock()
+	links := l.links
+	l.mu.Unlock()
+	if len(links) > 0 {
+		for _, x := range links {
+			info, err := x.Info()
+			if err != nil {
+				return fmt.Errorf("looking at a link of agent %s: %w", l.cfg.Agent, err)
+			}
+			if tcx := info.TCX(); tcx == nil || int(tcx.Ifindex) != l.index {
+				return gone("the interface is another one")
+			}
+		}
+		if len(links) != 2 {
+			return gone("one of two is missing")
+		}
+		return nil
+	}
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return gone("the interface does not exist")
+	}
+	for parent, prog := range l.eng.sides() {
+		info, err := prog.Info()
+		if err != nil {
+			return fmt.Errorf("looking at a program of agent %s: %w", l.cfg.Agent, err)
+		}
+		id, _ := info.ID()
+		filters, err := netlink.FilterList(nl, parent)
+		if err != nil {
+			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
+		}
+		found := false
+		for _, f := range filters {
+			b, ok := f.(*netlink.BpfFilter)
+			found = found || ok && b.Id == int(id) && b.Priority == filterPrio
+		}
+		if !found {
+			return gone("a filter is missing")
+		}
+	}
+	return nil
+}
+
+// Adopt takes over what another process, which has ended, has left. The flows, the use
+// of limits and the counters go on; what the resolver had pinned counts until the next
+// Swap. It fails with os.ErrNotExist when there is nothing of that name, with ErrBusy
+// when its process is still there, with ErrGone when the interface is gone.
+func Adopt(cfg LinkConfig) (_ *Link, err error) {
+	if err := prepare(cfg); err != nil {
+		return nil, err
+	}
+	l := &Link{cfg: cfg, eng: &engine{pins: map[netip.Addr]map[string]uint64{}}}
+	if l.lock, err = lockDir(cfg.dir()); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.Close())
+		}
+	}()
+	nl, err := findInterface(cfg.Interface)
+	if err != nil {
+		return nil, err
+	}
+	l.index = nl.Attrs().Index
+	if err := l.eng.adopt(cfg.dir()); err != nil {
+		return nil, fmt.Errorf("adopting agent %s: %w", cfg.Agent, err)
+	}
+	for _, name := range []string{pinLinkIn, pinLinkOut} {
+		x, err := link.LoadPinnedLink(filepath.Join(cfg.dir(), name), nil)
+		if errors.Is(err, os.ErrNotExist) {
+			continue // filters, or check will tell
+		}
+		if err != nil {
+			return nil, fmt.Errorf("adopting agent %s: %s: %w", cfg.Agent, name, err)
+		}
+		l.links = append(l.links, x)
+	}
+	return l, l.check()
+}
+
+// adopt opens what is pinned.
+func (e *engine) adopt(dir string) error {
+	o := &e.objs
+	for name, m := range map[string]**ebpf.Map{
+		"policy": &o.Policy, "pins": &o.Pins, "flows": &o.Flows, "usages": &o.Usages, "counters": &o.Counters, "events": &o.Events,
+	} {
+		var err error
+		if *m, err = ebpf.LoadPinnedMap(filepath.Join(dir, name), nil); err != nil {
+			return err
+		}
+	}
+	for name, p := range map[string]**ebpf.Program{pinFromGuest: &o.FromGuest, pinToGuest: &o.ToGuest} {
+		var err error
+		if *p, err = ebpf.LoadPinnedProgram(filepath.Join(dir, name), nil); err != nil {
+			return err
+		}
+	}
+	var id ebpf.MapID
+	if err := o.Policy.Lookup(uint32(0), &id); err != nil {
+		return fmt.Errorf("finding the table: %w", err)
+	}
+	table, err := ebpf.NewMapFromID(id)
+	if err != nil {
+		return fmt.Errorf("opening the table: %w", err)
+	}
+	defer table.Close()
+	var head row
+	if err := table.Lookup(uint32(0), &head); err != nil {
+		return fmt.Errorf("reading the table: %w", err)
+	}
+	e.gen = binary.LittleEndian.Uint32(head[genAt:])
+	return nil
+}
+
+// Up gives the interface the gateway's addresses, tells the host where the agent's
+// address is, and raises it.
+func (l *Link) Up(id Identity) error {
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return fmt.Errorf("raising %q: %w", l.cfg.Interface, err)
+	}
+	if err := l.check(); err != nil {
+		return err
+	}
+	type family struct {
+		own, guest, gateway netip.Addr
+		bits                int
+	}
+	families := []family{{id.Address4, TheWire.Guest4, TheWire.Gateway4, 30}}
+	if id.Address6.IsValid() {
+		families = append(families, family{id.Address6, TheWire.Guest6, TheWire.Gateway6, 64})
+	}
+	for _, f := range families {
+		addr := &netlink.Addr{IPNet: ipNet(f.gateway, f.bits)}
+		if f.gateway.Is6() {
+			addr.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrReplace(nl, addr); err != nil {
+			return fmt.Errorf("giving %q the address %v: %w", l.cfg.Interface, f.gateway, err)
+		}
+	}
+	if err := netlink.LinkSetUp(nl); err != nil {
+		return fmt.Errorf("raising %q: %w", l.cfg.Interface, err)
+	}
+	for _, f := range families {
+		// The guest's MAC is known, so the host never has to ask for it.
+		n := &netlink.Neigh{LinkIndex: l.index, State: netlink.NUD_PERMANENT, IP: f.guest.AsSlice(), HardwareAddr: TheWire.GuestMAC[:]}
+		if err := netlink.NeighSet(n); err != nil {
+			return fmt.Errorf("telling the host the guest's MAC on %q: %w", l.cfg.Interface, err)
+		}
+		if f.own == f.guest {
+			continue
+		}
+		r := &netlink.Route{
+			LinkIndex: l.index, Dst: ipNet(f.own, f.own.BitLen()), Gw: f.guest.AsSlice(), Src: f.gateway.AsSlice(),
+			Flags: int(netlink.FLAG_ONLINK),
+		}
+		if err := netlink.RouteReplace(r); err != nil {
+			return fmt.Errorf("routing %v to %q: %w", f.own, l.cfg.Interface, err)
+		}
+	}
+	if id.Address6.IsValid() {
+		return awaitLocal(TheWire.Gateway6, l.cfg.Interface)
+	}
+	return nil
+}
+
+// The kernel puts an IPv6 address into service in a work item of its own, some time
+// after it has said yes.
+const (
+	localWithin = 30 * time.Second
+	localPause  = time.Millisecond
+)
+
+// awaitLocal waits until the host takes packets to one of its addresses.
+func awaitLocal(a netip.Addr, name string) error {
+	for end := time.Now().Add(localWithin); ; time.Sleep(localPause) {
+		routes, err := netlink.RouteGet(a.AsSlice())
+		if err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL {
+			return nil
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("raising %q: the kernel has not put %v into service for %v: is IPv6 switched off (sysctl net.ipv6.conf.*.disable_ipv6)?", name, a, localWithin)
+		}
+	}
+}
+
+func ipNet(a netip.Addr, bits int) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
+}
+
+// Swap replaces the policy while packets pass. Each packet is judged by the old policy
+// or by the new one. When Swap returns, no packet is judged by the old one any more. The
+// size of the flow table stays.
+func (l *Link) Swap(s *Spec) error { return l.eng.install(s) }
+
+// Pin says that the resolver has given the guest an address for a name, for so long.
+// Rules with a matching name match the address until then. The name is in lower case,
+// without a final dot. It fails with ErrPinsFull when there are too many.
+func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
+	return l.eng.pin(name, a.Unmap(), ktime()+uint64(max(0, ttl)))
+}
+
+// Counters says what became of packets since the programs were loaded.
+func (l *Link) Counters() ([]Counter, error) { return l.eng.counters() }
+
+// Usage says what has passed in a direction, and how long ago the last packet has.
+func (l *Link) Usage(d Direction) (Usage, error) { return l.eng.usage(d) }
+
+// Event is a packet that did not pass. At most 100 a second are told for each
+// direction; the others are counted in Suppressed of the next one.
+type Event struct {
+	// Uptime is when it was, on CLOCK_MONOTONIC.
+	Uptime    time.Duration `json:"uptime"`
+	Direction Direction     `json:"direction"`
+	Verdict   Verdict       `json:"verdict"`
+	Reason    Reason        `json:"reason"`
+	// Rule is its number in the table, see Spec.RuleName; -1 is none.
+	Rule int `json:"rule"`
+	// Peer, Protocol and the ports are zero where the packet was denied before they
+	// were known.
+	Peer       netip.Addr `json:"peer"`
+	Protocol   uint8      `json:"protocol"`
+	PeerPort   uint16     `json:"peer_port"`
+	GuestPort  uint16     `json:"guest_port"`
+	EtherType  uint16     `json:"ethertype"`
+	Bytes      uint32     `json:"bytes"`
+	Suppressed uint32     `json:"suppressed"`
+}
+
+// Events calls fn for each event until the context ends, whose error it returns. Only
+// one call at a time gets them.
+func (l *Link) Events(ctx context.Context, fn func(Event)) error {
+	r, err := ringbuf.NewReader(l.eng.objs.Events)
+	if err != nil {
+		return fmt.Errorf("reading events: %w", err)
+	}
+	defer r.Close()
+	stop := context.AfterFunc(ctx, func() { r.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	var rec ringbuf.Record
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := r.ReadInto(&rec); err != nil {
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				continue
+			}
+			return fmt.Errorf("reading events: %w", err)
+		}
+		if ev, ok := decodeEvent(rec.RawSample); ok {
+			fn(ev)
+		}
+	}
+}
+
+// sizes of an event as bpf/agent.c writes it.
+const eventSize = 48
+
+func decodeEvent(b []byte) (Event, bool) {
+	if len(b) < eventSize {
+		return Event{}, false
+	}
+	le, be := binary.LittleEndian, binary.BigEndian
+	v, d := int(b[44]), int(b[46])
+	if v >= len(verdicts) || d >= len(directions) {
+		return Event{}, false
+	}
+	e := Event{
+		Uptime: time.Duration(le.Uint64(b)), Peer: netip.AddrFrom16([16]byte(b[8:24])).Unmap(), Bytes: le.Uint32(b[28:]),
+		Suppressed: le.Uint32(b[32:]), Rule: int(le.Uint16(b[36:])), PeerPort: be.Uint16(b[38:]), GuestPort: be.Uint16(b[40:]),
+		EtherType: be.Uint16(b[42:]), Verdict: verdicts[v], Reason: Reason(b[45]), Direction: directions[d], Protocol: b[47],
+	}
+	if e.Rule == 0xffff {
+		e.Rule = -1
+	}
+	return e, true
+}
+
+// Close lets go of the agent; the programs stay where they are, with their policy.
+func (l *Link) Close() error {
+	var errs []error
+	l.mu.Lock()
+	links := l.links
+	l.links = nil
+	l.mu.Unlock()
+	for _, x := range links {
+		errs = append(errs, x.Close())
+	}
+	if l.eng != nil {
+		errs = append(errs, l.eng.close())
+	}
+	if l.lock != nil {
+		errs = append(errs, l.lock.Close())
+		l.lock = nil
+	}
+	return errors.Join(errs...)
+}
+
+// Remove sets the interface down, if it is still there, takes the programs off it and
+// removes their pins. The Link is closed.
+func (l *Link) Remove() error {
+	return errors.Join(l.takeOff(), removePins(l.cfg.dir()), l.Close())
+}
+
+func (l *Link) takeOff() error {
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return nil // it has taken them with it
+	}
+	if err := netlink.LinkSetDown(nl); err != nil {
+		return fmt.Errorf("setting %q down: %w", l.cfg.Interface, err)
+	}
+	l.mu.Lock()
+	tcx := len(l.links) > 0
+	l.mu.Unlock()
+	if tcx || l.eng == nil {
+		return nil // they go with their links
+	}
+	for parent := range l.eng.sides() {
+		filters, err := netlink.FilterList(nl, parent)
+		if err != nil {
+			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
+		}
+		for _, f := range filters {
+			if b, ok := f.(*netlink.BpfFilter); ok && b.Handle == filterHandle && b.Priority == filterPrio {
+				if err := netlink.FilterDel(f); err != nil {
+					return fmt.Errorf("removing a filter of %q: %w", l.cfg.Interface, err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// removePins removes an agent's directory.
+func removePins(dir string) error {
+	if err := clearPins(dir); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("removing an agent's pins: %w", err)
+	}
+	return nil
+}
+
+// Remove takes away what a process that has ended left under an agent's name: see
+// Link.Remove. It is no error if there is nothing. It fails with ErrBusy if the process
+// is still there.
+func Remove(cfg LinkConfig) error {
+	l, err := Adopt(cfg)
+	switch {
+	case err == nil:
+		return l.Remove()
+	case errors.Is(err, ErrBusy), errors.Is(err, ErrName):
+		return err
+	}
+	// Incomplete, or without its interface. What may still be attached is taken off
+	// an interface that is down.
+	lock, err := lockDir(cfg.dir())
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	if nl, err := findInterface(cfg.Interface); err == nil {
+		if err := netlink.LinkSetDown(nl); err != nil {
+			return fmt.Errorf("setting %q down: %w", cfg.Interface, err)
+		}
+	}
+	return removePins(cfg.dir())
+}
+
+// Agents lists the names under a root of pins; empty is DefaultRoot.
+func Agents(root string) ([]string, error) {
+	if root == "" {
+		root = DefaultRoot
+	}
+	entries, err := os.ReadDir(root)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing agents: %w", err)
+	}
+	var out []string
+	for _, e := range entries {
+		if e.IsDir() {
+			out = append(out, e.Name())
+		}
+	}
+	return out, nil
+}

@@ -1,0 +1,91 @@
+package netpolicy_test
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/drowse-vm/drowse/netpolicy"
+)
+
+// Each name opens a port of the same address, and they expire one after the other.
+func TestPin_names_of_an_address_end_one_by_one(t *testing.T) {
+	const names = 6 // more than there are slots
+	var text strings.Builder
+	text.WriteString("dns: {}\nrules:\n")
+	for i := range names {
+		fmt.Fprintf(&text, "- {direction: egress, verdict: allow, names: [n%d.example.com], protocols: [udp], ports: [%d]}\n", i, 1000+i)
+	}
+	e := newEngine(t, DefaultFlows)
+	s := compile(t, text.String())
+	if err := e.Install(s); err != nil {
+		t.Fatal(err)
+	}
+	start := uint64(1e15) // later than the kernel's clock
+	end := func(i int) uint64 { return start + uint64(i+1)*uint64(time.Minute) }
+	for i := range names {
+		// Not in order.
+		k := (i * 5) % names
+		if err := e.Pin(fmt.Sprintf("n%d.example.com", k), peer4, end(k)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check := func(now uint64) {
+		t.Helper()
+		if err := e.SetTime(now); err != nil {
+			t.Fatal(err)
+		}
+		for i := range names {
+			r, err := e.Run(Egress, sent(peer4, 17, udp(uint16(2000+now%10000), uint16(1000+i))), 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			alive := now < end(i)
+			if r.Verdict == Allow && !alive {
+				t.Errorf("%d ns: name %d still opens its port", int64(now-start), i)
+			}
+			// Beyond four times, the first to expire expire early.
+			if r.Verdict != Allow && alive && i >= names-4 {
+				t.Errorf("%d ns: name %d does not open its port: %s", int64(now-start), i, r.Reason)
+			}
+			if err := e.ForgetFlows(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if r, err := e.Run(Egress, sent(netip.MustParseAddr("198.51.100.2"), 17, udp(2000, 1005)), 0); err != nil || r.Verdict != Deny {
+			t.Errorf("another address: %s by %s, %v", r.Verdict, r.Reason, err)
+		}
+	}
+	for round := range 2 {
+		for i := range names {
+			for _, now := range []uint64{end(i) - 1, end(i), end(i) + 1} {
+				check(now)
+			}
+		}
+		if round == 0 {
+			// The same again after a swap.
+			if err := e.Install(s); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
+func TestPin_more_than_there_is_room_for_gives_an_error(t *testing.T) {
+	e := newEngine(t, DefaultFlows)
+	if err := e.Install(compile(t, "dns: {}\nrules: [{direction: egress, verdict: allow, names: ['*.example.com']}]")); err != nil {
+		t.Fatal(err)
+	}
+	a := netip.MustParseAddr("8.0.0.0")
+	for range 4096 {
+		if err := e.Pin("a.example.com", a, 1e18); err != nil {
+			t.Fatal(err)
+		}
+		a = a.Next()
+	}
+	if err := e.Pin("a.example.com", a, 1e18); err == nil {
+		t.Error("one too many was pinned")
+	}
+}

@@ -1,0 +1,264 @@
+package netpolicy
+
+import (
+	"encoding"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+)
+
+// Limits of a policy. A policy beyond one of them is refused.
+const (
+	MaxFileBytes  = 1 << 20 // of a policy file
+	MaxRules      = 1024    // including those that published ports and the resolver add
+	MaxCIDRs      = 4096    // of all rules
+	MaxPortRanges = 4096    // of all rules
+	MaxNames      = 1024    // of all rules
+	MaxTags       = 1024    // of all rules
+	MaxPublished  = 64
+	MaxUpstreams  = 8
+	MaxRuleName   = 64    // bytes
+	MaxTag        = 64    // bytes
+	MaxFlows      = 65536 // entries of the flow table
+	MinFlows      = 64
+	DefaultFlows  = 4096
+)
+
+// Direction is that of a packet: Egress leaves the guest, Ingress comes to it.
+type Direction string
+
+// Directions.
+const (
+	Egress  Direction = "egress"
+	Ingress Direction = "ingress"
+)
+
+// Verdict is what becomes of a packet. The zero value denies.
+type Verdict string
+
+// Verdicts. Reject is deny, and the sender is to be told.
+const (
+	Allow  Verdict = "allow"
+	Deny   Verdict = "deny"
+	Reject Verdict = "reject"
+)
+
+// Group names a set of addresses; the package comment says which.
+type Group string
+
+// Groups.
+const (
+	Any       Group = "any"
+	Public    Group = "public"
+	Private   Group = "private"
+	Host      Group = "host"
+	Metadata  Group = "metadata"
+	LinkLocal Group = "link-local"
+	Loopback  Group = "loopback"
+	Multicast Group = "multicast"
+)
+
+// Protocol of a rule. ICMP is ICMPv6 on IPv6.
+type Protocol string
+
+// Protocols.
+const (
+	TCP         Protocol = "tcp"
+	UDP         Protocol = "udp"
+	ICMP        Protocol = "icmp"
+	AnyProtocol Protocol = "any"
+)
+
+// Policy says what the network may do to and for one agent. The zero value denies all.
+type Policy struct {
+	// Version of the format: 1. Absent is 1.
+	Version int `json:"version,omitempty" yaml:"version,omitempty"`
+	// Default is the verdict where no rule matches.
+	Default Defaults `json:"default" yaml:"default"`
+	// Rules in order; the first that matches decides.
+	Rules []Rule `json:"rules" yaml:"rules"`
+	// Publish are ports of the guest that the host may reach.
+	Publish []Published `json:"publish,omitempty" yaml:"publish,omitempty"`
+	// DNS is the agent's resolver; nil is none.
+	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
+	// Limits of rate; nil is no limit.
+	Limits Limits `json:"limits" yaml:"limits"`
+	// Quota of bytes; nil is none.
+	Quota Quota `json:"quota" yaml:"quota"`
+	// Flows is how many flows are tracked at once; 0 is DefaultFlows. Beyond it, the
+	// flow that was used least recently is forgotten.
+	Flows int `json:"flows,omitempty" yaml:"flows,omitempty"`
+}
+
+// Defaults are the verdicts where no rule matches. The zero value denies.
+type Defaults struct {
+	Egress  Verdict `json:"egress,omitempty" yaml:"egress,omitempty"`
+	Ingress Verdict `json:"ingress,omitempty" yaml:"ingress,omitempty"`
+}
+
+// Rule is one rule. Cidrs, groups, names and agents together are its peers.
+type Rule struct {
+	// Name is for people, in events and explanations; at most MaxRuleName bytes.
+	Name      string    `json:"name,omitempty" yaml:"name,omitempty"`
+	Direction Direction `json:"direction" yaml:"direction"`
+	// Verdict; empty denies.
+	Verdict   Verdict     `json:"verdict" yaml:"verdict"`
+	CIDRs     []CIDR      `json:"cidrs" yaml:"cidrs"`
+	Groups    []Group     `json:"groups" yaml:"groups"`
+	Names     []string    `json:"names" yaml:"names"`
+	Agents    []string    `json:"agents" yaml:"agents"`
+	Protocols []Protocol  `json:"protocols" yaml:"protocols"`
+	Ports     []PortRange `json:"ports" yaml:"ports"`
+}
+
+// Published is a port of the guest that the host may reach, and where the host
+// listens for it. Listening is the business of who runs the VM.
+type Published struct {
+	// Listen is the host's address and port.
+	Listen netip.AddrPort `json:"listen" yaml:"listen"`
+	// Port of the guest.
+	Port uint16 `json:"port" yaml:"port"`
+	// Protocol is tcp or udp.
+	Protocol Protocol `json:"protocol" yaml:"protocol"`
+}
+
+// DNS is the resolver of an agent, at the gateway's address.
+type DNS struct {
+	// Upstreams are the servers that it asks, address and port.
+	Upstreams []netip.AddrPort `json:"upstreams" yaml:"upstreams"`
+	// QueriesPerSecond that the guest may send; 0 is 50.
+	QueriesPerSecond int `json:"queries_per_second,omitempty" yaml:"queries_per_second,omitempty"`
+}
+
+// Limits are limits of rate for each direction.
+type Limits struct {
+	Egress  Rates `json:"egress" yaml:"egress"`
+	Ingress Rates `json:"ingress" yaml:"ingress"`
+}
+
+// Rates are the limits of one direction; nil is no limit.
+type Rates struct {
+	// Bits per second, with a burst in bits.
+	Bits *Rate `json:"bits,omitempty" yaml:"bits,omitempty"`
+	// Packets per second.
+	Packets *Rate `json:"packets,omitempty" yaml:"packets,omitempty"`
+	// Connections are flows opened per second.
+	Connections *Rate `json:"connections,omitempty" yaml:"connections,omitempty"`
+}
+
+// Rate is a limit: units per second, and how many may come at once.
+type Rate struct {
+	PerSecond uint64 `json:"per_second" yaml:"per_second"`
+	// Burst in units. 0 is a tenth of a second's worth, at least 2 MiBit, 128
+	// packets or 32 connections.
+	Burst uint64 `json:"burst,omitempty" yaml:"burst,omitempty"`
+}
+
+// Quota is how many bytes may pass in all; nil is any number.
+type Quota struct {
+	EgressBytes  *uint64 `json:"egress_bytes,omitempty" yaml:"egress_bytes,omitempty"`
+	IngressBytes *uint64 `json:"ingress_bytes,omitempty" yaml:"ingress_bytes,omitempty"`
+}
+
+// CIDR is a prefix of addresses, without bits behind it. Written without a length it
+// is one address. The zero value is none, and no valid policy has it.
+type CIDR struct{ netip.Prefix }
+
+var (
+	_ encoding.TextUnmarshaler = (*CIDR)(nil)
+	_ encoding.TextMarshaler   = CIDR{}
+)
+
+// UnmarshalText reads "192.0.2.0/24" or "192.0.2.1".
+func (c *CIDR) UnmarshalText(text []byte) error {
+	s := string(text)
+	if len(s) > 64 {
+		return fmt.Errorf("a CIDR of %d bytes: it has at most 64", len(s))
+	}
+	var p netip.Prefix
+	if strings.Contains(s, "/") {
+		var err error
+		if p, err = netip.ParsePrefix(s); err != nil {
+			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
+		}
+	} else {
+		a, err := netip.ParseAddr(s)
+		if err != nil {
+			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
+		}
+		if a.Zone() != "" {
+			return fmt.Errorf("CIDR %q has a zone: leave it out", s)
+		}
+		p = netip.PrefixFrom(a, a.BitLen())
+	}
+	if err := checkPrefix(p); err != nil {
+		return err
+	}
+	c.Prefix = p
+	return nil
+}
+
+func checkPrefix(p netip.Prefix) error {
+	switch {
+	case !p.IsValid():
+		return fmt.Errorf("a CIDR is empty: remove it")
+	case p.Addr().Zone() != "":
+		return fmt.Errorf("CIDR %v has a zone: leave it out", p)
+	case p.Addr().Is4In6():
+		return fmt.Errorf("CIDR %v is IPv4 in IPv6: write it as IPv4", p)
+	case p != p.Masked():
+		return fmt.Errorf("CIDR %v has bits behind its length: write %v", p, p.Masked())
+	}
+	return nil
+}
+
+// PortRange is ports from First to Last. The zero value is none, and no valid policy
+// has it.
+type PortRange struct{ First, Last uint16 }
+
+// AnyPort is every port.
+var AnyPort = PortRange{1, 65535}
+
+// String is "any", "80" or "8000-8080".
+func (r PortRange) String() string {
+	switch {
+	case r == AnyPort:
+		return "any"
+	case r.First == r.Last:
+		return strconv.Itoa(int(r.First))
+	}
+	return fmt.Sprintf("%d-%d", r.First, r.Last)
+}
+
+// MarshalText writes what String says.
+func (r PortRange) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
+
+// UnmarshalText reads "any", "80" or "8000-8080".
+func (r *PortRange) UnmarshalText(text []byte) error {
+	s := string(text)
+	if s == "any" {
+		*r = AnyPort
+		return nil
+	}
+	first, last, isRange := strings.Cut(s, "-")
+	if !isRange {
+		last = first
+	}
+	a, err1 := parsePort(first)
+	b, err2 := parsePort(last)
+	if err1 != nil || err2 != nil || a > b {
+		return fmt.Errorf("port %.20q is not like 443, 8000-8080 or any (ports are 1 to 65535)", s)
+	}
+	*r = PortRange{a, b}
+	return nil
+}
+
+// parsePort takes decimal digits alone.
+func parsePort(s string) (uint16, error) {
+	if s == "" || len(s) > 5 || strings.Trim(s, "0123456789") != "" || s[0] == '0' {
+		return 0, strconv.ErrSyntax
+	}
+	n, err := strconv.ParseUint(s, 10, 16)
+	return uint16(n), err
+}

@@ -1,0 +1,75 @@
+package netpolicy
+
+import "fmt"
+
+// Reason says why a packet passed or not. The package comment says what each is.
+type Reason uint8
+
+// Reasons. Below 16 are those that can belong to a packet that passed; Rule and
+// Default can belong to either.
+const (
+	ReasonRule Reason = iota + 1
+	ReasonDefault
+	ReasonFlow
+	ReasonLink
+	ReasonRelated
+)
+
+// Reasons of denial. The numbers are those in bpf/agent.c.
+const (
+	ReasonNoPolicy Reason = iota + 16
+	ReasonTruncated
+	ReasonEtherType
+	ReasonVLAN
+	ReasonSrcMAC
+	ReasonDstMAC
+	ReasonARP
+	ReasonIPHeader
+	ReasonIPOptions
+	ReasonFragment
+	ReasonSrcIP
+	ReasonDstIP
+	ReasonExtHeader
+	ReasonProtocol
+	ReasonL4Header
+	ReasonND
+	ReasonDHCP
+	ReasonFloor
+	ReasonICMPType
+	ReasonNoFlow
+	ReasonTCPState
+	ReasonPacketRate
+	ReasonBitRate
+	ReasonConnRate
+	ReasonQuota
+	ReasonFlowTable
+	ReasonGSO
+	ReasonChecksum
+	ReasonInternal
+	ReasonIPv6Off
+)
+
+// maxReason is how many the programs count.
+const maxReason = 64
+
+var reasonNames = map[Reason]string{
+	ReasonRule: "rule", ReasonDefault: "default", ReasonFlow: "flow", ReasonLink: "link", ReasonRelated: "related",
+	ReasonNoPolicy: "no-policy", ReasonTruncated: "truncated", ReasonEtherType: "ethertype", ReasonVLAN: "vlan",
+	ReasonSrcMAC: "source-mac", ReasonDstMAC: "destination-mac", ReasonARP: "arp", ReasonIPHeader: "ip-header",
+	ReasonIPOptions: "ip-options", ReasonFragment: "fragment", ReasonSrcIP: "source-address", ReasonDstIP: "destination-address",
+	ReasonExtHeader: "extension-header", ReasonProtocol: "protocol", ReasonL4Header: "l4-header", ReasonND: "neighbour-discovery",
+	ReasonDHCP: "dhcp", ReasonFloor: "floor", ReasonICMPType: "icmp-type", ReasonNoFlow: "no-flow", ReasonTCPState: "tcp-state",
+	ReasonPacketRate: "packet-rate", ReasonBitRate: "bit-rate", ReasonConnRate: "connection-rate", ReasonQuota: "quota",
+	ReasonFlowTable: "flow-table", ReasonGSO: "gso", ReasonChecksum: "checksum", ReasonInternal: "internal", ReasonIPv6Off: "ipv6-off",
+}
+
+// String is a short name, as in events and counters.
+func (r Reason) String() string {
+	if s, ok := reasonNames[r]; ok {
+		return s
+	}
+	return fmt.Sprintf("reason-%d", uint8(r))
+}
+
+// MarshalText writes the name.
+func (r Reason) MarshalText() ([]byte, error) { return []byte(r.String()), nil }

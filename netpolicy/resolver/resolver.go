@@ -1,0 +1,413 @@
+package resolver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/miekg/dns"
+	"golang.org/x/net/netutil"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// Limits of a resolver.
+const (
+	// MinPin is how long an address stays pinned at least, MaxPin at most. The guest
+	// is told no longer time to live than that.
+	MinPin = 30 * time.Second
+	MaxPin = 24 * time.Hour
+
+	maxChain       = 8    // CNAMEs
+	maxAddresses   = 16   // of an answer
+	maxLabels      = 16   // of a name
+	maxAtOnce      = 64   // queries
+	maxConnections = 16   // over TCP
+	maxUDP         = 1232 // bytes of a message, as is usual (DNS flag day 2020)
+	defaultRate    = 50   // queries per second
+	askTimeout     = 3 * time.Second
+)
+
+// Pinner lets rules with a name match an address for a time: a netpolicy.Link.
+type Pinner interface {
+	Pin(name string, a netip.Addr, ttl time.Duration) error
+}
+
+// Exchanger asks an upstream server: one message there, one back.
+type Exchanger func(ctx context.Context, m *dns.Msg, server netip.AddrPort) (*dns.Msg, error)
+
+// Config is what a resolver needs.
+type Config struct {
+	Pinner Pinner
+	// Exchange asks upstreams; nil asks over UDP, and TCP if that is not enough.
+	Exchange Exchanger
+	// Now is the clock of the rate limit; nil is time.Now.
+	Now func() time.Time
+}
+
+// Stats count what became of queries.
+type Stats struct {
+	Answered uint64 `json:"answered"` // with addresses, or with the upstream's word that there are none
+	Refused  uint64 `json:"refused"`  // by the policy
+	Rebound  uint64 `json:"rebound"`  // addresses left out since they are not public
+	Dropped  uint64 `json:"dropped"`  // too many
+	Failed   uint64 `json:"failed"`
+}
+
+// Resolver is an agent's DNS server. Its methods may be called from any goroutine.
+type Resolver struct {
+	cfg   Config
+	slots chan struct{}
+
+	mu     sync.Mutex // guards what follows
+	policy *netpolicy.Policy
+	spec   *netpolicy.Spec
+	tokens float64
+	filled time.Time
+
+	answered, refused, rebound, dropped, failed atomic.Uint64
+}
+
+// New is a resolver that refuses everything until it has a policy.
+func New(cfg Config) *Resolver {
+	if cfg.Exchange == nil {
+		cfg.Exchange = exchange
+	}
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	return &Resolver{cfg: cfg, slots: make(chan struct{}, maxAtOnce)}
+}
+
+// SetPolicy replaces the policy and what it was compiled to. Call it after Link.Swap.
+func (r *Resolver) SetPolicy(p *netpolicy.Policy, s *netpolicy.Spec) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.policy, r.spec = p, s
+	r.tokens, r.filled = 0, time.Time{}
+}
+
+// Stats says what has happened so far.
+func (r *Resolver) Stats() Stats {
+	return Stats{r.answered.Load(), r.refused.Load(), r.rebound.Load(), r.dropped.Load(), r.failed.Load()}
+}
+
+func exchange(ctx context.Context, m *dns.Msg, server netip.AddrPort) (*dns.Msg, error) {
+	c := dns.Client{Timeout: askTimeout, UDPSize: maxUDP}
+	in, _, err := c.ExchangeContext(ctx, m, server.String())
+	if err == nil && in.Truncated {
+		c.Net = "tcp"
+		in, _, err = c.ExchangeContext(ctx, m, server.String())
+	}
+	return in, err
+}
+
+// admit takes a query from the rate limit.
+func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.policy == nil || r.spec == nil || r.policy.DNS == nil {
+		return nil, nil, true
+	}
+	rate := float64(r.policy.DNS.QueriesPerSecond)
+	if rate == 0 {
+		rate = defaultRate
+	}
+	now := r.cfg.Now()
+	if r.filled.IsZero() {
+		r.tokens = 2 * rate
+	} else {
+		r.tokens = min(2*rate, r.tokens+rate*max(0, now.Sub(r.filled).Seconds()))
+	}
+	r.filled = now
+	if r.tokens < 1 {
+		return nil, nil, false
+	}
+	r.tokens--
+	return r.policy, r.spec, true
+}
+
+// Answer is the answer to a query, nil for none.
+func (r *Resolver) Answer(ctx context.Context, q *dns.Msg) *dns.Msg {
+	select {
+	case r.slots <- struct{}{}:
+		defer func() { <-r.slots }()
+	default:
+		r.dropped.Add(1)
+		return nil
+	}
+	policy, spec, ok := r.admit()
+	if !ok {
+		r.dropped.Add(1)
+		return nil
+	}
+	if q.Response || q.Opcode != dns.OpcodeQuery || len(q.Question) != 1 {
+		return r.refuse(q, dns.RcodeFormatError)
+	}
+	question := q.Question[0]
+	name, ok := normal(question.Name)
+	if policy == nil || !ok || question.Qclass != dns.ClassINET || !allowed(policy, name) {
+		return r.refuse(q, dns.RcodeRefused)
+	}
+	switch question.Qtype {
+	case dns.TypeA, dns.TypeAAAA:
+	case dns.TypeHTTPS, dns.TypeSVCB:
+		r.answered.Add(1)
+		return reply(q, dns.RcodeSuccess)
+	default:
+		return r.refuse(q, dns.RcodeRefused)
+	}
+	if question.Qtype == dns.TypeAAAA && !spec.Identity().Address6.IsValid() {
+		r.answered.Add(1)
+		return reply(q, dns.RcodeSuccess)
+	}
+	in, err := r.ask(ctx, policy.DNS.Upstreams, name, question.Qtype)
+	if err != nil {
+		return r.fail(q)
+	}
+	return r.hand(q, name, question.Qtype, in, spec)
+}
+
+// hand makes the guest's answer of an upstream's.
+func (r *Resolver) hand(q *dns.Msg, name string, qtype uint16, in *dns.Msg, spec *netpolicy.Spec) *dns.Msg {
+	out := reply(q, in.Rcode)
+	at, ok := dns.Fqdn(name), true
+	for range maxChain {
+		var target string
+		for _, rr := range in.Answer {
+			if c, is := rr.(*dns.CNAME); is && sameName(c.Hdr.Name, at) && c.Hdr.Class == dns.ClassINET {
+				target = c.Target
+				out.Answer = append(out.Answer, &dns.CNAME{Hdr: header(at, dns.TypeCNAME, c.Hdr.Ttl), Target: c.Target})
+				break
+			}
+		}
+		if target == "" {
+			ok = false
+			break
+		}
+		at = target
+	}
+	if ok {
+		return r.fail(q) // the chain is too long, or a circle
+	}
+	if len(out.Answer) > 0 {
+		// The question is spelled as the guest has spelled it.
+		out.Answer[0].Header().Name = q.Question[0].Name
+	}
+	found, left := 0, 0
+	for _, rr := range in.Answer {
+		a, ttl, ok := address(rr, at, qtype)
+		if !ok {
+			continue
+		}
+		found++
+		if !spec.Public(a) {
+			r.rebound.Add(1)
+			continue
+		}
+		if left == maxAddresses {
+			continue
+		}
+		left++
+		life := min(max(time.Duration(ttl)*time.Second, MinPin), MaxPin)
+		if err := r.cfg.Pinner.Pin(name, a, life); err != nil {
+			return r.fail(q)
+		}
+		owner := at
+		if sameName(at, dns.Fqdn(name)) {
+			owner = q.Question[0].Name
+		}
+		h := header(owner, qtype, min(ttl, uint32(MaxPin/time.Second)))
+		if qtype == dns.TypeA {
+			out.Answer = append(out.Answer, &dns.A{Hdr: h, A: a.AsSlice()})
+		} else {
+			out.Answer = append(out.Answer, &dns.AAAA{Hdr: h, AAAA: a.AsSlice()})
+		}
+	}
+	if found > 0 && left == 0 {
+		return r.refuse(q, dns.RcodeRefused)
+	}
+	r.answered.Add(1)
+	return out
+}
+
+func header(name string, t uint16, ttl uint32) dns.RR_Header {
+	return dns.RR_Header{Name: name, Rrtype: t, Class: dns.ClassINET, Ttl: ttl}
+}
+
+// address is that of a record of a name, if it is one of the type.
+func address(rr dns.RR, name string, qtype uint16) (a netip.Addr, ttl uint32, ok bool) {
+	h := rr.Header()
+	if h.Rrtype != qtype || h.Class != dns.ClassINET || !sameName(h.Name, name) {
+		return a, 0, false
+	}
+	switch rr := rr.(type) {
+	case *dns.A:
+		a, ok = netip.AddrFromSlice(rr.A)
+		a = a.Unmap()
+		ok = ok && a.Is4()
+	case *dns.AAAA:
+		a, ok = netip.AddrFromSlice(rr.AAAA)
+		ok = ok && a.Is6()
+	}
+	return a, h.Ttl, ok
+}
+
+// ask asks one upstream after the other.
+func (r *Resolver) ask(ctx context.Context, servers []netip.AddrPort, name string, qtype uint16) (*dns.Msg, error) {
+	err := errors.New("the policy has no upstreams")
+	for _, s := range servers {
+		m := new(dns.Msg)
+		m.SetQuestion(dns.Fqdn(name), qtype)
+		m.SetEdns0(maxUDP, false)
+		var in *dns.Msg
+		if in, err = r.cfg.Exchange(ctx, m, s); err != nil {
+			continue
+		}
+		if in.Id != m.Id || !in.Response || len(in.Question) != 1 || !sameName(in.Question[0].Name, m.Question[0].Name) || in.Question[0].Qtype != qtype {
+			err = fmt.Errorf("upstream %v has answered something else", s)
+			continue
+		}
+		if in.Rcode != dns.RcodeSuccess && in.Rcode != dns.RcodeNameError {
+			err = fmt.Errorf("upstream %v: %s", s, dns.RcodeToString[in.Rcode])
+			continue
+		}
+		return in, nil
+	}
+	return nil, err
+}
+
+func reply(q *dns.Msg, rcode int) *dns.Msg {
+	m := new(dns.Msg)
+	m.SetRcode(q, rcode)
+	m.RecursionAvailable = true
+	m.AuthenticatedData = false
+	if q.IsEdns0() != nil {
+		m.SetEdns0(maxUDP, false)
+	}
+	return m
+}
+
+func (r *Resolver) refuse(q *dns.Msg, rcode int) *dns.Msg {
+	r.refused.Add(1)
+	return reply(q, rcode)
+}
+
+func (r *Resolver) fail(q *dns.Msg) *dns.Msg {
+	r.failed.Add(1)
+	return reply(q, dns.RcodeServerFailure)
+}
+
+func sameName(a, b string) bool { return strings.EqualFold(a, b) }
+
+// normal is a name in lower case and without its final dot, if it is one that a rule can
+// match.
+func normal(fqdn string) (string, bool) {
+	n := strings.ToLower(strings.TrimSuffix(fqdn, "."))
+	ok := n != "" && len(n) <= 253 && strings.Count(n, ".") < maxLabels &&
+		strings.Trim(n, "abcdefghijklmnopqrstuvwxyz0123456789-_.") == "" // no escapes
+	return n, ok
+}
+
+// allowed says whether a rule names a name.
+func allowed(p *netpolicy.Policy, name string) bool {
+	for i := range p.Rules {
+		for _, pattern := range p.Rules[i].Names {
+			if netpolicy.NameMatches(pattern, name) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Listen makes the sockets of a resolver: port 53 of the gateway's address, on the
+// agent's interface alone, as all agents have the same gateway.
+func Listen(ctx context.Context, device string) (net.PacketConn, net.Listener, error) {
+	cfg := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var inner error
+		err := c.Control(func(fd uintptr) { inner = unix.BindToDevice(int(fd), device) })
+		return errors.Join(err, inner)
+	}}
+	at := netip.AddrPortFrom(netpolicy.TheWire.Gateway4, 53).String()
+	pc, err := cfg.ListenPacket(ctx, "udp4", at)
+	if err != nil {
+		return nil, nil, fmt.Errorf("listening for the queries of %s: %w", device, err)
+	}
+	ln, err := cfg.Listen(ctx, "tcp4", at)
+	if err != nil {
+		pc.Close()
+		return nil, nil, fmt.Errorf("listening for the queries of %s: %w", device, err)
+	}
+	return pc, ln, nil
+}
+
+// Serve answers queries until the context ends, and closes the sockets. It returns nil
+// then.
+func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	handler := dns.HandlerFunc(func(w dns.ResponseWriter, q *dns.Msg) {
+		a := r.Answer(ctx, q)
+		if a == nil {
+			return
+		}
+		if w.LocalAddr().Network() == "udp" {
+			size := dns.MinMsgSize
+			if o := q.IsEdns0(); o != nil {
+				size = min(max(int(o.UDPSize()), dns.MinMsgSize), maxUDP)
+			}
+			a.Truncate(size)
+		}
+		// A guest that does not read its answers hurts itself alone.
+		_ = w.WriteMsg(a)
+	})
+	servers := []*dns.Server{
+		{PacketConn: pc, Handler: handler, UDPSize: maxUDP},
+		{Listener: netutil.LimitListener(ln, maxConnections), Handler: handler, ReadTimeout: askTimeout, WriteTimeout: askTimeout,
+			MaxTCPQueries: maxAtOnce},
+	}
+	errs := make(chan error, len(servers))
+	for _, s := range servers {
+		started := make(chan struct{})
+		s.NotifyStartedFunc = func() { close(started) }
+		go func() { errs <- s.ActivateAndServe() }()
+		select {
+		case <-started:
+		case err := <-errs:
+			errs <- err
+		}
+	}
+	var failed error
+	left := len(servers)
+	select {
+	case <-ctx.Done():
+	case failed = <-errs:
+		left--
+		cancel()
+	}
+	for _, s := range servers {
+		if err := s.Shutdown(); err != nil && failed == nil && !strings.Contains(err.Error(), "not started") {
+			failed = err
+		}
+	}
+	pc.Close()
+	ln.Close()
+	for range left {
+		if err := <-errs; err != nil && failed == nil && ctx.Err() == nil {
+			failed = err
+		}
+	}
+	if failed != nil {
+		return fmt.Errorf("answering queries: %w", failed)
+	}
+	return nil
+}

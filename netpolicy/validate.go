@@ -1,0 +1,230 @@
+package netpolicy
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+)
+
+// Validate says what cannot be in a policy; errors are of ErrPolicy and name the field.
+func (p *Policy) Validate() error {
+	if err := p.validate(); err != nil {
+		return fmt.Errorf("%w: %w", ErrPolicy, err)
+	}
+	return nil
+}
+
+func (p *Policy) validate() error {
+	if p.Version != 0 && p.Version != 1 {
+		return fmt.Errorf("version %d: this program knows version 1", p.Version)
+	}
+	for _, d := range []struct {
+		where string
+		v     Verdict
+	}{{"default.egress", p.Default.Egress}, {"default.ingress", p.Default.Ingress}} {
+		if err := d.v.validate(d.where); err != nil {
+			return err
+		}
+	}
+	if n := len(p.Rules) + p.implicit(); n > MaxRules {
+		return fmt.Errorf("rules: %d, with those of published ports and the resolver: at most %d", n, MaxRules)
+	}
+	var total struct{ cidrs, ports, names, tags int }
+	for i := range p.Rules {
+		r := &p.Rules[i]
+		if err := r.validate(fmt.Sprintf("rules[%d]", i)); err != nil {
+			return err
+		}
+		total.cidrs += len(r.CIDRs)
+		total.ports += len(r.Ports)
+		total.names += len(r.Names)
+		total.tags += len(r.Agents)
+	}
+	for _, l := range []struct {
+		what   string
+		n, max int
+	}{
+		{"CIDRs", total.cidrs, MaxCIDRs}, {"port ranges", total.ports, MaxPortRanges},
+		{"names", total.names, MaxNames}, {"agents", total.tags, MaxTags},
+	} {
+		if l.n > l.max {
+			return fmt.Errorf("rules: %d %s in all rules: at most %d", l.n, l.what, l.max)
+		}
+	}
+	if err := p.validatePublished(); err != nil {
+		return err
+	}
+	if total.names > 0 && p.DNS == nil {
+		return fmt.Errorf("rules: names are matched by what the agent's resolver finds: add dns with its upstreams")
+	}
+	if d := p.DNS; d != nil {
+		if len(d.Upstreams) > MaxUpstreams {
+			return fmt.Errorf("dns.upstreams: %d: at most %d", len(d.Upstreams), MaxUpstreams)
+		}
+		for i, u := range d.Upstreams {
+			if !u.IsValid() || u.Port() == 0 {
+				return fmt.Errorf("dns.upstreams[%d]: no address and port, such as 192.0.2.53:53", i)
+			}
+		}
+		if d.QueriesPerSecond < 0 || d.QueriesPerSecond > 100000 {
+			return fmt.Errorf("dns.queries_per_second: %d: 1 to 100000", d.QueriesPerSecond)
+		}
+	}
+	for _, d := range []struct {
+		where string
+		r     Rates
+	}{{"limits.egress", p.Limits.Egress}, {"limits.ingress", p.Limits.Ingress}} {
+		if err := d.r.validate(d.where); err != nil {
+			return err
+		}
+	}
+	if p.Flows != 0 && (p.Flows < MinFlows || p.Flows > MaxFlows) {
+		return fmt.Errorf("flows: %d: %d to %d, or 0 for %d", p.Flows, MinFlows, MaxFlows, DefaultFlows)
+	}
+	return nil
+}
+
+// implicit is how many rules the policy has that are not in Rules.
+func (p *Policy) implicit() int {
+	n := len(p.Publish)
+	if p.DNS != nil {
+		n++
+	}
+	return n
+}
+
+func (p *Policy) validatePublished() error {
+	if len(p.Publish) > MaxPublished {
+		return fmt.Errorf("publish: %d ports: at most %d", len(p.Publish), MaxPublished)
+	}
+	type key struct {
+		listen   netip.AddrPort
+		protocol Protocol
+	}
+	seen := map[key]bool{}
+	for i, pub := range p.Publish {
+		where := fmt.Sprintf("publish[%d]", i)
+		switch {
+		case !pub.Listen.IsValid() || pub.Listen.Port() == 0:
+			return fmt.Errorf("%s.listen: no address and port, such as 127.0.0.1:8080", where)
+		case pub.Port == 0:
+			return fmt.Errorf("%s.port: 1 to 65535", where)
+		case pub.Protocol != TCP && pub.Protocol != UDP:
+			return fmt.Errorf("%s.protocol: %q: tcp or udp", where, pub.Protocol)
+		}
+		k := key{pub.Listen, pub.Protocol}
+		if seen[k] {
+			return fmt.Errorf("%s.listen: %v is published twice", where, pub.Listen)
+		}
+		seen[k] = true
+	}
+	return nil
+}
+
+func (v Verdict) validate(where string) error {
+	switch v {
+	case "", Allow, Deny, Reject:
+		return nil
+	}
+	return fmt.Errorf("%s: verdict %.40q: allow, deny or reject", where, string(v))
+}
+
+func (r *Rule) validate(where string) error {
+	if len(r.Name) > MaxRuleName || strings.ContainsFunc(r.Name, func(c rune) bool { return c < ' ' || c == 0x7f || c == '\uFFFD' }) {
+		return fmt.Errorf("%s.name: at most %d bytes of printable text", where, MaxRuleName)
+	}
+	if r.Direction != Egress && r.Direction != Ingress {
+		return fmt.Errorf("%s.direction: %.40q: egress or ingress", where, string(r.Direction))
+	}
+	if err := r.Verdict.validate(where + ".verdict"); err != nil {
+		return err
+	}
+	for i, c := range r.CIDRs {
+		if err := checkPrefix(c.Prefix); err != nil {
+			return fmt.Errorf("%s.cidrs[%d]: %w", where, i, err)
+		}
+	}
+	for i, g := range r.Groups {
+		switch g {
+		case Any, Public, Private, Host:
+		case Metadata, LinkLocal, Loopback, Multicast:
+			if r.Verdict == Allow {
+				return fmt.Errorf("%s.groups[%d]: %s is always denied: no rule can allow it", where, i, g)
+			}
+		default:
+			return fmt.Errorf("%s.groups[%d]: %.40q: any, public, private, host, metadata, link-local, loopback or multicast", where, i, string(g))
+		}
+	}
+	if len(r.Names) > 0 && (r.Verdict != Allow || r.Direction != Egress) {
+		return fmt.Errorf("%s.names: only rules that allow egress can have names: an address that was never resolved would not match", where)
+	}
+	for i, n := range r.Names {
+		if err := checkName(n); err != nil {
+			return fmt.Errorf("%s.names[%d]: %w", where, i, err)
+		}
+	}
+	for i, t := range r.Agents {
+		if err := checkTag(t); err != nil {
+			return fmt.Errorf("%s.agents[%d]: %w", where, i, err)
+		}
+	}
+	for i, pr := range r.Protocols {
+		switch pr {
+		case TCP, UDP, ICMP, AnyProtocol:
+		default:
+			return fmt.Errorf("%s.protocols[%d]: %.40q: tcp, udp, icmp or any", where, i, string(pr))
+		}
+	}
+	for i, pr := range r.Ports {
+		if pr.First == 0 || pr.First > pr.Last {
+			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, pr.First, pr.Last)
+		}
+	}
+	return nil
+}
+
+// checkName says whether a name is one that DNS can have (RFC 1035, 2.3.4), in lower
+// case and without a final dot, or "*." before one with at least two labels.
+func checkName(name string) error {
+	n, wild := strings.CutPrefix(name, "*.")
+	labels := strings.Split(n, ".")
+	bad := n == "" || len(n) > 253 || wild && len(labels) < 2
+	for _, l := range labels {
+		bad = bad || l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' ||
+			strings.Trim(l, "abcdefghijklmnopqrstuvwxyz0123456789-_") != ""
+	}
+	if _, err := netip.ParseAddr(n); bad || err == nil {
+		return fmt.Errorf("%.80q is not a name like example.com or *.example.com, in lower case", name)
+	}
+	return nil
+}
+
+func checkTag(tag string) error {
+	if tag == "" || len(tag) > MaxTag || strings.Trim(tag, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:=/") != "" {
+		return fmt.Errorf("tag %.80q: 1 to %d letters, digits and -_.:=/", tag, MaxTag)
+	}
+	return nil
+}
+
+func (r Rates) validate(where string) error {
+	for _, l := range []struct {
+		what     string
+		r        *Rate
+		min, max uint64
+		burst    uint64
+	}{
+		// One frame after segmentation offload has to fit into a burst.
+		{"bits", r.Bits, 1000, 1e12, 1 << 20},
+		{"packets", r.Packets, 1, 1e9, 64},
+		{"connections", r.Connections, 1, 1e6, 1},
+	} {
+		switch {
+		case l.r == nil:
+		case l.r.PerSecond < l.min || l.r.PerSecond > l.max:
+			return fmt.Errorf("%s.%s.per_second: %d: %d to %d, or leave %s out for no limit", where, l.what, l.r.PerSecond, l.min, l.max, l.what)
+		case l.r.Burst != 0 && (l.r.Burst < l.burst || l.r.Burst > 1e12):
+			return fmt.Errorf("%s.%s.burst: %d: %d to 1e12, or 0", where, l.what, l.r.Burst, l.burst)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,88 @@
+package netpolicy
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+)
+
+// Wire is the link between a guest and its host, the same for all guests. A clone
+// keeps what it knows of it, the MAC of its gateway included.
+type Wire struct {
+	GuestMAC, GatewayMAC [6]byte
+	Guest4, Gateway4     netip.Addr
+	Guest6, Gateway6     netip.Addr
+}
+
+// TheWire is what every guest has. The IPv6 prefix is /64; IPv4 is /30.
+var TheWire = Wire{
+	GuestMAC:   [6]byte{0x02, 'd', 'r', 'o', 'w', 1},
+	GatewayMAC: [6]byte{0x02, 'd', 'r', 'o', 'w', 2},
+	Guest4:     netip.MustParseAddr("172.31.255.2"),
+	Gateway4:   netip.MustParseAddr("172.31.255.1"),
+	Guest6:     netip.MustParseAddr("fd64:726f:7773:1::2"),
+	Gateway6:   netip.MustParseAddr("fd64:726f:7773:1::1"),
+}
+
+// linkLocalOf is the IPv6 link-local address of a MAC (RFC 4291, appendix A).
+func linkLocalOf(mac [6]byte) netip.Addr {
+	a := [16]byte{0xfe, 0x80, 8: mac[0] ^ 2, 9: mac[1], 10: mac[2], 11: 0xff, 12: 0xfe, 13: mac[3], 14: mac[4], 15: mac[5]}
+	return netip.AddrFrom16(a)
+}
+
+// Identity is what distinguishes an agent on the network.
+type Identity struct {
+	// Address4 is the agent's own IPv4 address. It is required.
+	Address4 netip.Addr
+	// Address6 is its own IPv6 address; without one there is no IPv6.
+	Address6 netip.Addr
+}
+
+// Peer is another agent.
+type Peer struct {
+	Address netip.Addr
+	Tags    []string
+}
+
+// Environment is what the agent's surroundings are at the time of compilation.
+type Environment struct {
+	// Host are addresses of the host, besides the gateway's; see HostAddresses. One
+	// that is left out counts as public or private.
+	Host []netip.Addr
+	// Agents are the ranges in which agents have their addresses.
+	Agents []netip.Prefix
+	// Peers are the other agents that rules can name, by their tags.
+	Peers []Peer
+}
+
+// HostAddresses are the addresses of this host that Environment.Host should have: those
+// of all interfaces in this network namespace, but for the ones that are the floor's or
+// a gateway's anyway.
+func HostAddresses() ([]netip.Addr, error) {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, fmt.Errorf("listing the host's addresses: %w", err)
+	}
+	var out []netip.Addr
+	for _, a := range all {
+		n, ok := a.(*net.IPNet)
+		if !ok {
+			continue
+		}
+		addr, ok := netip.AddrFromSlice(n.IP)
+		addr = addr.Unmap().WithZone("")
+		if !ok || addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
+			inside(netip.PrefixFrom(addr, addr.BitLen()), floor) || slices.Contains(out, addr) {
+			continue
+		}
+		out = append(out, addr)
+	}
+	return out, nil
+}
+
+// MaxPeers bounds Environment.Peers, and MaxHostAddresses the other two lists.
+const (
+	MaxPeers         = 4096
+	MaxHostAddresses = 256
+)
