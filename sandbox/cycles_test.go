@@ -208,6 +208,14 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 			t.Logf("%d cycles in %v: %d blocks written and checked, %d MiB streamed", i+1, time.Since(begin).Round(time.Second), count, s.at>>20)
 		}
 	}
+	r, err := e.Store.Get("busy")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The empty file system, a few loose layers, and the one being written to.
+	if n := len(r.Disk.Layers); n > 8 {
+		t.Errorf("after %d sleeps the disk has %d layers", *cycles, n)
+	}
 	if out := e.Sh("busy", "sync; dmesg | grep -ci 'ext4.*error\\|i/o error' || true"); out != "0" {
 		t.Errorf("the guest's kernel reports %s file system errors", out)
 	}

@@ -7,10 +7,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -64,7 +66,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 	if err != nil {
 		return freed, fmt.Errorf("tidying up: %w", err)
 	}
-	layers, snapshots, live := map[string]bool{}, map[string]bool{}, map[string]bool{}
+	layers, snapshots, live := holders{}, map[string]bool{}, map[string]bool{}
 	for _, r := range records {
 		// The process of a VM makes and deletes its files itself, also while its
 		// record does not say yet that it runs. Without a process the record
@@ -82,9 +84,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 		case !errors.Is(err, ErrNotFound):
 			return freed, fmt.Errorf("tidying up: %w", err)
 		}
-		for _, l := range r.Disk.Layers {
-			layers[filepath.Base(l)] = true
-		}
+		layers.add(r.Disk.Layers, "VM "+r.Spec.Name)
 		if r.Snapshot != "" {
 			snapshots[r.Snapshot] = true
 		}
@@ -95,7 +95,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 	var errs []error
 	for _, e := range files {
 		owner, _, _ := strings.Cut(e.Name(), "-")
-		if layers[e.Name()] || live[owner] || owner == templateOwner {
+		if layers[e.Name()] != nil || live[owner] || owner == templateOwner {
 			continue
 		}
 		n, err := remove(filepath.Join(s.layerDir(), e.Name()))
@@ -105,10 +105,88 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 			freed.Bytes += n
 		}
 	}
+	for _, r := range records {
+		errs = append(errs, s.joinLayers(ctx, r.Spec.Name, layers))
+	}
 	return freed, errors.Join(errs...)
 }
 
-func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live, layers map[string]bool, freed *Freed) error {
+// holders says who needs each layer.
+type holders map[string][]string
+
+func (h holders) add(layers []string, who string) {
+	for _, l := range layers {
+		l = filepath.Base(l)
+		h[l] = append(h[l], who)
+	}
+}
+
+// only says whether nobody else needs a layer.
+func (h holders) only(layer string, who ...string) bool {
+	for _, w := range h[layer] {
+		if !slices.Contains(who, w) {
+			return false
+		}
+	}
+	return true
+}
+
+// Layers are joined when a sleeping VM's disk has more than looseLayers that only it and
+// its own snapshot need; one with more data than maxJoin stays as it is.
+const (
+	looseLayers = 4
+	maxJoin     = 64 << 20 // bytes
+)
+
+// joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may
+// sleep thousands of times. Each joining costs the data of the upper layer. A list with the
+// layers before, as the snapshot has it, can still be opened afterwards.
+func (s *Store) joinLayers(ctx context.Context, name string, needed holders) error {
+	l, err := s.lock(name)
+	if err != nil {
+		return nil // it is being woken, or gone: another time
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil || r.Phase != Asleep {
+		return err
+	}
+	loose := func(layer string) bool {
+		owner, _, _ := strings.Cut(layer, "-")
+		return owner == r.ID && needed.only(layer, "VM "+name, "snapshot "+r.Snapshot)
+	}
+	n := 0
+	for _, layer := range r.Disk.Layers {
+		if loose(layer) {
+			n++
+		}
+	}
+	if n <= looseLayers {
+		return nil
+	}
+	var left []string
+	for i, lower := range r.Disk.Layers {
+		if i+1 == len(r.Disk.Layers) || !loose(lower) {
+			left = append(left, lower)
+			continue
+		}
+		upper := filepath.Join(s.layerDir(), r.Disk.Layers[i+1])
+		if size, _ := diskUsage(upper); size > maxJoin {
+			left = append(left, lower)
+			continue
+		}
+		if err := disk.Merge(ctx, filepath.Join(s.layerDir(), lower), upper); err != nil {
+			if errors.Is(err, disk.ErrInUse) {
+				return nil // a clone is being made of it: another time
+			}
+			return fmt.Errorf("joining layers of the disk of VM %s: %w", name, err)
+		}
+	}
+	r.Disk.Layers = left
+	return s.save(r)
+}
+
+func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live map[string]bool, layers holders, freed *Freed) error {
 	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
 		return err
 	}
@@ -142,9 +220,7 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 			continue
 		}
 		for _, d := range m.Disks {
-			for _, l := range d.Layers {
-				layers[l] = true
-			}
+			layers.add(d.Layers, "snapshot "+e.Name())
 		}
 	}
 	return nil

@@ -32,9 +32,15 @@ func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) 
 	if err != nil {
 		return err
 	}
+	if err := disk.Verify(st); err != nil {
+		return fmt.Errorf("exporting snapshot %s: its disk: %w", id, err)
+	}
 	var files []snapshot.ExtraFile
 	for _, path := range st.Layers {
 		n, err := disk.PackedSize(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // joined with the one above, which says so; disk.Verify has the last word
+		}
 		if err != nil {
 			return fmt.Errorf("exporting snapshot %s: %w", id, err)
 		}
