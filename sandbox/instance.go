@@ -315,12 +315,16 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	in.base, in.captured = in.snap, true
-	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.machine.Fail})
+	pages, states, err := takeWorkingSet(in.snap.Payloads())
+	if err != nil {
+		return fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.machine.Fail, WorkingSet: pages})
 	if err != nil {
 		return err
 	}
 	in.pager.Start()
-	if err := in.machine.Import(fromPayloads(in.snap.Payloads())); err != nil {
+	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
 	if err := in.machine.Start(); err != nil {
@@ -550,6 +554,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	}
 	if base != nil {
 		spec.Base, spec.Changed = base, changed
+	}
+	if ws, ok := workingSet(in.pager); ok {
+		spec.Payloads = append(spec.Payloads, ws)
 	}
 	info, err := snapshot.Create(ctx, o.Dir, spec)
 	if err != nil {
