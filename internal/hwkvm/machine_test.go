@@ -17,6 +17,8 @@ import (
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
 )
 
 // helperEnv makes the test binary do one thing instead of testing, in a machine or as the runner of one.
@@ -26,6 +28,7 @@ var helpers = map[string]func() error{
 	"binary": printBinary,
 	"kvm":    useKVM,
 	"runner": runForever,
+	"qemu":   endAtOnce,
 }
 
 func TestMain(m *testing.M) {
@@ -102,6 +105,43 @@ func runForever() error {
 	}
 	_, err = im.Run(context.Background(), Config{Args: []string{"/bin/sleep", "1000"}, Dir: "/"})
 	return err
+}
+
+// endAtOnce takes the place of QEMU: a machine that turns itself off in the instant that its command has ended.
+func endAtOnce() error {
+	port := os.NewFile(portFD, "port")
+	if _, err := wire.NewReader(port).Command(); err != nil {
+		return err
+	}
+	w := wire.NewWriter(port)
+	return errors.Join(w.Send(wire.Started, nil), w.Send(wire.Stdout, []byte("done")), w.SendJSON(wire.Exit, wire.Result{}))
+}
+
+// writerFunc makes a writer of a function.
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
+
+func TestResultThatIsReadAfterTheMachineHasGoneIsNotLost(t *testing.T) {
+	t.Setenv(helperEnv, "qemu")
+	im := &Image{QEMU: self(t)}
+	cfg := Config{Args: []string{"true"}, Dir: "/"}
+	var m *machine
+	cfg.Stdout = writerFunc(func(p []byte) (int, error) {
+		<-m.done
+		return len(p), nil
+	})
+	if err := cfg.fill(); err != nil {
+		t.Fatal(err)
+	}
+	m, err := im.start(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := m.run(t.Context(), cfg)
+	if err != nil || res.Status != 0 || res.Boot == 0 {
+		t.Errorf("result %+v, error %v; want the status 0 that the machine sent", res, err)
+	}
 }
 
 // testImage prepares an image in the user's own cache folder, because to fetch a kernel for each run would be rude.

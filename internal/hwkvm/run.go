@@ -91,6 +91,13 @@ func (im *Image) Run(ctx context.Context, cfg Config) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
+	return m.run(ctx, cfg)
+}
+
+// run is the rest of Run: the machine has been started, and is gone at the end.
+func (m *machine) run(ctx context.Context, cfg Config) (Result, error) {
+	// Not as soon as QEMU has ended: the result may wait in the socket then, unread.
+	defer m.port.Close()
 	defer m.kill()
 	defer context.AfterFunc(ctx, m.kill)()
 	boot := time.AfterFunc(bootLimit, m.kill)
@@ -179,7 +186,7 @@ func (im *Image) qemuArgs(c Config) []string {
 
 // machine is one QEMU process.
 type machine struct {
-	port          *os.File // the virtio-serial port of the machine
+	port          *os.File // the virtio-serial port of the machine; Run closes it
 	console, qemu *console
 	started       time.Time
 	process       *os.Process
@@ -241,7 +248,6 @@ func (im *Image) start(cfg Config) (*machine, error) {
 		_ = cmd.Wait()
 		serialRead.Wait()
 		serial.Close()
-		port.Close()
 		close(m.done)
 	}()
 	if err := <-startErr; err != nil {
