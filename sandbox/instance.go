@@ -487,7 +487,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 			return nil, err
 		}
 		source = frozen
-		defer func() { err = errors.Join(err, frozen.Close()) }()
+		defer in.closing("the view of RAM that stood still", frozen.Close)
 	}
 	begin := time.Now()
 	if err := in.machine.Pause(ctx); err != nil {
@@ -556,7 +556,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		if err != nil {
 			return nil, err
 		}
-		defer func() { err = errors.Join(err, closeSource()) }()
+		defer in.closing("the view of RAM", closeSource)
 		source = still
 	}
 	spec := snapshot.Spec{
@@ -589,6 +589,14 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		c.Pause = time.Since(paused)
 	}
 	return c, nil
+}
+
+// closing closes what a capture has read from. If that fails the capture is none the
+// worse, so it is not lost for it.
+func (in *Instance) closing(what string, f func() error) {
+	if err := f(); err != nil {
+		in.log.Error("closing "+what+" failed", "error", err)
+	}
 }
 
 // rebase makes a snapshot the base of the next. Without one, the next is of all of RAM.

@@ -50,8 +50,8 @@ func TestOpenPathSaysWhyThereIsNoKVM(t *testing.T) {
 	if _, err := OpenPath(filepath.Join(t.TempDir(), "kvm")); !errors.Is(err, ErrNoKVM) {
 		t.Errorf("missing device: got %v, want ErrNoKVM", err)
 	}
-	if _, err := OpenPath("/dev/null"); !errors.Is(err, ErrNoKVM) {
-		t.Errorf("a device that is not KVM: got %v, want ErrNoKVM", err)
+	if _, err := OpenPath("/dev/null"); !errors.Is(err, ErrNoKVM) || !errors.Is(err, unix.ENOTTY) {
+		t.Errorf("a device that is not KVM: got %v, want ErrNoKVM and what it answered", err)
 	}
 }
 

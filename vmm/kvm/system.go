@@ -46,9 +46,13 @@ func OpenPath(path string) (*System, error) {
 		return nil, fmt.Errorf("opening %s: %w", path, err)
 	}
 	v, err := gokvm.GetAPIVersion(uintptr(fd))
-	if err != nil || v != APIVersion {
+	switch {
+	case err != nil:
 		unix.Close(fd)
-		return nil, fmt.Errorf("opening %s: %w: it is not KVM, or speaks API version %d instead of %d", path, ErrNoKVM, v, APIVersion)
+		return nil, fmt.Errorf("opening %s: %w: it does not answer as KVM does (%w): let the kernel make the node (character device 10:232)", path, ErrNoKVM, err)
+	case v != APIVersion:
+		unix.Close(fd)
+		return nil, fmt.Errorf("opening %s: %w: it speaks API version %d instead of %d: use a kernel later than 2.6.22", path, ErrNoKVM, v, APIVersion)
 	}
 	return &System{fd: fd}, nil
 }
