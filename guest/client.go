@@ -253,6 +253,36 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 
 const maxHookErrors = 64
 
+// Handover asks the agent to stand by at the handover ports while the guest is captured
+// (package devices/handover). It returns when the agent has been told to go on. It takes the
+// connection that Dial has made: call it first.
+func (c *Client) Handover(ctx context.Context) error {
+	ch, _, err := c.take(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = on(ctx, c, ch, "hand over", agentpb.AgentClient.Handover, &agentpb.HandoverRequest{})
+	return err
+}
+
+// HandoverEntropy is how many random bytes Resume.Handover wants.
+const HandoverEntropy = agentpb.HandoverEntropy
+
+// Handover encodes what a restored guest is told at the handover ports. The entropy must
+// be 64 bytes; RunHooks does not apply.
+func (r Resume) Handover() ([]byte, error) {
+	m := agentpb.Handover{WallNanos: r.Wall.UnixNano(), NewIdentity: r.NewIdentity, Hostname: r.Hostname}
+	if len(r.Entropy) != len(m.Entropy) {
+		return nil, fmt.Errorf("guest: hand over %d bytes of entropy, want %d: %w", len(r.Entropy), len(m.Entropy), ErrProtocol)
+	}
+	copy(m.Entropy[:], r.Entropy)
+	var b [agentpb.HandoverSize]byte
+	if err := m.Encode(&b); err != nil {
+		return nil, fmt.Errorf("guest: %w", err)
+	}
+	return b[:], nil
+}
+
 // SetClock sets the guest's wall clock.
 func (c *Client) SetClock(ctx context.Context, wall time.Time) error {
 	_, err := call(ctx, c, "set the clock", agentpb.AgentClient.SetClock, &agentpb.SetClockRequest{WallNanos: wall.UnixNano()})

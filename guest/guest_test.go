@@ -22,6 +22,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/agent"
 )
@@ -76,6 +77,7 @@ func (m *fakeMachine) Power(reboot bool) error {
 type vm struct {
 	path    string
 	machine *fakeMachine
+	ports   *ports
 	server  *agent.Server
 	conns   sync.Map // of net.Conn, as the device's end
 }
@@ -100,8 +102,8 @@ func (l *chanListener) Addr() net.Addr { return &net.UnixAddr{Name: "agent"} }
 
 func startVM(t *testing.T) *vm {
 	t.Helper()
-	v := &vm{path: filepath.Join(t.TempDir(), "vsock"), machine: &fakeMachine{power: make(chan bool, 1)}}
-	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, HookDir: filepath.Join(t.TempDir(), "hooks")})
+	v := &vm{path: filepath.Join(t.TempDir(), "vsock"), machine: &fakeMachine{power: make(chan bool, 1)}, ports: &ports{device: handover.New(nil)}}
+	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, Ports: v.ports, HookDir: filepath.Join(t.TempDir(), "hooks")})
 	if err != nil {
 		t.Fatal(err)
 	}

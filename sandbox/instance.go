@@ -337,6 +337,10 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
+	var offered <-chan bool
+	if !o.EntryOnly {
+		offered = in.offer(o)
+	}
 	if err := in.machine.Start(); err != nil {
 		return err
 	}
@@ -345,20 +349,8 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	}
 	ctx, cancel := in.whileRunning(ctx)
 	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
-	}
-	defer c.Close()
-	entropy := make([]byte, 64)
-	if _, err := rand.Read(entropy); err != nil {
-		return fmt.Errorf("making random numbers: %w", err)
-	}
-	_, err = c.Resume(ctx, guest.Resume{
-		Wall: time.Now(), Entropy: entropy, NewIdentity: o.NewIdentity, Hostname: in.parts.Spec.Hostname,
-	})
-	if err != nil {
-		return in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
+	if err := in.update(ctx, offered, o); err != nil {
+		return err
 	}
 	if in.net != nil {
 		in.net.SetLink(true)
@@ -489,6 +481,8 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		source = frozen
 		defer in.closing("the view of RAM that stood still", frozen.Close)
 	}
+	release := in.standBy(ctx)
+	defer release()
 	begin := time.Now()
 	if err := in.machine.Pause(ctx); err != nil {
 		return nil, err
@@ -496,6 +490,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	running := false
 	resume := func() error {
 		running = true
+		in.machine.Handover().Release()
 		return in.machine.Resume()
 	}
 	defer func() {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/devices/mmio"
 	"github.com/drowse-vm/drowse/devices/reset"
 	"github.com/drowse-vm/drowse/devices/serial"
@@ -106,6 +107,7 @@ type Machine struct {
 	pioBus    devices.Bus
 	serial    *serial.UART
 	serialIRQ *devices.Event
+	handover  *handover.Device
 	virtio    []*transport
 	msrIndex  []uint32
 
@@ -231,8 +233,10 @@ func (m *Machine) buildDevices() (err error) {
 		return err
 	}
 	m.serial = serial.New(m.cfg.Console, m.serialIRQ.Signal)
+	m.handover = handover.New(m.handoverEvent)
 	if err := errors.Join(
 		m.pioBus.Add(serialPort, serialPorts, m.serial),
+		m.handover.AddTo(&m.pioBus),
 		reset.NewI8042(m.powerEvent).AddTo(&m.pioBus),
 		reset.NewPower(m.powerEvent).AddTo(&m.pioBus),
 		reset.NewPVPanic(m.powerEvent).AddTo(&m.pioBus),
@@ -272,6 +276,10 @@ func (m *Machine) buildDevices() (err error) {
 
 // Memory is the guest's RAM, for a pager that fills it and for whoever saves it.
 func (m *Machine) Memory() *guestmem.Memory { return m.mem }
+
+// Handover is where the agent in the guest can be met at the instant of a capture and of
+// a resume.
+func (m *Machine) Handover() *handover.Device { return m.handover }
 
 // Stages are the times of what has been done so far.
 func (m *Machine) Stages() *Stages { return &m.stages }
@@ -469,6 +477,16 @@ func (m *Machine) resumeDevices() error {
 // host failed under it. The guest sees that it needs a reset.
 func (m *Machine) deviceError(name string) func(error) {
 	return func(err error) { m.log.Warn("device needs a reset", "device", name, "cause", err) }
+}
+
+// handoverEvent is called on a vCPU thread.
+func (m *Machine) handoverEvent(e handover.Event) {
+	switch e {
+	case handover.Reached:
+		m.stages.since(StageAgentReached)
+	case handover.Answered:
+		m.stages.since(StageAgentAnswer)
+	}
 }
 
 // powerEvent is called on a vCPU thread.

@@ -20,11 +20,16 @@ const (
 	StageImport // saved state loaded
 	StageEntry  // from the end of the last step to the first KVM_RUN
 	StagePause
+	// From the first KVM_RUN until the agent of a restored guest asks what there is to
+	// do, and from there until it has done it (package devices/handover).
+	StageAgentReached
+	StageAgentAnswer
 	stageCount
 )
 
 var stageNames = [stageCount]string{
 	"create_vm", "irqchip", "memory", "vcpus", "devices", "load", "import", "entry", "pause",
+	"agent_reached", "agent_answer",
 }
 
 func (s Stage) String() string { return stageNames[s] }
@@ -38,6 +43,7 @@ type Stages struct {
 	last    time.Time
 	d       [stageCount]time.Duration
 	entry   time.Time
+	guest   time.Time     // the end of the guest's last step
 	inside  chan struct{} // closed at the first KVM_RUN
 }
 
@@ -53,6 +59,18 @@ func (s *Stages) mark(stage Stage) {
 	now := time.Now()
 	s.d[stage] = now.Sub(s.last)
 	s.last = now
+}
+
+// since ends a step of the guest's own, which goes on while the host does other things.
+func (s *Stages) since(stage Stage) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	if s.guest.IsZero() {
+		s.guest = s.entry
+	}
+	s.d[stage] = now.Sub(s.guest)
+	s.guest = now
 }
 
 func (s *Stages) set(stage Stage, d time.Duration) {

@@ -68,6 +68,10 @@ func (m *Machine) Export() ([]State, error) {
 		return nil, fmt.Errorf("saving the serial port: %w", err)
 	}
 	out = append(out, State{Name: "serial", Payload: p})
+	if p, err = m.handover.Export(); err != nil {
+		return nil, fmt.Errorf("saving the handover ports: %w", err)
+	}
+	out = append(out, State{Name: "handover", Payload: p})
 	for _, t := range m.virtio {
 		p, err := t.Export()
 		if err != nil {
@@ -161,6 +165,15 @@ func (m *Machine) Import(states []State) error {
 	}
 	if err := m.serial.Import(p); err != nil {
 		return fmt.Errorf("restoring the serial port: %w", err)
+	}
+	// Older versions have saved none.
+	if _, ok := parts["handover"]; ok {
+		if p, err = take("handover"); err != nil {
+			return err
+		}
+		if err := m.handover.Import(p); err != nil {
+			return fmt.Errorf("restoring: %w", err)
+		}
 	}
 	for _, t := range m.virtio {
 		p, err := take(deviceName(t.name))

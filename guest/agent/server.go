@@ -28,6 +28,8 @@ type Config struct {
 	Init bool
 	// Machine is the machine the agent changes. Required.
 	Machine Machine
+	// Ports are where Handover meets the VMM; nil are the machine's.
+	Ports Ports
 	// HookDir holds the executables that Resume runs when asked to; "" is
 	// /etc/drowse/resume.d.
 	HookDir string
@@ -45,6 +47,11 @@ type Server struct {
 	// machine serialises what changes the machine.
 	machine sync.Mutex
 	bootID  string // the latest identity; "" is the kernel's own
+	// handover is the message of a Handover, here since the wake path allocates nothing.
+	handover struct {
+		raw     [agentpb.HandoverSize]byte
+		message agentpb.Handover
+	}
 
 	stopping sync.Once
 
@@ -62,6 +69,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if cfg.HookDir == "" {
 		cfg.HookDir = defaultHookDir
+	}
+	if cfg.Ports == nil {
+		cfg.Ports = &IOPorts{}
 	}
 	// ttrpc reports broken connections to a global logger. Here its output
 	// would be the console of the guest, where nobody waits for it.

@@ -311,6 +311,78 @@ func (x *ResumeResponse) GetHookErrors() []string {
 	return nil
 }
 
+type HandoverRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HandoverRequest) Reset() {
+	*x = HandoverRequest{}
+	mi := &file_agent_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandoverRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandoverRequest) ProtoMessage() {}
+
+func (x *HandoverRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandoverRequest.ProtoReflect.Descriptor instead.
+func (*HandoverRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{5}
+}
+
+type HandoverResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HandoverResponse) Reset() {
+	*x = HandoverResponse{}
+	mi := &file_agent_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandoverResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandoverResponse) ProtoMessage() {}
+
+func (x *HandoverResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandoverResponse.ProtoReflect.Descriptor instead.
+func (*HandoverResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{6}
+}
+
 type SetClockRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	WallNanos     int64                  `protobuf:"varint,1,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"`
@@ -320,7 +392,7 @@ type SetClockRequest struct {
 
 func (x *SetClockRequest) Reset() {
 	*x = SetClockRequest{}
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -332,7 +404,7 @@ func (x *SetClockRequest) String() string {
 func (*SetClockRequest) ProtoMessage() {}
 
 func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -345,7 +417,7 @@ func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetClockRequest.ProtoReflect.Descriptor instead.
 func (*SetClockRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{5}
+	return file_agent_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SetClockRequest) GetWallNanos() int64 {
@@ -364,7 +436,7 @@ type AddEntropyRequest struct {
 
 func (x *AddEntropyRequest) Reset() {
 	*x = AddEntropyRequest{}
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -376,7 +448,7 @@ func (x *AddEntropyRequest) String() string {
 func (*AddEntropyRequest) ProtoMessage() {}
 
 func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -389,7 +461,7 @@ func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddEntropyRequest.ProtoReflect.Descriptor instead.
 func (*AddEntropyRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{6}
+	return file_agent_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *AddEntropyRequest) GetEntropy() []byte {
@@ -417,7 +489,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -429,7 +501,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -442,7 +514,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{7}
+	return file_agent_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ExecRequest) GetMsg() isExecRequest_Msg {
@@ -580,7 +652,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -592,7 +664,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -605,7 +677,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{8}
+	return file_agent_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ExecStart) GetArgv() []string {
@@ -695,7 +767,7 @@ type ExecAttach struct {
 
 func (x *ExecAttach) Reset() {
 	*x = ExecAttach{}
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -707,7 +779,7 @@ func (x *ExecAttach) String() string {
 func (*ExecAttach) ProtoMessage() {}
 
 func (x *ExecAttach) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -720,7 +792,7 @@ func (x *ExecAttach) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecAttach.ProtoReflect.Descriptor instead.
 func (*ExecAttach) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{9}
+	return file_agent_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ExecAttach) GetId() string {
@@ -747,7 +819,7 @@ type Pty struct {
 
 func (x *Pty) Reset() {
 	*x = Pty{}
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -759,7 +831,7 @@ func (x *Pty) String() string {
 func (*Pty) ProtoMessage() {}
 
 func (x *Pty) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -772,7 +844,7 @@ func (x *Pty) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pty.ProtoReflect.Descriptor instead.
 func (*Pty) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{10}
+	return file_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Pty) GetSize() *WindowSize {
@@ -799,7 +871,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -811,7 +883,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -824,7 +896,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{11}
+	return file_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -856,7 +928,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +940,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +953,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{12}
+	return file_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ExecResponse) GetMsg() isExecResponse_Msg {
@@ -967,7 +1039,7 @@ type ExecStarted struct {
 
 func (x *ExecStarted) Reset() {
 	*x = ExecStarted{}
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -979,7 +1051,7 @@ func (x *ExecStarted) String() string {
 func (*ExecStarted) ProtoMessage() {}
 
 func (x *ExecStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -992,7 +1064,7 @@ func (x *ExecStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStarted.ProtoReflect.Descriptor instead.
 func (*ExecStarted) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{13}
+	return file_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ExecStarted) GetId() string {
@@ -1034,7 +1106,7 @@ type ExecOutput struct {
 
 func (x *ExecOutput) Reset() {
 	*x = ExecOutput{}
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1046,7 +1118,7 @@ func (x *ExecOutput) String() string {
 func (*ExecOutput) ProtoMessage() {}
 
 func (x *ExecOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1059,7 +1131,7 @@ func (x *ExecOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecOutput.ProtoReflect.Descriptor instead.
 func (*ExecOutput) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{14}
+	return file_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ExecOutput) GetStderr() bool {
@@ -1099,7 +1171,7 @@ type ExecExit struct {
 
 func (x *ExecExit) Reset() {
 	*x = ExecExit{}
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1111,7 +1183,7 @@ func (x *ExecExit) String() string {
 func (*ExecExit) ProtoMessage() {}
 
 func (x *ExecExit) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1124,7 +1196,7 @@ func (x *ExecExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecExit.ProtoReflect.Descriptor instead.
 func (*ExecExit) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{15}
+	return file_agent_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ExecExit) GetCode() int32 {
@@ -1191,7 +1263,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1203,7 +1275,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1216,7 +1288,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{16}
+	return file_agent_proto_rawDescGZIP(), []int{18}
 }
 
 type ListResponse struct {
@@ -1228,7 +1300,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1240,7 +1312,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1253,7 +1325,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{17}
+	return file_agent_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -1281,7 +1353,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1293,7 +1365,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1306,7 +1378,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{18}
+	return file_agent_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Process) GetId() string {
@@ -1391,7 +1463,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1403,7 +1475,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1416,7 +1488,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{19}
+	return file_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *KillRequest) GetId() string {
@@ -1455,7 +1527,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1539,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1552,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{20}
+	return file_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1542,7 +1614,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1626,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,7 +1639,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{21}
+	return file_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1594,7 +1666,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +1678,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +1691,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{22}
+	return file_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -1646,7 +1718,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1658,7 +1730,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1671,7 +1743,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{23}
+	return file_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -1699,7 +1771,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1711,7 +1783,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1724,7 +1796,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{24}
+	return file_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1758,7 +1830,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1770,7 +1842,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1783,7 +1855,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{25}
+	return file_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -1810,7 +1882,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1822,7 +1894,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1835,7 +1907,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{26}
+	return file_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -1862,7 +1934,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1874,7 +1946,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1887,7 +1959,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{27}
+	return file_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -1913,7 +1985,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1925,7 +1997,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1938,7 +2010,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{28}
+	return file_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -1957,7 +2029,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1969,7 +2041,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1982,7 +2054,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{29}
+	return file_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -2010,7 +2082,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2022,7 +2094,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2035,7 +2107,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{30}
+	return file_agent_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -2165,7 +2237,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2177,7 +2249,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2190,7 +2262,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{31}
+	return file_agent_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -2230,7 +2302,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2314,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2327,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -2324,7 +2396,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2336,7 +2408,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2349,7 +2421,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -2375,7 +2447,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2387,7 +2459,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2400,7 +2472,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Pack) GetPath() string {
@@ -2422,7 +2494,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2506,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2519,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Unpack) GetPath() string {
@@ -2493,7 +2565,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2505,7 +2577,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2518,7 +2590,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -2602,7 +2674,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2614,7 +2686,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2627,7 +2699,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -2654,7 +2726,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2666,7 +2738,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2679,7 +2751,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -2720,7 +2792,9 @@ const file_agent_proto_rawDesc = "" +
 	"\x0eResumeResponse\x12\x17\n" +
 	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1f\n" +
 	"\vhook_errors\x18\x02 \x03(\tR\n" +
-	"hookErrors\"0\n" +
+	"hookErrors\"\x11\n" +
+	"\x0fHandoverRequest\"\x12\n" +
+	"\x10HandoverResponse\"0\n" +
 	"\x0fSetClockRequest\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\"-\n" +
@@ -2889,10 +2963,11 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
-	"graceNanos2\xf6\b\n" +
+	"graceNanos2\xc7\t\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
-	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12D\n" +
+	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
+	"\bHandover\x12 .drowse.guest.v1.HandoverRequest\x1a!.drowse.guest.v1.HandoverResponse\x12D\n" +
 	"\bSetClock\x12 .drowse.guest.v1.SetClockRequest\x1a\x16.drowse.guest.v1.Empty\x12H\n" +
 	"\n" +
 	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12G\n" +
@@ -2921,104 +2996,108 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),             // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),       // 1: drowse.guest.v1.PingRequest
 	(*PingResponse)(nil),      // 2: drowse.guest.v1.PingResponse
 	(*ResumeRequest)(nil),     // 3: drowse.guest.v1.ResumeRequest
 	(*ResumeResponse)(nil),    // 4: drowse.guest.v1.ResumeResponse
-	(*SetClockRequest)(nil),   // 5: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil), // 6: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),       // 7: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),         // 8: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),        // 9: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),               // 10: drowse.guest.v1.Pty
-	(*WindowSize)(nil),        // 11: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),      // 12: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),       // 13: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),        // 14: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),          // 15: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),       // 16: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 17: drowse.guest.v1.ListResponse
-	(*Process)(nil),           // 18: drowse.guest.v1.Process
-	(*KillRequest)(nil),       // 19: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),          // 20: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 21: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),    // 22: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),   // 23: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),      // 24: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),     // 25: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),     // 26: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),    // 27: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),   // 28: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),  // 29: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),   // 30: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),          // 31: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),         // 32: drowse.guest.v1.WriteFile
-	(*Owner)(nil),             // 33: drowse.guest.v1.Owner
-	(*Pack)(nil),              // 34: drowse.guest.v1.Pack
-	(*Unpack)(nil),            // 35: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),  // 36: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),      // 37: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),   // 38: drowse.guest.v1.ShutdownRequest
+	(*HandoverRequest)(nil),   // 5: drowse.guest.v1.HandoverRequest
+	(*HandoverResponse)(nil),  // 6: drowse.guest.v1.HandoverResponse
+	(*SetClockRequest)(nil),   // 7: drowse.guest.v1.SetClockRequest
+	(*AddEntropyRequest)(nil), // 8: drowse.guest.v1.AddEntropyRequest
+	(*ExecRequest)(nil),       // 9: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),         // 10: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),        // 11: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),               // 12: drowse.guest.v1.Pty
+	(*WindowSize)(nil),        // 13: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),      // 14: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),       // 15: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),        // 16: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),          // 17: drowse.guest.v1.ExecExit
+	(*ListRequest)(nil),       // 18: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 19: drowse.guest.v1.ListResponse
+	(*Process)(nil),           // 20: drowse.guest.v1.Process
+	(*KillRequest)(nil),       // 21: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),          // 22: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 23: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),    // 24: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),   // 25: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),      // 26: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),     // 27: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),     // 28: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),    // 29: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),   // 30: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),  // 31: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),   // 32: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),          // 33: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),         // 34: drowse.guest.v1.WriteFile
+	(*Owner)(nil),             // 35: drowse.guest.v1.Owner
+	(*Pack)(nil),              // 36: drowse.guest.v1.Pack
+	(*Unpack)(nil),            // 37: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),  // 38: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),      // 39: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),   // 40: drowse.guest.v1.ShutdownRequest
 }
 var file_agent_proto_depIdxs = []int32{
-	8,  // 0: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
-	9,  // 1: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
+	10, // 0: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
+	11, // 1: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
 	0,  // 2: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
-	11, // 3: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
-	10, // 4: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
-	11, // 5: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
-	13, // 6: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
-	14, // 7: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
-	15, // 8: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	18, // 9: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	15, // 10: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	20, // 11: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	31, // 12: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	32, // 13: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	34, // 14: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	35, // 15: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	13, // 3: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
+	12, // 4: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
+	13, // 5: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
+	15, // 6: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
+	16, // 7: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
+	17, // 8: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
+	20, // 9: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	17, // 10: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	22, // 11: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	33, // 12: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	34, // 13: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	36, // 14: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	37, // 15: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
 	0,  // 16: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	33, // 17: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	33, // 18: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	20, // 19: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	37, // 20: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	35, // 17: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	35, // 18: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	22, // 19: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	39, // 20: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
 	1,  // 21: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
 	3,  // 22: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	5,  // 23: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	6,  // 24: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	7,  // 25: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	16, // 26: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	19, // 27: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	21, // 28: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	22, // 29: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	24, // 30: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	25, // 31: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	26, // 32: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	27, // 33: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	28, // 34: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	30, // 35: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	38, // 36: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	2,  // 37: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	4,  // 38: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	0,  // 39: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 40: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	12, // 41: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	17, // 42: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 43: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	20, // 44: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	23, // 45: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 46: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 47: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 48: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 49: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	29, // 50: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	36, // 51: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 52: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	37, // [37:53] is the sub-list for method output_type
-	21, // [21:37] is the sub-list for method input_type
+	5,  // 23: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	7,  // 24: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	8,  // 25: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	9,  // 26: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	18, // 27: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	21, // 28: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	23, // 29: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	24, // 30: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	26, // 31: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	27, // 32: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	28, // 33: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	29, // 34: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	30, // 35: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	32, // 36: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	40, // 37: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	2,  // 38: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	4,  // 39: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	6,  // 40: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	0,  // 41: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 42: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	14, // 43: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	19, // 44: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 45: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	22, // 46: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	25, // 47: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 48: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 49: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 50: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 51: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	31, // 52: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	38, // 53: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 54: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	38, // [38:55] is the sub-list for method output_type
+	21, // [21:38] is the sub-list for method input_type
 	21, // [21:21] is the sub-list for extension type_name
 	21, // [21:21] is the sub-list for extension extendee
 	0,  // [0:21] is the sub-list for field type_name
@@ -3029,7 +3108,7 @@ func file_agent_proto_init() {
 	if File_agent_proto != nil {
 		return
 	}
-	file_agent_proto_msgTypes[7].OneofWrappers = []any{
+	file_agent_proto_msgTypes[9].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Attach)(nil),
 		(*ExecRequest_Stdin)(nil),
@@ -3038,13 +3117,13 @@ func file_agent_proto_init() {
 		(*ExecRequest_Signal)(nil),
 		(*ExecRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[12].OneofWrappers = []any{
+	file_agent_proto_msgTypes[14].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
 		(*ExecResponse_Output)(nil),
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[30].OneofWrappers = []any{
+	file_agent_proto_msgTypes[32].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -3053,7 +3132,7 @@ func file_agent_proto_init() {
 		(*TransferRequest_End)(nil),
 		(*TransferRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[36].OneofWrappers = []any{
+	file_agent_proto_msgTypes[38].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
@@ -3065,7 +3144,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   39,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

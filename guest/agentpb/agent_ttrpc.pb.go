@@ -10,6 +10,7 @@ import (
 type AgentService interface {
 	Ping(context.Context, *PingRequest) (*PingResponse, error)
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
+	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Exec(context.Context, Agent_ExecServer) error
@@ -86,6 +87,13 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 					return nil, err
 				}
 				return svc.Resume(ctx, &req)
+			},
+			"Handover": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req HandoverRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Handover(ctx, &req)
 			},
 			"SetClock": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req SetClockRequest
@@ -194,6 +202,7 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 type AgentClient interface {
 	Ping(context.Context, *PingRequest) (*PingResponse, error)
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
+	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Exec(context.Context) (Agent_ExecClient, error)
@@ -231,6 +240,14 @@ func (c *agentClient) Ping(ctx context.Context, req *PingRequest) (*PingResponse
 func (c *agentClient) Resume(ctx context.Context, req *ResumeRequest) (*ResumeResponse, error) {
 	var resp ResumeResponse
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Resume", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Handover(ctx context.Context, req *HandoverRequest) (*HandoverResponse, error) {
+	var resp HandoverResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Handover", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -1,0 +1,86 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Ports are the handover ports of the machine. They are used from one thread, with
+// Open before and Close after.
+type Ports interface {
+	// Open gives the calling thread the ports, and keeps everything else from running
+	// on its CPU as far as that is possible.
+	Open() error
+	// Close undoes Open.
+	Close()
+	// Command writes the command register.
+	Command(v byte)
+	// Wait reads the status register until that is not StatusWait.
+	Wait() byte
+	// Message reads the data register.
+	Message(p *[agentpb.HandoverSize]byte)
+}
+
+// errNoHandover says that nobody waits at the ports.
+var errNoHandover = errors.New("the host does not wait at the handover ports")
+
+// Handover implements agentpb.AgentService. The machine is captured while it waits. When
+// it finds itself in a restored machine it has the wake path before it, on which nothing
+// is allocated, nobody is woken, and every system call counts.
+func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.HandoverResponse, error) {
+	s.machine.Lock()
+	defer s.machine.Unlock()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	p := s.cfg.Ports
+	if err := p.Open(); err != nil {
+		return nil, fmt.Errorf("open the handover ports: %w", err)
+	}
+	defer p.Close()
+	p.Command(agentpb.CommandStandBy)
+	switch status := p.Wait(); status {
+	case agentpb.StatusGoOn:
+		return &agentpb.HandoverResponse{}, nil
+	case agentpb.StatusResumed:
+		p.Message(&s.handover.raw)
+		m := &s.handover.message
+		err := m.Decode(&s.handover.raw)
+		if err == nil {
+			err = s.update(m)
+		}
+		clear(s.handover.raw[:])
+		clear(m.Entropy[:])
+		if err != nil {
+			// The host falls back to Resume, and gets the error there.
+			p.Command(agentpb.CommandFailed)
+			return nil, err
+		}
+		p.Command(agentpb.CommandDone)
+		return &agentpb.HandoverResponse{}, nil
+	default:
+		return nil, fmt.Errorf("status %d: %w", status, errNoHandover)
+	}
+}
+
+// update does what a message says. The caller holds s.machine.
+func (s *Server) update(m *agentpb.Handover) error {
+	if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
+		return err
+	}
+	if err := s.cfg.Machine.AddEntropy(m.Entropy[:]); err != nil {
+		return err
+	}
+	if !m.NewIdentity {
+		return nil
+	}
+	id, err := s.cfg.Machine.NewIdentity(m.Hostname)
+	if err != nil {
+		return err
+	}
+	s.bootID = id
+	return nil
+}

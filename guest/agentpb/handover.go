@@ -1,0 +1,87 @@
+package agentpb
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// The registers of the handover device, at which the agent meets the VMM: see package
+// devices/handover of the host's side, which has the same.
+const (
+	HandoverPort  = 0x620
+	HandoverPorts = 3
+
+	HandoverStatus  = 0
+	HandoverData    = 1
+	HandoverCommand = 2
+
+	StatusWait    = 1
+	StatusGoOn    = 2
+	StatusResumed = 3
+
+	CommandStandBy = 1
+	CommandDone    = 2
+	CommandFailed  = 3
+)
+
+// Sizes in bytes.
+const (
+	// HandoverEntropy is what a message brings.
+	HandoverEntropy = 64
+	// HandoverSize is that of an encoded message.
+	HandoverSize = handoverHeader + HandoverEntropy + MaxHostname
+
+	handoverHeader = 16
+)
+
+// ErrHandover says that bytes are not a message.
+var ErrHandover = errors.New("not a handover message")
+
+// Handover is the message that brings a restored guest up to date: what ResumeRequest
+// is, without the ways of an RPC.
+type Handover struct {
+	WallNanos int64 // Unix time
+	Entropy   [HandoverEntropy]byte
+	// NewIdentity is for a clone: it gets a boot id, a machine id and, if that is not
+	// empty, a host name of its own.
+	NewIdentity bool
+	Hostname    string
+}
+
+// Layout, little-endian: version, flags, length of the host name, 5 bytes of zeros, wall
+// clock (8 bytes), entropy, host name and zeros up to HandoverSize.
+const (
+	handoverVersion     = 1
+	handoverNewIdentity = 1
+)
+
+// Encode writes the message. It fails if the host name is too long.
+func (m *Handover) Encode(b *[HandoverSize]byte) error {
+	if len(m.Hostname) > MaxHostname {
+		return fmt.Errorf("%w: a host name of %d bytes, at most %d", ErrHandover, len(m.Hostname), MaxHostname)
+	}
+	*b = [HandoverSize]byte{0: handoverVersion, 2: byte(len(m.Hostname))}
+	if m.NewIdentity {
+		b[1] = handoverNewIdentity
+	}
+	binary.LittleEndian.PutUint64(b[8:], uint64(m.WallNanos))
+	copy(b[handoverHeader:], m.Entropy[:])
+	copy(b[handoverHeader+HandoverEntropy:], m.Hostname)
+	return nil
+}
+
+// Decode reads a message.
+func (m *Handover) Decode(b *[HandoverSize]byte) error {
+	if b[0] != handoverVersion || b[1]&^handoverNewIdentity != 0 || b[2] > MaxHostname {
+		return fmt.Errorf("%w: it begins with % x", ErrHandover, b[:handoverHeader])
+	}
+	m.NewIdentity = b[1]&handoverNewIdentity != 0
+	m.WallNanos = int64(binary.LittleEndian.Uint64(b[8:]))
+	copy(m.Entropy[:], b[handoverHeader:])
+	m.Hostname = ""
+	if n := int(b[2]); n > 0 {
+		m.Hostname = string(b[handoverHeader+HandoverEntropy:][:n])
+	}
+	return nil
+}
