@@ -95,20 +95,26 @@ func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
 		return nil, err
 	}
 	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}, series: newSeries()}
+	return v, e.sleep(ctx, v)
+}
+
+// sleep puts a VM to sleep and takes down what it is restored from.
+func (e Env) sleep(ctx context.Context, v *sleeper) error {
+	name := v.record.Spec.Name
 	res, err := e.Store.Sleep(ctx, name)
 	if err != nil {
-		return v, err
+		return err
 	}
 	v.snap = e.Store.SnapshotDir(res.Snapshot)
 	if v.record, err = e.Store.Get(name); err != nil {
-		return v, err
+		return err
 	}
 	st, err := e.Store.SnapshotDisk(res.Snapshot)
 	if err != nil {
-		return v, err
+		return err
 	}
 	v.parts = e.Store.Parts(v.record, st)
-	return v, nil
+	return nil
 }
 
 // restore restores the VM once, and records the time until its first KVM_RUN or, if it is
@@ -128,6 +134,8 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()
 	faults, _ := in.Faults()
+	// Not every host counts these.
+	kvm, _ := in.Machine().KVMStats()
 	if err := in.Close(); err != nil {
 		return err
 	}
@@ -143,7 +151,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	var known time.Duration
 	for stage, d := range stages {
 		errs = append(errs, into(s.stages, stage.String(), int64(d)))
-		known += d
+		if !stage.InGuest() {
+			known += d
+		}
 	}
 	errs = append(errs,
 		into(s.stages, "other", int64(max(entry-known, 0))),
@@ -151,5 +161,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 		into(s.faults, "read", int64(faults.ReadFaults)),
 		into(s.faults, "write", int64(faults.WriteFaults)),
 		into(s.faults, "ensured", int64(faults.Ensured)))
+	for name, kind := range map[string]string{"exits": "exits", "pf_taken": "kvm_pages", "insn_emulation": "emulated"} {
+		if n, ok := kvm[name]; ok {
+			errs = append(errs, into(s.faults, kind, int64(n)))
+		}
+	}
 	return errors.Join(errs...)
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -66,7 +65,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
-	if err := e.startDirtier(ctx, name); err != nil {
+	if err := e.startProgram(ctx, name, "dirtier.py", dirtier); err != nil {
 		return nil, err
 	}
 	var amounts []int
@@ -129,22 +128,6 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 }
 
 const mibBytes = 1 << 20
-
-func (e Env) startDirtier(ctx context.Context, name string) error {
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
-	if err != nil {
-		return err
-	}
-	defer c.Close()
-	if err := c.WriteFile(ctx, "/root/dirtier.py", strings.NewReader(dirtier), guest.WriteOptions{}); err != nil {
-		return err
-	}
-	p, err := c.Start(ctx, guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/dirtier.py"}, Detach: true})
-	if err != nil {
-		return err
-	}
-	return p.Close()
-}
 
 // dirty lets the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {

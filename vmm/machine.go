@@ -281,6 +281,21 @@ func (m *Machine) Memory() *guestmem.Memory { return m.mem }
 // a resume.
 func (m *Machine) Handover() *handover.Device { return m.handover }
 
+// KVMStats are KVM's counters, added up over the vCPUs: see kvm.VCPU.Stats.
+func (m *Machine) KVMStats() (map[string]uint64, error) {
+	sum := map[string]uint64{}
+	for _, c := range m.cpus {
+		stats, err := c.kvm.Stats()
+		if err != nil {
+			return nil, err
+		}
+		for name, n := range stats {
+			sum[name] += n
+		}
+	}
+	return sum, nil
+}
+
 // Stages are the times of what has been done so far.
 func (m *Machine) Stages() *Stages { return &m.stages }
 

@@ -32,6 +32,9 @@ var stageNames = [stageCount]string{
 	"agent_reached", "agent_answer",
 }
 
+// InGuest says that the step is the guest's own, after its first instruction.
+func (s Stage) InGuest() bool { return s == StageAgentReached || s == StageAgentAnswer }
+
 func (s Stage) String() string { return stageNames[s] }
 
 // Stages are durations of the steps that a machine has gone through, from

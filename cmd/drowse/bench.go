@@ -20,7 +20,7 @@ func (a *app) benchCommand() *cobra.Command {
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
-	cmd.AddCommand(a.benchEntry(&e), a.benchSnapshot(&e), a.benchDepth(&e))
+	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDepth(&e))
 	return cmd
 }
 
@@ -61,6 +61,22 @@ func (a *app) benchEntry(e *bench.Env) *cobra.Command {
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{256, 4096}, "sizes of RAM in MiB")
+	return cmd
+}
+
+func (a *app) benchReady(e *bench.Env) *cobra.Command {
+	var o bench.ResumeReadyOptions
+	cmd := a.benchmark(e, "resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
+			return nil, errRuns
+		}
+		return bench.ResumeReady(ctx, *e, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 100, "runs for each size")
+	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
+	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
 	return cmd
 }
 

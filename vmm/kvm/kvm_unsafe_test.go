@@ -361,3 +361,23 @@ func TestDirtyLogNamesThePagesThatTheGuestWrites(t *testing.T) {
 		t.Errorf("page 3 is dirty after it was cleared")
 	}
 }
+
+func TestStatsCountExits(t *testing.T) {
+	g := newGuest(t, out)
+	g.start(t, codeAt)
+	before, err := g.cpu.Stats()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r := g.run(t); r != ExitIO {
+		t.Fatalf("exit reason %d, want KVM_EXIT_IO", r)
+	}
+	after, err := g.cpu.Stats()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Log(after)
+	if got := after["exits"] - before["exits"]; got == 0 {
+		t.Errorf("no exit was counted, of %d before", before["exits"])
+	}
+}
