@@ -12,8 +12,8 @@ type Stage int
 // The steps that are timed, in the order in which they occur.
 const (
 	StageCreateVM Stage = iota
-	StageIRQChip
 	StageMemory
+	StageIRQChip
 	StageVCPUs
 	StageDevices
 	StageLoad   // kernel loaded
@@ -28,7 +28,7 @@ const (
 )
 
 var stageNames = [stageCount]string{
-	"create_vm", "irqchip", "memory", "vcpus", "devices", "load", "import", "entry", "pause",
+	"create_vm", "memory", "irqchip", "vcpus", "devices", "load", "import", "entry", "pause",
 	"agent_reached", "agent_answer",
 }
 
