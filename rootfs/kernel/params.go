@@ -67,6 +67,7 @@ var softHost = Params{
 	{"tsc", "reliable", "no clock watchdog: the interpreter is slow, the time stamp counter is not wrong"},
 	{"no_timer_check", "", "do not wait for timer interrupts to see whether they come: they come late here"},
 	{"rodata", "off", "do not walk and split the kernel's page tables to write-protect its text, 0.85 s of a boot; the VM is the boundary"},
+	{"no-kvmapf", "", "no asynchronous page faults: KVM ends them all when a VM is restored, and the guest looks through its table of them for 1.3 ms"},
 	{"fault_around_bytes", "4096", "map one page on a fault in a file, not sixteen: each costs more to map and unmap than most faults it saves"},
 }
 
