@@ -95,6 +95,9 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				}
 				rep := e.Wake("main")
 				t.Logf("woken: %v, %d faults, %.1f MiB touched", rep.Stages, rep.Faults, rep.MiBTouched)
+				if rep.Stages[vmm.StageAgentAnswer.String()] == 0 {
+					t.Error("the agent was not there when the guest came back: it was asked over vsock")
+				}
 				info, err := e.Agent("main").Ping(t.Context())
 				if err != nil {
 					t.Fatal(err)
