@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"runtime/debug"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -36,6 +37,9 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 	defer s.machine.Unlock()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
+	// Ports that a restored machine does not let us have make a general protection fault:
+	// an error of this call, not the end of the machine's init.
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	p := s.cfg.Ports
 	if err := p.Open(); err != nil {
 		return nil, fmt.Errorf("open the handover ports: %w", err)

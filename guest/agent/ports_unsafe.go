@@ -12,6 +12,10 @@ import (
 // IOPorts are the machine's own ports. The zero value is ready.
 type IOPorts struct{ signals uint64 }
 
+// asynchronous is all signals but those that an instruction causes, which end a process that
+// blocks them.
+const asynchronous = ^uint64(1<<(unix.SIGILL-1) | 1<<(unix.SIGTRAP-1) | 1<<(unix.SIGBUS-1) | 1<<(unix.SIGFPE-1) | 1<<(unix.SIGSEGV-1))
+
 // schedParam is struct sched_param of linux/sched.h.
 type schedParam struct{ priority int32 }
 
@@ -22,8 +26,8 @@ func (p *IOPorts) Open() error {
 	if err := ioperm(1); err != 0 {
 		return err
 	}
-	all := ^uint64(0)
-	_, _, errno := syscall.RawSyscall6(syscall.SYS_RT_SIGPROCMASK, unix.SIG_SETMASK, uintptr(unsafe.Pointer(&all)), uintptr(unsafe.Pointer(&p.signals)), unsafe.Sizeof(all), 0, 0)
+	mask := asynchronous
+	_, _, errno := syscall.RawSyscall6(syscall.SYS_RT_SIGPROCMASK, unix.SIG_SETMASK, uintptr(unsafe.Pointer(&mask)), uintptr(unsafe.Pointer(&p.signals)), unsafe.Sizeof(mask), 0, 0)
 	if errno != 0 {
 		_ = ioperm(0)
 		return errno
