@@ -203,6 +203,11 @@ func (c *cpu) restore(b []byte) error {
 	if err := c.kvm.Import(b); err != nil {
 		return err
 	}
+	if emulatedByTCG() {
+		if err := makeTSSAvailable(c.kvm); err != nil {
+			return err
+		}
+	}
 	// So that the guest's soft-lockup watchdog does not take the sleep for a
 	// lockup (api.rst 4.69). A guest without kvmclock refuses, and does not need it.
 	_ = c.kvm.KVMClockCtrl()
