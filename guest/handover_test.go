@@ -77,7 +77,7 @@ func TestHandover_of_a_restored_guest_brings_it_up_to_date(t *testing.T) {
 	v := startVM(t)
 	done := handOver(t, v)
 	answer := v.ports.device.Resume(func() []byte { return message })
-	if ok := <-answer; !ok {
+	if a := <-answer; a != handover.Done {
 		t.Error("the agent says that it has failed")
 	}
 	if err := <-done; err != nil {
@@ -96,7 +96,7 @@ func TestHandover_with_a_message_that_is_none_fails_and_leaves_the_agent_alive(t
 	v := startVM(t)
 	done := handOver(t, v)
 	answer := v.ports.device.Resume(func() []byte { return nil })
-	if ok := <-answer; ok {
+	if a := <-answer; a != handover.Failed {
 		t.Error("the agent says that it has done it")
 	}
 	if err := <-done; err == nil || !strings.Contains(err.Error(), "not a handover message") {

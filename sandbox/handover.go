@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/guest"
 )
 
@@ -77,7 +78,7 @@ func (in *Instance) whatIsNew(o RestoreOptions) (guest.Resume, error) {
 
 // offer prepares to tell the agent of a restored guest what is new, if it stands by for
 // that; else the channel is nil.
-func (in *Instance) offer(o RestoreOptions) <-chan bool {
+func (in *Instance) offer(o RestoreOptions) <-chan handover.Answer {
 	h := in.machine.Handover()
 	if !h.StandingBy() {
 		return nil
@@ -98,13 +99,13 @@ func (in *Instance) offer(o RestoreOptions) <-chan bool {
 }
 
 // update brings a restored guest up to date: random numbers, time of day, identity.
-func (in *Instance) update(ctx context.Context, offered <-chan bool, o RestoreOptions) error {
+func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, o RestoreOptions) error {
 	if offered != nil {
 		limit := time.NewTimer(answerLimit)
 		defer limit.Stop()
 		select {
-		case done := <-offered:
-			if done {
+		case answer := <-offered:
+			if answer != handover.Failed {
 				return nil
 			}
 			in.log.Warn("the agent could not do all that it was told: asking again")

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
+	"github.com/drowse-vm/drowse/devices/handover"
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/devices/rng"
@@ -337,7 +338,7 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
-	var offered <-chan bool
+	var offered <-chan handover.Answer
 	if !o.EntryOnly {
 		offered = in.offer(o)
 	}

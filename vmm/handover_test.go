@@ -80,7 +80,7 @@ func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
 			if err := b.Import(tc.states); err != nil {
 				t.Fatal(err)
 			}
-			var answer <-chan bool
+			var answer <-chan handover.Answer
 			if tc.told {
 				if !b.Handover().StandingBy() {
 					t.Fatal("the agent does not stand by")
@@ -101,7 +101,7 @@ func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
 				}
 				return
 			}
-			if !<-answer || !bytes.Equal(got, message) {
+			if <-answer != handover.Done || !bytes.Equal(got, message) {
 				t.Errorf("it got % x", got)
 			}
 			d := b.Stages().Durations()

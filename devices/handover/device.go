@@ -33,6 +33,17 @@ const (
 	CommandStandBy = 1 // the agent stands by
 	CommandDone    = 2 // what the message says has been done
 	CommandFailed  = 3 // it has not, or not all of it
+	CommandAsk     = 4 // it has been done, and the agent has more to say: ask it
+)
+
+// Answer is what the agent of a restored guest says.
+type Answer byte
+
+// Answers.
+const (
+	Failed Answer = CommandFailed
+	Done   Answer = CommandDone
+	Ask    Answer = CommandAsk
 )
 
 // MaxMessage bounds a message, in bytes.
@@ -57,7 +68,7 @@ type Device struct {
 	status  byte
 	at      bool          // the agent stands by
 	arrival chan struct{} // while the agent is expected; closed when it comes
-	answer  chan bool     // while an answer is expected
+	answer  chan Answer   // while an answer is expected
 	reached bool
 	message func() []byte
 	data    []byte
@@ -113,11 +124,11 @@ func (d *Device) StandingBy() bool {
 // Resume tells the agent of a restored guest, which must stand by, that it is one;
 // without it the agent takes itself for the one that was captured. message is called once,
 // when the agent asks for it, and returns at most MaxMessage bytes. The channel gets one
-// answer: whether the agent has done what the message says.
-func (d *Device) Resume(message func() []byte) <-chan bool {
+// answer.
+func (d *Device) Resume(message func() []byte) <-chan Answer {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.status, d.message, d.answer = StatusResumed, message, make(chan bool, 1)
+	d.status, d.message, d.answer = StatusResumed, message, make(chan Answer, 1)
 	return d.answer
 }
 
@@ -164,9 +175,9 @@ func (d *Device) WriteIO(off uint64, p []byte) {
 			d.status, d.at = StatusWait, true
 			close(d.arrival)
 		}
-	case CommandDone, CommandFailed:
+	case CommandDone, CommandFailed, CommandAsk:
 		if d.status == StatusResumed && d.answer != nil {
-			d.answer <- p[0] == CommandDone
+			d.answer <- Answer(p[0])
 			d.release(StatusIdle)
 			d.event(Answered)
 		}

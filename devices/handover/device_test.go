@@ -99,7 +99,7 @@ func restored(t *testing.T, at bool, event func(Event)) *Device {
 }
 
 func TestRestoredAgentGetsItsMessageAndAnswers(t *testing.T) {
-	for command, done := range map[byte]bool{CommandDone: true, CommandFailed: false} {
+	for command, want := range map[byte]Answer{CommandDone: Done, CommandFailed: Failed, CommandAsk: Ask} {
 		var events []Event
 		d := restored(t, true, func(e Event) { events = append(events, e) })
 		g := newGuest(t, d)
@@ -124,8 +124,8 @@ func TestRestoredAgentGetsItsMessageAndAnswers(t *testing.T) {
 		}
 		g.command(command)
 		g.command(CommandDone)
-		if got := <-answer; got != done {
-			t.Errorf("the answer is %v, want %v", got, done)
+		if got := <-answer; got != want {
+			t.Errorf("the answer is %v, want %v", got, want)
 		}
 		g.want(StatusIdle)
 		if !slices.Equal(events, []Event{Reached, Answered}) {

@@ -23,6 +23,7 @@ const (
 	CommandStandBy = 1
 	CommandDone    = 2
 	CommandFailed  = 3
+	CommandAsk     = 4
 )
 
 // Sizes in bytes.
