@@ -219,21 +219,20 @@ type Resume struct {
 	// hostname when it is set.
 	NewIdentity bool
 	Hostname    string
-	// RunHooks runs the executables in the guest's /etc/drowse/resume.d, and
-	// waits for them.
-	RunHooks bool
 }
 
 // Resumed is the agent's answer.
 type Resumed struct {
-	BootID     string   // with NewIdentity
-	HookErrors []string // a line for each hook that failed, 64 at most
+	BootID string // with NewIdentity
+	// HooksWait says that hooks ran in the guest before its snapshot was taken:
+	// call Hooks with HookWake or HookClone.
+	HooksWait bool
 }
 
 // Resume brings a restored guest up to date. When it returns without error,
 // the guest has the clock and the entropy that it was given.
 func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
-	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname, RunHooks: r.RunHooks}
+	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname}
 	if !r.Wall.IsZero() {
 		req.WallNanos = r.Wall.UnixNano()
 	}
@@ -241,17 +240,8 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 	if err != nil {
 		return Resumed{}, err
 	}
-	out := Resumed{BootID: printable(resp.BootId)}
-	for i, line := range resp.HookErrors {
-		if i == maxHookErrors {
-			break
-		}
-		out.HookErrors = append(out.HookErrors, printable(line))
-	}
-	return out, nil
+	return Resumed{BootID: printable(resp.BootId), HooksWait: resp.HooksWait}, nil
 }
-
-const maxHookErrors = 64
 
 // SetClock sets the guest's wall clock.
 func (c *Client) SetClock(ctx context.Context, wall time.Time) error {

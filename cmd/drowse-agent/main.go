@@ -60,7 +60,7 @@ func main() {
 func runInit() {
 	m, err := early.Start()
 	if err == nil {
-		err = serve(&agent.Kernel{BeforePower: m.ReadOnly}, true, m.Announce)
+		err = serve(&agent.Kernel{BeforePower: m.ReadOnly, Writable: m.Writable()}, true, m.Announce)
 	}
 	if err == nil {
 		err = errors.New("the agent stopped serving")

@@ -28,12 +28,9 @@ type Config struct {
 	Init bool
 	// Machine is the machine the agent changes. Required.
 	Machine Machine
-	// HookDir holds the executables that Resume runs when asked to; "" is
-	// /etc/drowse/resume.d.
+	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
 }
-
-const defaultHookDir = "/etc/drowse/resume.d"
 
 // Server is the agent's service. Create it with New; Serve and Close may be
 // called from any goroutine.
@@ -45,6 +42,9 @@ type Server struct {
 	// machine serialises what changes the machine.
 	machine sync.Mutex
 	bootID  string // the latest identity; "" is the kernel's own
+
+	hooks  hooks
+	freeze freeze
 
 	stopping sync.Once
 
@@ -61,7 +61,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("agent: no machine to serve")
 	}
 	if cfg.HookDir == "" {
-		cfg.HookDir = defaultHookDir
+		cfg.HookDir = DefaultHookDir
 	}
 	// ttrpc reports broken connections to a global logger. Here its output
 	// would be the console of the guest, where nobody waits for it.
@@ -159,6 +159,7 @@ func (s *Server) Close() {
 	}
 	s.mu.Unlock()
 	s.rpc.Close()
+	s.thawLate()
 	s.procs.endAll()
 }
 
@@ -262,13 +263,16 @@ func (s *Server) currentBootID() string {
 }
 
 // Resume implements agentpb.AgentService. It is the wake path.
-func (s *Server) Resume(ctx context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
+func (s *Server) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
 	out := &agentpb.ResumeResponse{}
 	if err := s.refresh(m, out); err != nil {
 		return nil, err
 	}
-	if m.RunHooks {
-		out.HookErrors = s.runHooks(ctx)
+	// A guest without hooks spends no system call on them here. One that was
+	// captured while frozen must not stay so.
+	out.HooksWait = s.hooks.waiting.Load()
+	if s.freeze.active.Load() {
+		s.thawLate()
 	}
 	return out, nil
 }

@@ -186,10 +186,8 @@ type ResumeRequest struct {
 	WallNanos int64                  `protobuf:"varint,1,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"` // Unix time; 0 leaves the clock alone
 	Entropy   []byte                 `protobuf:"bytes,2,opt,name=entropy,proto3" json:"entropy,omitempty"`                       // 32 to 512 bytes, credited in full; empty adds none
 	// A clone: give it a boot id, a machine id and, when set, a hostname of its own.
-	NewIdentity bool   `protobuf:"varint,3,opt,name=new_identity,json=newIdentity,proto3" json:"new_identity,omitempty"`
-	Hostname    string `protobuf:"bytes,4,opt,name=hostname,proto3" json:"hostname,omitempty"` // at most 64 bytes
-	// Run the executables in /etc/drowse/resume.d before answering.
-	RunHooks      bool `protobuf:"varint,5,opt,name=run_hooks,json=runHooks,proto3" json:"run_hooks,omitempty"`
+	NewIdentity   bool   `protobuf:"varint,3,opt,name=new_identity,json=newIdentity,proto3" json:"new_identity,omitempty"`
+	Hostname      string `protobuf:"bytes,4,opt,name=hostname,proto3" json:"hostname,omitempty"` // at most 64 bytes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -252,17 +250,11 @@ func (x *ResumeRequest) GetHostname() string {
 	return ""
 }
 
-func (x *ResumeRequest) GetRunHooks() bool {
-	if x != nil {
-		return x.RunHooks
-	}
-	return false
-}
-
 type ResumeResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	BootId        string                 `protobuf:"bytes,1,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`             // set with new_identity
-	HookErrors    []string               `protobuf:"bytes,2,rep,name=hook_errors,json=hookErrors,proto3" json:"hook_errors,omitempty"` // one line for each hook that failed
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	BootId string                 `protobuf:"bytes,1,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // set with new_identity
+	// Hooks ran before the snapshot was taken: call Hooks with "wake" or "clone".
+	HooksWait     bool `protobuf:"varint,3,opt,name=hooks_wait,json=hooksWait,proto3" json:"hooks_wait,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -304,9 +296,424 @@ func (x *ResumeResponse) GetBootId() string {
 	return ""
 }
 
-func (x *ResumeResponse) GetHookErrors() []string {
+func (x *ResumeResponse) GetHooksWait() bool {
 	if x != nil {
-		return x.HookErrors
+		return x.HooksWait
+	}
+	return false
+}
+
+type HooksRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "sleep" or "snapshot", before; "wake" or "clone", after.
+	Event     string `protobuf:"bytes,1,opt,name=event,proto3" json:"event,omitempty"`
+	EachNanos int64  `protobuf:"varint,2,opt,name=each_nanos,json=eachNanos,proto3" json:"each_nanos,omitempty"` // time for one hook, at most 5 min
+	AllNanos  int64  `protobuf:"varint,3,opt,name=all_nanos,json=allNanos,proto3" json:"all_nanos,omitempty"`    // time for all of them, at most 5 min
+	// Go on after a hook that fails. Otherwise those that ran before it get the
+	// event "wake", and the answer says "refused".
+	IgnoreFailures bool `protobuf:"varint,4,opt,name=ignore_failures,json=ignoreFailures,proto3" json:"ignore_failures,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *HooksRequest) Reset() {
+	*x = HooksRequest{}
+	mi := &file_agent_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HooksRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HooksRequest) ProtoMessage() {}
+
+func (x *HooksRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HooksRequest.ProtoReflect.Descriptor instead.
+func (*HooksRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *HooksRequest) GetEvent() string {
+	if x != nil {
+		return x.Event
+	}
+	return ""
+}
+
+func (x *HooksRequest) GetEachNanos() int64 {
+	if x != nil {
+		return x.EachNanos
+	}
+	return 0
+}
+
+func (x *HooksRequest) GetAllNanos() int64 {
+	if x != nil {
+		return x.AllNanos
+	}
+	return 0
+}
+
+func (x *HooksRequest) GetIgnoreFailures() bool {
+	if x != nil {
+		return x.IgnoreFailures
+	}
+	return false
+}
+
+type HooksResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ran           uint32                 `protobuf:"varint,1,opt,name=ran,proto3" json:"ran,omitempty"` // hooks that were started
+	Refused       bool                   `protobuf:"varint,2,opt,name=refused,proto3" json:"refused,omitempty"`
+	Failures      []*HookFailure         `protobuf:"bytes,3,rep,name=failures,proto3" json:"failures,omitempty"` // at most 128
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HooksResponse) Reset() {
+	*x = HooksResponse{}
+	mi := &file_agent_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HooksResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HooksResponse) ProtoMessage() {}
+
+func (x *HooksResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HooksResponse.ProtoReflect.Descriptor instead.
+func (*HooksResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *HooksResponse) GetRan() uint32 {
+	if x != nil {
+		return x.Ran
+	}
+	return 0
+}
+
+func (x *HooksResponse) GetRefused() bool {
+	if x != nil {
+		return x.Refused
+	}
+	return false
+}
+
+func (x *HooksResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+type HookFailure struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Event         string                 `protobuf:"bytes,2,opt,name=event,proto3" json:"event,omitempty"`
+	Problem       string                 `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"` // "exit status 1", "not done within 10s"
+	Output        string                 `protobuf:"bytes,4,opt,name=output,proto3" json:"output,omitempty"`   // the last 1 KiB of what it printed
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HookFailure) Reset() {
+	*x = HookFailure{}
+	mi := &file_agent_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HookFailure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HookFailure) ProtoMessage() {}
+
+func (x *HookFailure) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HookFailure.ProtoReflect.Descriptor instead.
+func (*HookFailure) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *HookFailure) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *HookFailure) GetEvent() string {
+	if x != nil {
+		return x.Event
+	}
+	return ""
+}
+
+func (x *HookFailure) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
+func (x *HookFailure) GetOutput() string {
+	if x != nil {
+		return x.Output
+	}
+	return ""
+}
+
+type FreezeRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	LimitNanos     int64                  `protobuf:"varint,1,opt,name=limit_nanos,json=limitNanos,proto3" json:"limit_nanos,omitempty"` // the agent thaws by itself after this time, at most 1 min
+	EachNanos      int64                  `protobuf:"varint,2,opt,name=each_nanos,json=eachNanos,proto3" json:"each_nanos,omitempty"`    // as in HooksRequest, for the event "freeze"
+	AllNanos       int64                  `protobuf:"varint,3,opt,name=all_nanos,json=allNanos,proto3" json:"all_nanos,omitempty"`
+	IgnoreFailures bool                   `protobuf:"varint,4,opt,name=ignore_failures,json=ignoreFailures,proto3" json:"ignore_failures,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *FreezeRequest) Reset() {
+	*x = FreezeRequest{}
+	mi := &file_agent_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeRequest) ProtoMessage() {}
+
+func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
+func (*FreezeRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *FreezeRequest) GetLimitNanos() int64 {
+	if x != nil {
+		return x.LimitNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetEachNanos() int64 {
+	if x != nil {
+		return x.EachNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetAllNanos() int64 {
+	if x != nil {
+		return x.AllNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetIgnoreFailures() bool {
+	if x != nil {
+		return x.IgnoreFailures
+	}
+	return false
+}
+
+type FreezeResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Refused       bool                   `protobuf:"varint,1,opt,name=refused,proto3" json:"refused,omitempty"` // by a hook; nothing is frozen
+	Failures      []*HookFailure         `protobuf:"bytes,2,rep,name=failures,proto3" json:"failures,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FreezeResponse) Reset() {
+	*x = FreezeResponse{}
+	mi := &file_agent_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeResponse) ProtoMessage() {}
+
+func (x *FreezeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeResponse.ProtoReflect.Descriptor instead.
+func (*FreezeResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *FreezeResponse) GetRefused() bool {
+	if x != nil {
+		return x.Refused
+	}
+	return false
+}
+
+func (x *FreezeResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+type ThawRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ThawRequest) Reset() {
+	*x = ThawRequest{}
+	mi := &file_agent_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ThawRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ThawRequest) ProtoMessage() {}
+
+func (x *ThawRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
+func (*ThawRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{10}
+}
+
+type ThawResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Expired       bool                   `protobuf:"varint,1,opt,name=expired,proto3" json:"expired,omitempty"` // the agent had thawed by itself
+	FrozenNanos   int64                  `protobuf:"varint,2,opt,name=frozen_nanos,json=frozenNanos,proto3" json:"frozen_nanos,omitempty"`
+	Failures      []*HookFailure         `protobuf:"bytes,3,rep,name=failures,proto3" json:"failures,omitempty"` // of the event "thaw"
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ThawResponse) Reset() {
+	*x = ThawResponse{}
+	mi := &file_agent_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ThawResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ThawResponse) ProtoMessage() {}
+
+func (x *ThawResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
+func (*ThawResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *ThawResponse) GetExpired() bool {
+	if x != nil {
+		return x.Expired
+	}
+	return false
+}
+
+func (x *ThawResponse) GetFrozenNanos() int64 {
+	if x != nil {
+		return x.FrozenNanos
+	}
+	return 0
+}
+
+func (x *ThawResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
 	}
 	return nil
 }
@@ -320,7 +727,7 @@ type SetClockRequest struct {
 
 func (x *SetClockRequest) Reset() {
 	*x = SetClockRequest{}
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -332,7 +739,7 @@ func (x *SetClockRequest) String() string {
 func (*SetClockRequest) ProtoMessage() {}
 
 func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -345,7 +752,7 @@ func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetClockRequest.ProtoReflect.Descriptor instead.
 func (*SetClockRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{5}
+	return file_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SetClockRequest) GetWallNanos() int64 {
@@ -364,7 +771,7 @@ type AddEntropyRequest struct {
 
 func (x *AddEntropyRequest) Reset() {
 	*x = AddEntropyRequest{}
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -376,7 +783,7 @@ func (x *AddEntropyRequest) String() string {
 func (*AddEntropyRequest) ProtoMessage() {}
 
 func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -389,7 +796,7 @@ func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddEntropyRequest.ProtoReflect.Descriptor instead.
 func (*AddEntropyRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{6}
+	return file_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AddEntropyRequest) GetEntropy() []byte {
@@ -417,7 +824,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -429,7 +836,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -442,7 +849,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{7}
+	return file_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ExecRequest) GetMsg() isExecRequest_Msg {
@@ -580,7 +987,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -592,7 +999,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -605,7 +1012,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{8}
+	return file_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ExecStart) GetArgv() []string {
@@ -695,7 +1102,7 @@ type ExecAttach struct {
 
 func (x *ExecAttach) Reset() {
 	*x = ExecAttach{}
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -707,7 +1114,7 @@ func (x *ExecAttach) String() string {
 func (*ExecAttach) ProtoMessage() {}
 
 func (x *ExecAttach) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -720,7 +1127,7 @@ func (x *ExecAttach) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecAttach.ProtoReflect.Descriptor instead.
 func (*ExecAttach) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{9}
+	return file_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ExecAttach) GetId() string {
@@ -747,7 +1154,7 @@ type Pty struct {
 
 func (x *Pty) Reset() {
 	*x = Pty{}
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -759,7 +1166,7 @@ func (x *Pty) String() string {
 func (*Pty) ProtoMessage() {}
 
 func (x *Pty) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -772,7 +1179,7 @@ func (x *Pty) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pty.ProtoReflect.Descriptor instead.
 func (*Pty) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{10}
+	return file_agent_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Pty) GetSize() *WindowSize {
@@ -799,7 +1206,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -811,7 +1218,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -824,7 +1231,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{11}
+	return file_agent_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -856,7 +1263,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +1275,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +1288,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{12}
+	return file_agent_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ExecResponse) GetMsg() isExecResponse_Msg {
@@ -967,7 +1374,7 @@ type ExecStarted struct {
 
 func (x *ExecStarted) Reset() {
 	*x = ExecStarted{}
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -979,7 +1386,7 @@ func (x *ExecStarted) String() string {
 func (*ExecStarted) ProtoMessage() {}
 
 func (x *ExecStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -992,7 +1399,7 @@ func (x *ExecStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStarted.ProtoReflect.Descriptor instead.
 func (*ExecStarted) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{13}
+	return file_agent_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ExecStarted) GetId() string {
@@ -1034,7 +1441,7 @@ type ExecOutput struct {
 
 func (x *ExecOutput) Reset() {
 	*x = ExecOutput{}
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1046,7 +1453,7 @@ func (x *ExecOutput) String() string {
 func (*ExecOutput) ProtoMessage() {}
 
 func (x *ExecOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1059,7 +1466,7 @@ func (x *ExecOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecOutput.ProtoReflect.Descriptor instead.
 func (*ExecOutput) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{14}
+	return file_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ExecOutput) GetStderr() bool {
@@ -1099,7 +1506,7 @@ type ExecExit struct {
 
 func (x *ExecExit) Reset() {
 	*x = ExecExit{}
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1111,7 +1518,7 @@ func (x *ExecExit) String() string {
 func (*ExecExit) ProtoMessage() {}
 
 func (x *ExecExit) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1124,7 +1531,7 @@ func (x *ExecExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecExit.ProtoReflect.Descriptor instead.
 func (*ExecExit) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{15}
+	return file_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ExecExit) GetCode() int32 {
@@ -1191,7 +1598,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1203,7 +1610,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1216,7 +1623,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{16}
+	return file_agent_proto_rawDescGZIP(), []int{23}
 }
 
 type ListResponse struct {
@@ -1228,7 +1635,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1240,7 +1647,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1253,7 +1660,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{17}
+	return file_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -1281,7 +1688,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1293,7 +1700,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1306,7 +1713,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{18}
+	return file_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Process) GetId() string {
@@ -1391,7 +1798,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1403,7 +1810,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1416,7 +1823,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{19}
+	return file_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *KillRequest) GetId() string {
@@ -1455,7 +1862,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1874,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1887,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{20}
+	return file_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1542,7 +1949,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1961,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,7 +1974,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{21}
+	return file_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1594,7 +2001,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +2013,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +2026,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{22}
+	return file_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -1646,7 +2053,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1658,7 +2065,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1671,7 +2078,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{23}
+	return file_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -1699,7 +2106,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1711,7 +2118,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1724,7 +2131,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{24}
+	return file_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1758,7 +2165,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1770,7 +2177,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1783,7 +2190,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{25}
+	return file_agent_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -1810,7 +2217,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1822,7 +2229,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1835,7 +2242,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{26}
+	return file_agent_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -1862,7 +2269,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1874,7 +2281,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1887,7 +2294,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{27}
+	return file_agent_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -1913,7 +2320,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1925,7 +2332,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1938,7 +2345,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{28}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -1957,7 +2364,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1969,7 +2376,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1982,7 +2389,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{29}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -2010,7 +2417,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2022,7 +2429,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2035,7 +2442,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{30}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -2165,7 +2572,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2177,7 +2584,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2190,7 +2597,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{31}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -2230,7 +2637,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2649,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2662,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -2324,7 +2731,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2336,7 +2743,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2349,7 +2756,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -2375,7 +2782,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2387,7 +2794,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2400,7 +2807,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Pack) GetPath() string {
@@ -2422,7 +2829,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2841,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2854,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Unpack) GetPath() string {
@@ -2493,7 +2900,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2505,7 +2912,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2518,7 +2925,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -2602,7 +3009,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2614,7 +3021,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2627,7 +3034,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -2654,7 +3061,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2666,7 +3073,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2679,7 +3086,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -2709,18 +3116,47 @@ const file_agent_proto_rawDesc = "" +
 	"\fuptime_nanos\x18\x03 \x01(\x03R\vuptimeNanos\x12\x10\n" +
 	"\x03pid\x18\x04 \x01(\x05R\x03pid\x12\x1d\n" +
 	"\n" +
-	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\xa4\x01\n" +
+	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\x8d\x01\n" +
 	"\rResumeRequest\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\x12\x18\n" +
 	"\aentropy\x18\x02 \x01(\fR\aentropy\x12!\n" +
 	"\fnew_identity\x18\x03 \x01(\bR\vnewIdentity\x12\x1a\n" +
-	"\bhostname\x18\x04 \x01(\tR\bhostname\x12\x1b\n" +
-	"\trun_hooks\x18\x05 \x01(\bR\brunHooks\"J\n" +
+	"\bhostname\x18\x04 \x01(\tR\bhostnameJ\x04\b\x05\x10\x06\"N\n" +
 	"\x0eResumeResponse\x12\x17\n" +
-	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1f\n" +
-	"\vhook_errors\x18\x02 \x03(\tR\n" +
-	"hookErrors\"0\n" +
+	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1d\n" +
+	"\n" +
+	"hooks_wait\x18\x03 \x01(\bR\thooksWaitJ\x04\b\x02\x10\x03\"\x89\x01\n" +
+	"\fHooksRequest\x12\x14\n" +
+	"\x05event\x18\x01 \x01(\tR\x05event\x12\x1d\n" +
+	"\n" +
+	"each_nanos\x18\x02 \x01(\x03R\teachNanos\x12\x1b\n" +
+	"\tall_nanos\x18\x03 \x01(\x03R\ballNanos\x12'\n" +
+	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\"u\n" +
+	"\rHooksResponse\x12\x10\n" +
+	"\x03ran\x18\x01 \x01(\rR\x03ran\x12\x18\n" +
+	"\arefused\x18\x02 \x01(\bR\arefused\x128\n" +
+	"\bfailures\x18\x03 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"i\n" +
+	"\vHookFailure\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05event\x18\x02 \x01(\tR\x05event\x12\x18\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x16\n" +
+	"\x06output\x18\x04 \x01(\tR\x06output\"\x95\x01\n" +
+	"\rFreezeRequest\x12\x1f\n" +
+	"\vlimit_nanos\x18\x01 \x01(\x03R\n" +
+	"limitNanos\x12\x1d\n" +
+	"\n" +
+	"each_nanos\x18\x02 \x01(\x03R\teachNanos\x12\x1b\n" +
+	"\tall_nanos\x18\x03 \x01(\x03R\ballNanos\x12'\n" +
+	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\"d\n" +
+	"\x0eFreezeResponse\x12\x18\n" +
+	"\arefused\x18\x01 \x01(\bR\arefused\x128\n" +
+	"\bfailures\x18\x02 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"\r\n" +
+	"\vThawRequest\"\x85\x01\n" +
+	"\fThawResponse\x12\x18\n" +
+	"\aexpired\x18\x01 \x01(\bR\aexpired\x12!\n" +
+	"\ffrozen_nanos\x18\x02 \x01(\x03R\vfrozenNanos\x128\n" +
+	"\bfailures\x18\x03 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"0\n" +
 	"\x0fSetClockRequest\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\"-\n" +
@@ -2889,13 +3325,17 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
-	"graceNanos2\xf6\b\n" +
+	"graceNanos2\xce\n" +
+	"\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12D\n" +
 	"\bSetClock\x12 .drowse.guest.v1.SetClockRequest\x1a\x16.drowse.guest.v1.Empty\x12H\n" +
 	"\n" +
-	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12G\n" +
+	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12F\n" +
+	"\x05Hooks\x12\x1d.drowse.guest.v1.HooksRequest\x1a\x1e.drowse.guest.v1.HooksResponse\x12I\n" +
+	"\x06Freeze\x12\x1e.drowse.guest.v1.FreezeRequest\x1a\x1f.drowse.guest.v1.FreezeResponse\x12C\n" +
+	"\x04Thaw\x12\x1c.drowse.guest.v1.ThawRequest\x1a\x1d.drowse.guest.v1.ThawResponse\x12G\n" +
 	"\x04Exec\x12\x1c.drowse.guest.v1.ExecRequest\x1a\x1d.drowse.guest.v1.ExecResponse(\x010\x01\x12C\n" +
 	"\x04List\x12\x1c.drowse.guest.v1.ListRequest\x1a\x1d.drowse.guest.v1.ListResponse\x12<\n" +
 	"\x04Kill\x12\x1c.drowse.guest.v1.KillRequest\x1a\x16.drowse.guest.v1.Empty\x12?\n" +
@@ -2921,107 +3361,123 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),             // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),       // 1: drowse.guest.v1.PingRequest
 	(*PingResponse)(nil),      // 2: drowse.guest.v1.PingResponse
 	(*ResumeRequest)(nil),     // 3: drowse.guest.v1.ResumeRequest
 	(*ResumeResponse)(nil),    // 4: drowse.guest.v1.ResumeResponse
-	(*SetClockRequest)(nil),   // 5: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil), // 6: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),       // 7: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),         // 8: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),        // 9: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),               // 10: drowse.guest.v1.Pty
-	(*WindowSize)(nil),        // 11: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),      // 12: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),       // 13: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),        // 14: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),          // 15: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),       // 16: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 17: drowse.guest.v1.ListResponse
-	(*Process)(nil),           // 18: drowse.guest.v1.Process
-	(*KillRequest)(nil),       // 19: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),          // 20: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 21: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),    // 22: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),   // 23: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),      // 24: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),     // 25: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),     // 26: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),    // 27: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),   // 28: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),  // 29: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),   // 30: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),          // 31: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),         // 32: drowse.guest.v1.WriteFile
-	(*Owner)(nil),             // 33: drowse.guest.v1.Owner
-	(*Pack)(nil),              // 34: drowse.guest.v1.Pack
-	(*Unpack)(nil),            // 35: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),  // 36: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),      // 37: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),   // 38: drowse.guest.v1.ShutdownRequest
+	(*HooksRequest)(nil),      // 5: drowse.guest.v1.HooksRequest
+	(*HooksResponse)(nil),     // 6: drowse.guest.v1.HooksResponse
+	(*HookFailure)(nil),       // 7: drowse.guest.v1.HookFailure
+	(*FreezeRequest)(nil),     // 8: drowse.guest.v1.FreezeRequest
+	(*FreezeResponse)(nil),    // 9: drowse.guest.v1.FreezeResponse
+	(*ThawRequest)(nil),       // 10: drowse.guest.v1.ThawRequest
+	(*ThawResponse)(nil),      // 11: drowse.guest.v1.ThawResponse
+	(*SetClockRequest)(nil),   // 12: drowse.guest.v1.SetClockRequest
+	(*AddEntropyRequest)(nil), // 13: drowse.guest.v1.AddEntropyRequest
+	(*ExecRequest)(nil),       // 14: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),         // 15: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),        // 16: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),               // 17: drowse.guest.v1.Pty
+	(*WindowSize)(nil),        // 18: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),      // 19: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),       // 20: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),        // 21: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),          // 22: drowse.guest.v1.ExecExit
+	(*ListRequest)(nil),       // 23: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 24: drowse.guest.v1.ListResponse
+	(*Process)(nil),           // 25: drowse.guest.v1.Process
+	(*KillRequest)(nil),       // 26: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),          // 27: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 28: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),    // 29: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),   // 30: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),      // 31: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),     // 32: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),     // 33: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),    // 34: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),   // 35: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),  // 36: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),   // 37: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),          // 38: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),         // 39: drowse.guest.v1.WriteFile
+	(*Owner)(nil),             // 40: drowse.guest.v1.Owner
+	(*Pack)(nil),              // 41: drowse.guest.v1.Pack
+	(*Unpack)(nil),            // 42: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),  // 43: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),      // 44: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),   // 45: drowse.guest.v1.ShutdownRequest
 }
 var file_agent_proto_depIdxs = []int32{
-	8,  // 0: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
-	9,  // 1: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
-	0,  // 2: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
-	11, // 3: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
-	10, // 4: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
-	11, // 5: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
-	13, // 6: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
-	14, // 7: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
-	15, // 8: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	18, // 9: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	15, // 10: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	20, // 11: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	31, // 12: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	32, // 13: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	34, // 14: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	35, // 15: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 16: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	33, // 17: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	33, // 18: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	20, // 19: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	37, // 20: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	1,  // 21: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	3,  // 22: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	5,  // 23: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	6,  // 24: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	7,  // 25: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	16, // 26: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	19, // 27: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	21, // 28: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	22, // 29: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	24, // 30: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	25, // 31: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	26, // 32: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	27, // 33: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	28, // 34: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	30, // 35: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	38, // 36: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	2,  // 37: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	4,  // 38: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	0,  // 39: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 40: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	12, // 41: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	17, // 42: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 43: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	20, // 44: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	23, // 45: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 46: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 47: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 48: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 49: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	29, // 50: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	36, // 51: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 52: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	37, // [37:53] is the sub-list for method output_type
-	21, // [21:37] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	7,  // 0: drowse.guest.v1.HooksResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	7,  // 1: drowse.guest.v1.FreezeResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	7,  // 2: drowse.guest.v1.ThawResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	15, // 3: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
+	16, // 4: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
+	0,  // 5: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
+	18, // 6: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
+	17, // 7: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
+	18, // 8: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
+	20, // 9: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
+	21, // 10: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
+	22, // 11: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
+	25, // 12: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	22, // 13: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	27, // 14: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	38, // 15: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	39, // 16: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	41, // 17: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	42, // 18: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 19: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	40, // 20: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	40, // 21: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	27, // 22: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	44, // 23: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	1,  // 24: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	3,  // 25: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	12, // 26: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	13, // 27: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	5,  // 28: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	8,  // 29: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	10, // 30: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	14, // 31: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	23, // 32: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	26, // 33: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	28, // 34: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	29, // 35: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	31, // 36: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	32, // 37: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	33, // 38: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	34, // 39: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	35, // 40: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	37, // 41: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	45, // 42: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	2,  // 43: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	4,  // 44: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	0,  // 45: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 46: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	6,  // 47: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	9,  // 48: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	11, // 49: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	19, // 50: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	24, // 51: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 52: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	27, // 53: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	30, // 54: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 55: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 56: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 57: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 58: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	36, // 59: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	43, // 60: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 61: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	43, // [43:62] is the sub-list for method output_type
+	24, // [24:43] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -3029,7 +3485,7 @@ func file_agent_proto_init() {
 	if File_agent_proto != nil {
 		return
 	}
-	file_agent_proto_msgTypes[7].OneofWrappers = []any{
+	file_agent_proto_msgTypes[14].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Attach)(nil),
 		(*ExecRequest_Stdin)(nil),
@@ -3038,13 +3494,13 @@ func file_agent_proto_init() {
 		(*ExecRequest_Signal)(nil),
 		(*ExecRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[12].OneofWrappers = []any{
+	file_agent_proto_msgTypes[19].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
 		(*ExecResponse_Output)(nil),
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[30].OneofWrappers = []any{
+	file_agent_proto_msgTypes[37].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -3053,7 +3509,7 @@ func file_agent_proto_init() {
 		(*TransferRequest_End)(nil),
 		(*TransferRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[36].OneofWrappers = []any{
+	file_agent_proto_msgTypes[43].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
@@ -3065,7 +3521,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   39,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

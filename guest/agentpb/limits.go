@@ -32,4 +32,21 @@ const (
 	// detached process, in bytes.
 	DefaultOutputLimit = 256 << 10
 	MaxOutputLimit     = 16 << 20
+
+	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and
+	// of their counterparts. The others are bounds in bytes.
+	MaxHookFailures = 128
+	MaxHookName     = 255
+	MaxHookProblem  = 256
+	MaxHookOutput   = 1 << 10
+)
+
+// Events of hooks.
+const (
+	HookSleep    = "sleep"
+	HookSnapshot = "snapshot"
+	HookWake     = "wake"
+	HookClone    = "clone"
+	HookFreeze   = "freeze"
+	HookThaw     = "thaw"
 )
