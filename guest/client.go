@@ -227,6 +227,8 @@ type Resumed struct {
 	// HooksWait says that hooks ran in the guest before its snapshot was taken:
 	// call Hooks with HookWake or HookClone.
 	HooksWait bool
+	// Hooks says that there are hooks in the guest, or may be.
+	Hooks bool
 }
 
 // Resume brings a restored guest up to date. When it returns without error,
@@ -240,7 +242,7 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 	if err != nil {
 		return Resumed{}, err
 	}
-	return Resumed{BootID: printable(resp.BootId), HooksWait: resp.HooksWait}, nil
+	return Resumed{BootID: printable(resp.BootId), HooksWait: resp.HooksWait, Hooks: resp.Hooks}, nil
 }
 
 // SetClock sets the guest's wall clock.

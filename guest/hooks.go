@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
+	"strconv"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -49,6 +51,8 @@ type HookLimits struct {
 	Each, All time.Duration
 	// IgnoreFailures goes on after a hook that has failed.
 	IgnoreFailures bool
+	// Skip makes Freeze run no hooks.
+	Skip bool
 }
 
 // hookSlack is how much longer than its hooks the agent may take to answer: it
@@ -130,7 +134,7 @@ func (c *Client) Freeze(ctx context.Context, limit time.Duration, l HookLimits) 
 	ctx, cancel := context.WithTimeoutCause(ctx, 2*l.All+limit+hookSlack, fmt.Errorf("guest: freeze: %w: no answer within %v", ErrUnavailable, 2*l.All+limit+hookSlack))
 	defer cancel()
 	resp, err := callOnce(ctx, c, opFreeze, agentpb.AgentClient.Freeze, &agentpb.FreezeRequest{
-		LimitNanos: int64(limit), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures,
+		LimitNanos: int64(limit), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures, SkipHooks: l.Skip,
 	})
 	if err != nil {
 		return Hooked{}, timeoutCause(ctx, err)
@@ -157,4 +161,47 @@ func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
 		return Thawed{}, fmt.Errorf("guest: thaw: %w", ErrFrozenTooLong)
 	}
 	return Thawed{Frozen: time.Duration(max(resp.FrozenNanos, 0)), Failures: hookFailures(resp.Failures)}, nil
+}
+
+// HooksPath is where the host listens for the agent's word that hooks have
+// appeared or are gone, given the path of the Unix socket that stands for the
+// vsock device.
+func HooksPath(path string) string { return path + "_" + strconv.Itoa(agentpb.HooksPort) }
+
+const (
+	maxHooksLine = 16 // bytes
+	hooksTimeout = 5 * time.Second
+)
+
+// ServeHooks calls known whenever the agent says whether there are hooks in the
+// guest, until the listener is closed. A change made by a command that has ended
+// for the host is known before that end is. One connection is served at a time, for
+// 5 s at most, so a guest can hold up only itself.
+func ServeHooks(l net.Listener, known func(present bool)) {
+	for {
+		c, err := l.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			time.Sleep(acceptPause) // out of descriptors
+			continue
+		}
+		serveHooks(c, known)
+		c.Close()
+	}
+}
+
+const acceptPause = 100 * time.Millisecond
+
+func serveHooks(c net.Conn, known func(present bool)) {
+	if c.SetDeadline(time.Now().Add(hooksTimeout)) != nil {
+		return
+	}
+	line, err := readLine(c, maxHooksLine)
+	if err != nil || line != "hooks 0" && line != "hooks 1" {
+		return
+	}
+	known(line == "hooks 1")
+	_, _ = c.Write([]byte{'\n'})
 }

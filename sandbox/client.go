@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -89,7 +90,8 @@ func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, snapshotID != "")
+	// What comes of another machine must not pass for it.
+	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, r.Parent != "")
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -310,6 +312,9 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 	if err != nil {
 		return Report{}, err
 	}
+	if diskOnly(m) {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
+	}
 	var old Record
 	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
 		return Report{}, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
@@ -450,8 +455,20 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 }
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
-// that sleeps already is left alone. If it cannot be saved, it runs on.
-func (s *Store) Sleep(ctx context.Context, name string) (res SleepResult, err error) {
+// that sleeps already is left alone. If it cannot be saved, or hooks in the guest
+// refuse (ErrHooks), it runs on.
+func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
+	return s.SleepWith(ctx, name, SleepOptions{})
+}
+
+// SleepOptions change a sleep. The zero value is Sleep.
+type SleepOptions struct {
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+}
+
+// SleepWith is Sleep with options.
+func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return res, err
@@ -466,7 +483,7 @@ func (s *Store) Sleep(ctx context.Context, name string) (res SleepResult, err er
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer proc.Release()
-	if err := s.call(ctx, name, http.MethodPost, "/sleep", &res); err != nil {
+	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		return res, err
 	}
 	if err := awaitExit(ctx, proc); err != nil {
@@ -525,8 +542,25 @@ func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and
 // lets it run on. note is kept with it.
-func (s *Store) Snapshot(ctx context.Context, name, note string) (res SleepResult, err error) {
-	err = s.call(ctx, name, http.MethodPost, "/snapshot?note="+url.QueryEscape(note), &res)
+func (s *Store) Snapshot(ctx context.Context, name, note string) (SleepResult, error) {
+	return s.SnapshotWith(ctx, name, SnapshotOptions{Note: note})
+}
+
+// SnapshotOptions say what a snapshot of a running VM is like.
+type SnapshotOptions struct {
+	// Note is kept with it.
+	Note string
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
+	// frozen for a moment, and the guest computes on meanwhile.
+	DiskOnly bool
+}
+
+// SnapshotWith is Snapshot with options.
+func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
+	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
+	err = s.call(ctx, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err
 }
 

@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -93,6 +94,10 @@ type Instance struct {
 
 	started time.Time
 	ready   time.Duration
+	// hooks says that there are hooks in the guest.
+	hooks atomic.Bool
+	// hookFailures are those of hooks that ran after the restore.
+	hookFailures []guest.HookFailure
 }
 
 // assemble makes the machine with its devices, in the order in which the guest
@@ -239,6 +244,9 @@ func (in *Instance) boot(ctx context.Context) error {
 		return fmt.Errorf("listening for the agent: %w", err)
 	}
 	defer ready.Close()
+	if err := in.listenHooks(); err != nil {
+		return err
+	}
 	if err := in.machine.Start(); err != nil {
 		return err
 	}
@@ -350,11 +358,15 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 		return in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
 	}
 	defer c.Close()
+	// Before the answer to Resume, which says how it is now.
+	if err := in.listenHooks(); err != nil {
+		return err
+	}
 	entropy := make([]byte, 64)
 	if _, err := rand.Read(entropy); err != nil {
 		return fmt.Errorf("making random numbers: %w", err)
 	}
-	_, err = c.Resume(ctx, guest.Resume{
+	resumed, err := c.Resume(ctx, guest.Resume{
 		Wall: time.Now(), Entropy: entropy, NewIdentity: o.NewIdentity, Hostname: in.parts.Spec.Hostname,
 	})
 	if err != nil {
@@ -364,6 +376,17 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 		in.net.SetLink(true)
 	}
 	in.ready = time.Since(in.started)
+	if resumed.Hooks {
+		in.hooks.Store(true)
+	}
+	if resumed.HooksWait {
+		// With the network, and without holding up what is measured above.
+		event := guest.HookWake
+		if o.NewIdentity {
+			event = guest.HookClone
+		}
+		in.hookFailures = in.afterHooks(ctx, event)
+	}
 	return nil
 }
 
@@ -459,6 +482,9 @@ type CaptureOptions struct {
 	// Sealed is told the disk's new layers as soon as there are any, before the
 	// guest can write to them.
 	Sealed func(disk.Stack) error
+	// Resumed, if not nil, is called when a live capture lets the guest run on. It
+	// must not block.
+	Resumed func()
 }
 
 // Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
@@ -496,7 +522,11 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	running := false
 	resume := func() error {
 		running = true
-		return in.machine.Resume()
+		err := in.machine.Resume()
+		if err == nil && o.Resumed != nil {
+			o.Resumed()
+		}
+		return err
 	}
 	defer func() {
 		if err != nil && !running {

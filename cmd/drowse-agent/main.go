@@ -74,7 +74,8 @@ func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
 	if err := k.Prepare(); err != nil {
 		return err
 	}
-	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k})
+	report := func(present bool) error { return agent.ReportHooks(agentpb.HooksPort, present) }
+	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k, ReportHooks: report})
 	if err != nil {
 		return err
 	}

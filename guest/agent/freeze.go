@@ -53,7 +53,9 @@ func (s *Server) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentpb
 	}
 	out := &agentpb.FreezeResponse{}
 	var started []string
-	started, out.Refused = s.before(ctx, limits, agentpb.HookFreeze, &out.Failures)
+	if !m.SkipHooks {
+		started, out.Refused = s.before(ctx, limits, agentpb.HookFreeze, &out.Failures)
+	}
 	// From here on the guest must go on even if the host has gone away.
 	if out.Refused {
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)

@@ -30,6 +30,9 @@ type Config struct {
 	Machine Machine
 	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
+	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
+	// returns when the host knows.
+	ReportHooks func(present bool) error
 }
 
 // Server is the agent's service. Create it with New; Serve and Close may be
@@ -43,8 +46,9 @@ type Server struct {
 	machine sync.Mutex
 	bootID  string // the latest identity; "" is the kernel's own
 
-	hooks  hooks
-	freeze freeze
+	hooks     hooks
+	hookWatch *hookWatch // nil: the host asks whenever it must know
+	freeze    freeze
 
 	stopping sync.Once
 
@@ -77,6 +81,13 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*trackedConn]struct{}),
 	}
 	agentpb.RegisterAgentService(rpc, s)
+	if cfg.ReportHooks != nil {
+		// Without it there would be hooks that nobody runs.
+		if s.hookWatch, err = watchHooks(cfg.HookDir, cfg.ReportHooks); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		}
+	}
+	s.procs.settle = s.hookWatch.settle
 	if cfg.Init {
 		s.procs.reaper.mu.Lock()
 		s.procs.reaper.run()
@@ -160,6 +171,7 @@ func (s *Server) Close() {
 	s.mu.Unlock()
 	s.rpc.Close()
 	s.thawLate()
+	s.hookWatch.close()
 	s.procs.endAll()
 }
 
@@ -271,6 +283,7 @@ func (s *Server) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.R
 	// A guest without hooks spends no system call on them here. One that was
 	// captured while frozen must not stay so.
 	out.HooksWait = s.hooks.waiting.Load()
+	out.Hooks = s.hookWatch == nil || s.hookWatch.present.Load()
 	if s.freeze.active.Load() {
 		s.thawLate()
 	}

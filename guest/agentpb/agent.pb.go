@@ -254,7 +254,10 @@ type ResumeResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	BootId string                 `protobuf:"bytes,1,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // set with new_identity
 	// Hooks ran before the snapshot was taken: call Hooks with "wake" or "clone".
-	HooksWait     bool `protobuf:"varint,3,opt,name=hooks_wait,json=hooksWait,proto3" json:"hooks_wait,omitempty"`
+	HooksWait bool `protobuf:"varint,3,opt,name=hooks_wait,json=hooksWait,proto3" json:"hooks_wait,omitempty"`
+	// There are hooks, or may be. The agent tells changes of this to port 1022 of
+	// the host: "hooks 1\n" or "hooks 0\n", answered with one byte.
+	Hooks         bool `protobuf:"varint,4,opt,name=hooks,proto3" json:"hooks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -299,6 +302,13 @@ func (x *ResumeResponse) GetBootId() string {
 func (x *ResumeResponse) GetHooksWait() bool {
 	if x != nil {
 		return x.HooksWait
+	}
+	return false
+}
+
+func (x *ResumeResponse) GetHooks() bool {
+	if x != nil {
+		return x.Hooks
 	}
 	return false
 }
@@ -508,6 +518,7 @@ type FreezeRequest struct {
 	EachNanos      int64                  `protobuf:"varint,2,opt,name=each_nanos,json=eachNanos,proto3" json:"each_nanos,omitempty"`    // as in HooksRequest, for the event "freeze"
 	AllNanos       int64                  `protobuf:"varint,3,opt,name=all_nanos,json=allNanos,proto3" json:"all_nanos,omitempty"`
 	IgnoreFailures bool                   `protobuf:"varint,4,opt,name=ignore_failures,json=ignoreFailures,proto3" json:"ignore_failures,omitempty"`
+	SkipHooks      bool                   `protobuf:"varint,5,opt,name=skip_hooks,json=skipHooks,proto3" json:"skip_hooks,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -566,6 +577,13 @@ func (x *FreezeRequest) GetAllNanos() int64 {
 func (x *FreezeRequest) GetIgnoreFailures() bool {
 	if x != nil {
 		return x.IgnoreFailures
+	}
+	return false
+}
+
+func (x *FreezeRequest) GetSkipHooks() bool {
+	if x != nil {
+		return x.SkipHooks
 	}
 	return false
 }
@@ -3122,11 +3140,12 @@ const file_agent_proto_rawDesc = "" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\x12\x18\n" +
 	"\aentropy\x18\x02 \x01(\fR\aentropy\x12!\n" +
 	"\fnew_identity\x18\x03 \x01(\bR\vnewIdentity\x12\x1a\n" +
-	"\bhostname\x18\x04 \x01(\tR\bhostnameJ\x04\b\x05\x10\x06\"N\n" +
+	"\bhostname\x18\x04 \x01(\tR\bhostnameJ\x04\b\x05\x10\x06\"d\n" +
 	"\x0eResumeResponse\x12\x17\n" +
 	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1d\n" +
 	"\n" +
-	"hooks_wait\x18\x03 \x01(\bR\thooksWaitJ\x04\b\x02\x10\x03\"\x89\x01\n" +
+	"hooks_wait\x18\x03 \x01(\bR\thooksWait\x12\x14\n" +
+	"\x05hooks\x18\x04 \x01(\bR\x05hooksJ\x04\b\x02\x10\x03\"\x89\x01\n" +
 	"\fHooksRequest\x12\x14\n" +
 	"\x05event\x18\x01 \x01(\tR\x05event\x12\x1d\n" +
 	"\n" +
@@ -3141,14 +3160,16 @@ const file_agent_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05event\x18\x02 \x01(\tR\x05event\x12\x18\n" +
 	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x16\n" +
-	"\x06output\x18\x04 \x01(\tR\x06output\"\x95\x01\n" +
+	"\x06output\x18\x04 \x01(\tR\x06output\"\xb4\x01\n" +
 	"\rFreezeRequest\x12\x1f\n" +
 	"\vlimit_nanos\x18\x01 \x01(\x03R\n" +
 	"limitNanos\x12\x1d\n" +
 	"\n" +
 	"each_nanos\x18\x02 \x01(\x03R\teachNanos\x12\x1b\n" +
 	"\tall_nanos\x18\x03 \x01(\x03R\ballNanos\x12'\n" +
-	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\"d\n" +
+	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\x12\x1d\n" +
+	"\n" +
+	"skip_hooks\x18\x05 \x01(\bR\tskipHooks\"d\n" +
 	"\x0eFreezeResponse\x12\x18\n" +
 	"\arefused\x18\x01 \x01(\bR\arefused\x128\n" +
 	"\bfailures\x18\x02 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"\r\n" +

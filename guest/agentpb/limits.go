@@ -6,6 +6,10 @@ const (
 	// ReadyPort is the vsock port of the host (CID 2) that the agent dials
 	// once, when it listens. It sends one line, "ready <version>\n".
 	ReadyPort = 1023
+	// HooksPort is the vsock port of the host that the agent dials when hooks
+	// have appeared or are gone. It sends "hooks 1\n" or "hooks 0\n", and waits
+	// for one byte.
+	HooksPort = 1022
 
 	// MaxChunk is the most data, in bytes, that one stream message carries.
 	MaxChunk = 32 << 10
