@@ -66,6 +66,9 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 		return Report{}, err
 	}
 	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid()}
+	if err := s.findVolumes(spec.Volumes); err != nil {
+		return Report{}, err
+	}
 	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
 		return Report{}, err
 	}
@@ -224,6 +227,9 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
+	if err := s.checkVolumes(r, r.Snapshot); err != nil {
+		return Report{}, fmt.Errorf("waking %s: %w", name, err)
+	}
 	if r.Phase != Asleep {
 		// Back to the disk as it was then; what was written since is given up.
 		if err := s.rewind(name); err != nil {
@@ -338,6 +344,9 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 	r := &Record{
 		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
+	}
+	if err := s.checkVolumes(r, id); err != nil {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return s.launchNew(ctx, l, r, id)
 }

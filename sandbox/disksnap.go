@@ -118,6 +118,9 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	if note != "" {
 		labels[labelNote] = note
 	}
+	if err := p.in.labelVolumes(labels); err != nil {
+		return res, err
+	}
 	info, err := snapshot.Create(ctx, p.store.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
 		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(p.in.disk.Size()), Layers: p.store.relative(st).Layers}},
@@ -196,6 +199,9 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 		return nil, err
 	}
 	if err := s.checkPaths(spec.Name); err != nil {
+		return nil, err
+	}
+	if err := s.findVolumes(spec.Volumes); err != nil {
 		return nil, err
 	}
 	boot, err := s.resolve(ctx, l, spec)

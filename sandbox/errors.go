@@ -5,6 +5,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -44,6 +45,10 @@ var codes = []struct {
 	{"invalid", ErrSpec},
 	{"hooks", ErrHooks},
 	{"disk-only", ErrDiskOnly},
+	{"volume-not-found", volume.ErrNotFound},
+	{"volume-in-use", volume.ErrInUse},
+	{"volume-stale", volume.ErrStale},
+	{"volume-dirty", volume.ErrDirty},
 	{"not-frozen", guest.ErrFrozenTooLong},
 	{"ended", vmm.ErrEnded},
 }

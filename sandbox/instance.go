@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
@@ -51,6 +52,10 @@ type Parts struct {
 	Socket string
 	// Console gets the guest's serial output; nil discards it.
 	Console io.Writer
+	// Volumes are attached, in the order of Spec.Volumes; the instance closes them.
+	Volumes []*volume.Volume
+	// VM is the id of the VM, by which its volumes know it.
+	VM string
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
 	// Log gets what happens; nil discards it.
@@ -70,6 +75,8 @@ const (
 	deviceRNG     = "rng"
 	deviceBalloon = "balloon"
 	deviceNet     = "net"
+	// and of volumes: deviceVolume and the volume's name
+	deviceVolume = "volume-"
 )
 
 // Instance is one VM in this process. Its methods may be called from any goroutine,
@@ -106,6 +113,9 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty()}
 	if in.log == nil {
 		in.log = slog.New(slog.DiscardHandler)
+	}
+	for _, v := range p.Volumes {
+		in.closers = append(in.closers, v)
 	}
 	defer func() {
 		if err != nil {
@@ -154,6 +164,10 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 			return in, err
 		}
 		add(deviceNet, in.net)
+	}
+	for _, v := range p.Volumes {
+		r := v.Record()
+		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
 	}
 	in.machine, err = vmm.New(vmm.Config{
 		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs, TrackDirty: in.tracked,
@@ -205,6 +219,13 @@ func (p Parts) cmdline() string {
 	words = append(words, "drowse.image=/dev/vd"+disks[:1], "drowse.rw=/dev/vd"+disks[1:2], "drowse.hostname="+p.Spec.Hostname)
 	if p.Spec.Network == NetworkTAP {
 		words = append(words, "drowse.ip="+guestAddress)
+	}
+	for i, v := range p.Volumes {
+		r, mode := v.Record(), "rw"
+		if v.ReadOnly() {
+			mode = "ro"
+		}
+		words = append(words, "drowse.volume="+volumeSerial(&r)+","+mode+","+p.Spec.Volumes[i].Path)
 	}
 	if p.Spec.Cmdline != "" {
 		words = append(words, p.Spec.Cmdline)
@@ -330,6 +351,9 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 			dir, ErrSpec, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
 	}
 	if err := in.checkHost(m.Host); err != nil {
+		return fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	if err := in.checkVolumes(m); err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	in.base, in.captured = in.snap, true

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 )
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -87,6 +88,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	before := *p.r
 	if err := p.start(ctx, o); err != nil {
+		top := p.r.Disk
 		// As it was before, but for a VM that was only just being made, which
 		// whoever makes it removes.
 		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
@@ -94,6 +96,14 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 			p.r.Phase, p.r.Problem = Stopped, "it did not start: "+err.Error()
 		}
 		p.r.Disk = before.Disk
+		if o.Snapshot != "" && before.Phase == Asleep {
+			if stale := p.store.checkVolumes(p.r, o.Snapshot); errors.Is(stale, volume.ErrStale) {
+				// It was awake for long enough to write to a volume, so what it wrote to
+				// its disk counts as well.
+				p.r.Phase, p.r.Disk = Crashed, top
+				p.r.Problem = "its wake has failed, and it cannot be repeated: " + stale.Error()
+			}
+		}
 		return errors.Join(err, p.store.save(p.r))
 	}
 	control, err := p.listen()
@@ -132,6 +142,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	parts := p.store.Parts(r, st)
 	parts.Console, parts.Log = console, p.log
+	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
+		return errors.Join(err, console.Close())
+	}
 	if o.Snapshot == "" {
 		if p.in, err = Boot(ctx, parts); err == nil && o.NewIdentity {
 			if err = p.in.newIdentity(ctx); err != nil {
@@ -153,7 +166,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 	p := Parts{
 		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
-		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name),
+		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID,
 	}
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
@@ -270,6 +283,9 @@ func (p *process) capture(ctx context.Context, kind, note string, resumed func()
 	if note != "" {
 		labels[labelNote] = note
 	}
+	if err := p.in.labelVolumes(labels); err != nil {
+		return nil, SleepResult{}, err
+	}
 	c, err := p.in.Capture(ctx, CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
@@ -313,6 +329,11 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy) (SleepResult, er
 	if err != nil {
 		hooks.after(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
+	if err := p.in.settleVolumes(c.ID); err != nil {
+		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
+		hooks.after(ctx)
+		return res, err
 	}
 	// From here on the snapshot is what counts.
 	awake := *p.r

@@ -41,6 +41,8 @@ type Spec struct {
 	NoACPI bool `json:"no_acpi,omitempty"`
 	// Hooks says how hooks in the guest are run. Default: they are required.
 	Hooks HookSpec `json:"hooks,omitzero"`
+	// Volumes are disks of the store's that the VM finds mounted.
+	Volumes []VolumeMount `json:"volumes,omitempty"`
 }
 
 // Values of Spec.Network.
@@ -121,6 +123,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
 	}
 	if err := s.Hooks.check(); err != nil {
+		return s, err
+	}
+	if err := checkMounts(s.Volumes); err != nil {
 		return s, err
 	}
 	if err := vmm.CheckHostMemory(s.memory()); err != nil {

@@ -21,6 +21,7 @@ func (a *app) runCommand() *cobra.Command {
 		spec     sandbox.Spec
 		config   string
 		fromDisk string
+		volumes  []string
 		limit    time.Duration
 	)
 	cmd := &cobra.Command{
@@ -30,9 +31,17 @@ func (a *app) runCommand() *cobra.Command {
 when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, cmdline, no_acpi, hooks; flags override it.`,
+memory_mib, disk_mib, hostname, network, cmdline, no_acpi, hooks,
+volumes; flags override it.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			for _, v := range volumes {
+				m, err := sandbox.ParseVolumeMount(v)
+				if err != nil {
+					return err
+				}
+				spec.Volumes = append(spec.Volumes, m)
+			}
 			full, err := readConfig(config, cmd, spec, args)
 			if err != nil {
 				return err
@@ -72,6 +81,7 @@ memory_mib, disk_mib, hostname, network, cmdline, no_acpi, hooks; flags override
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
 	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
@@ -111,6 +121,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
 			{"hooks-timeout", func() { spec.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
+			{"volume", func() { spec.Volumes = flags.Volumes }},
 			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
 		} {
 			if set(o.flag) {

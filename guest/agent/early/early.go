@@ -308,6 +308,9 @@ func (m *Machine) settle() error {
 			return fmt.Errorf("set the hostname: %w", err)
 		}
 	}
+	if err := m.mountVolumes(); err != nil {
+		return err
+	}
 	if err := network(m.Config.Net); err != nil {
 		return err
 	}
@@ -339,6 +342,7 @@ func (m *Machine) Announce(version string) {
 // that their journals are clean. Call it when all other processes have ended.
 func (m *Machine) ReadOnly() {
 	unix.Sync()
+	m.unmountVolumes()
 	_ = unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_RDONLY, "")
 	if m.rw >= 0 {
 		_ = unix.Mount("", m.Writable(), "", unix.MS_REMOUNT|unix.MS_RDONLY|unix.MS_NOATIME, "")
