@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -205,7 +206,10 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	case Running, Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	case Asleep:
-		return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+		// Its memory is of no use if its volumes have moved on.
+		if !errors.Is(s.checkVolumes(r, r.Snapshot), volume.ErrStale) {
+			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+		}
 	}
 	return s.launch(ctx, l, name, "", false)
 }

@@ -74,7 +74,12 @@ const (
 // lock keeps all others from making and removing volumes, and tidies up what those
 // have left that were killed.
 func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
-	if err := s.fs.Mkdir(s.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	if err := s.fs.Mkdir(s.dir, 0o700); err == nil {
+		err = s.fs.SyncDir(filepath.Dir(s.dir))
+		if err != nil {
+			return nil, err
+		}
+	} else if !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}
 	f, err := s.fs.OpenFile(filepath.Join(s.dir, lockName), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
