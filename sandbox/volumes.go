@@ -175,21 +175,19 @@ func (s *Store) attachVolumes(r *Record) (all []*volume.Volume, err error) {
 		}
 	}()
 	for _, m := range r.Spec.Volumes {
-		v, err := s.Volumes().Attach(m.Name, m.ReadOnly)
-		if err != nil {
-			return all, err
-		}
-		all = append(all, v)
-		// With the lock: a VM that wakes meanwhile does not get it.
-		err = s.eachUser(m.Name, func(vm *Record, other VolumeMount) error {
-			if vm.ID == r.ID || vm.Phase != Asleep || m.ReadOnly && other.ReadOnly {
-				return nil
-			}
-			return fmt.Errorf("attaching volume %s: %w: VM %s sleeps with it: wake and stop it, or remove it", m.Name, volume.ErrInUse, vm.Spec.Name)
+		v, err := s.Volumes().Attach(m.Name, m.ReadOnly, func(*volume.Record) error {
+			// With the lock: a VM that wakes meanwhile does not get it.
+			return s.eachUser(m.Name, func(vm *Record, other VolumeMount) error {
+				if vm.ID == r.ID || vm.Phase != Asleep || m.ReadOnly && other.ReadOnly {
+					return nil
+				}
+				return fmt.Errorf("%w: VM %s sleeps with it: wake and stop it, or remove it", volume.ErrInUse, vm.Spec.Name)
+			})
 		})
 		if err != nil {
 			return all, err
 		}
+		all = append(all, v)
 	}
 	return all, nil
 }

@@ -88,13 +88,35 @@ type Volume struct {
 }
 
 // Attach opens a volume, for reading or for writing too. Its lock is held until
-// Close.
-func (s *Store) Attach(name string, readOnly bool) (*Volume, error) {
+// Close. allow, if not nil, is called when nobody else can take it, and may say why
+// not. A volume that cannot be read without being written to is ErrDirty.
+func (s *Store) Attach(name string, readOnly bool, allow func(*Record) error) (*Volume, error) {
 	v, err := s.attach(name, readOnly)
+	if err == nil {
+		err = v.admit(allow)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("attaching volume %s: %w", name, err)
 	}
 	return v, nil
+}
+
+func (v *Volume) admit(allow func(*Record) error) (err error) {
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, v.Close())
+		}
+	}()
+	if allow != nil {
+		r := v.Record()
+		if err := allow(&r); err != nil {
+			return err
+		}
+	}
+	if v.readOnly {
+		return checkClean(v.data)
+	}
+	return nil
 }
 
 func (s *Store) attach(name string, readOnly bool) (*Volume, error) {
@@ -149,9 +171,6 @@ func (v *Volume) open(how int) error {
 		return fmt.Errorf("%w: its file has %d bytes and should have %d", ErrRecord, st.Size(), rec.Size)
 	}
 	v.rec, v.size = *rec, rec.Size
-	if v.readOnly {
-		return checkClean(v.data)
-	}
 	return nil
 }
 

@@ -50,7 +50,7 @@ func create(t *testing.T, s *Store, name string) *Record {
 
 func attach(t *testing.T, s *Store, name string, readOnly bool) *Volume {
 	t.Helper()
-	v, err := s.Attach(name, readOnly)
+	v, err := s.Attach(name, readOnly, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +108,7 @@ func TestStore_lists_gets_and_removes(t *testing.T) {
 	if _, err := s.Get("a"); !errors.Is(err, ErrNotFound) {
 		t.Errorf("after its removal: %v, want ErrNotFound", err)
 	}
-	if _, err := s.Attach("a", false); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Attach("a", false, nil); !errors.Is(err, ErrNotFound) {
 		t.Errorf("attaching it: %v, want ErrNotFound", err)
 	}
 	if again := create(t, s, "a"); again.ID == want.ID {
@@ -124,7 +124,7 @@ func TestAttach_is_for_one_writer_or_many_readers(t *testing.T) {
 		ok            bool
 	}{{false, false, false}, {false, true, false}, {true, false, false}, {true, true, true}} {
 		a := attach(t, s, "v", tt.first)
-		b, err := s.Attach("v", tt.second)
+		b, err := s.Attach("v", tt.second, nil)
 		if tt.ok != (err == nil) || err != nil && !errors.Is(err, ErrInUse) {
 			t.Errorf("read-only %v, then read-only %v: %v", tt.first, tt.second, err)
 		}
@@ -153,7 +153,7 @@ func TestAttach_for_reading_refuses_a_journal_that_must_be_replayed(t *testing.T
 		t.Fatal(err)
 	}
 	v.Close()
-	if _, err := s.Attach("v", true); !errors.Is(err, ErrDirty) {
+	if _, err := s.Attach("v", true, nil); !errors.Is(err, ErrDirty) {
 		t.Errorf("got %v, want ErrDirty", err)
 	}
 	attach(t, s, "v", false)
@@ -347,7 +347,7 @@ func TestCreate_and_Remove_leave_all_or_nothing_when_the_power_goes(t *testing.T
 			}
 			after := storeOn(faultfs.OS, dir)
 			if r, err := after.Get("v"); err == nil {
-				v, err := after.Attach("v", false)
+				v, err := after.Attach("v", false, nil)
 				if err != nil || v.Size() != testSize {
 					t.Fatalf("cut %d, seed %d: %+v cannot be attached: %v", cut, seed, r, err)
 				}
