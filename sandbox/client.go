@@ -482,6 +482,9 @@ type SleepOptions struct {
 
 // SleepWith is Sleep with options.
 func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
+	if err := o.Hooks.check(); err != nil {
+		return res, err
+	}
 	r, err := s.Get(name)
 	if err != nil {
 		return res, err
@@ -572,6 +575,9 @@ type SnapshotOptions struct {
 
 // SnapshotWith is Snapshot with options.
 func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
+	if err := o.Hooks.check(); err != nil {
+		return res, err
+	}
 	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
 	err = s.call(ctx, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err

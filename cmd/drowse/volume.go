@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -37,7 +38,13 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if size < 0 || size > volume.MaxSize>>20 {
+				size = 0 // which is refused, and cannot overflow
+			}
 			r, err := s.Volumes().Create(cmd.Context(), args[0], size<<20)
+			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
+				return usageError{err}
+			}
 			if err != nil {
 				return err
 			}
