@@ -2,8 +2,11 @@ package sandbox_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -15,6 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 func TestParseVolumeMount_reads_what_run_takes(t *testing.T) {
@@ -206,6 +211,98 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		}
 	}
 	if err := e.Store.RemoveVolume(ctx, "v"); err != nil {
+		t.Error(err)
+	}
+}
+
+// zeros is the RAM of a machine that has done nothing.
+type zeros struct{}
+
+func (zeros) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
+func (zeros) NextData(page uint64) (first, end uint64, err error) {
+	return page, page, nil
+}
+func (zeros) ReadPages(_ uint64, p []byte) error {
+	clear(p)
+	return nil
+}
+
+// A VM whose memory has become useless, as after a wake that failed when the guest had
+// written already, can be booted, and one whose memory is good cannot.
+func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
+	if _, err := exec.LookPath("mkfs.ext4"); err != nil {
+		if os.Getenv("CI") != "" {
+			t.Fatal(err)
+		}
+		t.Skip(err)
+	}
+	s, err := sandbox.OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := s.Volumes().Create(t.Context(), "v", volume.MinSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const snap, vm = "00000000000000000000000000000001", "00000000000000000000000000000002"
+	_, err = snapshot.Create(t.Context(), s.SnapshotDir(snap), snapshot.Spec{ID: snap, VCPUs: 1, Memory: zeros{}, Labels: map[string]string{
+		"drowse.kind":    "sleep",
+		"drowse.volumes": fmt.Sprintf(`[{"name":"v","id":%q,"generation":0,"read_only":false}]`, v.ID),
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	record, err := json.Marshal(sandbox.Record{
+		Version: 1, ID: vm, Phase: sandbox.Asleep, Snapshot: snap,
+		Spec: sandbox.Spec{Name: "a", Image: "none", Volumes: []sandbox.VolumeMount{{Name: "v", Path: "/data"}}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := filepath.Dir(s.ConsoleLog("a"))
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "vm.json"), record, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// write changes the volume as a guest does, or only attaches it.
+	use := func(write bool, settle bool) {
+		t.Helper()
+		a, err := s.Volumes().Attach("v", false, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if write {
+			err = a.Discard(0, 4096)
+		}
+		if settle {
+			err = errors.Join(err, a.Settle(volume.Settled{Snapshot: snap, VM: vm}))
+		}
+		if err := errors.Join(err, a.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Without a program for its process, whatever is allowed fails with another error.
+	ctx, none := t.Context(), sandbox.Launcher{}
+	check := func(what string, stale bool) {
+		t.Helper()
+		_, werr := s.Wake(ctx, none, "a")
+		_, serr := s.Start(ctx, none, "a")
+		if stale != errors.Is(werr, volume.ErrStale) || stale == errors.Is(serr, sandbox.ErrNotRunning) {
+			t.Errorf("%s: wake: %v; start: %v", what, werr, serr)
+		}
+	}
+	use(false, true)
+	check("as it slept", false)
+	use(false, false)
+	check("attached since", false)
+	use(true, false)
+	check("written since", true)
+	if err := s.Remove(ctx, "a", false); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.RemoveVolume(ctx, "v"); err != nil {
 		t.Error(err)
 	}
 }
