@@ -3,6 +3,8 @@ package guest_test
 import (
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -110,7 +112,8 @@ func TestHooks_failure_before_refuses_and_those_started_go_on(t *testing.T) {
 	if err != nil || !got.Refused || got.Ran != 4 || len(got.Failures) != 1 {
 		t.Fatalf("%+v, %v", got, err)
 	}
-	if f := got.Failures[0]; f.Name != "2" || f.Event != guest.HookSleep || f.Problem != "exit status 3" || f.Output != `out\nno luck` {
+	if f := got.Failures[0]; f.Name != "2" || f.Event != guest.HookSleep || f.Problem != "exit status 3" ||
+		!strings.Contains(f.Output, "out") || !strings.Contains(f.Output, "no luck") { // two pipes: in either order
 		t.Errorf("failure %+v", f)
 	}
 	if got, want := noted(t, notes), []string{"1 sleep", "2 sleep", "2 wake sleep", "1 wake sleep"}; !slices.Equal(got, want) {
@@ -317,5 +320,43 @@ func TestHostile_hook_answers_are_bounded_and_printable(t *testing.T) {
 	c = hostileGuest(t, response(1, &agentpb.FreezeResponse{Failures: flood}))
 	if got, err := c.Freeze(t.Context(), time.Minute, patient); err != nil || len(got.Failures) != agentpb.MaxHookFailures {
 		t.Errorf("%d failures (%v), want %d", len(got.Failures), err, agentpb.MaxHookFailures)
+	}
+}
+
+func TestServeHooks_takes_two_lines_and_nothing_else(t *testing.T) {
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "hooks"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var said []bool // only touched by the server until it has ended
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		guest.ServeHooks(l, func(present bool) { said = append(said, present) })
+	}()
+	for _, tt := range []struct {
+		line     string
+		answered bool
+	}{
+		{"", false}, {"hooks 2\n", false}, {"hooks 1", false}, {"ready 1\n", false}, {strings.Repeat("x", 1<<16), false},
+		{"hooks 1\n", true}, {"hooks 0\n", true}, {"hooks 1\nhooks 0\n", true},
+	} {
+		c, err := net.Dial("unix", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.WriteString(c, tt.line) // it may be cut off in the middle
+		_ = c.(*net.UnixConn).CloseWrite()
+		var b [2]byte
+		n, _ := io.ReadFull(c, b[:])
+		if want := map[bool]int{false: 0, true: 1}[tt.answered]; n != want {
+			t.Errorf("%.20q: %d bytes in answer, want %d", tt.line, n, want)
+		}
+		c.Close()
+	}
+	l.Close()
+	<-ended
+	if want := []bool{true, false, true}; !slices.Equal(said, want) {
+		t.Errorf("the guest said %v, want %v", said, want)
 	}
 }
