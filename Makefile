@@ -21,12 +21,12 @@ IMAGE_TAG ?= debian-python:latest
 
 # Packages whose tests run with the race detector: it makes them several times slower,
 # so those that build things or run guests for long do without.
-RACE_PKGS ?= ./devices/... ./guest/... ./snapshot/... ./vmm/... ./rootfs/disk/...
+RACE_PKGS ?= ./devices/... ./guest/... ./snapshot/... ./vmm/... ./rootfs/disk/... ./rootfs/volume/...
 # Packages whose tests run on a KVM of the hardware kind as well.
 HARD_PKGS ?= ./sandbox/...
 # Which of their tests: that of many sleeps takes too long there.
 HARD_RUN ?= -run 'TestSleepAndWake|TestWithClones'
-TEST_FLAGS ?= -timeout 20m
+TEST_FLAGS ?= -timeout 30m
 HARD_FLAGS ?= -timeout 25m
 
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0

@@ -219,21 +219,22 @@ type Resume struct {
 	// hostname when it is set.
 	NewIdentity bool
 	Hostname    string
-	// RunHooks runs the executables in the guest's /etc/drowse/resume.d, and
-	// waits for them.
-	RunHooks bool
 }
 
 // Resumed is the agent's answer.
 type Resumed struct {
-	BootID     string   // with NewIdentity
-	HookErrors []string // a line for each hook that failed, 64 at most
+	BootID string // with NewIdentity
+	// HooksWait says that hooks ran in the guest before its snapshot was taken:
+	// call Hooks with HookWake or HookClone.
+	HooksWait bool
+	// Hooks says that there are hooks in the guest, or may be.
+	Hooks bool
 }
 
 // Resume brings a restored guest up to date. When it returns without error,
 // the guest has the clock and the entropy that it was given.
 func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
-	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname, RunHooks: r.RunHooks}
+	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname}
 	if !r.Wall.IsZero() {
 		req.WallNanos = r.Wall.UnixNano()
 	}
@@ -241,17 +242,8 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 	if err != nil {
 		return Resumed{}, err
 	}
-	out := Resumed{BootID: printable(resp.BootId)}
-	for i, line := range resp.HookErrors {
-		if i == maxHookErrors {
-			break
-		}
-		out.HookErrors = append(out.HookErrors, printable(line))
-	}
-	return out, nil
+	return Resumed{BootID: printable(resp.BootId), HooksWait: resp.HooksWait, Hooks: resp.Hooks}, nil
 }
-
-const maxHookErrors = 64
 
 // Handover asks the agent to stand by at the handover ports while the guest is captured
 // (package devices/handover). It returns when the agent has been told to go on. It takes the
@@ -269,7 +261,7 @@ func (c *Client) Handover(ctx context.Context) error {
 const HandoverEntropy = agentpb.HandoverEntropy
 
 // Handover encodes what a restored guest is told at the handover ports. The entropy must
-// be 64 bytes; RunHooks does not apply.
+// be 64 bytes.
 func (r Resume) Handover() ([]byte, error) {
 	m := agentpb.Handover{WallNanos: r.Wall.UnixNano(), NewIdentity: r.NewIdentity, Hostname: r.Hostname}
 	if len(r.Entropy) != len(m.Entropy) {

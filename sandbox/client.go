@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -23,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -65,6 +67,9 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 		return Report{}, err
 	}
 	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid()}
+	if err := s.findVolumes(spec.Volumes); err != nil {
+		return Report{}, err
+	}
 	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
 		return Report{}, err
 	}
@@ -89,7 +94,8 @@ func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, snapshotID != "")
+	// What comes of another machine must not pass for it.
+	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, r.Parent != "")
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -200,7 +206,10 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	case Running, Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	case Asleep:
-		return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+		// Its memory is of no use if its volumes have moved on.
+		if !errors.Is(s.checkVolumes(r, r.Snapshot), volume.ErrStale) {
+			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+		}
 	}
 	return s.launch(ctx, l, name, "", false)
 }
@@ -221,6 +230,9 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 		// It has ended by itself, with all that it wrote on its disk.
 		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
+	}
+	if err := s.checkVolumes(r, r.Snapshot); err != nil {
+		return Report{}, fmt.Errorf("waking %s: %w", name, err)
 	}
 	if r.Phase != Asleep {
 		// Back to the disk as it was then; what was written since is given up.
@@ -310,6 +322,9 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 	if err != nil {
 		return Report{}, err
 	}
+	if diskOnly(m) {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
+	}
 	var old Record
 	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
 		return Report{}, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
@@ -333,6 +348,9 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 	r := &Record{
 		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
+	}
+	if err := s.checkVolumes(r, id); err != nil {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return s.launchNew(ctx, l, r, id)
 }
@@ -450,8 +468,23 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 }
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
-// that sleeps already is left alone. If it cannot be saved, it runs on.
-func (s *Store) Sleep(ctx context.Context, name string) (res SleepResult, err error) {
+// that sleeps already is left alone. If it cannot be saved, or hooks in the guest
+// refuse (ErrHooks), it runs on.
+func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
+	return s.SleepWith(ctx, name, SleepOptions{})
+}
+
+// SleepOptions change a sleep. The zero value is Sleep.
+type SleepOptions struct {
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+}
+
+// SleepWith is Sleep with options.
+func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
+	if err := o.Hooks.check(); err != nil {
+		return res, err
+	}
 	r, err := s.Get(name)
 	if err != nil {
 		return res, err
@@ -466,7 +499,7 @@ func (s *Store) Sleep(ctx context.Context, name string) (res SleepResult, err er
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer proc.Release()
-	if err := s.call(ctx, name, http.MethodPost, "/sleep", &res); err != nil {
+	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		return res, err
 	}
 	if err := awaitExit(ctx, proc); err != nil {
@@ -525,8 +558,28 @@ func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and
 // lets it run on. note is kept with it.
-func (s *Store) Snapshot(ctx context.Context, name, note string) (res SleepResult, err error) {
-	err = s.call(ctx, name, http.MethodPost, "/snapshot?note="+url.QueryEscape(note), &res)
+func (s *Store) Snapshot(ctx context.Context, name, note string) (SleepResult, error) {
+	return s.SnapshotWith(ctx, name, SnapshotOptions{Note: note})
+}
+
+// SnapshotOptions say what a snapshot of a running VM is like.
+type SnapshotOptions struct {
+	// Note is kept with it.
+	Note string
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
+	// frozen for a moment, and the guest computes on meanwhile.
+	DiskOnly bool
+}
+
+// SnapshotWith is Snapshot with options.
+func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
+	if err := o.Hooks.check(); err != nil {
+		return res, err
+	}
+	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
+	err = s.call(ctx, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err
 }
 

@@ -3,7 +3,9 @@ package sandbox
 import (
 	"errors"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -14,6 +16,8 @@ import (
 type ErrorReport struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
+	// Hooks are those in the guest that have refused, with code "hooks".
+	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 }
 
 // codes are the errors that keep their identity on that way, the more specific
@@ -39,13 +43,25 @@ var codes = []struct {
 	{"not-running", ErrNotRunning},
 	{"running", ErrRunning},
 	{"invalid", ErrSpec},
+	{"hooks", ErrHooks},
+	{"disk-only", ErrDiskOnly},
+	{"volume-not-found", volume.ErrNotFound},
+	{"volume-in-use", volume.ErrInUse},
+	{"volume-stale", volume.ErrStale},
+	{"volume-dirty", volume.ErrDirty},
+	{"not-frozen", guest.ErrFrozenTooLong},
 	{"ended", vmm.ErrEnded},
 }
 
 func reportError(err error) *ErrorReport {
 	for _, c := range codes {
 		if errors.Is(err, c.err) {
-			return &ErrorReport{Code: c.code, Message: err.Error()}
+			r := &ErrorReport{Code: c.code, Message: err.Error()}
+			var h *HooksError
+			if errors.As(err, &h) {
+				r.Hooks = h.Failures
+			}
+			return r
 		}
 	}
 	return &ErrorReport{Code: "error", Message: err.Error()}

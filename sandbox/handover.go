@@ -98,17 +98,24 @@ func (in *Instance) offer(o RestoreOptions) <-chan handover.Answer {
 	})
 }
 
-// update brings a restored guest up to date: random numbers, time of day, identity.
-func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, o RestoreOptions) error {
+// update brings a restored guest up to date: random numbers, time of day, identity. It
+// returns what the agent has to say besides; in.ready is when it was up to date.
+func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, o RestoreOptions) (guest.Resumed, error) {
+	what, answered := guest.Resume{}, false
 	if offered != nil {
 		limit := time.NewTimer(answerLimit)
 		defer limit.Stop()
 		select {
 		case answer := <-offered:
-			if answer != handover.Failed {
-				return nil
+			switch answer {
+			case handover.Done:
+				in.ready = time.Since(in.started)
+				return guest.Resumed{}, nil
+			case handover.Ask:
+				in.ready, answered = time.Since(in.started), true
+			default:
+				in.log.Warn("the agent could not do all that it was told: asking again")
 			}
-			in.log.Warn("the agent could not do all that it was told: asking again")
 		case <-limit.C:
 			in.log.Warn("the agent did not answer where it stood by: asking again")
 		case <-ctx.Done():
@@ -117,15 +124,20 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 	}
 	c, err := in.Agent(ctx)
 	if err != nil {
-		return in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
+		return guest.Resumed{}, in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
 	}
 	defer c.Close()
-	r, err := in.whatIsNew(o)
+	if !answered {
+		if what, err = in.whatIsNew(o); err != nil {
+			return guest.Resumed{}, err
+		}
+	}
+	res, err := c.Resume(ctx, what)
 	if err != nil {
-		return err
+		return res, in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
 	}
-	if _, err := c.Resume(ctx, r); err != nil {
-		return in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
+	if !answered {
+		in.ready = time.Since(in.started)
 	}
-	return nil
+	return res, nil
 }

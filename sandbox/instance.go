@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -25,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
@@ -51,6 +53,10 @@ type Parts struct {
 	Socket string
 	// Console gets the guest's serial output; nil discards it.
 	Console io.Writer
+	// Volumes are attached, in the order of Spec.Volumes; the instance closes them.
+	Volumes []*volume.Volume
+	// VM is the id of the VM, by which its volumes know it.
+	VM string
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
 	// Log gets what happens; nil discards it.
@@ -70,6 +76,8 @@ const (
 	deviceRNG     = "rng"
 	deviceBalloon = "balloon"
 	deviceNet     = "net"
+	// and of volumes: deviceVolume and the volume's name
+	deviceVolume = "volume-"
 )
 
 // Instance is one VM in this process. Its methods may be called from any goroutine,
@@ -94,6 +102,10 @@ type Instance struct {
 
 	started time.Time
 	ready   time.Duration
+	// hooks says that there are hooks in the guest.
+	hooks atomic.Bool
+	// hookFailures are those of hooks that ran after the restore.
+	hookFailures []guest.HookFailure
 }
 
 // assemble makes the machine with its devices, in the order in which the guest
@@ -102,6 +114,9 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty()}
 	if in.log == nil {
 		in.log = slog.New(slog.DiscardHandler)
+	}
+	for _, v := range p.Volumes {
+		in.closers = append(in.closers, v)
 	}
 	defer func() {
 		if err != nil {
@@ -150,6 +165,10 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 			return in, err
 		}
 		add(deviceNet, in.net)
+	}
+	for _, v := range p.Volumes {
+		r := v.Record()
+		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
 	}
 	in.machine, err = vmm.New(vmm.Config{
 		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs, TrackDirty: in.tracked,
@@ -202,6 +221,13 @@ func (p Parts) cmdline() string {
 	if p.Spec.Network == NetworkTAP {
 		words = append(words, "drowse.ip="+guestAddress)
 	}
+	for i, v := range p.Volumes {
+		r, mode := v.Record(), "rw"
+		if v.ReadOnly() {
+			mode = "ro"
+		}
+		words = append(words, "drowse.volume="+volumeSerial(&r)+","+mode+","+p.Spec.Volumes[i].Path)
+	}
 	if p.Spec.Cmdline != "" {
 		words = append(words, p.Spec.Cmdline)
 	}
@@ -240,6 +266,9 @@ func (in *Instance) boot(ctx context.Context) error {
 		return fmt.Errorf("listening for the agent: %w", err)
 	}
 	defer ready.Close()
+	if err := in.listenHooks(); err != nil {
+		return err
+	}
 	if err := in.machine.Start(); err != nil {
 		return err
 	}
@@ -325,6 +354,9 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err := in.checkHost(m.Host); err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
+	if err := in.checkVolumes(m); err != nil {
+		return fmt.Errorf("restoring %s: %w", dir, err)
+	}
 	in.base, in.captured = in.snap, true
 	pages, states, err := takeWorkingSet(in.snap.Payloads())
 	if err != nil {
@@ -341,6 +373,10 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	var offered <-chan handover.Answer
 	if !o.EntryOnly {
 		offered = in.offer(o)
+		// Before the agent says how it is now.
+		if err := in.listenHooks(); err != nil {
+			return err
+		}
 	}
 	if err := in.machine.Start(); err != nil {
 		return err
@@ -350,13 +386,24 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	}
 	ctx, cancel := in.whileRunning(ctx)
 	defer cancel()
-	if err := in.update(ctx, offered, o); err != nil {
+	resumed, err := in.update(ctx, offered, o)
+	if err != nil {
 		return err
 	}
 	if in.net != nil {
 		in.net.SetLink(true)
 	}
-	in.ready = time.Since(in.started)
+	if resumed.Hooks {
+		in.hooks.Store(true)
+	}
+	if resumed.HooksWait {
+		// With the network, and without holding up what is measured above.
+		event := guest.HookWake
+		if o.NewIdentity {
+			event = guest.HookClone
+		}
+		in.hookFailures = in.afterHooks(ctx, event)
+	}
 	return nil
 }
 
@@ -452,6 +499,9 @@ type CaptureOptions struct {
 	// Sealed is told the disk's new layers as soon as there are any, before the
 	// guest can write to them.
 	Sealed func(disk.Stack) error
+	// Resumed, if not nil, is called when a live capture lets the guest run on. It
+	// must not block.
+	Resumed func()
 }
 
 // Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
@@ -492,7 +542,11 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	resume := func() error {
 		running = true
 		in.machine.Handover().Release()
-		return in.machine.Resume()
+		err := in.machine.Resume()
+		if err == nil && o.Resumed != nil {
+			o.Resumed()
+		}
+		return err
 	}
 	defer func() {
 		if err != nil && !running {

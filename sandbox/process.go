@@ -15,8 +15,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 )
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -28,6 +30,8 @@ type Report struct {
 	Faults uint64             `json:"faults"`
 	// MiBTouched is how much RAM a restored guest has used so far.
 	MiBTouched float64 `json:"mib_touched"`
+	// Hooks are those in the guest that failed after a wake or a restore.
+	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 }
 
 // process is the life of a VM in its own process.
@@ -49,7 +53,8 @@ type process struct {
 type ServeOptions struct {
 	// Snapshot is what to restore; empty boots.
 	Snapshot string
-	// NewIdentity makes a restored guest a machine of its own.
+	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
+	// were before.
 	NewIdentity bool
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(Report)
@@ -83,6 +88,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	before := *p.r
 	if err := p.start(ctx, o); err != nil {
+		top := p.r.Disk
 		// As it was before, but for a VM that was only just being made, which
 		// whoever makes it removes.
 		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
@@ -90,6 +96,14 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 			p.r.Phase, p.r.Problem = Stopped, "it did not start: "+err.Error()
 		}
 		p.r.Disk = before.Disk
+		if o.Snapshot != "" && before.Phase == Asleep {
+			if stale := p.store.checkVolumes(p.r, o.Snapshot); errors.Is(stale, volume.ErrStale) {
+				// It was awake for long enough to write to a volume, so what it wrote to
+				// its disk counts as well.
+				p.r.Phase, p.r.Disk = Crashed, top
+				p.r.Problem = "its wake has failed, and it cannot be repeated: " + stale.Error()
+			}
+		}
 		return errors.Join(err, p.store.save(p.r))
 	}
 	control, err := p.listen()
@@ -128,8 +142,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	parts := p.store.Parts(r, st)
 	parts.Console, parts.Log = console, p.log
+	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
+		return errors.Join(err, console.Close())
+	}
 	if o.Snapshot == "" {
-		p.in, err = Boot(ctx, parts)
+		if p.in, err = Boot(ctx, parts); err == nil && o.NewIdentity {
+			if err = p.in.newIdentity(ctx); err != nil {
+				err = errors.Join(err, p.in.Close())
+			}
+		}
 	} else {
 		p.in, err = Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), RestoreOptions{NewIdentity: o.NewIdentity})
 	}
@@ -145,7 +166,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 	p := Parts{
 		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
-		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name),
+		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID,
 	}
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
@@ -182,7 +203,7 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 // report describes a guest that is ready.
 func (p *process) report() Report {
 	entry, ready := p.in.Timing()
-	rep := Report{Name: p.r.Spec.Name, Stages: map[string]float64{}}
+	rep := Report{Name: p.r.Spec.Name, Stages: map[string]float64{}, Hooks: p.in.hookFailures}
 	for stage, d := range p.in.Machine().Stages().Durations() {
 		rep.Stages[stage.String()] = ms(d)
 	}
@@ -247,9 +268,12 @@ type SleepResult struct {
 	Stages       map[string]float64 `json:"stages_ms"`
 	Faults       uint64             `json:"faults"`
 	MiBTouched   float64            `json:"mib_touched"`
+	// Hooks are those in the guest that have failed and were ignored, or failed
+	// afterwards.
+	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 }
 
-func (p *process) capture(ctx context.Context, kind, note string) (*Capture, SleepResult, error) {
+func (p *process) capture(ctx context.Context, kind, note string, resumed func()) (*Capture, SleepResult, error) {
 	id := newID()
 	record, err := json.Marshal(p.r)
 	if err != nil {
@@ -259,6 +283,9 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 	if note != "" {
 		labels[labelNote] = note
 	}
+	if err := p.in.labelVolumes(labels); err != nil {
+		return nil, SleepResult{}, err
+	}
 	c, err := p.in.Capture(ctx, CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
@@ -267,6 +294,7 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 			p.r.Disk = p.store.relative(st)
 			return p.store.save(p.r)
 		},
+		Resumed: resumed,
 	})
 	if err != nil {
 		return nil, SleepResult{}, err
@@ -284,16 +312,28 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 
 // sleep writes the VM to a snapshot and ends the process. When anything fails, the
 // VM runs on.
-func (p *process) sleep(ctx context.Context) (SleepResult, error) {
+func (p *process) sleep(ctx context.Context, policy HookPolicy) (SleepResult, error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
 	begin := time.Now()
-	c, res, err := p.capture(ctx, kindSleep, "")
+	hooks, err := p.in.before(ctx, guest.HookSleep, policy)
 	if err != nil {
+		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
+	hooked := time.Since(begin)
+	c, res, err := p.capture(ctx, kindSleep, "", nil)
+	res.Hooks = hooks.failures
+	if err != nil {
+		hooks.after(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
+	if err := p.in.settleVolumes(c.ID); err != nil {
+		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
+		hooks.after(ctx)
+		return res, err
 	}
 	// From here on the snapshot is what counts.
 	awake := *p.r
@@ -301,7 +341,9 @@ func (p *process) sleep(ctx context.Context) (SleepResult, error) {
 	p.r.Disk = p.store.relative(c.Disk)
 	if err := p.store.save(p.r); err != nil {
 		*p.r = awake
-		return res, errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
+		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
+		hooks.after(ctx)
+		return res, err
 	}
 	p.asleep = true
 	if err := p.in.Close(); err != nil {
@@ -312,18 +354,27 @@ func (p *process) sleep(ctx context.Context) (SleepResult, error) {
 	if err := os.Remove(filepath.Join(p.store.layerDir(), top)); err != nil {
 		p.log.Warn("removing an empty layer", "error", err)
 	}
-	res.Stages["sleep"] = ms(time.Since(begin))
+	res.Stages["hooks"], res.Stages["sleep"] = ms(hooked), ms(time.Since(begin))
 	return res, nil
 }
 
 // snapshot writes the VM to a snapshot and lets it run on.
-func (p *process) snapshot(ctx context.Context, note string) (SleepResult, error) {
+func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) (SleepResult, error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
-	_, res, err := p.capture(ctx, kindNamed, note)
+	hooks, err := p.in.before(ctx, guest.HookSnapshot, policy)
+	if err != nil {
+		return SleepResult{}, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
+	}
+	// The guest's programs need not stand still until all is written.
+	var after sync.WaitGroup
+	_, res, err := p.capture(ctx, kindNamed, note, func() { after.Go(func() { hooks.after(ctx) }) })
+	after.Wait()
+	hooks.after(ctx) // if it did not get that far
+	res.Hooks = hooks.failures
 	if err != nil {
 		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
@@ -386,9 +437,23 @@ func (p *process) listen() (*http.Server, error) {
 	}
 	handle("GET /info", func(*http.Request) (any, error) { return p.info(), nil }, nil)
 	// A sleep goes on if the one who asked for it goes away.
-	handle("POST /sleep", func(r *http.Request) (any, error) { return p.sleep(context.WithoutCancel(r.Context())) }, p.end)
+	handle("POST /sleep", func(r *http.Request) (any, error) {
+		policy := HookPolicy(r.URL.Query().Get("hooks"))
+		if err := policy.check(); err != nil {
+			return nil, err
+		}
+		return p.sleep(context.WithoutCancel(r.Context()), policy)
+	}, p.end)
 	handle("POST /snapshot", func(r *http.Request) (any, error) {
-		return p.snapshot(context.WithoutCancel(r.Context()), r.URL.Query().Get("note"))
+		q := r.URL.Query()
+		policy := HookPolicy(q.Get("hooks"))
+		if err := policy.check(); err != nil {
+			return nil, err
+		}
+		if q.Get("disk-only") == "true" {
+			return p.diskSnapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
+		}
+		return p.snapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
 	}, nil)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)

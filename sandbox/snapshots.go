@@ -19,10 +19,10 @@ import (
 type SnapshotInfo struct {
 	ID      string    `json:"id"`
 	VM      string    `json:"vm"`
-	Kind    string    `json:"kind"` // "sleep" or "named"
+	Kind    string    `json:"kind"` // "sleep", "named" or "disk"
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
-	RAM     uint64    `json:"ram_bytes"`
+	RAM     uint64    `json:"ram_bytes"` // 0 for one of kind "disk"
 	// Stored is what its files take on disk, and Exclusive what of that no other
 	// snapshot has as well: what removing it frees.
 	Stored    int64 `json:"stored_bytes"`
@@ -67,6 +67,9 @@ func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
 	i := SnapshotInfo{
 		ID: m.ID, VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[labelNote],
 		Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Base: m.Base, Depth: int(m.Depth),
+	}
+	if diskOnly(m) {
+		i.RAM = 0
 	}
 	i.Stored, i.Exclusive = diskUsage(s.snapshotDir(m.ID))
 	return i

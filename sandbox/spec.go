@@ -39,6 +39,10 @@ type Spec struct {
 	Cmdline string `json:"cmdline,omitempty"`
 	// NoACPI names the devices on the command line, for kernels without ACPI.
 	NoACPI bool `json:"no_acpi,omitempty"`
+	// Hooks says how hooks in the guest are run. Default: they are required.
+	Hooks HookSpec `json:"hooks,omitzero"`
+	// Volumes are disks of the store's that the VM finds mounted.
+	Volumes []VolumeMount `json:"volumes,omitempty"`
 }
 
 // Values of Spec.Network.
@@ -117,6 +121,12 @@ func (s Spec) withDefaults() (Spec, error) {
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if err := s.Hooks.check(); err != nil {
+		return s, err
+	}
+	if err := checkMounts(s.Volumes); err != nil {
+		return s, err
 	}
 	if err := vmm.CheckHostMemory(s.memory()); err != nil {
 		return s, fmt.Errorf("%w: %w", ErrSpec, err)

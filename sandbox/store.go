@@ -38,6 +38,7 @@ var (
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
+//	volumes/NAME/          volumes: package volume
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
 	dir string

@@ -29,7 +29,7 @@ const templateOwner = "ext4"
 
 // Labels of a snapshot.
 const (
-	labelKind   = "drowse.kind"   // kindSleep or kindNamed
+	labelKind   = "drowse.kind"   // kindSleep, kindNamed or kindDisk
 	labelRecord = "drowse.record" // the VM's record at that time
 	labelOwner  = "drowse.owner"  // the id of that VM
 	labelNote   = "drowse.note"   // the user's words

@@ -84,12 +84,14 @@ func (s *Store) checkImported(m *snapshot.Manifest) error {
 	if err := s.keep(m.ID); err != nil {
 		return err
 	}
-	var facts vmm.HostFacts
-	if err := json.Unmarshal([]byte(m.Host[factsKey]), &facts); err != nil {
-		return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
-	}
-	if err := vmm.CheckFacts(facts); err != nil {
-		return err
+	if !diskOnly(m) { // a disk fits every host
+		var facts vmm.HostFacts
+		if err := json.Unmarshal([]byte(m.Host[factsKey]), &facts); err != nil {
+			return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
+		}
+		if err := vmm.CheckFacts(facts); err != nil {
+			return err
+		}
 	}
 	st, err := s.absolute(snapshotDisk(m))
 	if err != nil {

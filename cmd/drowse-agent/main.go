@@ -60,7 +60,7 @@ func main() {
 func runInit() {
 	m, err := early.Start()
 	if err == nil {
-		err = serve(&agent.Kernel{BeforePower: m.ReadOnly}, true, m.Announce)
+		err = serve(&agent.Kernel{BeforePower: m.ReadOnly, Writable: m.Writable()}, true, m.Announce)
 	}
 	if err == nil {
 		err = errors.New("the agent stopped serving")
@@ -74,7 +74,8 @@ func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
 	if err := k.Prepare(); err != nil {
 		return err
 	}
-	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k})
+	report := func(present bool) error { return agent.ReportHooks(agentpb.HooksPort, present) }
+	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k, ReportHooks: report})
 	if err != nil {
 		return err
 	}

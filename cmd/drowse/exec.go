@@ -35,9 +35,11 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 	if err != nil {
 		return nil, err
 	}
-	if _, err := s.Wake(ctx, l, name); err != nil {
+	rep, err := s.Wake(ctx, l, name)
+	if err != nil {
 		return nil, err
 	}
+	a.warnHooks(name, rep.Hooks)
 	return s.Agent(ctx, name)
 }
 

@@ -113,7 +113,7 @@ func (a *app) root() *cobra.Command {
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
 		a.runCommand(), a.execCommand(), a.cpCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
-		a.snapshotCommand(), a.restoreCommand(), a.pruneCommand(),
+		a.snapshotCommand(), a.restoreCommand(), a.pruneCommand(), a.volumeCommand(),
 		a.policyCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
 	)
 	usageArgs(root)
@@ -145,7 +145,11 @@ func (a *app) print(v any, text func(w io.Writer)) error {
 		text(a.stdout)
 		return nil
 	}
-	e := json.NewEncoder(a.stdout)
+	return printJSON(a.stdout, v)
+}
+
+func printJSON(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
 	return e.Encode(v)
 }

@@ -43,6 +43,18 @@ func TestWrongCommandLines(t *testing.T) {
 		{"cp a b", exitUsage, "exactly one"},
 		{"inspect nobody", exitFailed, "nobody"},
 		{"exec nobody -- true", exitExec, "nobody"},
+		{"sleep nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
+		{"snapshot create nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
+		{"run x --hook-timeout 301", exitUsage, "1 to 300"},
+		{"run x --volume data", exitUsage, "NAME:/PATH"},
+		{"run x --volume data:/proc", exitUsage, "system"},
+		{"run x --volume data:/srv", exitFailed, "drowse volume create data"},
+		{"run --from-disk abc", exitFailed, "drowse snapshot ls"},
+		{"volume create ../x", exitUsage, "lower-case"},
+		{"volume create x --size 1", exitUsage, "16 to"},
+		{"volume create x --size 99999999999999", exitUsage, "16 to"},
+		{"volume inspect x", exitFailed, "drowse volume ls"},
+		{"volume rm x", exitFailed, "drowse volume ls"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {
@@ -76,7 +88,7 @@ func decode(t *testing.T, text string, v any) {
 }
 
 func TestEmptyListsAreListsInJSON(t *testing.T) {
-	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls"} {
+	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls", "volume ls"} {
 		t.Run(args, func(t *testing.T) {
 			code, stdout, stderr := drowse(t, t.TempDir(), append(strings.Fields(args), "-o", "json")...)
 			if code != 0 || stderr != "" {

@@ -17,23 +17,9 @@ import (
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
-	var note string
-	cmd := &cobra.Command{
-		Use: "snapshot NAME", Short: "Write a running VM to a snapshot and let it run on", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			res, err := s.Snapshot(cmd.Context(), args[0], note)
-			if err != nil {
-				return err
-			}
-			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, res.Snapshot) })
-		},
-	}
-	cmd.Flags().StringVar(&note, "note", "", "words to remember it by")
+	cmd := a.snapshotCreateCommand("snapshot")
 	cmd.AddCommand(
+		a.snapshotCreateCommand("create"),
 		&cobra.Command{
 			Use: "ls", Short: "List snapshots", Args: cobra.NoArgs,
 			RunE: func(*cobra.Command, []string) error {
@@ -55,8 +41,12 @@ func (a *app) snapshotCommand() *cobra.Command {
 						if i.Problem != "" {
 							i.Note = i.Problem
 						}
+						ram := bytesText(int64(i.RAM))
+						if i.RAM == 0 {
+							ram = "-"
+						}
 						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"),
-							bytesText(int64(i.RAM)), bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
+							ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
 					}
 					t.Flush()
 				})
@@ -66,6 +56,39 @@ func (a *app) snapshotCommand() *cobra.Command {
 		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Store, id string) error { return s.VerifySnapshot(ctx, id) }),
 		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Store, id string) error { return s.RemoveSnapshot(ctx, id) }),
 	)
+	return cmd
+}
+
+// snapshotCreateCommand is "snapshot create", or "snapshot" itself.
+func (a *app) snapshotCreateCommand(use string) *cobra.Command {
+	var (
+		o     sandbox.SnapshotOptions
+		hooks string
+	)
+	cmd := &cobra.Command{
+		Use: use + " NAME", Short: "Write a running VM to a snapshot and let it run on", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Write a running VM to a snapshot and let it run on.
+
+With --disk-only the snapshot has the disk and no memory: the guest writes out and
+freezes its file system for a moment, in which it computes on and only its writers
+wait. "drowse run --from-disk" boots a VM from it.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			o.Hooks = sandbox.HookPolicy(hooks)
+			res, err := s.SnapshotWith(cmd.Context(), args[0], o)
+			if err != nil {
+				return err
+			}
+			a.warnHooks(res.Name, res.Hooks)
+			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, res.Snapshot) })
+		},
+	}
+	cmd.Flags().StringVar(&o.Note, "note", "", "words to remember it by")
+	cmd.Flags().BoolVar(&o.DiskOnly, "disk-only", false, "only the disk, as a clean file system")
+	hooksFlag(cmd, &hooks)
 	return cmd
 }
 

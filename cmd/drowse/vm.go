@@ -18,9 +18,11 @@ const bootTimeout = 5 * time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var (
-		spec   sandbox.Spec
-		config string
-		limit  time.Duration
+		spec     sandbox.Spec
+		config   string
+		fromDisk string
+		volumes  []string
+		limit    time.Duration
 	)
 	cmd := &cobra.Command{
 		Use:   "run [IMAGE]",
@@ -29,9 +31,17 @@ func (a *app) runCommand() *cobra.Command {
 when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, cmdline, no_acpi; flags override it.`,
+memory_mib, disk_mib, hostname, network, cmdline, no_acpi, hooks,
+volumes; flags override it.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			for _, v := range volumes {
+				m, err := sandbox.ParseVolumeMount(v)
+				if err != nil {
+					return err
+				}
+				spec.Volumes = append(spec.Volumes, m)
+			}
 			full, err := readConfig(config, cmd, spec, args)
 			if err != nil {
 				return err
@@ -46,7 +56,12 @@ memory_mib, disk_mib, hostname, network, cmdline, no_acpi; flags override it.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			rep, err := s.Run(ctx, l, full)
+			var rep sandbox.Report
+			if fromDisk != "" {
+				rep, err = s.RunFromDisk(ctx, l, full, fromDisk)
+			} else {
+				rep, err = s.Run(ctx, l, full)
+			}
 			if err != nil {
 				return err
 			}
@@ -62,7 +77,12 @@ memory_mib, disk_mib, hostname, network, cmdline, no_acpi; flags override it.`,
 	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
 	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host (default none)")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
+	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest: require, ignore or skip (default require)")
+	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
+	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
+	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
 	return cmd
@@ -98,6 +118,10 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"hostname", func() { spec.Hostname = flags.Hostname }},
 			{"net", func() { spec.Network = flags.Network }},
 			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
+			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
+			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
+			{"hooks-timeout", func() { spec.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
+			{"volume", func() { spec.Volumes = flags.Volumes }},
 			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
 		} {
 			if set(o.flag) {
@@ -112,6 +136,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 }
 
 func (a *app) printReport(rep sandbox.Report) error {
+	a.warnHooks(rep.Name, rep.Hooks)
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 
@@ -157,22 +182,26 @@ func (a *app) wakeCommand() *cobra.Command {
 }
 
 func (a *app) sleepCommand() *cobra.Command {
-	return &cobra.Command{
+	var hooks string
+	cmd := &cobra.Command{
 		Use: "sleep NAME", Short: "Write a VM to disk and end its process", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {
 				return err
 			}
-			res, err := s.Sleep(cmd.Context(), args[0])
+			res, err := s.SleepWith(cmd.Context(), args[0], sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)})
 			if err != nil {
 				return err
 			}
+			a.warnHooks(res.Name, res.Hooks)
 			return a.print(res, func(w io.Writer) {
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
 			})
 		},
 	}
+	hooksFlag(cmd, &hooks)
+	return cmd
 }
 
 func (a *app) stopCommand() *cobra.Command {

@@ -104,6 +104,7 @@ const defaultDirMode = 0o755
 
 // Mkdir implements agentpb.AgentService.
 func (s *Server) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
+	defer s.hookWatch.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -119,6 +120,7 @@ func (s *Server) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Emp
 
 // Remove implements agentpb.AgentService.
 func (s *Server) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
+	defer s.hookWatch.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -133,6 +135,7 @@ func (s *Server) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.E
 
 // Rename implements agentpb.AgentService.
 func (s *Server) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
+	defer s.hookWatch.settle()
 	for _, p := range []string{m.From, m.To} {
 		if err := checkPath(p); err != nil {
 			return nil, err
@@ -143,6 +146,7 @@ func (s *Server) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.E
 
 // Symlink implements agentpb.AgentService.
 func (s *Server) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb.Empty, error) {
+	defer s.hookWatch.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}

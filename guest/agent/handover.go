@@ -63,7 +63,14 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 			p.Command(agentpb.CommandFailed)
 			return nil, err
 		}
-		p.Command(agentpb.CommandDone)
+		if waiting, present := s.hooksState(); waiting || present {
+			p.Command(agentpb.CommandAsk)
+		} else {
+			p.Command(agentpb.CommandDone)
+		}
+		if s.freeze.active.Load() {
+			s.thawLate()
+		}
 		return &agentpb.HandoverResponse{}, nil
 	default:
 		return nil, fmt.Errorf("status %d: %w", status, errNoHandover)

@@ -22,6 +22,11 @@ type Machine interface {
 	// NewIdentity gives the machine a boot id and a machine id of its own, and
 	// a hostname when it is not empty. It returns the boot id.
 	NewIdentity(hostname string) (string, error)
+	// Freeze makes what was written to the writable disk durable, and holds up
+	// all that want to write to its file system. Thaw lets them go on; it is no
+	// error if nothing is frozen.
+	Freeze() error
+	Thaw() error
 	// Power stops the machine for good; it does not return when it succeeds.
 	Power(reboot bool) error
 }
@@ -32,7 +37,11 @@ type Kernel struct {
 	// BeforePower, when set, is called after all processes have ended and
 	// before the machine stops: it makes the file systems read-only.
 	BeforePower func()
+	// Writable is a directory of the file system that Freeze freezes; empty if
+	// there is none that lasts.
+	Writable string
 
+	frozen  *os.File // open while frozen
 	random  *os.File // kept open for the wake path
 	entropy randPoolInfo
 	bootID  string // file mounted over bootIDPath, once there is one

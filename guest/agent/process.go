@@ -67,6 +67,8 @@ type process struct {
 // table holds the processes by id.
 type table struct {
 	reaper *reaper
+	// settle is called before the host is told that a process has ended.
+	settle func()
 
 	mu     sync.Mutex
 	byID   map[string]*process // nil while it is being started

@@ -30,12 +30,12 @@ type Config struct {
 	Machine Machine
 	// Ports are where Handover meets the VMM; nil are the machine's.
 	Ports Ports
-	// HookDir holds the executables that Resume runs when asked to; "" is
-	// /etc/drowse/resume.d.
+	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
+	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
+	// returns when the host knows.
+	ReportHooks func(present bool) error
 }
-
-const defaultHookDir = "/etc/drowse/resume.d"
 
 // Server is the agent's service. Create it with New; Serve and Close may be
 // called from any goroutine.
@@ -53,6 +53,10 @@ type Server struct {
 		message agentpb.Handover
 	}
 
+	hooks     hooks
+	hookWatch *hookWatch // nil: the host asks whenever it must know
+	freeze    freeze
+
 	stopping sync.Once
 
 	mu     sync.Mutex
@@ -68,7 +72,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("agent: no machine to serve")
 	}
 	if cfg.HookDir == "" {
-		cfg.HookDir = defaultHookDir
+		cfg.HookDir = DefaultHookDir
 	}
 	if cfg.Ports == nil {
 		cfg.Ports = &IOPorts{}
@@ -87,6 +91,13 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*trackedConn]struct{}),
 	}
 	agentpb.RegisterAgentService(rpc, s)
+	if cfg.ReportHooks != nil {
+		// Without it there would be hooks that nobody runs.
+		if s.hookWatch, err = watchHooks(cfg.HookDir, cfg.ReportHooks); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		}
+	}
+	s.procs.settle = s.hookWatch.settle
 	if cfg.Init {
 		s.procs.reaper.mu.Lock()
 		s.procs.reaper.run()
@@ -169,6 +180,8 @@ func (s *Server) Close() {
 	}
 	s.mu.Unlock()
 	s.rpc.Close()
+	s.thawLate()
+	s.hookWatch.close()
 	s.procs.endAll()
 }
 
@@ -272,15 +285,23 @@ func (s *Server) currentBootID() string {
 }
 
 // Resume implements agentpb.AgentService. It is the wake path.
-func (s *Server) Resume(ctx context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
+func (s *Server) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
 	out := &agentpb.ResumeResponse{}
 	if err := s.refresh(m, out); err != nil {
 		return nil, err
 	}
-	if m.RunHooks {
-		out.HookErrors = s.runHooks(ctx)
+	// A guest without hooks spends no system call on them here. One that was
+	// captured while frozen must not stay so.
+	out.HooksWait, out.Hooks = s.hooksState()
+	if s.freeze.active.Load() {
+		s.thawLate()
 	}
 	return out, nil
+}
+
+// hooksState says whether hooks wait for their counterpart, and whether there may be any.
+func (s *Server) hooksState() (waiting, present bool) {
+	return s.hooks.waiting.Load(), s.hookWatch == nil || s.hookWatch.present.Load()
 }
 
 func (s *Server) refresh(m *agentpb.ResumeRequest, out *agentpb.ResumeResponse) error {

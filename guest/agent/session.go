@@ -184,6 +184,7 @@ func (s *session) sendOutput() error {
 	case <-s.ctx.Done():
 		return s.ctx.Err()
 	}
+	s.t.settle()
 	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: s.p.exit}})
 }
 

@@ -63,6 +63,7 @@ func (s *Server) Transfer(ctx context.Context, stream agentpb.Agent_TransferServ
 		}
 		return err
 	}
+	s.hookWatch.settle()
 	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
 }
 

@@ -85,32 +85,45 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 // Addr is the address the listener is bound to.
 func (l *vsockListener) Addr() net.Addr { return vsockAddr{cid: unix.VMADDR_CID_ANY, port: l.port} }
 
-// readyTimeoutSeconds bounds the dial that reports readiness.
-const readyTimeoutSeconds = 1
-
 // ReportReady tells the host that the agent listens: it dials the given port
 // of the host and sends one line. A host that does not listen there is no error.
 func ReportReady(port uint32, version string) error {
+	return tellHost(port, "ready "+version+"\n", false)
+}
+
+// readyTimeoutSeconds bounds the dial of the host.
+const readyTimeoutSeconds = 1
+
+// tellHost sends a line to a port of the host and, if answer is set, waits until
+// that has answered.
+func tellHost(port uint32, line string, answer bool) error {
 	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("report readiness: %w", err)
+		return fmt.Errorf("tell the host: %w", err)
 	}
 	defer unix.Close(fd)
 	tv := unix.Timeval{Sec: readyTimeoutSeconds}
+	if answer {
+		tv.Sec = hostTimeoutSeconds
+	}
 	// SO_VM_SOCKETS_CONNECT_TIMEOUT of linux/vm_sockets.h.
 	_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &tv)
 	if err := unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_HOST, Port: port}); err != nil {
-		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ETIMEDOUT) ||
-			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) {
+		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) ||
+			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.ETIMEDOUT) && !answer {
 			return nil
 		}
-		return fmt.Errorf("report readiness to vsock port %d of the host: %w", port, err)
+		return fmt.Errorf("tell vsock port %d of the host: %w", port, err)
 	}
-	line := "ready " + version + "\n"
 	if n, err := unix.Write(fd, []byte(line)); err != nil {
-		return fmt.Errorf("report readiness: %w", err)
+		return fmt.Errorf("tell the host: %w", err)
 	} else if n != len(line) {
-		return fmt.Errorf("report readiness: %w", io.ErrShortWrite)
+		return fmt.Errorf("tell the host: %w", io.ErrShortWrite)
+	}
+	if answer {
+		if err := awaitAnswer(fd); err != nil {
+			return fmt.Errorf("tell vsock port %d of the host: %w", port, err)
+		}
 	}
 	return nil
 }

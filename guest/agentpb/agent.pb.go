@@ -186,10 +186,8 @@ type ResumeRequest struct {
 	WallNanos int64                  `protobuf:"varint,1,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"` // Unix time; 0 leaves the clock alone
 	Entropy   []byte                 `protobuf:"bytes,2,opt,name=entropy,proto3" json:"entropy,omitempty"`                       // 32 to 512 bytes, credited in full; empty adds none
 	// A clone: give it a boot id, a machine id and, when set, a hostname of its own.
-	NewIdentity bool   `protobuf:"varint,3,opt,name=new_identity,json=newIdentity,proto3" json:"new_identity,omitempty"`
-	Hostname    string `protobuf:"bytes,4,opt,name=hostname,proto3" json:"hostname,omitempty"` // at most 64 bytes
-	// Run the executables in /etc/drowse/resume.d before answering.
-	RunHooks      bool `protobuf:"varint,5,opt,name=run_hooks,json=runHooks,proto3" json:"run_hooks,omitempty"`
+	NewIdentity   bool   `protobuf:"varint,3,opt,name=new_identity,json=newIdentity,proto3" json:"new_identity,omitempty"`
+	Hostname      string `protobuf:"bytes,4,opt,name=hostname,proto3" json:"hostname,omitempty"` // at most 64 bytes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -252,17 +250,14 @@ func (x *ResumeRequest) GetHostname() string {
 	return ""
 }
 
-func (x *ResumeRequest) GetRunHooks() bool {
-	if x != nil {
-		return x.RunHooks
-	}
-	return false
-}
-
 type ResumeResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	BootId        string                 `protobuf:"bytes,1,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`             // set with new_identity
-	HookErrors    []string               `protobuf:"bytes,2,rep,name=hook_errors,json=hookErrors,proto3" json:"hook_errors,omitempty"` // one line for each hook that failed
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	BootId string                 `protobuf:"bytes,1,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // set with new_identity
+	// Hooks ran before the snapshot was taken: call Hooks with "wake" or "clone".
+	HooksWait bool `protobuf:"varint,3,opt,name=hooks_wait,json=hooksWait,proto3" json:"hooks_wait,omitempty"`
+	// There are hooks, or may be. The agent tells changes of this to port 1022 of
+	// the host: "hooks 1\n" or "hooks 0\n", answered with one byte.
+	Hooks         bool `protobuf:"varint,4,opt,name=hooks,proto3" json:"hooks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -304,9 +299,439 @@ func (x *ResumeResponse) GetBootId() string {
 	return ""
 }
 
-func (x *ResumeResponse) GetHookErrors() []string {
+func (x *ResumeResponse) GetHooksWait() bool {
 	if x != nil {
-		return x.HookErrors
+		return x.HooksWait
+	}
+	return false
+}
+
+func (x *ResumeResponse) GetHooks() bool {
+	if x != nil {
+		return x.Hooks
+	}
+	return false
+}
+
+type HooksRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "sleep" or "snapshot", before; "wake" or "clone", after.
+	Event     string `protobuf:"bytes,1,opt,name=event,proto3" json:"event,omitempty"`
+	EachNanos int64  `protobuf:"varint,2,opt,name=each_nanos,json=eachNanos,proto3" json:"each_nanos,omitempty"` // time for one hook, at most 5 min
+	AllNanos  int64  `protobuf:"varint,3,opt,name=all_nanos,json=allNanos,proto3" json:"all_nanos,omitempty"`    // time for all of them, at most 5 min
+	// Go on after a hook that fails. Otherwise those that ran before it get the
+	// event "wake", and the answer says "refused".
+	IgnoreFailures bool `protobuf:"varint,4,opt,name=ignore_failures,json=ignoreFailures,proto3" json:"ignore_failures,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *HooksRequest) Reset() {
+	*x = HooksRequest{}
+	mi := &file_agent_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HooksRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HooksRequest) ProtoMessage() {}
+
+func (x *HooksRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HooksRequest.ProtoReflect.Descriptor instead.
+func (*HooksRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *HooksRequest) GetEvent() string {
+	if x != nil {
+		return x.Event
+	}
+	return ""
+}
+
+func (x *HooksRequest) GetEachNanos() int64 {
+	if x != nil {
+		return x.EachNanos
+	}
+	return 0
+}
+
+func (x *HooksRequest) GetAllNanos() int64 {
+	if x != nil {
+		return x.AllNanos
+	}
+	return 0
+}
+
+func (x *HooksRequest) GetIgnoreFailures() bool {
+	if x != nil {
+		return x.IgnoreFailures
+	}
+	return false
+}
+
+type HooksResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ran           uint32                 `protobuf:"varint,1,opt,name=ran,proto3" json:"ran,omitempty"` // hooks that were started
+	Refused       bool                   `protobuf:"varint,2,opt,name=refused,proto3" json:"refused,omitempty"`
+	Failures      []*HookFailure         `protobuf:"bytes,3,rep,name=failures,proto3" json:"failures,omitempty"` // at most 128
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HooksResponse) Reset() {
+	*x = HooksResponse{}
+	mi := &file_agent_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HooksResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HooksResponse) ProtoMessage() {}
+
+func (x *HooksResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HooksResponse.ProtoReflect.Descriptor instead.
+func (*HooksResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *HooksResponse) GetRan() uint32 {
+	if x != nil {
+		return x.Ran
+	}
+	return 0
+}
+
+func (x *HooksResponse) GetRefused() bool {
+	if x != nil {
+		return x.Refused
+	}
+	return false
+}
+
+func (x *HooksResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+type HookFailure struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Event         string                 `protobuf:"bytes,2,opt,name=event,proto3" json:"event,omitempty"`
+	Problem       string                 `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"` // "exit status 1", "not done within 10s"
+	Output        string                 `protobuf:"bytes,4,opt,name=output,proto3" json:"output,omitempty"`   // the last 1 KiB of what it printed
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HookFailure) Reset() {
+	*x = HookFailure{}
+	mi := &file_agent_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HookFailure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HookFailure) ProtoMessage() {}
+
+func (x *HookFailure) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HookFailure.ProtoReflect.Descriptor instead.
+func (*HookFailure) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *HookFailure) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *HookFailure) GetEvent() string {
+	if x != nil {
+		return x.Event
+	}
+	return ""
+}
+
+func (x *HookFailure) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
+func (x *HookFailure) GetOutput() string {
+	if x != nil {
+		return x.Output
+	}
+	return ""
+}
+
+type FreezeRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	LimitNanos     int64                  `protobuf:"varint,1,opt,name=limit_nanos,json=limitNanos,proto3" json:"limit_nanos,omitempty"` // the agent thaws by itself after this time, at most 1 min
+	EachNanos      int64                  `protobuf:"varint,2,opt,name=each_nanos,json=eachNanos,proto3" json:"each_nanos,omitempty"`    // as in HooksRequest, for the event "freeze"
+	AllNanos       int64                  `protobuf:"varint,3,opt,name=all_nanos,json=allNanos,proto3" json:"all_nanos,omitempty"`
+	IgnoreFailures bool                   `protobuf:"varint,4,opt,name=ignore_failures,json=ignoreFailures,proto3" json:"ignore_failures,omitempty"`
+	SkipHooks      bool                   `protobuf:"varint,5,opt,name=skip_hooks,json=skipHooks,proto3" json:"skip_hooks,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *FreezeRequest) Reset() {
+	*x = FreezeRequest{}
+	mi := &file_agent_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeRequest) ProtoMessage() {}
+
+func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
+func (*FreezeRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *FreezeRequest) GetLimitNanos() int64 {
+	if x != nil {
+		return x.LimitNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetEachNanos() int64 {
+	if x != nil {
+		return x.EachNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetAllNanos() int64 {
+	if x != nil {
+		return x.AllNanos
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetIgnoreFailures() bool {
+	if x != nil {
+		return x.IgnoreFailures
+	}
+	return false
+}
+
+func (x *FreezeRequest) GetSkipHooks() bool {
+	if x != nil {
+		return x.SkipHooks
+	}
+	return false
+}
+
+type FreezeResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Refused       bool                   `protobuf:"varint,1,opt,name=refused,proto3" json:"refused,omitempty"` // by a hook; nothing is frozen
+	Failures      []*HookFailure         `protobuf:"bytes,2,rep,name=failures,proto3" json:"failures,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FreezeResponse) Reset() {
+	*x = FreezeResponse{}
+	mi := &file_agent_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeResponse) ProtoMessage() {}
+
+func (x *FreezeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeResponse.ProtoReflect.Descriptor instead.
+func (*FreezeResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *FreezeResponse) GetRefused() bool {
+	if x != nil {
+		return x.Refused
+	}
+	return false
+}
+
+func (x *FreezeResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+type ThawRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ThawRequest) Reset() {
+	*x = ThawRequest{}
+	mi := &file_agent_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ThawRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ThawRequest) ProtoMessage() {}
+
+func (x *ThawRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
+func (*ThawRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{10}
+}
+
+type ThawResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Expired       bool                   `protobuf:"varint,1,opt,name=expired,proto3" json:"expired,omitempty"` // the agent had thawed by itself
+	FrozenNanos   int64                  `protobuf:"varint,2,opt,name=frozen_nanos,json=frozenNanos,proto3" json:"frozen_nanos,omitempty"`
+	Failures      []*HookFailure         `protobuf:"bytes,3,rep,name=failures,proto3" json:"failures,omitempty"` // of the event "thaw"
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ThawResponse) Reset() {
+	*x = ThawResponse{}
+	mi := &file_agent_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ThawResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ThawResponse) ProtoMessage() {}
+
+func (x *ThawResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
+func (*ThawResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *ThawResponse) GetExpired() bool {
+	if x != nil {
+		return x.Expired
+	}
+	return false
+}
+
+func (x *ThawResponse) GetFrozenNanos() int64 {
+	if x != nil {
+		return x.FrozenNanos
+	}
+	return 0
+}
+
+func (x *ThawResponse) GetFailures() []*HookFailure {
+	if x != nil {
+		return x.Failures
 	}
 	return nil
 }
@@ -319,7 +744,7 @@ type HandoverRequest struct {
 
 func (x *HandoverRequest) Reset() {
 	*x = HandoverRequest{}
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -331,7 +756,7 @@ func (x *HandoverRequest) String() string {
 func (*HandoverRequest) ProtoMessage() {}
 
 func (x *HandoverRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -344,7 +769,7 @@ func (x *HandoverRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandoverRequest.ProtoReflect.Descriptor instead.
 func (*HandoverRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{5}
+	return file_agent_proto_rawDescGZIP(), []int{12}
 }
 
 type HandoverResponse struct {
@@ -355,7 +780,7 @@ type HandoverResponse struct {
 
 func (x *HandoverResponse) Reset() {
 	*x = HandoverResponse{}
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -367,7 +792,7 @@ func (x *HandoverResponse) String() string {
 func (*HandoverResponse) ProtoMessage() {}
 
 func (x *HandoverResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -380,7 +805,7 @@ func (x *HandoverResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandoverResponse.ProtoReflect.Descriptor instead.
 func (*HandoverResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{6}
+	return file_agent_proto_rawDescGZIP(), []int{13}
 }
 
 type SetClockRequest struct {
@@ -392,7 +817,7 @@ type SetClockRequest struct {
 
 func (x *SetClockRequest) Reset() {
 	*x = SetClockRequest{}
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -404,7 +829,7 @@ func (x *SetClockRequest) String() string {
 func (*SetClockRequest) ProtoMessage() {}
 
 func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -417,7 +842,7 @@ func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetClockRequest.ProtoReflect.Descriptor instead.
 func (*SetClockRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{7}
+	return file_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SetClockRequest) GetWallNanos() int64 {
@@ -436,7 +861,7 @@ type AddEntropyRequest struct {
 
 func (x *AddEntropyRequest) Reset() {
 	*x = AddEntropyRequest{}
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -448,7 +873,7 @@ func (x *AddEntropyRequest) String() string {
 func (*AddEntropyRequest) ProtoMessage() {}
 
 func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -461,7 +886,7 @@ func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddEntropyRequest.ProtoReflect.Descriptor instead.
 func (*AddEntropyRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{8}
+	return file_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AddEntropyRequest) GetEntropy() []byte {
@@ -489,7 +914,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -501,7 +926,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -514,7 +939,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{9}
+	return file_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ExecRequest) GetMsg() isExecRequest_Msg {
@@ -652,7 +1077,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -664,7 +1089,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -677,7 +1102,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{10}
+	return file_agent_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ExecStart) GetArgv() []string {
@@ -767,7 +1192,7 @@ type ExecAttach struct {
 
 func (x *ExecAttach) Reset() {
 	*x = ExecAttach{}
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -779,7 +1204,7 @@ func (x *ExecAttach) String() string {
 func (*ExecAttach) ProtoMessage() {}
 
 func (x *ExecAttach) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -792,7 +1217,7 @@ func (x *ExecAttach) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecAttach.ProtoReflect.Descriptor instead.
 func (*ExecAttach) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{11}
+	return file_agent_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ExecAttach) GetId() string {
@@ -819,7 +1244,7 @@ type Pty struct {
 
 func (x *Pty) Reset() {
 	*x = Pty{}
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -831,7 +1256,7 @@ func (x *Pty) String() string {
 func (*Pty) ProtoMessage() {}
 
 func (x *Pty) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -844,7 +1269,7 @@ func (x *Pty) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pty.ProtoReflect.Descriptor instead.
 func (*Pty) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{12}
+	return file_agent_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Pty) GetSize() *WindowSize {
@@ -871,7 +1296,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -883,7 +1308,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -896,7 +1321,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{13}
+	return file_agent_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -928,7 +1353,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -940,7 +1365,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -953,7 +1378,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{14}
+	return file_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ExecResponse) GetMsg() isExecResponse_Msg {
@@ -1039,7 +1464,7 @@ type ExecStarted struct {
 
 func (x *ExecStarted) Reset() {
 	*x = ExecStarted{}
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1476,7 @@ func (x *ExecStarted) String() string {
 func (*ExecStarted) ProtoMessage() {}
 
 func (x *ExecStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1489,7 @@ func (x *ExecStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStarted.ProtoReflect.Descriptor instead.
 func (*ExecStarted) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{15}
+	return file_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ExecStarted) GetId() string {
@@ -1106,7 +1531,7 @@ type ExecOutput struct {
 
 func (x *ExecOutput) Reset() {
 	*x = ExecOutput{}
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1118,7 +1543,7 @@ func (x *ExecOutput) String() string {
 func (*ExecOutput) ProtoMessage() {}
 
 func (x *ExecOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1131,7 +1556,7 @@ func (x *ExecOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecOutput.ProtoReflect.Descriptor instead.
 func (*ExecOutput) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{16}
+	return file_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ExecOutput) GetStderr() bool {
@@ -1171,7 +1596,7 @@ type ExecExit struct {
 
 func (x *ExecExit) Reset() {
 	*x = ExecExit{}
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1183,7 +1608,7 @@ func (x *ExecExit) String() string {
 func (*ExecExit) ProtoMessage() {}
 
 func (x *ExecExit) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1196,7 +1621,7 @@ func (x *ExecExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecExit.ProtoReflect.Descriptor instead.
 func (*ExecExit) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{17}
+	return file_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ExecExit) GetCode() int32 {
@@ -1263,7 +1688,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1275,7 +1700,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1288,7 +1713,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{18}
+	return file_agent_proto_rawDescGZIP(), []int{25}
 }
 
 type ListResponse struct {
@@ -1300,7 +1725,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1312,7 +1737,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1325,7 +1750,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{19}
+	return file_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -1353,7 +1778,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1790,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1803,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{20}
+	return file_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Process) GetId() string {
@@ -1463,7 +1888,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1475,7 +1900,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1488,7 +1913,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{21}
+	return file_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *KillRequest) GetId() string {
@@ -1527,7 +1952,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1539,7 +1964,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1552,7 +1977,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{22}
+	return file_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1614,7 +2039,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1626,7 +2051,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1639,7 +2064,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{23}
+	return file_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1666,7 +2091,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +2103,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +2116,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{24}
+	return file_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -1718,7 +2143,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1730,7 +2155,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1743,7 +2168,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{25}
+	return file_agent_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -1771,7 +2196,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1783,7 +2208,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1796,7 +2221,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{26}
+	return file_agent_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1830,7 +2255,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1842,7 +2267,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1855,7 +2280,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{27}
+	return file_agent_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -1882,7 +2307,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1894,7 +2319,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1907,7 +2332,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{28}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -1934,7 +2359,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1946,7 +2371,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1959,7 +2384,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{29}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -1985,7 +2410,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1997,7 +2422,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2010,7 +2435,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{30}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -2029,7 +2454,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2041,7 +2466,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2054,7 +2479,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{31}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -2082,7 +2507,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2094,7 +2519,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2107,7 +2532,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -2237,7 +2662,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2249,7 +2674,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2262,7 +2687,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -2302,7 +2727,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2314,7 +2739,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2327,7 +2752,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -2396,7 +2821,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2408,7 +2833,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2421,7 +2846,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -2447,7 +2872,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2459,7 +2884,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2472,7 +2897,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Pack) GetPath() string {
@@ -2494,7 +2919,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2506,7 +2931,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2519,7 +2944,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *Unpack) GetPath() string {
@@ -2565,7 +2990,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2577,7 +3002,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2590,7 +3015,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -2674,7 +3099,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2686,7 +3111,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2699,7 +3124,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{39}
+	return file_agent_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -2726,7 +3151,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2738,7 +3163,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2751,7 +3176,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{40}
+	return file_agent_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -2781,18 +3206,50 @@ const file_agent_proto_rawDesc = "" +
 	"\fuptime_nanos\x18\x03 \x01(\x03R\vuptimeNanos\x12\x10\n" +
 	"\x03pid\x18\x04 \x01(\x05R\x03pid\x12\x1d\n" +
 	"\n" +
-	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\xa4\x01\n" +
+	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\x8d\x01\n" +
 	"\rResumeRequest\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\x12\x18\n" +
 	"\aentropy\x18\x02 \x01(\fR\aentropy\x12!\n" +
 	"\fnew_identity\x18\x03 \x01(\bR\vnewIdentity\x12\x1a\n" +
-	"\bhostname\x18\x04 \x01(\tR\bhostname\x12\x1b\n" +
-	"\trun_hooks\x18\x05 \x01(\bR\brunHooks\"J\n" +
+	"\bhostname\x18\x04 \x01(\tR\bhostnameJ\x04\b\x05\x10\x06\"d\n" +
 	"\x0eResumeResponse\x12\x17\n" +
-	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1f\n" +
-	"\vhook_errors\x18\x02 \x03(\tR\n" +
-	"hookErrors\"\x11\n" +
+	"\aboot_id\x18\x01 \x01(\tR\x06bootId\x12\x1d\n" +
+	"\n" +
+	"hooks_wait\x18\x03 \x01(\bR\thooksWait\x12\x14\n" +
+	"\x05hooks\x18\x04 \x01(\bR\x05hooksJ\x04\b\x02\x10\x03\"\x89\x01\n" +
+	"\fHooksRequest\x12\x14\n" +
+	"\x05event\x18\x01 \x01(\tR\x05event\x12\x1d\n" +
+	"\n" +
+	"each_nanos\x18\x02 \x01(\x03R\teachNanos\x12\x1b\n" +
+	"\tall_nanos\x18\x03 \x01(\x03R\ballNanos\x12'\n" +
+	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\"u\n" +
+	"\rHooksResponse\x12\x10\n" +
+	"\x03ran\x18\x01 \x01(\rR\x03ran\x12\x18\n" +
+	"\arefused\x18\x02 \x01(\bR\arefused\x128\n" +
+	"\bfailures\x18\x03 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"i\n" +
+	"\vHookFailure\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05event\x18\x02 \x01(\tR\x05event\x12\x18\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\x12\x16\n" +
+	"\x06output\x18\x04 \x01(\tR\x06output\"\xb4\x01\n" +
+	"\rFreezeRequest\x12\x1f\n" +
+	"\vlimit_nanos\x18\x01 \x01(\x03R\n" +
+	"limitNanos\x12\x1d\n" +
+	"\n" +
+	"each_nanos\x18\x02 \x01(\x03R\teachNanos\x12\x1b\n" +
+	"\tall_nanos\x18\x03 \x01(\x03R\ballNanos\x12'\n" +
+	"\x0fignore_failures\x18\x04 \x01(\bR\x0eignoreFailures\x12\x1d\n" +
+	"\n" +
+	"skip_hooks\x18\x05 \x01(\bR\tskipHooks\"d\n" +
+	"\x0eFreezeResponse\x12\x18\n" +
+	"\arefused\x18\x01 \x01(\bR\arefused\x128\n" +
+	"\bfailures\x18\x02 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"\r\n" +
+	"\vThawRequest\"\x85\x01\n" +
+	"\fThawResponse\x12\x18\n" +
+	"\aexpired\x18\x01 \x01(\bR\aexpired\x12!\n" +
+	"\ffrozen_nanos\x18\x02 \x01(\x03R\vfrozenNanos\x128\n" +
+	"\bfailures\x18\x03 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"\x11\n" +
 	"\x0fHandoverRequest\"\x12\n" +
 	"\x10HandoverResponse\"0\n" +
 	"\x0fSetClockRequest\x12\x1d\n" +
@@ -2963,14 +3420,17 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
-	"graceNanos2\xc7\t\n" +
+	"graceNanos2\x9f\v\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
 	"\bHandover\x12 .drowse.guest.v1.HandoverRequest\x1a!.drowse.guest.v1.HandoverResponse\x12D\n" +
 	"\bSetClock\x12 .drowse.guest.v1.SetClockRequest\x1a\x16.drowse.guest.v1.Empty\x12H\n" +
 	"\n" +
-	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12G\n" +
+	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12F\n" +
+	"\x05Hooks\x12\x1d.drowse.guest.v1.HooksRequest\x1a\x1e.drowse.guest.v1.HooksResponse\x12I\n" +
+	"\x06Freeze\x12\x1e.drowse.guest.v1.FreezeRequest\x1a\x1f.drowse.guest.v1.FreezeResponse\x12C\n" +
+	"\x04Thaw\x12\x1c.drowse.guest.v1.ThawRequest\x1a\x1d.drowse.guest.v1.ThawResponse\x12G\n" +
 	"\x04Exec\x12\x1c.drowse.guest.v1.ExecRequest\x1a\x1d.drowse.guest.v1.ExecResponse(\x010\x01\x12C\n" +
 	"\x04List\x12\x1c.drowse.guest.v1.ListRequest\x1a\x1d.drowse.guest.v1.ListResponse\x12<\n" +
 	"\x04Kill\x12\x1c.drowse.guest.v1.KillRequest\x1a\x16.drowse.guest.v1.Empty\x12?\n" +
@@ -2996,111 +3456,127 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),             // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),       // 1: drowse.guest.v1.PingRequest
 	(*PingResponse)(nil),      // 2: drowse.guest.v1.PingResponse
 	(*ResumeRequest)(nil),     // 3: drowse.guest.v1.ResumeRequest
 	(*ResumeResponse)(nil),    // 4: drowse.guest.v1.ResumeResponse
-	(*HandoverRequest)(nil),   // 5: drowse.guest.v1.HandoverRequest
-	(*HandoverResponse)(nil),  // 6: drowse.guest.v1.HandoverResponse
-	(*SetClockRequest)(nil),   // 7: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil), // 8: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),       // 9: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),         // 10: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),        // 11: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),               // 12: drowse.guest.v1.Pty
-	(*WindowSize)(nil),        // 13: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),      // 14: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),       // 15: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),        // 16: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),          // 17: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),       // 18: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 19: drowse.guest.v1.ListResponse
-	(*Process)(nil),           // 20: drowse.guest.v1.Process
-	(*KillRequest)(nil),       // 21: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),          // 22: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 23: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),    // 24: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),   // 25: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),      // 26: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),     // 27: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),     // 28: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),    // 29: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),   // 30: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),  // 31: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),   // 32: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),          // 33: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),         // 34: drowse.guest.v1.WriteFile
-	(*Owner)(nil),             // 35: drowse.guest.v1.Owner
-	(*Pack)(nil),              // 36: drowse.guest.v1.Pack
-	(*Unpack)(nil),            // 37: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),  // 38: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),      // 39: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),   // 40: drowse.guest.v1.ShutdownRequest
+	(*HooksRequest)(nil),      // 5: drowse.guest.v1.HooksRequest
+	(*HooksResponse)(nil),     // 6: drowse.guest.v1.HooksResponse
+	(*HookFailure)(nil),       // 7: drowse.guest.v1.HookFailure
+	(*FreezeRequest)(nil),     // 8: drowse.guest.v1.FreezeRequest
+	(*FreezeResponse)(nil),    // 9: drowse.guest.v1.FreezeResponse
+	(*ThawRequest)(nil),       // 10: drowse.guest.v1.ThawRequest
+	(*ThawResponse)(nil),      // 11: drowse.guest.v1.ThawResponse
+	(*HandoverRequest)(nil),   // 12: drowse.guest.v1.HandoverRequest
+	(*HandoverResponse)(nil),  // 13: drowse.guest.v1.HandoverResponse
+	(*SetClockRequest)(nil),   // 14: drowse.guest.v1.SetClockRequest
+	(*AddEntropyRequest)(nil), // 15: drowse.guest.v1.AddEntropyRequest
+	(*ExecRequest)(nil),       // 16: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),         // 17: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),        // 18: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),               // 19: drowse.guest.v1.Pty
+	(*WindowSize)(nil),        // 20: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),      // 21: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),       // 22: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),        // 23: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),          // 24: drowse.guest.v1.ExecExit
+	(*ListRequest)(nil),       // 25: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 26: drowse.guest.v1.ListResponse
+	(*Process)(nil),           // 27: drowse.guest.v1.Process
+	(*KillRequest)(nil),       // 28: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),          // 29: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 30: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),    // 31: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),   // 32: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),      // 33: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),     // 34: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),     // 35: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),    // 36: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),   // 37: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),  // 38: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),   // 39: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),          // 40: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),         // 41: drowse.guest.v1.WriteFile
+	(*Owner)(nil),             // 42: drowse.guest.v1.Owner
+	(*Pack)(nil),              // 43: drowse.guest.v1.Pack
+	(*Unpack)(nil),            // 44: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),  // 45: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),      // 46: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),   // 47: drowse.guest.v1.ShutdownRequest
 }
 var file_agent_proto_depIdxs = []int32{
-	10, // 0: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
-	11, // 1: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
-	0,  // 2: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
-	13, // 3: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
-	12, // 4: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
-	13, // 5: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
-	15, // 6: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
-	16, // 7: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
-	17, // 8: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	20, // 9: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	17, // 10: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	22, // 11: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	33, // 12: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	34, // 13: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	36, // 14: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	37, // 15: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 16: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	35, // 17: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	35, // 18: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	22, // 19: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	39, // 20: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	1,  // 21: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	3,  // 22: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	5,  // 23: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	7,  // 24: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	8,  // 25: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	9,  // 26: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	18, // 27: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	21, // 28: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	23, // 29: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	24, // 30: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	26, // 31: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	27, // 32: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	28, // 33: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	29, // 34: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	30, // 35: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	32, // 36: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	40, // 37: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	2,  // 38: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	4,  // 39: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	6,  // 40: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	0,  // 41: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 42: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	14, // 43: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	19, // 44: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 45: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	22, // 46: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	25, // 47: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 48: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 49: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 50: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 51: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	31, // 52: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	38, // 53: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 54: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	38, // [38:55] is the sub-list for method output_type
-	21, // [21:38] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	7,  // 0: drowse.guest.v1.HooksResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	7,  // 1: drowse.guest.v1.FreezeResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	7,  // 2: drowse.guest.v1.ThawResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	17, // 3: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
+	18, // 4: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
+	0,  // 5: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
+	20, // 6: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
+	19, // 7: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
+	20, // 8: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
+	22, // 9: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
+	23, // 10: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
+	24, // 11: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
+	27, // 12: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	24, // 13: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	29, // 14: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	40, // 15: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	41, // 16: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	43, // 17: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	44, // 18: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 19: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	42, // 20: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	42, // 21: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	29, // 22: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	46, // 23: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	1,  // 24: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	3,  // 25: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	12, // 26: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	14, // 27: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	15, // 28: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	5,  // 29: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	8,  // 30: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	10, // 31: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	16, // 32: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	25, // 33: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	28, // 34: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	30, // 35: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	31, // 36: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	33, // 37: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	34, // 38: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	35, // 39: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	36, // 40: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	37, // 41: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	39, // 42: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	47, // 43: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	2,  // 44: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	4,  // 45: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	13, // 46: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	0,  // 47: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 48: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	6,  // 49: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	9,  // 50: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	11, // 51: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	21, // 52: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	26, // 53: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 54: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	29, // 55: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	32, // 56: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 57: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 58: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 59: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 60: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	38, // 61: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	45, // 62: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 63: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	44, // [44:64] is the sub-list for method output_type
+	24, // [24:44] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -3108,7 +3584,7 @@ func file_agent_proto_init() {
 	if File_agent_proto != nil {
 		return
 	}
-	file_agent_proto_msgTypes[9].OneofWrappers = []any{
+	file_agent_proto_msgTypes[16].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Attach)(nil),
 		(*ExecRequest_Stdin)(nil),
@@ -3117,13 +3593,13 @@ func file_agent_proto_init() {
 		(*ExecRequest_Signal)(nil),
 		(*ExecRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[14].OneofWrappers = []any{
+	file_agent_proto_msgTypes[21].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
 		(*ExecResponse_Output)(nil),
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[32].OneofWrappers = []any{
+	file_agent_proto_msgTypes[39].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -3132,7 +3608,7 @@ func file_agent_proto_init() {
 		(*TransferRequest_End)(nil),
 		(*TransferRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[38].OneofWrappers = []any{
+	file_agent_proto_msgTypes[45].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
@@ -3144,7 +3620,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   48,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -13,6 +13,9 @@ type AgentService interface {
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
+	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
+	Freeze(context.Context, *FreezeRequest) (*FreezeResponse, error)
+	Thaw(context.Context, *ThawRequest) (*ThawResponse, error)
 	Exec(context.Context, Agent_ExecServer) error
 	List(context.Context, *ListRequest) (*ListResponse, error)
 	Kill(context.Context, *KillRequest) (*Empty, error)
@@ -108,6 +111,27 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 					return nil, err
 				}
 				return svc.AddEntropy(ctx, &req)
+			},
+			"Hooks": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req HooksRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Hooks(ctx, &req)
+			},
+			"Freeze": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req FreezeRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Freeze(ctx, &req)
+			},
+			"Thaw": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req ThawRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Thaw(ctx, &req)
 			},
 			"List": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req ListRequest
@@ -205,6 +229,9 @@ type AgentClient interface {
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
+	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
+	Freeze(context.Context, *FreezeRequest) (*FreezeResponse, error)
+	Thaw(context.Context, *ThawRequest) (*ThawResponse, error)
 	Exec(context.Context) (Agent_ExecClient, error)
 	List(context.Context, *ListRequest) (*ListResponse, error)
 	Kill(context.Context, *KillRequest) (*Empty, error)
@@ -264,6 +291,30 @@ func (c *agentClient) SetClock(ctx context.Context, req *SetClockRequest) (*Empt
 func (c *agentClient) AddEntropy(ctx context.Context, req *AddEntropyRequest) (*Empty, error) {
 	var resp Empty
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "AddEntropy", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Hooks(ctx context.Context, req *HooksRequest) (*HooksResponse, error) {
+	var resp HooksResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Hooks", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Freeze(ctx context.Context, req *FreezeRequest) (*FreezeResponse, error) {
+	var resp FreezeResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Freeze", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Thaw(ctx context.Context, req *ThawRequest) (*ThawResponse, error) {
+	var resp ThawResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Thaw", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -6,6 +6,10 @@ const (
 	// ReadyPort is the vsock port of the host (CID 2) that the agent dials
 	// once, when it listens. It sends one line, "ready <version>\n".
 	ReadyPort = 1023
+	// HooksPort is the vsock port of the host that the agent dials when hooks
+	// have appeared or are gone. It sends "hooks 1\n" or "hooks 0\n", and waits
+	// for one byte.
+	HooksPort = 1022
 
 	// MaxChunk is the most data, in bytes, that one stream message carries.
 	MaxChunk = 32 << 10
@@ -32,4 +36,21 @@ const (
 	// detached process, in bytes.
 	DefaultOutputLimit = 256 << 10
 	MaxOutputLimit     = 16 << 20
+
+	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and
+	// of their counterparts. The others are bounds in bytes.
+	MaxHookFailures = 128
+	MaxHookName     = 255
+	MaxHookProblem  = 256
+	MaxHookOutput   = 1 << 10
+)
+
+// Events of hooks.
+const (
+	HookSleep    = "sleep"
+	HookSnapshot = "snapshot"
+	HookWake     = "wake"
+	HookClone    = "clone"
+	HookFreeze   = "freeze"
+	HookThaw     = "thaw"
 )

@@ -599,6 +599,13 @@ func (d *Disk) settleChunk(top *layer, src source, b, stop int64) error {
 //
 // On error the old top goes on as if nothing had happened.
 func (d *Disk) Seal(ctx context.Context, newTop string) (LayerInfo, error) {
+	return d.SealThen(ctx, newTop, nil)
+}
+
+// SealThen is Seal for a guest that is not paused: writes wait until record has returned, which is
+// given the new stack to remember. It must not call methods of the disk. If record fails, the disk
+// is sealed all the same, and the error is returned.
+func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) error) (LayerInfo, error) {
 	if d.readOnly {
 		return LayerInfo{}, ErrReadOnly
 	}
@@ -633,6 +640,11 @@ func (d *Disk) Seal(ctx context.Context, newTop string) (LayerInfo, error) {
 	d.pending = d.pending[:0] // sealing settles all that the old top has pending
 	d.unsealed = append(d.unsealed, old)
 	d.dirty.Store(true)
+	if record != nil {
+		if err := record(d.Stack()); err != nil {
+			return old.info(), fmt.Errorf("seal: remember the new layer: %w", err)
+		}
+	}
 	return old.info(), nil
 }
 

@@ -259,6 +259,44 @@ func TestSealWaitsForTheWriteUnderWayAndCanBeCancelled(t *testing.T) {
 	}
 }
 
+// A guest that is not paused must not get a write into a layer that nobody knows of yet.
+func TestSealThenKeepsWritesOutUntilTheNewLayerIsRemembered(t *testing.T) {
+	s, dir := mustCreate(t, 4*mib)
+	d := mustOpen(t, s)
+	top := filepath.Join(dir, "1")
+	wrote := make(chan error, 1)
+	var remembered Stack
+	_, err := d.SealThen(t.Context(), top, func(st Stack) error {
+		remembered = st
+		go func() {
+			_, err := d.WriteAt(fillBlock(7, BlockSize), 0)
+			wrote <- err
+		}()
+		d.gate.mu.Lock()
+		defer d.gate.mu.Unlock()
+		if !d.gate.alone {
+			t.Error("the gate is open for writes before the layer is remembered")
+		}
+		wantBytes(t, d, 0, make([]byte, BlockSize)) // reading goes on
+		return nil
+	})
+	must(t, err)
+	must(t, <-wrote)
+	if remembered.Top() != top || len(remembered.Layers) != 2 {
+		t.Errorf("remembered %+v", remembered)
+	}
+	wantBytes(t, d, 0, fillBlock(7, BlockSize))
+
+	// The disk goes on when the record cannot be written.
+	refused := errors.New("no record")
+	_, err = d.SealThen(t.Context(), filepath.Join(dir, "2"), func(Stack) error { return refused })
+	wantErr(t, err, refused)
+	mustWrite(t, d, BlockSize, fillBlock(8, BlockSize))
+	must(t, d.Flush())
+	wantBytes(t, d, 0, fillBlock(7, BlockSize))
+	wantBytes(t, d, BlockSize, fillBlock(8, BlockSize))
+}
+
 func TestFailedWriteKeepsTheOldContent(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)

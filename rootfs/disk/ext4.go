@@ -56,13 +56,13 @@ const ext4Config = `[defaults]
 //   - A small journal: 16 MiB is 30 s of busy metadata, and it is the part of a disk that a guest
 //     rewrites for ever and that every snapshot would therefore carry again.
 //   - No resize_inode: it reserves tables for growing while mounted, and sandbox disks do not grow.
-func ext4Args(raw string, size int64) []string {
+func ext4Args(raw, label string, size int64) []string {
 	journal := int64(16)
 	if size < 256<<20 {
 		journal = 4 // MiB; the least that ext4 takes
 	}
 	return []string{
-		"-q", "-F", "-t", "ext4", "-T", "drowse", "-L", Ext4Label, "-b", "4096", "-I", "256", "-m", "0",
+		"-q", "-F", "-t", "ext4", "-T", "drowse", "-L", label, "-b", "4096", "-I", "256", "-m", "0",
 		"-O", "none,has_journal,ext_attr,dir_index,filetype,extent,flex_bg,sparse_super,large_file,huge_file,uninit_bg,dir_nlink,extra_isize",
 		"-J", "size=" + strconv.FormatInt(journal, 10),
 		"-E", "discard,root_owner=0:0",
@@ -164,31 +164,49 @@ func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 }
 
 func makeTemplate(ctx context.Context, cacheDir, path string, size int64) (s Stack, err error) {
-	tool, err := findMkfs(mkfsNames)
-	if err != nil {
-		return Stack{}, err
-	}
 	dir, err := os.MkdirTemp(cacheDir, ".mkfs-")
 	if err != nil {
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	raw, conf := filepath.Join(dir, "raw"), filepath.Join(dir, "mke2fs.conf")
-	if err := os.WriteFile(conf, []byte(ext4Config), 0o600); err != nil {
-		return Stack{}, fmt.Errorf("format ext4: %w", err)
-	}
-	if err := os.WriteFile(raw, nil, 0o600); err != nil {
-		return Stack{}, fmt.Errorf("format ext4: %w", err)
-	}
-	if err := os.Truncate(raw, size); err != nil {
-		return Stack{}, fmt.Errorf("format ext4: %w", err)
-	}
-	cmd := exec.CommandContext(ctx, tool, ext4Args(raw, size)...)
-	cmd.Env = append(os.Environ(), "MKE2FS_CONFIG="+conf, "LC_ALL=C")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return Stack{}, fmt.Errorf("format ext4: %s: %w: %s", tool, err, bytes.TrimSpace(out))
+	raw := filepath.Join(dir, "raw")
+	if err := FormatRaw(ctx, raw, Ext4Label, size); err != nil {
+		return Stack{}, err
 	}
 	return Import(ctx, path, raw)
+}
+
+// FormatRaw makes a sparse raw file of size bytes with an empty ext4 in it, as FormatExt4 makes it,
+// with a label of at most 16 bytes. A file that is there is overwritten. Nothing is synced, and
+// mke2fs.conf beside it, for the time of the call, must not be anybody's.
+func FormatRaw(ctx context.Context, raw, label string, size int64) (err error) {
+	if err := checkSize(size); err != nil {
+		return fmt.Errorf("format ext4: %w", err)
+	}
+	if size < MinExt4Size {
+		return fmt.Errorf("format ext4: %w: %d bytes; the least is %d", ErrSize, size, int64(MinExt4Size))
+	}
+	tool, err := findMkfs(mkfsNames)
+	if err != nil {
+		return err
+	}
+	conf := filepath.Join(filepath.Dir(raw), "mke2fs.conf")
+	if err := os.WriteFile(conf, []byte(ext4Config), 0o600); err != nil {
+		return fmt.Errorf("format ext4: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.Remove(conf)) }()
+	if err := os.WriteFile(raw, nil, 0o600); err != nil {
+		return fmt.Errorf("format ext4: %w", err)
+	}
+	if err := os.Truncate(raw, size); err != nil {
+		return fmt.Errorf("format ext4: %w", err)
+	}
+	cmd := exec.CommandContext(ctx, tool, ext4Args(raw, label, size)...)
+	cmd.Env = append(os.Environ(), "MKE2FS_CONFIG="+conf, "LC_ALL=C")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("format ext4: %s: %w: %s", tool, err, bytes.TrimSpace(out))
+	}
+	return nil
 }
 
 // mkfsNames is where mkfs.ext4 may be: in the path, or where Debian puts it, which is not in every

@@ -18,6 +18,14 @@ type Config struct {
 	Wait     time.Duration
 	TmpInRAM bool
 	Quiet    bool
+	Volumes  []Volume // in the order in which they are mounted
+}
+
+// Volume is a further disk with an ext4.
+type Volume struct {
+	Serial   string // of the block device
+	Dir      string // absolute
+	ReadOnly bool
 }
 
 // Net is the static address of eth0.
@@ -32,6 +40,8 @@ const (
 	maxWait     = 600 // seconds
 	maxHostname = 64  // bytes, __NEW_UTS_LEN
 	maxDNS      = 3   // MAXNS of resolv.conf(5)
+	maxVolumes  = 16
+	maxSerial   = 20 // bytes, VIRTIO_BLK_ID_BYTES
 )
 
 // ParseCmdline reads the drowse.* words of a kernel command line. Other words
@@ -92,12 +102,30 @@ func (c *Config) set(key, value string) error {
 			return fmt.Errorf("want tmpfs")
 		}
 		c.TmpInRAM = true
+	case "volume":
+		v, err := parseVolume(value)
+		if err != nil {
+			return err
+		}
+		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
+			return fmt.Errorf("more than %d volumes", maxVolumes)
+		}
 	case "quiet":
 		c.Quiet = true
 	default:
 		return fmt.Errorf("not a word that this agent knows")
 	}
 	return nil
+}
+
+// parseVolume reads SERIAL,rw,DIR or SERIAL,ro,DIR.
+func parseVolume(value string) (Volume, error) {
+	serial, rest, _ := strings.Cut(value, ",")
+	mode, dir, _ := strings.Cut(rest, ",")
+	if serial == "" || len(serial) > maxSerial || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
+		return Volume{}, fmt.Errorf("want SERIAL,rw,/DIR or SERIAL,ro,/DIR")
+	}
+	return Volume{Serial: serial, Dir: dir, ReadOnly: mode == "ro"}, nil
 }
 
 func parseNet(value string) (*Net, error) {

@@ -2,6 +2,9 @@ package early
 
 import (
 	"bytes"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -32,6 +35,14 @@ func TestParseCmdline_refuses_what_it_cannot_do(t *testing.T) {
 		{"drowse.image=/dev/vdb drowse.ip=10.0.0.2/24,,x", "name server"},
 		{"drowse.image=/dev/vdb drowse.ip=10.0.0.2/24,,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1", "more than 3"},
 		{"drowse.image=/dev/vdb drowse.wait=-1", "seconds"},
+		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=,rw,/data", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=vol-1,wr,/data", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw,data", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw,/", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw,/a/../b", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.volume=" + strings.Repeat("x", 21) + ",rw,/data", "SERIAL"},
+		{"drowse.image=/dev/vdb" + strings.Repeat(" drowse.volume=a,ro,/b", 17), "more than 16"},
 		{"drowse.image=/dev/vdb drowse.tmp=disk", "tmpfs"},
 		{"drowse.image=/dev/vdb drowse.hostname=" + strings.Repeat("x", 65), "64 bytes"},
 	} {
@@ -46,5 +57,34 @@ func TestNetmask_of_every_length(t *testing.T) {
 		if got := netmask(bits); !bytes.Equal(got, want) {
 			t.Errorf("/%d: %v", bits, got)
 		}
+	}
+}
+
+func TestParseCmdline_reads_volumes_in_their_order(t *testing.T) {
+	c, err := ParseCmdline("drowse.image=/dev/vdb drowse.volume=vol-1,rw,/data drowse.volume=vol-2,ro,/srv/a,b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []Volume{{Serial: "vol-1", Dir: "/data"}, {Serial: "vol-2", Dir: "/srv/a,b", ReadOnly: true}}
+	if !slices.Equal(c.Volumes, want) {
+		t.Errorf("got %+v, want %+v", c.Volumes, want)
+	}
+}
+
+func TestFindSerial_goes_by_the_serial_number(t *testing.T) {
+	dir := t.TempDir()
+	for name, serial := range map[string]string{"vda": "drowse-image\n", "vdb": "vol-2\n", "vdc": "vol-1"} {
+		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name, "serial"), []byte(serial), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if dev, err := findSerial(dir, "vol-1", time.Now()); err != nil || dev != "/dev/vdc" {
+		t.Errorf("got %q, %v", dev, err)
+	}
+	if dev, err := findSerial(dir, "vol-3", time.Now()); err == nil {
+		t.Errorf("a disk that is not there was found as %s", dev)
 	}
 }

@@ -11,6 +11,7 @@
 //	drowse.hostname=NAME
 //	drowse.ip=ADDR/PREFIX[,GATEWAY[,DNS...]]   for eth0
 //	drowse.wait=SECONDS     how long to wait for the disks; 10 by default
+//	drowse.volume=SERIAL,rw|ro,DIR             mounts a further disk with an ext4
 //	drowse.tmp=tmpfs        keep /tmp in memory rather than on the root
 //	drowse.quiet            say nothing when all goes well
 package early

@@ -308,6 +308,9 @@ func (m *Machine) settle() error {
 			return fmt.Errorf("set the hostname: %w", err)
 		}
 	}
+	if err := m.mountVolumes(); err != nil {
+		return err
+	}
 	if err := network(m.Config.Net); err != nil {
 		return err
 	}
@@ -339,11 +342,20 @@ func (m *Machine) Announce(version string) {
 // that their journals are clean. Call it when all other processes have ended.
 func (m *Machine) ReadOnly() {
 	unix.Sync()
+	m.unmountVolumes()
 	_ = unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_RDONLY, "")
 	if m.rw >= 0 {
-		path := fmt.Sprintf("/proc/self/fd/%d", m.rw)
-		_ = unix.Mount("", path, "", unix.MS_REMOUNT|unix.MS_RDONLY|unix.MS_NOATIME, "")
+		_ = unix.Mount("", m.Writable(), "", unix.MS_REMOUNT|unix.MS_RDONLY|unix.MS_NOATIME, "")
 	}
+}
+
+// Writable is a path to the writable disk's file system, which stays out of
+// reach of other paths; empty if the writable layer is a tmpfs.
+func (m *Machine) Writable() string {
+	if m.rw < 0 {
+		return ""
+	}
+	return fmt.Sprintf("/proc/self/fd/%d", m.rw)
 }
 
 // Fail prints one line on the console and turns the machine off: a machine

@@ -1,0 +1,131 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+const defaultVolumeMiB = 1024
+
+func (a *app) volumeCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "volume", Short: "Disks that live beyond the VMs that use them", Args: cobra.NoArgs,
+		Long: `Disks that live beyond the VMs that use them. "drowse run --volume NAME:/PATH" mounts
+one in a VM. One VM may write to a volume, or any number read it (NAME:/PATH:ro); a VM
+that sleeps keeps its volumes.
+
+The content of a volume is not part of any snapshot. A VM that has slept goes on with
+a volume as it left it; a snapshot whose guest had it for writing cannot be cloned.`,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeRemoveCommand())
+	return cmd
+}
+
+func (a *app) volumeCreateCommand() *cobra.Command {
+	size := int64(defaultVolumeMiB)
+	cmd := &cobra.Command{
+		Use: "create NAME", Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if size < 0 || size > volume.MaxSize>>20 {
+				size = 0 // which is refused, and cannot overflow
+			}
+			r, err := s.Volumes().Create(cmd.Context(), args[0], size<<20)
+			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
+				return usageError{err}
+			}
+			if err != nil {
+				return err
+			}
+			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+		},
+	}
+	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it takes what is written to it")
+	return cmd
+}
+
+func (a *app) volumeListCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "ls", Short: "List volumes", Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			records, listErr := s.Volumes().List()
+			list := []*sandbox.VolumeInfo{}
+			for _, r := range records {
+				i, err := s.InspectVolume(r.Name)
+				if err != nil {
+					listErr = errors.Join(listErr, err)
+					continue
+				}
+				list = append(list, i)
+			}
+			err = a.print(list, func(w io.Writer) {
+				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				fmt.Fprintln(t, "NAME\tSIZE\tSTORED\tCREATED\tVMS")
+				for _, i := range list {
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format("2006-01-02 15:04"), volumeUsers(i))
+				}
+				t.Flush()
+			})
+			return errors.Join(listErr, err)
+		},
+	}
+}
+
+func volumeUsers(i *sandbox.VolumeInfo) string {
+	text := ""
+	for n, u := range i.UsedBy {
+		if n > 0 {
+			text += ", "
+		}
+		text += fmt.Sprintf("%s (%s)", u.VM, u.Phase)
+	}
+	return text
+}
+
+func (a *app) volumeInspectCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect NAME", Short: "Print all that is known of a volume, as JSON", Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			i, err := s.InspectVolume(args[0])
+			if err != nil {
+				return err
+			}
+			return printJSON(a.stdout, i)
+		},
+	}
+}
+
+func (a *app) volumeRemoveCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "rm NAME", Short: "Delete a volume that no VM names", Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := s.RemoveVolume(cmd.Context(), args[0]); err != nil {
+				return err
+			}
+			return a.print(map[string]string{"removed": args[0]}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+		},
+	}
+}

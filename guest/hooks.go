@@ -1,0 +1,207 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// HookEvent is what hooks in the guest are run for, and their first argument.
+type HookEvent string
+
+// The events. Those of one line belong together: a hook that was started for the
+// first is run for one of the others afterwards.
+const (
+	HookSleep    HookEvent = agentpb.HookSleep    // then HookWake or HookClone
+	HookSnapshot HookEvent = agentpb.HookSnapshot // then HookWake in the VM, HookClone in others made of it
+	HookWake     HookEvent = agentpb.HookWake     // the same machine goes on
+	HookClone    HookEvent = agentpb.HookClone    // this is a copy of it
+	HookFreeze   HookEvent = agentpb.HookFreeze   // then HookThaw
+	HookThaw     HookEvent = agentpb.HookThaw
+)
+
+// HookFailure is one hook that did not do what it should. All of it is what the
+// guest says, cut and made printable.
+type HookFailure struct {
+	Name    string    `json:"name"` // at most 255 bytes, and more for what had to be quoted
+	Event   HookEvent `json:"event"`
+	Problem string    `json:"problem"`          // at most 256 bytes
+	Output  string    `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
+}
+
+// String is one line.
+func (f HookFailure) String() string {
+	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
+	if f.Output != "" {
+		s += ": " + f.Output
+	}
+	return s
+}
+
+// HookLimits say how long hooks may take, each of them and all together: more
+// than 0 and at most 5 min.
+type HookLimits struct {
+	Each, All time.Duration
+	// IgnoreFailures goes on after a hook that has failed.
+	IgnoreFailures bool
+	// Skip makes Freeze run no hooks.
+	Skip bool
+}
+
+// hookSlack is how much longer than its hooks the agent may take to answer: it
+// starts and ends processes, in a guest that may be slow.
+const hookSlack = 15 * time.Second
+
+// Hooked is what hooks have done.
+type Hooked struct {
+	Ran int // how many were started
+	// Refused says that a hook has failed before the event, which then must not
+	// be. Those that had run were told to go on (HookWake).
+	Refused  bool
+	Failures []HookFailure // at most 128
+}
+
+// Hooks runs the guest's hooks (/etc/drowse/hooks.d) for an event, and waits for
+// them. HookSleep and HookSnapshot run all in the order of their names; HookWake
+// and HookClone run those that have been started before in reverse. A guest
+// whose agent knows no hooks has none. A guest that does not answer in time is
+// an error; its hooks may run all the same.
+func (c *Client) Hooks(ctx context.Context, event HookEvent, l HookLimits) (Hooked, error) {
+	// A refusal has its counterparts to run as well.
+	ctx, cancel := context.WithTimeoutCause(ctx, 2*l.All+hookSlack, fmt.Errorf("guest: hooks: %w: no answer within %v", ErrUnavailable, 2*l.All+hookSlack))
+	defer cancel()
+	resp, err := callOnce(ctx, c, opHooks, agentpb.AgentClient.Hooks, &agentpb.HooksRequest{
+		Event: string(event), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures,
+	})
+	if unknownCall(err) {
+		return Hooked{}, nil
+	}
+	if err != nil {
+		return Hooked{}, timeoutCause(ctx, err)
+	}
+	return Hooked{Ran: int(resp.Ran), Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
+}
+
+const (
+	opHooks  = "run hooks"
+	opFreeze = "freeze the disk"
+	opThaw   = "thaw the disk"
+)
+
+// unknownCall says that the agent is older than the call.
+func unknownCall(err error) bool {
+	var re *RemoteError
+	return errors.As(err, &re) && re.Code == codes.Unimplemented
+}
+
+// timeoutCause says which time was up.
+func timeoutCause(ctx context.Context, err error) error {
+	if cause := context.Cause(ctx); errors.Is(err, context.DeadlineExceeded) && errors.Is(cause, ErrUnavailable) {
+		return cause
+	}
+	return err
+}
+
+func hookFailures(in []*agentpb.HookFailure) []HookFailure {
+	var out []HookFailure
+	for _, f := range in[:min(len(in), agentpb.MaxHookFailures)] {
+		out = append(out, HookFailure{
+			Name: shortened(f.Name, agentpb.MaxHookName), Event: HookEvent(shortened(f.Event, agentpb.MaxHookName)),
+			Problem: shortened(f.Problem, agentpb.MaxHookProblem), Output: shortened(f.Output, agentpb.MaxHookOutput),
+		})
+	}
+	return out
+}
+
+// shortened is a guest's text of at most n bytes, made printable.
+func shortened(s string, n int) string { return printable(s[:min(len(s), n)]) }
+
+// ErrFrozenTooLong says that the guest went on before it was told to.
+var ErrFrozenTooLong = errors.New("the guest's disk did not stay frozen")
+
+// Freeze has the guest write out all that its writable disk should have, and
+// holds up all writers to it until Thaw; reading goes on. The guest goes on by
+// itself after limit, at most 1 min, whatever becomes of the host. Hooks are run
+// before it (HookFreeze); with Refused nothing is frozen.
+func (c *Client) Freeze(ctx context.Context, limit time.Duration, l HookLimits) (Hooked, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, 2*l.All+limit+hookSlack, fmt.Errorf("guest: freeze: %w: no answer within %v", ErrUnavailable, 2*l.All+limit+hookSlack))
+	defer cancel()
+	resp, err := callOnce(ctx, c, opFreeze, agentpb.AgentClient.Freeze, &agentpb.FreezeRequest{
+		LimitNanos: int64(limit), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures, SkipHooks: l.Skip,
+	})
+	if err != nil {
+		return Hooked{}, timeoutCause(ctx, err)
+	}
+	return Hooked{Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
+}
+
+// Thawed is what a thaw has found.
+type Thawed struct {
+	Frozen   time.Duration // as the guest's clock has it
+	Failures []HookFailure // of HookThaw
+}
+
+// Thaw ends a Freeze. It fails with ErrFrozenTooLong if the guest went on before:
+// then what was done in between was not done to a frozen disk.
+func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, l.All+hookSlack, fmt.Errorf("guest: thaw: %w: no answer within %v", ErrUnavailable, l.All+hookSlack))
+	defer cancel()
+	resp, err := callOnce(ctx, c, opThaw, agentpb.AgentClient.Thaw, &agentpb.ThawRequest{})
+	if err != nil {
+		return Thawed{}, timeoutCause(ctx, err)
+	}
+	if resp.Expired {
+		return Thawed{}, fmt.Errorf("guest: thaw: %w", ErrFrozenTooLong)
+	}
+	return Thawed{Frozen: time.Duration(max(resp.FrozenNanos, 0)), Failures: hookFailures(resp.Failures)}, nil
+}
+
+// HooksPath is where the host listens for the agent's word that hooks have
+// appeared or are gone, given the path of the Unix socket that stands for the
+// vsock device.
+func HooksPath(path string) string { return path + "_" + strconv.Itoa(agentpb.HooksPort) }
+
+const (
+	maxHooksLine = 16 // bytes
+	hooksTimeout = 5 * time.Second
+)
+
+// ServeHooks calls known whenever the agent says whether there are hooks in the
+// guest, until the listener is closed. A change made by a command that has ended
+// for the host is known before that end is. One connection is served at a time, for
+// 5 s at most, so a guest can hold up only itself.
+func ServeHooks(l net.Listener, known func(present bool)) {
+	for {
+		c, err := l.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			time.Sleep(acceptPause) // out of descriptors
+			continue
+		}
+		serveHooks(c, known)
+		c.Close()
+	}
+}
+
+const acceptPause = 100 * time.Millisecond
+
+func serveHooks(c net.Conn, known func(present bool)) {
+	if c.SetDeadline(time.Now().Add(hooksTimeout)) != nil {
+		return
+	}
+	line, err := readLine(c, maxHooksLine)
+	if err != nil || line != "hooks 0" && line != "hooks 1" {
+		return
+	}
+	known(line == "hooks 1")
+	_, _ = c.Write([]byte{'\n'})
+}

@@ -1,0 +1,293 @@
+package volume
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+)
+
+// NamePattern is what the name of a volume looks like.
+const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
+
+var nameRE = regexp.MustCompile(NamePattern)
+
+func checkName(name string) error {
+	if !nameRE.MatchString(name) {
+		return fmt.Errorf("%w: %q: use 1 to 40 lower-case letters, digits and inner hyphens", ErrName, name)
+	}
+	return nil
+}
+
+// Limits of a volume's size, in bytes.
+const (
+	MinSize = disk.MinExt4Size
+	MaxSize = 1 << 40
+)
+
+// ErrSize says that a volume cannot have that size.
+var ErrSize = errors.New("bad size of a volume")
+
+// idBytes is the length of a volume's id.
+const idBytes = 16
+
+// Label is the label of a volume's file system.
+const Label = "drowse-volume"
+
+// Store is a directory of volumes, which any number of processes may use at once.
+//
+//	NAME/data, NAME/volume.json   a volume
+//	.lock                         held by who makes or removes one
+//	.tmp-*                        what is being made or removed, or was when its process died
+type Store struct {
+	dir string
+	fs  faultfs.FS
+	// format makes the file system in a new file.
+	format func(ctx context.Context, path string, size int64) error
+}
+
+// Open names a directory of volumes. It is made when the first volume is.
+func Open(dir string) *Store {
+	return &Store{dir: dir, fs: faultfs.OS, format: func(ctx context.Context, path string, size int64) error {
+		return disk.FormatRaw(ctx, path, Label, size)
+	}}
+}
+
+const (
+	lockName   = ".lock"
+	tempPrefix = ".tmp-"
+	lockPoll   = 20 * time.Millisecond
+)
+
+// lock keeps all others from making and removing volumes, and tidies up what those
+// have left that were killed.
+func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
+	if err := s.fs.Mkdir(s.dir, 0o700); err == nil {
+		err = s.fs.SyncDir(filepath.Dir(s.dir))
+		if err != nil {
+			return nil, err
+		}
+	} else if !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	f, err := s.fs.OpenFile(filepath.Join(s.dir, lockName), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err := unix.Flock(int(f.OS().Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
+			return nil, errors.Join(fmt.Errorf("locking the volumes: %w", err), f.Close())
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(fmt.Errorf("locking the volumes: %w", ctx.Err()), f.Close())
+		case <-time.After(lockPoll):
+		}
+	}
+	if err := s.tidy(); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return func() { _ = f.Close() }, nil // closing unlocks
+}
+
+// tidy removes unfinished volumes. Precondition: the lock is held.
+func (s *Store) tidy() error {
+	entries, err := s.fs.ReadDir(s.dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), tempPrefix) {
+			if err := s.removeAll(filepath.Join(s.dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// removeAll removes a directory of files.
+func (s *Store) removeAll(dir string) error {
+	entries, err := s.fs.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := s.fs.Remove(filepath.Join(dir, e.Name())); err != nil {
+			return err
+		}
+	}
+	return s.fs.Remove(dir)
+}
+
+func newID() string {
+	var b [idBytes]byte
+	rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// Create makes a volume of size bytes, a multiple of 1 MiB, with an empty ext4. It
+// takes the space of what is written to it. After a crash it is there or not.
+func (s *Store) Create(ctx context.Context, name string, size int64) (*Record, error) {
+	r, err := s.create(ctx, name, size)
+	if err != nil {
+		return nil, fmt.Errorf("making volume %s: %w", name, err)
+	}
+	return r, nil
+}
+
+func (s *Store) create(ctx context.Context, name string, size int64) (r *Record, err error) {
+	if err := checkName(name); err != nil {
+		return nil, err
+	}
+	if size < MinSize || size > MaxSize || size%(1<<20) != 0 {
+		return nil, fmt.Errorf("%w: %d bytes: use %d to %d MiB", ErrSize, size, MinSize>>20, MaxSize>>20)
+	}
+	unlock, err := s.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	dir := filepath.Join(s.dir, name)
+	if _, err := s.fs.Stat(dir); err == nil {
+		return nil, fmt.Errorf("%w: choose another, or remove it with `drowse volume rm %s`", ErrExists, name)
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	r = &Record{Version: Version, ID: newID(), Name: name, Size: size, Created: time.Now().UTC()}
+	tmp := filepath.Join(s.dir, tempPrefix+r.ID)
+	if err := s.fs.Mkdir(tmp, 0o700); err != nil {
+		return nil, err
+	}
+	made := false
+	defer func() {
+		if !made {
+			_ = s.removeAll(tmp) // or the next one does
+		}
+	}()
+	if err := s.fill(ctx, tmp, r); err != nil {
+		return nil, err
+	}
+	if err := s.fs.Rename(tmp, dir); err != nil {
+		return nil, err
+	}
+	made = true
+	return r, s.fs.SyncDir(s.dir)
+}
+
+// fill makes the files of a volume, durably.
+func (s *Store) fill(ctx context.Context, dir string, r *Record) (err error) {
+	path := filepath.Join(dir, dataName)
+	if err := s.format(ctx, path, r.Size); err != nil {
+		return err
+	}
+	f, err := s.fs.OpenFile(path, os.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	return writeRecord(s.fs, dir, r)
+}
+
+// Get returns the record of a volume.
+func (s *Store) Get(name string) (*Record, error) {
+	if err := checkName(name); err != nil {
+		return nil, err
+	}
+	r, err := readRecord(s.fs, filepath.Join(s.dir, name))
+	if errors.Is(err, ErrNotFound) {
+		return nil, fmt.Errorf("%w: %s: see `drowse volume ls`, or make it with `drowse volume create %s`", ErrNotFound, name, name)
+	}
+	return r, err
+}
+
+// List returns all volumes in the order of their names. One that cannot be read is
+// reported, and does not hide the others.
+func (s *Store) List() ([]*Record, error) {
+	entries, err := s.fs.ReadDir(s.dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing volumes: %w", err)
+	}
+	var (
+		out  []*Record
+		errs []error
+	)
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), ".") {
+			continue
+		}
+		r, err := s.Get(e.Name())
+		switch {
+		case errors.Is(err, ErrNotFound): // being removed
+		case err != nil:
+			errs = append(errs, err)
+		default:
+			out = append(out, r)
+		}
+	}
+	return out, errors.Join(errs...)
+}
+
+// Allocated is how many bytes of disk a volume takes.
+func (s *Store) Allocated(name string) (int64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(filepath.Join(s.dir, name, dataName), &st); err != nil {
+		return 0, err
+	}
+	return st.Blocks * 512, nil
+}
+
+// Remove deletes a volume that nobody has attached, unless allow, which is called
+// when nobody can attach it any more, says why not.
+func (s *Store) Remove(ctx context.Context, name string, allow func(*Record) error) error {
+	if err := s.remove(ctx, name, allow); err != nil {
+		return fmt.Errorf("removing volume %s: %w", name, err)
+	}
+	return nil
+}
+
+func (s *Store) remove(ctx context.Context, name string, allow func(*Record) error) (err error) {
+	unlock, err := s.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	v, err := s.attach(name, false)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, v.Close()) }()
+	r := v.Record()
+	if err := allow(&r); err != nil {
+		return err
+	}
+	tmp := filepath.Join(s.dir, tempPrefix+newID())
+	if err := s.fs.Rename(filepath.Join(s.dir, name), tmp); err != nil {
+		return err
+	}
+	if err := s.fs.SyncDir(s.dir); err != nil {
+		return err
+	}
+	return s.removeAll(tmp)
+}

@@ -1,0 +1,422 @@
+package volume
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/faultfs"
+)
+
+// What a caller may want to tell apart.
+var (
+	ErrNotFound = errors.New("no such volume")
+	ErrExists   = errors.New("a volume of that name exists")
+	ErrName     = errors.New("invalid name of a volume")
+	// ErrInUse: somebody writes to it, or reads it while it was to be written to.
+	ErrInUse = errors.New("the volume is in use")
+	// ErrStale: the content is not that which a snapshot's memory belongs to.
+	ErrStale = errors.New("the volume has changed since the snapshot")
+	// ErrDirty: its file system was not unmounted and must be attached for writing
+	// once, to replay its journal.
+	ErrDirty = errors.New("the volume's file system was not unmounted")
+	// ErrRecord: the record is damaged or of another version.
+	ErrRecord = errors.New("unreadable volume record")
+	// ErrReadOnly: it was attached for reading.
+	ErrReadOnly = errors.New("the volume is read-only")
+	// ErrSyncFailed: a flush has failed, so none can be promised any more.
+	ErrSyncFailed = errors.New("an earlier flush failed")
+)
+
+// Version of a Record.
+const Version = 1
+
+// Record is what is kept of a volume.
+type Record struct {
+	Version int       `json:"version"`
+	ID      string    `json:"id"` // 32 hex digits
+	Name    string    `json:"name"`
+	Size    int64     `json:"size"` // bytes
+	Created time.Time `json:"created"`
+	// Generation counts the times that it was first written to by a VM that had
+	// booted, woken or been captured: equal generations of a volume that nobody
+	// writes to mean equal content.
+	Generation uint64 `json:"generation"`
+	// Settled says which snapshot's memory the content belongs to; nil if none.
+	Settled *Settled `json:"settled,omitempty"`
+}
+
+// Settled names a snapshot and the VM that sleeps in it.
+type Settled struct {
+	Snapshot string `json:"snapshot"`
+	VM       string `json:"vm"`
+}
+
+// Names of the files of a volume.
+const (
+	recordName = "volume.json"
+	dataName   = "data"
+	maxRecord  = 64 << 10 // bytes
+)
+
+// Volume is an attached volume: a disk for a block device. Its methods may be
+// called from any goroutine; Close must be the last.
+type Volume struct {
+	fs       faultfs.FS
+	dir      string
+	data     faultfs.File
+	readOnly bool
+	size     int64
+
+	// written says that the record tells of writing.
+	written atomic.Bool
+	dirty   atomic.Bool // something was written since the last flush began
+
+	mu     sync.Mutex // guards what follows
+	rec    Record
+	failed error // why no flush can be promised
+}
+
+// Attach opens a volume, for reading or for writing too. Its lock is held until
+// Close. allow, if not nil, is called when nobody else can take it, and may say why
+// not. A volume that cannot be read without being written to is ErrDirty.
+func (s *Store) Attach(name string, readOnly bool, allow func(*Record) error) (*Volume, error) {
+	v, err := s.attach(name, readOnly)
+	if err == nil {
+		err = v.admit(allow)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("attaching volume %s: %w", name, err)
+	}
+	return v, nil
+}
+
+func (v *Volume) admit(allow func(*Record) error) (err error) {
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, v.Close())
+		}
+	}()
+	if allow != nil {
+		r := v.Record()
+		if err := allow(&r); err != nil {
+			return err
+		}
+	}
+	if v.readOnly {
+		return checkClean(v.data)
+	}
+	return nil
+}
+
+func (s *Store) attach(name string, readOnly bool) (*Volume, error) {
+	if err := checkName(name); err != nil {
+		return nil, err
+	}
+	dir := filepath.Join(s.dir, name)
+	flags, how := os.O_RDWR, unix.LOCK_EX
+	if readOnly {
+		flags, how = os.O_RDONLY, unix.LOCK_SH
+	}
+	data, err := s.fs.OpenFile(filepath.Join(dir, dataName), flags|unix.O_CLOEXEC, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: see `drowse volume ls`", ErrNotFound)
+	}
+	if err != nil {
+		return nil, err
+	}
+	v := &Volume{fs: s.fs, dir: dir, data: data, readOnly: readOnly}
+	if err := v.open(how); err != nil {
+		return nil, errors.Join(err, data.Close())
+	}
+	return v, nil
+}
+
+func (v *Volume) open(how int) error {
+	for {
+		err := unix.Flock(int(v.data.OS().Fd()), how|unix.LOCK_NB)
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return fmt.Errorf("%w: stop the VM that has it, or attach it read-only in all", ErrInUse)
+		}
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("locking it: %w", err)
+		}
+	}
+	st, err := v.data.Stat()
+	if err != nil {
+		return err
+	}
+	// It may have been removed, and another one made, since the file was opened.
+	if now, err := v.fs.Stat(filepath.Join(v.dir, dataName)); err != nil || !os.SameFile(now, st) {
+		return fmt.Errorf("%w: it has just been removed", ErrNotFound)
+	}
+	rec, err := readRecord(v.fs, v.dir)
+	if err != nil {
+		return err
+	}
+	if st.Size() != rec.Size {
+		return fmt.Errorf("%w: its file has %d bytes and should have %d", ErrRecord, st.Size(), rec.Size)
+	}
+	v.rec, v.size = *rec, rec.Size
+	return nil
+}
+
+// Where ext4 says that its journal must be replayed (Documentation/filesystems/ext4,
+// "The Super Block"): offsets in the file, the magic number, and
+// INCOMPAT_RECOVER.
+const (
+	superMagicAt   = 1024 + 0x38
+	superIncompat  = 1024 + 0x60
+	ext4Magic      = 0xef53
+	incompatReplay = 0x4
+)
+
+// checkClean refuses a file system that cannot be read without being written to.
+func checkClean(f faultfs.File) error {
+	var magic [2]byte
+	var incompat [4]byte
+	if _, err := f.ReadAt(magic[:], superMagicAt); err != nil {
+		return err
+	}
+	if _, err := f.ReadAt(incompat[:], superIncompat); err != nil {
+		return err
+	}
+	if uint(magic[0])|uint(magic[1])<<8 == ext4Magic && incompat[0]&incompatReplay != 0 {
+		return fmt.Errorf("%w: attach it for writing once, and shut that VM down", ErrDirty)
+	}
+	return nil
+}
+
+// Record is what is known of the volume now.
+func (v *Volume) Record() Record {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.rec
+}
+
+// Check says whether a snapshot's memory may go on with the content: for writing,
+// that it has slept with it, as this VM, and nobody has written to it since; for
+// reading, that nobody has written since generation. It fails with ErrStale.
+func (v *Volume) Check(id string, generation uint64, as Settled) error {
+	return v.Record().check(id, generation, v.readOnly, as)
+}
+
+// Check is Volume.Check for a volume that is not attached.
+func (r *Record) Check(id string, generation uint64, readOnly bool, as Settled) error {
+	return r.check(id, generation, readOnly, as)
+}
+
+func (r Record) check(id string, generation uint64, readOnly bool, as Settled) error {
+	switch {
+	case r.ID != id:
+		return fmt.Errorf("%w: volume %s is another one of that name", ErrStale, r.Name)
+	case readOnly && r.Generation != generation:
+		return fmt.Errorf("%w: volume %s has been written to", ErrStale, r.Name)
+	case !readOnly && (r.Settled == nil || *r.Settled != as):
+		return fmt.Errorf("%w: volume %s is not as this VM has left it there", ErrStale, r.Name)
+	}
+	return nil
+}
+
+// begin makes the record tell of writing, before the first byte.
+func (v *Volume) begin() error {
+	if v.readOnly {
+		return ErrReadOnly
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.written.Load() {
+		return nil
+	}
+	next := v.rec
+	next.Generation++
+	next.Settled = nil
+	if err := writeRecord(v.fs, v.dir, &next); err != nil {
+		return fmt.Errorf("noting that volume %s is written to: %w", v.rec.Name, err)
+	}
+	v.rec = next
+	v.written.Store(true)
+	return nil
+}
+
+// Settle makes all that was written durable and notes, durably, that the content
+// belongs to a snapshot. Nothing may be written meanwhile. What is written later
+// takes the note back before it takes effect.
+func (v *Volume) Settle(as Settled) error {
+	if v.readOnly {
+		return nil
+	}
+	if err := v.Flush(); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	next := v.rec
+	next.Settled = &as
+	// If this fails the note may be there all the same: so the next write must
+	// take it back.
+	v.written.Store(false)
+	if err := writeRecord(v.fs, v.dir, &next); err != nil {
+		return fmt.Errorf("noting that volume %s belongs to snapshot %s: %w", v.rec.Name, as.Snapshot, err)
+	}
+	v.rec = next
+	return nil
+}
+
+// Close gives the volume back. What was not flushed is not made durable.
+func (v *Volume) Close() error { return v.data.Close() }
+
+// Size of the disk in bytes.
+func (v *Volume) Size() int64 { return v.size }
+
+// ReadOnly says that it cannot be written to.
+func (v *Volume) ReadOnly() bool { return v.readOnly }
+
+// ReadExtent says where bytes are to be read.
+func (v *Volume) ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
+	return v.data.OS(), off, n, nil
+}
+
+// WriteExtent says where bytes are to be written.
+func (v *Volume) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
+	if !v.written.Load() {
+		if err := v.begin(); err != nil {
+			return nil, 0, 0, err
+		}
+	}
+	return v.data.OS(), off, n, nil
+}
+
+// Wrote ends a write.
+func (v *Volume) Wrote(_, _ int64, err error) error {
+	v.dirty.Store(true)
+	return err
+}
+
+// Flush makes durable all that was written before. An error that is ErrSyncFailed
+// is final.
+func (v *Volume) Flush() error {
+	if v.readOnly {
+		return nil
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.failed != nil {
+		return v.failed
+	}
+	if !v.dirty.Swap(false) {
+		return nil
+	}
+	if err := v.data.Datasync(); err != nil {
+		v.failed = fmt.Errorf("flushing volume %s: %w: %w", v.rec.Name, ErrSyncFailed, err)
+		return v.failed
+	}
+	return nil
+}
+
+// Discard gives space back; the range reads as zeros where the file system can
+// punch holes, and is as it was elsewhere.
+func (v *Volume) Discard(off, n int64) error {
+	err := v.allocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return nil
+	}
+	return err
+}
+
+// WriteZeroes makes a range zeros, and gives space back if it may.
+func (v *Volume) WriteZeroes(off, n int64, mayUnmap bool) error {
+	mode := uint32(unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE)
+	if mayUnmap {
+		mode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+	}
+	err := v.allocate(mode, off, n)
+	if !errors.Is(err, unix.EOPNOTSUPP) {
+		return err
+	}
+	for n > 0 {
+		k, err := v.data.WriteAt(zeros[:min(n, int64(len(zeros)))], off)
+		if err != nil {
+			return err
+		}
+		off, n = off+int64(k), n-int64(k)
+	}
+	return nil
+}
+
+var zeros [64 << 10]byte
+
+func (v *Volume) allocate(mode uint32, off, n int64) error {
+	if !v.written.Load() {
+		if err := v.begin(); err != nil {
+			return err
+		}
+	}
+	v.dirty.Store(true)
+	for {
+		if err := v.data.Fallocate(mode, off, n); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+func readRecord(fsys faultfs.FS, dir string) (*Record, error) {
+	f, err := fsys.OpenFile(filepath.Join(dir, recordName), os.O_RDONLY|unix.O_CLOEXEC, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %w", ErrNotFound, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	d := json.NewDecoder(io.NewSectionReader(f, 0, maxRecord))
+	d.DisallowUnknownFields()
+	var r Record
+	if err := d.Decode(&r); err != nil {
+		return nil, fmt.Errorf("%w: %s: %w: it was written by another version, or is damaged", ErrRecord, dir, err)
+	}
+	if r.Version != Version || r.Name != filepath.Base(dir) || len(r.ID) != idBytes*2 || strings.Trim(r.ID, "0123456789abcdef") != "" || r.Size <= 0 {
+		return nil, fmt.Errorf("%w: %s: version %d of volume %q, this build reads version %d", ErrRecord, dir, r.Version, r.Name, Version)
+	}
+	return &r, nil
+}
+
+// writeRecord replaces a record: after a crash at any instant, the old or the new
+// one is there. Only the holder of the lock for writing does so, so the temporary
+// name is nobody else's.
+func writeRecord(fsys faultfs.FS, dir string, r *Record) (err error) {
+	data, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(dir, recordName)
+	tmp := path + ".tmp"
+	f, err := fsys.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(append(data, '\n'), 0)
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	if err := fsys.Rename(tmp, path); err != nil {
+		return err
+	}
+	return fsys.SyncDir(dir)
+}

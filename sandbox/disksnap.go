@@ -1,0 +1,224 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// A snapshot of the disk alone is a snapshot whose RAM is one page of zeros and that has
+// no states: all that knows snapshots knows it (see docs/adr/0019).
+
+// kindDisk marks such a snapshot.
+const kindDisk = "disk"
+
+// ErrDiskOnly says that a snapshot has no memory to go on with.
+var ErrDiskOnly = errors.New("the snapshot is of a disk only")
+
+func diskOnly(m *snapshot.Manifest) bool { return m.Labels[labelKind] == kindDisk }
+
+// noMemory is the RAM of a snapshot without any.
+type noMemory struct{}
+
+// Slots implements snapshot.MemorySource.
+func (noMemory) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
+
+// NextData implements snapshot.MemorySource: there is nothing but zeros.
+func (noMemory) NextData(page uint64) (first, end uint64, err error) { return page, page, nil }
+
+// ReadPages implements snapshot.MemorySource.
+func (noMemory) ReadPages(_ uint64, p []byte) error {
+	clear(p)
+	return nil
+}
+
+// maxFrozen is when a guest goes on although nobody has told it to. The disk is usually
+// frozen for milliseconds.
+const maxFrozen = time.Minute
+
+// SealFrozen has the guest write out and freeze its file system, gives the disk a new top
+// layer, and lets the guest's writers go on. The VM is not paused. What is below the new
+// layer is a clean file system with all that was written before. recorded is told the new
+// stack before anything is written to it. If it fails, the guest goes on, and the disk may
+// have one more layer.
+func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (
+	sealed disk.Stack, frozen time.Duration, failures []guest.HookFailure, err error) {
+	ctx, cancel := in.whileRunning(ctx)
+	defer cancel()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return sealed, 0, nil, in.explain(ctx, err)
+	}
+	defer c.Close()
+	hooked, err := c.Freeze(ctx, maxFrozen, l)
+	if err != nil {
+		return sealed, 0, nil, in.explain(ctx, err)
+	}
+	failures = hooked.Failures
+	if hooked.Refused {
+		return sealed, 0, failures, &HooksError{failures}
+	}
+	sealed = in.disk.Stack()
+	_, err = in.disk.SealThen(ctx, newTop, recorded)
+	thawed, terr := c.Thaw(ctx, l)
+	failures = append(failures, thawed.Failures...)
+	if err := errors.Join(err, terr); err != nil {
+		return sealed, 0, failures, in.explain(ctx, err)
+	}
+	return sealed, thawed.Frozen, failures, nil
+}
+
+// diskSnapshot takes a snapshot of the disk.
+func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy) (res SleepResult, err error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return SleepResult{}, err
+	}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
+		}
+	}()
+	begin := time.Now()
+	policy := p.r.Spec.Hooks.policy(over)
+	limits := p.r.Spec.Hooks.limits(policy)
+	limits.Skip = policy == HooksSkip
+	id := newID()
+	record, err := json.Marshal(p.r)
+	if err != nil {
+		return res, err
+	}
+	newTop := filepath.Join(p.store.layerDir(), p.r.newLayer())
+	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, func(st disk.Stack) error {
+		p.r.Disk = p.store.relative(st)
+		return p.store.save(p.r)
+	})
+	res = SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": ms(frozen)}}
+	if err != nil {
+		return res, err
+	}
+	if err := p.in.disk.Flush(); err != nil {
+		return res, fmt.Errorf("flushing the disk: %w", err)
+	}
+	facts, err := json.Marshal(p.in.machine.Facts())
+	if err != nil {
+		return res, fmt.Errorf("describing the host: %w", err)
+	}
+	labels := map[string]string{labelKind: kindDisk, labelRecord: string(record), labelOwner: p.r.ID}
+	if note != "" {
+		labels[labelNote] = note
+	}
+	if err := p.in.labelVolumes(labels); err != nil {
+		return res, err
+	}
+	info, err := snapshot.Create(ctx, p.store.snapshotDir(id), snapshot.Spec{
+		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
+		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(p.in.disk.Size()), Layers: p.store.relative(st).Layers}},
+		Host:   map[string]string{factsKey: string(facts)},
+		Labels: labels, Memory: noMemory{},
+	})
+	if err != nil {
+		return res, err
+	}
+	res.BytesStored = info.SizeBytes
+	res.Stages["snapshot"] = ms(time.Since(begin))
+	return res, nil
+}
+
+// newIdentity makes a guest that has booted from the disk of another one a machine of its
+// own: its machine id, of which the disk has the other one's.
+func (in *Instance) newIdentity(ctx context.Context) error {
+	ctx, cancel := in.whileRunning(ctx)
+	defer cancel()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return in.explain(ctx, err)
+	}
+	defer c.Close()
+	if _, err := c.Resume(ctx, guest.Resume{NewIdentity: true, Hostname: in.parts.Spec.Hostname}); err != nil {
+		return in.explain(ctx, fmt.Errorf("giving the guest an identity of its own: %w", err))
+	}
+	return nil
+}
+
+// RunFromDisk makes a VM that boots from a copy of the disk in a snapshot, of whatever
+// kind. It has that disk's files and the image below them, and nothing of the memory. The
+// disk of a snapshot with memory is as after a loss of power: what the guest had not
+// written out is not there.
+//
+// Image and size of the disk are those of the snapshot; spec may leave them out, and is
+// refused with ErrSpec if it says something else.
+func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix string) (Report, error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return Report{}, err
+	}
+	m, err := s.manifest(id)
+	if err != nil {
+		return Report{}, err
+	}
+	r, err := s.recordFromDisk(ctx, l, spec, m)
+	if err != nil {
+		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
+	}
+	return s.launchNew(ctx, l, r, "")
+}
+
+func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *snapshot.Manifest) (*Record, error) {
+	var size uint64
+	for _, d := range m.Disks {
+		if d.Name == deviceDisk {
+			size = d.Size
+		}
+	}
+	switch {
+	case size == 0 || size%(1<<20) != 0:
+		return nil, fmt.Errorf("%w: it has no disk of drowse's", ErrRecord)
+	case spec.DiskMiB != 0 && uint64(spec.DiskMiB) != size>>20:
+		return nil, fmt.Errorf("%w: a disk of %d MiB was asked for, and it has %d", ErrSpec, spec.DiskMiB, size>>20)
+	}
+	spec.DiskMiB = int(size >> 20)
+	if spec.Image == "" {
+		spec.Image = m.Image
+	}
+	if spec.Name == "" {
+		spec.Name = "vm-" + newID()[:8]
+	}
+	spec, err := spec.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	if err := s.checkPaths(spec.Name); err != nil {
+		return nil, err
+	}
+	if err := s.findVolumes(spec.Volumes); err != nil {
+		return nil, err
+	}
+	boot, err := s.resolve(ctx, l, spec)
+	if err != nil {
+		return nil, err
+	}
+	if boot.ImageID != m.Image {
+		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, spec.Image, boot.ImageID)
+	}
+	st := snapshotDisk(m)
+	if full, err := s.absolute(st); err != nil {
+		return nil, err
+	} else if err := disk.Verify(full); err != nil {
+		return nil, err
+	}
+	return &Record{
+		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
+		Boot: boot, Disk: st, Parent: m.ID,
+	}, nil
+}

@@ -1,0 +1,212 @@
+package sandbox_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// recorder appends records to a file and says which is durable.
+const recorder = `
+import os
+f = os.open('/root/records', os.O_WRONLY|os.O_CREAT|os.O_APPEND)
+n = 0
+while True:
+    n += 1
+    os.write(f, b'%08d ' % n + b'x' * 1000 + b'\n')
+    os.fsync(f)
+    os.write(1, b'%d\n' % n)
+`
+
+// acknowledged is told the recorder's words.
+type acknowledged struct {
+	mu   sync.Mutex
+	more sync.Cond // on mu
+	last int
+	rest []byte
+}
+
+// Write implements io.Writer.
+func (a *acknowledged) Write(p []byte) (int, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.rest = append(a.rest, p...)
+	for {
+		line, rest, ok := bytes.Cut(a.rest, []byte{'\n'})
+		if !ok {
+			return len(p), nil
+		}
+		n, err := strconv.Atoi(string(line))
+		if err != nil {
+			return 0, err
+		}
+		a.last, a.rest = n, rest
+		a.more.Broadcast()
+	}
+}
+
+// beyond waits for a record after n, and returns the last.
+func (a *acknowledged) beyond(n int) int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for a.last <= n {
+		a.more.Wait()
+	}
+	return a.last
+}
+
+func tool(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), name, args...).CombinedOutput()
+	if err != nil {
+		t.Errorf("%s %q: %v", name, args, err)
+	}
+	return string(out)
+}
+
+// checkDiskSnapshot checks that the file system in a snapshot is clean without its journal,
+// and returns how many whole records are in it.
+func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
+	t.Helper()
+	st, err := e.Store.SnapshotDisk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := disk.Open(st, disk.Options{ReadOnly: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	raw := filepath.Join(t.TempDir(), "raw")
+	if err := d.Clone(t.Context(), raw); err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(raw)
+	if out := tool(t, "dumpe2fs", "-h", raw); strings.Contains(out, "needs_recovery") || !strings.Contains(out, "has_journal") {
+		t.Errorf("snapshot %s: the journal has something to replay:\n%s", id, out)
+	}
+	if out := tool(t, "e2fsck", "-fn", raw); strings.Contains(out, "journal") || t.Failed() {
+		t.Errorf("snapshot %s: e2fsck says:\n%s", id, out)
+	}
+	records := tool(t, "debugfs", "-R", "cat /upper/root/records", raw)
+	_, records, _ = strings.Cut(records, "\n") // its version
+	n := 0
+	for line := range strings.Lines(records) {
+		if len(line) != 8+1+1000+1 || line[8] != ' ' {
+			break // the last one, which nobody has been told of
+		}
+		if got, err := strconv.Atoi(line[:8]); err != nil || got != n+1 {
+			t.Errorf("snapshot %s: record %q follows %d", id, line[:8], n)
+			break
+		}
+		n++
+	}
+	return n
+}
+
+func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testing.T) {
+	for _, name := range []string{"e2fsck", "dumpe2fs", "debugfs"} {
+		if _, err := exec.LookPath(name); err != nil {
+			if os.Getenv("CI") != "" {
+				t.Fatal(err)
+			}
+			t.Skip(err)
+		}
+	}
+	e := guesttest.New(t)
+	e.Run(sandbox.Spec{Name: "w", DiskMiB: 256, Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}})
+	e.Sh("w", "echo 00000000000000000000000000000001 > /etc/machine-id")
+	said := &acknowledged{}
+	said.more.L = &said.mu
+	cmd := guest.Cmd{Argv: []string{"python3", "-S", "-E", "-c", recorder}}
+	cmd.Stdout = said
+	p, err := e.Agent("w").Start(t.Context(), cmd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { p.Close() })
+	const snapshots = 20
+	type taken struct {
+		id    string
+		least int
+	}
+	var all []taken
+	n := 0
+	for i := range snapshots {
+		if i == snapshots-1 {
+			putHook(e, "w", "10-a", "")
+		}
+		// New records between any two of them.
+		n = said.beyond(n)
+		res, err := e.Store.SnapshotWith(t.Context(), "w", sandbox.SnapshotOptions{DiskOnly: true, Note: fmt.Sprint(i)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("after record %d: %v", n, res.Stages)
+		all = append(all, taken{res.Snapshot, n})
+	}
+	said.beyond(n + 1) // it goes on
+	wantNotes(e, "w", "10-a freeze", "10-a thaw freeze")
+	for i, s := range all {
+		if got := checkDiskSnapshot(t, e, s.id); got < s.least {
+			t.Errorf("snapshot %d has %d records, and %d were acknowledged before it", i, got, s.least)
+		}
+		if t.Failed() {
+			return
+		}
+	}
+	last := all[snapshots-1]
+
+	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, sandbox.ErrDiskOnly) {
+		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
+	}
+	if err := e.Store.VerifySnapshot(t.Context(), last.id); err != nil {
+		t.Error(err)
+	}
+	list, err := e.Store.Snapshots()
+	if err != nil || len(list) != snapshots || list[0].Kind != "disk" || list[0].RAM != 0 {
+		t.Errorf("listed as %+v (%v)", list, err)
+	}
+	// The layers stay when nobody else needs them.
+	if err := e.Store.Remove(t.Context(), "w", true); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := e.Store.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var file bytes.Buffer
+	if err := e.Store.ExportSnapshot(t.Context(), last.id, &file); err != nil {
+		t.Fatal(err)
+	}
+	other := guesttest.New(t)
+	if _, err := other.Store.ImportSnapshot(t.Context(), &file); err != nil {
+		t.Fatal(err)
+	}
+	if got := checkDiskSnapshot(t, other, last.id); got < last.least {
+		t.Errorf("after export and import it has %d records of %d", got, last.least)
+	}
+	if _, err := other.Store.RunFromDisk(t.Context(), other.Launcher, sandbox.Spec{Name: "n", DiskMiB: 128}, last.id); !errors.Is(err, sandbox.ErrSpec) {
+		t.Errorf("another size of disk: %v, want ErrSpec", err)
+	}
+	if _, err := other.Store.RunFromDisk(t.Context(), other.Launcher, sandbox.Spec{Name: "n"}, last.id); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := strconv.Atoi(other.Sh("n", "wc -l < /root/records")); err != nil || got < last.least {
+		t.Errorf("the new VM has %d records of %d (%v)", got, last.least, err)
+	}
+	if got := other.Sh("n", "cat /etc/machine-id; hostname"); strings.HasPrefix(got, "00000000000000000000000000000001") || !strings.HasSuffix(got, "\nn") {
+		t.Errorf("the new VM is %q", got)
+	}
+}

@@ -1,0 +1,103 @@
+package sandbox_test
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
+// does what more says.
+func putHook(e *guesttest.Env, vm, name, more string) {
+	e.T.Helper()
+	script := "#!/bin/sh\necho " + name + " $* >> /root/notes\n" + more + "\n"
+	err := e.Agent(vm).WriteFile(e.T.Context(), "/etc/drowse/hooks.d/"+name, strings.NewReader(script), guest.WriteOptions{Perm: 0o755, Parents: true})
+	if err != nil {
+		e.T.Fatal(err)
+	}
+}
+
+// notes are what the hooks of a guest have noted since the last look.
+func notes(e *guesttest.Env, vm string) []string {
+	e.T.Helper()
+	return strings.Split(e.Sh(vm, "cat /root/notes; rm /root/notes"), "\n")
+}
+
+func wantNotes(e *guesttest.Env, vm string, want ...string) {
+	e.T.Helper()
+	if got := notes(e, vm); !slices.Equal(got, want) {
+		e.T.Errorf("%s: the hooks noted %q, want %q", vm, got, want)
+	}
+}
+
+// One boot serves them all.
+func TestHooksInAGuest(t *testing.T) {
+	e := guesttest.New(t)
+	// Time enough for a machine that does much else.
+	e.Run(sandbox.Spec{Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}})
+	res := e.Sleep("h")
+	rep := e.Wake("h")
+	t.Logf("without hooks: %v, %v", res.Stages, rep.Stages)
+	if len(res.Hooks)+len(rep.Hooks) != 0 {
+		t.Errorf("without hooks: %v, %v failed", res.Hooks, rep.Hooks)
+	}
+
+	putHook(e, "h", "10-a", "")
+	putHook(e, "h", "20-b", `[ -e /root/fail-$1 ] || exit 0; echo not now; exit 3`)
+	res = e.Sleep("h")
+	rep = e.Wake("h")
+	t.Logf("with two hooks: %v, %v", res.Stages, rep.Stages)
+	wantNotes(e, "h", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+
+	snap, err := e.Store.Snapshot(t.Context(), "h", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
+	clone(e, snap.Snapshot, "c")
+	wantNotes(e, "c", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
+
+	e.Sh("c", "touch /root/fail-sleep /root/fail-wake /root/fail-snapshot")
+	_, err = e.Store.Sleep(t.Context(), "c")
+	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
+		t.Errorf("a hook that fails: %v, want ErrHooks with its words", err)
+	}
+	var told *sandbox.ErrorReport
+	if !errors.As(err, &told) || len(told.Hooks) != 2 || told.Hooks[0].Name != "20-b" || told.Hooks[1].Event != guest.HookWake {
+		t.Errorf("failures %+v", told)
+	}
+	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
+		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
+	}
+	if r, err := e.Store.Get("c"); err != nil || r.Phase != sandbox.Running {
+		t.Fatalf("after the refusals: %v, %v", r.Phase, err)
+	}
+	notes(e, "c")
+	if _, err := e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: "maybe"}); !errors.Is(err, sandbox.ErrSpec) {
+		t.Errorf("an unknown policy: %v, want ErrSpec", err)
+	}
+
+	res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksIgnore})
+	if err != nil || len(res.Hooks) != 1 || res.Hooks[0].Problem != "exit status 3" {
+		t.Errorf("ignoring it: %v, failures %v", err, res.Hooks)
+	}
+	rep = e.Wake("c")
+	if len(rep.Hooks) != 1 || rep.Hooks[0].Event != guest.HookWake || rep.Hooks[0].Output != "not now" {
+		t.Errorf("failures after the wake: %v", rep.Hooks)
+	}
+	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+
+	if res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksSkip}); err != nil || len(res.Hooks) != 0 {
+		t.Errorf("skipping them: %v, %v", err, res.Hooks)
+	}
+	e.Wake("c")
+	if got := e.Sh("c", "ls /root"); strings.Contains(got, "notes") {
+		t.Error("hooks that are to be skipped were run")
+	}
+}

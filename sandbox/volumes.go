@@ -1,0 +1,306 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// VolumeMount is a volume in a VM.
+type VolumeMount struct {
+	// Name of the volume.
+	Name string `json:"name"`
+	// Path is where the guest finds it mounted: absolute, of letters, digits and
+	// "._-/", at most 100 bytes, and none of the guest's system directories.
+	Path string `json:"path"`
+	// ReadOnly volumes may be in many VMs at once.
+	ReadOnly bool `json:"read_only,omitempty"`
+}
+
+// Limits of the volumes of a VM.
+const (
+	MaxVolumes    = 8
+	maxVolumePath = 100
+)
+
+var volumePathRE = regexp.MustCompile(`^(/[A-Za-z0-9_][A-Za-z0-9._-]*)+$`)
+
+// systemDirs are mounted already, or would hide what the guest needs to come up.
+var systemDirs = []string{"/dev", "/proc", "/sys", "/run", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/tmp"}
+
+// ParseVolumeMount reads NAME:/PATH or NAME:/PATH:ro.
+func ParseVolumeMount(s string) (VolumeMount, error) {
+	name, rest, ok := strings.Cut(s, ":")
+	path, mode, _ := strings.Cut(rest, ":")
+	if !ok || mode != "" && mode != "ro" && mode != "rw" {
+		return VolumeMount{}, fmt.Errorf("%w: volume %q: use NAME:/PATH or NAME:/PATH:ro", ErrSpec, s)
+	}
+	return VolumeMount{Name: name, Path: path, ReadOnly: mode == "ro"}, nil
+}
+
+func checkMounts(mounts []VolumeMount) error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%w: %s", ErrSpec, fmt.Sprintf(format, args...))
+	}
+	if len(mounts) > MaxVolumes {
+		return bad("%d volumes: use at most %d", len(mounts), MaxVolumes)
+	}
+	for i, m := range mounts {
+		if !nameRE.MatchString(m.Name) {
+			return bad("volume name %q: use 1 to 40 lower-case letters, digits and inner hyphens", m.Name)
+		}
+		if !volumePathRE.MatchString(m.Path) || len(m.Path) > maxVolumePath {
+			return bad("volume path %q: use an absolute path of letters, digits and ._-, at most %d bytes", m.Path, maxVolumePath)
+		}
+		for _, dir := range systemDirs {
+			// In /etc and /tmp there is room for more.
+			if m.Path == dir || strings.HasPrefix(m.Path, dir+"/") && dir != "/etc" && dir != "/tmp" && dir != "/usr" {
+				return bad("volume path %s: it is a directory of the guest's system", m.Path)
+			}
+		}
+		for _, o := range mounts[:i] {
+			if o.Name == m.Name || o.Path == m.Path {
+				return bad("volume %s on %s: each name and each path once", m.Name, m.Path)
+			}
+		}
+	}
+	return nil
+}
+
+// Volumes are the volumes of the store.
+func (s *Store) Volumes() *volume.Store { return volume.Open(filepath.Join(s.dir, "volumes")) }
+
+// VolumeInfo describes a volume.
+type VolumeInfo struct {
+	*volume.Record
+	Allocated int64 `json:"allocated_bytes"` // of disk
+	// UsedBy are the VMs that name it, whatever they do.
+	UsedBy []VolumeUser `json:"used_by"`
+}
+
+// VolumeUser is a VM that names a volume.
+type VolumeUser struct {
+	VM       string `json:"vm"`
+	Phase    Phase  `json:"phase"`
+	Path     string `json:"path"`
+	ReadOnly bool   `json:"read_only"`
+}
+
+// InspectVolume says what is known of a volume.
+func (s *Store) InspectVolume(name string) (*VolumeInfo, error) {
+	r, err := s.Volumes().Get(name)
+	if err != nil {
+		return nil, err
+	}
+	i := &VolumeInfo{Record: r, UsedBy: []VolumeUser{}}
+	if i.Allocated, err = s.Volumes().Allocated(name); err != nil {
+		return nil, err
+	}
+	records, err := s.List()
+	for _, vm := range records {
+		for _, m := range vm.Spec.Volumes {
+			if m.Name == name {
+				i.UsedBy = append(i.UsedBy, VolumeUser{vm.Spec.Name, vm.Phase, m.Path, m.ReadOnly})
+			}
+		}
+	}
+	return i, err
+}
+
+// RemoveVolume deletes a volume that no VM names; otherwise it fails with
+// volume.ErrInUse.
+func (s *Store) RemoveVolume(ctx context.Context, name string) error {
+	return s.Volumes().Remove(ctx, name, func(r *volume.Record) error {
+		return s.eachUser(r.Name, func(vm *Record, _ VolumeMount) error {
+			return fmt.Errorf("%w: VM %s (%s) names it: remove that first", volume.ErrInUse, vm.Spec.Name, vm.Phase)
+		})
+	})
+}
+
+// eachUser calls f for each VM that names a volume. A record that cannot be read may
+// name it, and is an error.
+func (s *Store) eachUser(name string, f func(*Record, VolumeMount) error) error {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		vm, err := s.load(e.Name())
+		if errors.Is(err, ErrNotFound) {
+			continue // being made, or removed
+		}
+		if err != nil {
+			return err
+		}
+		for _, m := range vm.Spec.Volumes {
+			if m.Name != name {
+				continue
+			}
+			if err := f(vm, m); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// findVolumes says early which volumes are not there.
+func (s *Store) findVolumes(mounts []VolumeMount) error {
+	for _, m := range mounts {
+		if _, err := s.Volumes().Get(m.Name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// attachVolumes attaches the volumes of a VM. A VM that sleeps has no process and thus
+// no lock, and yet keeps its volumes: the guest in its memory goes on with them.
+func (s *Store) attachVolumes(r *Record) (all []*volume.Volume, err error) {
+	defer func() {
+		if err != nil {
+			for _, v := range all {
+				err = errors.Join(err, v.Close())
+			}
+			all = nil
+		}
+	}()
+	for _, m := range r.Spec.Volumes {
+		v, err := s.Volumes().Attach(m.Name, m.ReadOnly, func(*volume.Record) error {
+			// With the lock: a VM that wakes meanwhile does not get it.
+			return s.eachUser(m.Name, func(vm *Record, other VolumeMount) error {
+				if vm.ID == r.ID || vm.Phase != Asleep || m.ReadOnly && other.ReadOnly {
+					return nil
+				}
+				return fmt.Errorf("%w: VM %s sleeps with it: wake and stop it, or remove it", volume.ErrInUse, vm.Spec.Name)
+			})
+		})
+		if err != nil {
+			return all, err
+		}
+		all = append(all, v)
+	}
+	return all, nil
+}
+
+// volumeSerial is what the guest reads as a volume's serial number, at most 20 bytes.
+func volumeSerial(r *volume.Record) string { return "vol-" + r.ID[:16] }
+
+// labelVolumes is where a snapshot says which volumes its memory knows. The content of
+// volumes is not part of a snapshot.
+const labelVolumes = "drowse.volumes"
+
+// heldVolume is a volume at the instant of a snapshot.
+type heldVolume struct {
+	Name       string `json:"name"`
+	ID         string `json:"id"`
+	Generation uint64 `json:"generation"`
+	ReadOnly   bool   `json:"read_only"`
+}
+
+func (in *Instance) labelVolumes(labels map[string]string) error {
+	var held []heldVolume
+	for _, v := range in.parts.Volumes {
+		r := v.Record()
+		held = append(held, heldVolume{r.Name, r.ID, r.Generation, v.ReadOnly()})
+	}
+	if len(held) == 0 {
+		return nil
+	}
+	text, err := json.Marshal(held)
+	if err != nil {
+		return err
+	}
+	labels[labelVolumes] = string(text)
+	return nil
+}
+
+func heldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
+	text := m.Labels[labelVolumes]
+	if text == "" {
+		return nil, nil
+	}
+	if err := json.Unmarshal([]byte(text), &held); err != nil {
+		return nil, fmt.Errorf("the volumes of snapshot %s: %w: %w", m.ID, ErrRecord, err)
+	}
+	return held, nil
+}
+
+// settleVolumes makes the volumes durable and notes that the memory in a snapshot goes
+// with them. The guest is paused.
+func (in *Instance) settleVolumes(snapshotID string) error {
+	for _, v := range in.parts.Volumes {
+		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: in.parts.VM}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkVolumes refuses to put memory together with volumes that it does not belong to.
+func (in *Instance) checkVolumes(m *snapshot.Manifest) error {
+	held, err := heldVolumes(m)
+	if err != nil {
+		return err
+	}
+	if len(held) != len(in.parts.Volumes) {
+		return fmt.Errorf("%w: its guest has %d volumes, and the VM %d", ErrSpec, len(held), len(in.parts.Volumes))
+	}
+	for i, v := range in.parts.Volumes {
+		h := held[i]
+		if h.ReadOnly != v.ReadOnly() || h.Name != v.Record().Name {
+			return fmt.Errorf("%w: its guest has volume %s, and the VM %s in its place", ErrSpec, h.Name, v.Record().Name)
+		}
+		if err := v.Check(h.ID, h.Generation, volume.Settled{Snapshot: m.ID, VM: in.parts.VM}); err != nil {
+			return stale(h, m.ID, err)
+		}
+	}
+	return nil
+}
+
+// checkVolumes is Instance.checkVolumes before there is one: without the locks it may
+// be wrong a moment later, but says so before anything is made.
+func (s *Store) checkVolumes(r *Record, snapshotID string) error {
+	if len(r.Spec.Volumes) == 0 {
+		return nil
+	}
+	m, err := s.manifest(snapshotID)
+	if err != nil {
+		return err
+	}
+	held, err := heldVolumes(m)
+	if err != nil {
+		return err
+	}
+	for _, h := range held {
+		v, err := s.Volumes().Get(h.Name)
+		if errors.Is(err, volume.ErrNotFound) || errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("its guest has volume %s, which is not part of a snapshot: %w", h.Name, err)
+		}
+		if err != nil {
+			return err
+		}
+		if err := v.Check(h.ID, h.Generation, h.ReadOnly, volume.Settled{Snapshot: m.ID, VM: r.ID}); err != nil {
+			return stale(h, m.ID, err)
+		}
+	}
+	return nil
+}
+
+// stale says what can be done instead.
+func stale(h heldVolume, snapshotID string, err error) error {
+	remedy := fmt.Sprintf("boot instead, with `drowse start` or `drowse run --from-disk %.12s --volume %s:/PATH`", snapshotID, h.Name)
+	if !h.ReadOnly {
+		remedy += "; clones need volumes that are attached read-only"
+	}
+	return fmt.Errorf("%w: its content is not part of a snapshot, and the guest's memory goes only with the content that it left: %s", err, remedy)
+}
