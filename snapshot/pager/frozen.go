@@ -148,6 +148,11 @@ func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 		return err
 	} else if err := f.loadMissing(set); err != nil {
 		return err
+	} else if backed := f.mem.Backed(); backed != nil {
+		// What the host has committed nothing for is in the image then.
+		for i, w := range backed.Words() {
+			f.data.Words()[i] |= w & set.Words()[i]
+		}
 	}
 	n := uint32(0)
 	f.rank = make([]uint32, len(f.data.Words()))

@@ -113,12 +113,12 @@ func (g *protection) register() (err error) {
 		g.stopFD = -1
 		return fmt.Errorf("eventfd: %w", err)
 	}
-	for _, s := range f.slots {
-		if err := register(g.uffd, s.HVA, s.Size, registerWP); err != nil {
+	g.areas = f.mem.Areas()
+	for _, a := range g.areas {
+		if err := register(g.uffd, a.HVA, a.Size, registerWP); err != nil {
 			return err
 		}
 	}
-	g.areas = f.slots
 	g.wg.Go(func() {
 		if err := readFaults(g.uffd, g.stopFD, g.fault); err != nil {
 			g.mu.Lock()
