@@ -51,6 +51,9 @@ type ServeOptions struct {
 	Snapshot string
 	// NewIdentity makes a restored guest a machine of its own.
 	NewIdentity bool
+	// Fork, if not nil, is the image that a child is made of; see ForkFD. Serve
+	// closes it.
+	Fork *os.File
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(Report)
 	// Log gets the process's log.
@@ -108,7 +111,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err != nil {
 		return err
 	}
-	if o.Snapshot != "" {
+	if o.Snapshot != "" || o.Fork != nil {
 		// What a snapshot needs is sealed, and may be in use by other VMs.
 		st, err = p.newTop(ctx, st)
 	} else {
@@ -117,7 +120,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err != nil {
 		return err
 	}
-	r.Disk = p.store.relative(st)
+	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Exit, r.Problem = Starting, os.Getpid(), nil, ""
 	if err := p.store.save(r); err != nil {
 		return err
@@ -128,9 +131,14 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	parts := p.store.Parts(r, st)
 	parts.Console, parts.Log = console, p.log
-	if o.Snapshot == "" {
+	switch {
+	case o.Fork != nil:
+		parts.RAM = o.Fork
+		p.in, err = RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), RestoreOptions{NewIdentity: o.NewIdentity})
+		err = errors.Join(err, o.Fork.Close())
+	case o.Snapshot == "":
 		p.in, err = Boot(ctx, parts)
-	} else {
+	default:
 		p.in, err = Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), RestoreOptions{NewIdentity: o.NewIdentity})
 	}
 	if err != nil {
@@ -186,7 +194,7 @@ func (p *process) report() Report {
 	for stage, d := range p.in.Machine().Stages().Durations() {
 		rep.Stages[stage.String()] = ms(d)
 	}
-	if f, restored := p.in.Faults(); restored {
+	if f, restored := p.in.Faults(); restored || p.in.parts.RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = ms(entry), ms(ready)
 		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
 	} else {
@@ -249,7 +257,7 @@ type SleepResult struct {
 	MiBTouched   float64            `json:"mib_touched"`
 }
 
-func (p *process) capture(ctx context.Context, kind, note string) (*Capture, SleepResult, error) {
+func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
 	id := newID()
 	record, err := json.Marshal(p.r)
 	if err != nil {
@@ -259,7 +267,7 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 	if note != "" {
 		labels[labelNote] = note
 	}
-	c, err := p.in.Capture(ctx, CaptureOptions{
+	o := CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
 		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
@@ -267,12 +275,16 @@ func (p *process) capture(ctx context.Context, kind, note string) (*Capture, Sle
 			p.r.Disk = p.store.relative(st)
 			return p.store.save(p.r)
 		},
-	})
+	}
+	for _, f := range more {
+		f(&o)
+	}
+	c, err := p.in.Capture(ctx, o)
 	if err != nil {
 		return nil, SleepResult{}, err
 	}
 	res := SleepResult{
-		Name: p.r.Spec.Name, Snapshot: id, BytesRaw: c.Raw, BytesStored: c.Stored,
+		Name: p.r.Spec.Name, Snapshot: o.ID, BytesRaw: c.Raw, BytesStored: c.Stored,
 		BytesShared: c.Shared, PagesChanged: c.Changed,
 		Stages: map[string]float64{"pause": ms(c.Pause), "save": ms(c.Save)},
 	}
@@ -390,6 +402,7 @@ func (p *process) listen() (*http.Server, error) {
 	handle("POST /snapshot", func(r *http.Request) (any, error) {
 		return p.snapshot(context.WithoutCancel(r.Context()), r.URL.Query().Get("note"))
 	}, nil)
+	mux.HandleFunc("POST /fork", p.serveFork)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil

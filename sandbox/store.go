@@ -123,6 +123,11 @@ type Record struct {
 	Problem string `json:"problem,omitempty"`
 	// Parent is the snapshot that it was made from, if it was.
 	Parent string `json:"parent,omitempty"`
+	// Fork says of which VM it is a fork, if it is one.
+	Fork *Origin `json:"fork,omitempty"`
+	// Base is the snapshot of a fork that the next one of this VM builds upon, while
+	// its process lives.
+	Base string `json:"base,omitempty"`
 }
 
 // BootFiles are what a VM boots, by path and, where it has one, id.
@@ -209,6 +214,7 @@ func (s *Store) load(name string) (*Record, error) {
 	if r.Version != recordVersion || r.Spec.Name != name {
 		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, ErrRecord, r.Version, recordVersion)
 	}
+	s.adoptFork(&r)
 	return &r, nil
 }
 

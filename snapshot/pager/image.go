@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"runtime"
 	"sync"
@@ -35,7 +34,8 @@ var ErrImage = guestmem.ErrImage
 //
 //	NewImage
 //	CopyRunning  once or several times, while the guest runs, or never
-//	CopySet      what may have changed since, from a view that stands still
+//	CopySet      what may have changed since, from a view that stands still, or
+//	CopyAll      all of it, if nothing has been copied before
 //	SetNote, Seal
 //	File, and the methods of snapshot.MemorySource
 //	Close        in every case
@@ -79,20 +79,32 @@ func (i *Image) File() *os.File { return i.f }
 // CopyRunning copies all of RAM while the guest and its devices may run: what changes
 // meanwhile is copied before or after the change, or half of it. p is the pager of mem, or
 // nil. Pages that the pager has not loaded are copied from where they are.
-func (i *Image) CopyRunning(ctx context.Context, p *Pager) (err error) {
-	var src interface {
-		snapshot.MemorySource
-		io.Closer
-	}
+func (i *Image) CopyRunning(ctx context.Context, p *Pager) error {
+	return i.copyFrom(p, func(src snapshot.MemorySource) error { return i.CopyAll(ctx, src) })
+}
+
+// CopyLoaded is CopyRunning for the pages of set only.
+func (i *Image) CopyLoaded(ctx context.Context, set *guestmem.PageSet, p *Pager) error {
+	return i.copyFrom(p, func(src snapshot.MemorySource) error { return i.CopySet(ctx, set, src) })
+}
+
+func (i *Image) copyFrom(p *Pager, do func(snapshot.MemorySource) error) error {
 	if p != nil {
-		src, err = p.Source()
-	} else {
-		src, err = snapshot.NewGuestSource(i.mem)
+		src, err := p.Source()
+		if err != nil {
+			return fmt.Errorf("copying guest RAM: %w", err)
+		}
+		return errors.Join(do(src), src.Close())
 	}
+	src, err := snapshot.NewGuestSource(i.mem)
 	if err != nil {
 		return fmt.Errorf("copying guest RAM: %w", err)
 	}
-	defer func() { err = errors.Join(err, src.Close()) }()
+	return errors.Join(do(src), src.Close())
+}
+
+// CopyAll copies all that src has data for to an image that has nothing yet.
+func (i *Image) CopyAll(ctx context.Context, src snapshot.MemorySource) error {
 	all := guestmem.NewPageSet(i.size / pageSize)
 	for page := uint64(0); ; {
 		first, end, err := src.NextData(page)

@@ -127,10 +127,12 @@ func TestASealedImageCannotBeChanged(t *testing.T) {
 	}
 	fd := int(i.File().Fd())
 	for name, do := range map[string]func() error{
-		"write":        func() error { _, err := unix.Pwrite(fd, []byte{2}, 5*pageSize); return err },
-		"shrink":       func() error { return unix.Ftruncate(fd, pageSize) },
-		"grow":         func() error { return unix.Ftruncate(fd, frozenSize+pageSize) },
-		"punch a hole": func() error { return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, frozenSize) },
+		"write":  func() error { _, err := unix.Pwrite(fd, []byte{2}, 5*pageSize); return err },
+		"shrink": func() error { return unix.Ftruncate(fd, pageSize) },
+		"grow":   func() error { return unix.Ftruncate(fd, frozenSize+pageSize) },
+		"punch a hole": func() error {
+			return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, frozenSize)
+		},
 		"map writable": func() error {
 			m, err := unix.Mmap(fd, 0, pageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 			if err == nil {
