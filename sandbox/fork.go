@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -341,7 +340,10 @@ type rights struct {
 func (r *rights) Read(p []byte) (int, error) {
 	oob := make([]byte, unix.CmsgSpace(4*4))
 	n, oobn, _, _, err := r.conn.ReadMsgUnix(p, oob)
-	if n == 0 && err == nil {
+	if err != nil {
+		return max(n, 0), err
+	}
+	if n == 0 {
 		err = io.EOF
 	}
 	msgs, perr := unix.ParseSocketControlMessage(oob[:oobn])
@@ -486,8 +488,8 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	if err != nil {
 		l = forkLine{Error: reportError(err)}
 	}
-	if err := sendLine(uc, l, nil); err != nil && !strings.Contains(err.Error(), "broken pipe") {
-		p.log.Warn("nobody has waited for the end of a fork", "error", err)
+	if err := sendLine(uc, l, nil); err != nil {
+		p.log.Info("nobody has waited for the end of a fork", "error", err)
 	}
 }
 

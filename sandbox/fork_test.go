@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -229,10 +230,19 @@ func TestForksOfARunningVM(t *testing.T) {
 		if err := unix.Kill(pid(t, "c-3"), unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		e.WaitPhase("c-3", sandbox.Crashed, time.Minute)
+		if r := e.WaitPhase("c-3", sandbox.Crashed, time.Minute); !strings.Contains(r.Problem, "as of the fork") {
+			t.Errorf("its record says %q", r.Problem)
+		}
 		e.Wake("c-3")
-		if got := e.Sh("c-3", ask+"; cat /run/m/memory /root/disk"); got != said+"\nparent\nparent" {
-			t.Errorf("it has %q", got)
+		// Forked at once, while most of its memory is still on disk.
+		forks(e, "c-3", sandbox.ForkOptions{Name: "lazy"})
+		for _, name := range []string{"c-3", "lazy"} {
+			if got := e.Sh(name, ask+"; cat /run/m/memory /root/disk"); got != said+"\nparent\nparent" {
+				t.Errorf("%s has %q", name, got)
+			}
+		}
+		if err := e.Store.Remove(t.Context(), "lazy", true); err != nil {
+			t.Error(err)
 		}
 	})
 	sub("a fork of a sleeping VM leaves it asleep", func(t *testing.T, e *guesttest.Env) {
@@ -324,6 +334,66 @@ func TestForksOfARunningVM(t *testing.T) {
 			t.Errorf("the child of the fork that worked comes back from %s with %q", res.Snapshot, got)
 		}
 		if err := e.Store.Remove(t.Context(), "later", true); err != nil {
+			t.Error(err)
+		}
+	})
+	sub("a caller that vanishes costs the parent nothing", func(t *testing.T, e *guesttest.Env) {
+		conn, err := net.Dial("unix", filepath.Join(filepath.Dir(e.Store.VsockPath("parent")), "control.sock"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := fmt.Fprintf(conn, "POST /fork?id=%032x HTTP/1.1\r\nHost: vm\r\n\r\n", 1); err != nil {
+			t.Fatal(err)
+		}
+		if err := conn.Close(); err != nil {
+			t.Fatal(err)
+		}
+		// This one has to wait until that one is over.
+		res, err := e.Store.Snapshot(t.Context(), "parent", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := e.Store.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
+			t.Error(err)
+		}
+		if n := openImages(t, pid(t, "parent")); n != 0 {
+			t.Errorf("%d images are still open", n)
+		}
+		if got := e.Sh("parent", ask); got != said {
+			t.Errorf("the keeper says %q", got)
+		}
+	})
+	sub("a child whose snapshot could not be written does not claim one", func(t *testing.T, e *guesttest.Env) {
+		dir := filepath.Join(e.Store.Dir(), "snapshots")
+		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+			t.Fatal(err)
+		}
+		res, err := e.Store.Fork(t.Context(), e.Launcher, "parent", sandbox.ForkOptions{Name: "mayfly", Early: true})
+		// This one waits until the first has failed.
+		_, serr := e.Store.Snapshot(t.Context(), "parent", "")
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Fatal(err)
+		}
+		if err != nil || !errors.Is(serr, snapshot.ErrNoSpace) {
+			t.Fatalf("the fork: %v; the snapshot: %v, want ErrNoSpace", err, serr)
+		}
+		if got := e.Sh("mayfly", ask); got != said || res.Durable {
+			t.Errorf("the child says %q; durable: %v", got, res.Durable)
+		}
+		r, err := e.Store.Get("mayfly")
+		if err != nil || r.Snapshot != "" {
+			t.Errorf("its record claims snapshot %q (%v)", r.Snapshot, err)
+		}
+		if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		if r = e.WaitPhase("mayfly", sandbox.Crashed, time.Minute); strings.Contains(r.Problem, "wake") {
+			t.Errorf("after it was killed the record says %q", r.Problem)
+		}
+		if _, err := e.Store.Wake(t.Context(), e.Launcher, "mayfly"); !errors.Is(err, sandbox.ErrNotRunning) {
+			t.Errorf("waking it: got %v, want ErrNotRunning", err)
+		}
+		if err := e.Store.Remove(t.Context(), "mayfly", false); err != nil {
 			t.Error(err)
 		}
 	})

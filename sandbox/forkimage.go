@@ -129,6 +129,9 @@ func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *sn
 	if err := errors.Join(f.image.SetNote(note), f.image.Seal()); err != nil {
 		return nil, err
 	}
+	if f.early != nil {
+		c.Changed = f.early.Len()
+	}
 	c.Ahead, c.Fill, c.Shareable = f.ahead, time.Since(begin), f.image.Pages()
 	return f.image, nil
 }

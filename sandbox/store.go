@@ -252,7 +252,11 @@ func (s *Store) Get(name string) (*Record, error) {
 func (s *Store) tidy(r *Record) error {
 	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
 	if r.Snapshot != "" {
-		r.Problem += "; `drowse wake` brings it back as of its last sleep, `drowse start` boots it with its disk as it is"
+		since := "its last sleep"
+		if r.Fork != nil && r.Snapshot == r.Parent {
+			since = "the fork"
+		}
+		r.Problem += "; `drowse wake` brings it back as of " + since + ", `drowse start` boots it with its disk as it is"
 	} else {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}
