@@ -14,9 +14,9 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// What is copied to the image of a fork while the guest runs is copied again as long as
-// the guest has changed more than aheadPages of it meanwhile, aheadRounds times in all.
-// What is left is copied, or write-protected, in the pause.
+// After RAM has been copied to the image of a fork, while the guest runs, what the guest
+// has changed meanwhile is copied again as long as it is more than aheadPages, up to
+// aheadRounds times. What is left is copied, or write-protected, in the pause.
 const (
 	aheadPages  = 8 << 20 / guestmem.PageSize
 	aheadRounds = 3
