@@ -22,18 +22,23 @@ type ForkOptions struct {
 	MemoryMiB, UsedMiB []int
 	// Count is how many children each fork makes.
 	Count int
-	// Busy keeps the program writing to all that it has in use while the guest is
-	// forked. Otherwise it has written to all of it before, and waits.
+	// Busy keeps the program writing to random pages of it while the guest is forked.
+	// Otherwise it waits.
 	Busy bool
 }
 
-// scribbler is a program in the guest that writes to random pages for ever.
-const scribbler = `
-import os, random, sys
+// user is a program in the guest that has memory in use. A quarter of each page is random,
+// so that a page compresses to about that. If it is told so, it writes to it for ever.
+const user = `
+import random, signal, sys
 PAGE = 4096
 pages = int(sys.argv[1]) * 256
 memory = bytearray(pages * PAGE)
+for at in range(0, pages * PAGE, PAGE):
+    memory[at:at + PAGE // 4] = random.randbytes(PAGE // 4)
 print('ready', flush=True)
+if pages == 0 or sys.argv[2] != 'busy':
+    signal.pause()
 while True:
     memory[random.randrange(pages) * PAGE] = random.randrange(256)
 `
@@ -64,23 +69,19 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	mode := "idle"
 	if o.Busy {
-		stop, err := e.scribble(ctx, name, used)
-		if err != nil {
-			return nil, err
-		}
-		defer stop()
-	} else if err := e.startDirtier(ctx, name); err != nil {
+		mode = "busy"
+	}
+	e.say("filling %d MiB of the guest's memory", used)
+	c, err := e.python(ctx, name, user, strconv.Itoa(used), mode)
+	if err != nil {
 		return nil, err
 	}
+	defer c.Close()
 	pause, ready := newSeries(), newSeries()
 	for i := range o.Warmup + o.N {
 		e.say("fork: %d MiB in use, run %d of %d", used, i, o.Warmup+o.N)
-		if !o.Busy {
-			if err := e.dirty(ctx, name, used); err != nil {
-				return nil, err
-			}
-		}
 		res, err := e.Store.Fork(ctx, e.Launcher, name, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
 		if err != nil {
 			return nil, err
@@ -116,15 +117,6 @@ func (e Env) removeChildren(ctx context.Context, res sandbox.ForkResult) error {
 		errs = append(errs, e.Store.Remove(context.WithoutCancel(ctx), c.Name, true))
 	}
 	return errors.Join(errs...)
-}
-
-// scribble starts the scribbler and returns when it has its memory.
-func (e Env) scribble(ctx context.Context, name string, mib int) (stop func(), err error) {
-	c, err := e.python(ctx, name, scribbler, strconv.Itoa(mib))
-	if err != nil {
-		return nil, err
-	}
-	return func() { c.Close() }, nil
 }
 
 // python starts a program in the guest, and returns when it has written a line.
@@ -163,10 +155,10 @@ type DensityOptions struct {
 
 // idler is a live interpreter that has loaded something and waits.
 const idler = `
-import json, random, socket, sys
+import json, random, signal, socket
 table = {str(n): random.random() for n in range(20000)}
 print('ready', flush=True)
-sys.stdin.read()
+signal.pause()
 `
 
 // Density measures what memory the forks of a guest take in which an interpreter is live:

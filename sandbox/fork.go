@@ -326,6 +326,7 @@ var errForkEnded = errors.New("the parent's process ended before the snapshot of
 // forkConn is the caller's end.
 type forkConn struct {
 	conn  *net.UnixConn
+	resp  *http.Response
 	in    *bufio.Reader
 	first forkLine
 	image *os.File
@@ -388,9 +389,12 @@ func (s *Store) dialFork(ctx context.Context, name, id, note string) (c *forkCon
 	}
 	r := &rights{conn: c.conn}
 	in := bufio.NewReader(r)
-	resp, err := http.ReadResponse(in, nil)
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("it answered %s", resp.Status)
+	resp, err := http.ReadResponse(in, nil) //nolint:bodyclose // close does
+	if err == nil {
+		c.resp = resp
+		if resp.StatusCode != http.StatusOK {
+			err = fmt.Errorf("it answered %s", resp.Status)
+		}
 	}
 	if err == nil {
 		c.in = bufio.NewReader(io.LimitReader(resp.Body, 2*maxForkLine))
@@ -439,6 +443,9 @@ func (c *forkConn) abort() { _, _ = io.WriteString(c.conn, forkAbort) }
 
 func (c *forkConn) close() {
 	c.conn.Close()
+	if c.resp != nil {
+		c.resp.Body.Close()
+	}
 	if c.image != nil {
 		c.image.Close()
 	}

@@ -57,8 +57,11 @@ func NewPrivate(size uint64, f *os.File) (*Memory, error) {
 
 func (m *Memory) mapImage(f *os.File) error {
 	seals, err := unix.FcntlInt(f.Fd(), unix.F_GET_SEALS, 0)
-	if err != nil || seals&ImageSeals != ImageSeals {
-		return fmt.Errorf("%w: its seals are %#x, %#x are needed (%v)", ErrImage, seals, ImageSeals, err)
+	if err != nil {
+		return fmt.Errorf("%w: it cannot be sealed: %w", ErrImage, os.NewSyscallError("fcntl(F_GET_SEALS)", err))
+	}
+	if seals&ImageSeals != ImageSeals {
+		return fmt.Errorf("%w: its seals are %#x, %#x are needed", ErrImage, seals, ImageSeals)
 	}
 	if st, err := f.Stat(); err != nil || uint64(st.Size()) < m.size {
 		return errors.Join(fmt.Errorf("%w: it is shorter than the %d bytes of RAM", ErrImage, m.size), err)
