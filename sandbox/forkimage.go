@@ -43,6 +43,12 @@ func (in *Instance) beginFork(ctx context.Context) (f *forkCapture, err error) {
 		return nil, err
 	}
 	if !in.tracked {
+		if in.pager != nil {
+			// Or else the guest would stand still until all of it is loaded.
+			if err := in.pager.Load(ctx); err != nil {
+				return nil, f.end(err)
+			}
+		}
 		return f, nil
 	}
 	if f.early, err = in.machine.TakeDirtyRunning(); err != nil {

@@ -425,3 +425,69 @@ func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
 		}
 	}
 }
+
+// Pages that nobody has touched are loaded together with others, which may lie anywhere
+// in the same chunk, and perhaps by somebody else at the same moment.
+func TestFreezingAllOfALazilyRestoredGuestMissesNothing(t *testing.T) {
+	for _, loading := range []bool{false, true} {
+		c := &frozenCase{image: make([]byte, frozenSize), set: guestmem.NewPageSet(frozenSize / pageSize)}
+		for page := range uint64(frozenSize / pageSize) {
+			expect(smallRAM, page, c.image[page*pageSize:][:pageSize])
+		}
+		c.set.Add(0, c.set.Pages())
+		c.p, c.mem = restore(t, makeSnapshot(t, frozenSize, smallRAM), Options{})
+		loaded := make(chan error, 1)
+		if loading {
+			go func() { loaded <- c.p.Load(t.Context()) }()
+		} else {
+			loaded <- nil
+		}
+		f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
+		if err := errors.Join(c.read(f), f.Close(), <-loaded); err != nil {
+			t.Errorf("being loaded meanwhile: %v: %v", loading, err)
+		}
+	}
+}
+
+// A thread may find a page protected and ask for it after the protection was lifted for
+// another one, which has not woken it. The kernel lets it sleep as long as the page is
+// not writable, which lifting does not make it.
+func TestAWriterThatAsksAfterTheProtectionWasLiftedIsWoken(t *testing.T) {
+	for _, kind := range []ramKind{booted, lazy, mapped} {
+		for _, closed := range []bool{false, true} {
+			if closed && kind != lazy {
+				continue // closing a userfaultfd wakes all
+			}
+			t.Run(fmt.Sprintf("%s, view closed: %v", kind, closed), func(t *testing.T) {
+				c := newFrozenCase(t, kind)
+				for page := uint64(0); page < 40; page += 4 {
+					f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
+					o := newToucher(t)
+					// Whoever reads the message of the fault waits for this.
+					f.mu.Lock()
+					done := make(chan error, 1)
+					go func() { done <- o.write(c.mem, gpa(page), newContent(0)) }()
+					time.Sleep(5 * time.Millisecond) // most likely it has asked by then
+					err := pieces(f.areas, page, page+1, func(hva uintptr, _, n uint64) error {
+						return writeProtect(f.uffd, hva, n*pageSize, dontWake)
+					})
+					w, m := bitOf(page)
+					f.protected[w].And(^m)
+					if closed {
+						f.p.frozen.Store(nil)
+					}
+					f.mu.Unlock()
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := <-done; err != nil {
+						t.Fatal(err)
+					}
+					if err := f.Close(); err != nil {
+						t.Fatal(err)
+					}
+				}
+			})
+		}
+	}
+}
