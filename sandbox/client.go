@@ -89,13 +89,18 @@ func (s *Store) checkPaths(name string) error {
 
 // launchNew makes the record and starts the VM; it leaves nothing when that fails.
 func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string) (Report, error) {
+	// What comes of another machine must not pass for it.
+	return s.launchNewWith(ctx, l, r, ServeArgs(s.dir, r.Spec.Name, snapshotID, r.Parent != ""))
+}
+
+// launchNewWith is launchNew as launchWith is launch.
+func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, serve []string, files ...*os.File) (Report, error) {
 	lock, err := s.create(r)
 	if err != nil {
 		return Report{}, err
 	}
 	lock.release()
-	// What comes of another machine must not pass for it.
-	rep, err := s.launch(ctx, l, r.Spec.Name, snapshotID, r.Parent != "")
+	rep, err := s.launchWith(ctx, l, r.Spec.Name, serve, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -318,21 +323,30 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 	if err != nil {
 		return Report{}, err
 	}
-	m, err := s.manifest(id)
+	r, err := s.cloneRecord(ctx, l, id, name)
 	if err != nil {
 		return Report{}, err
 	}
+	return s.launchNew(ctx, l, r, id)
+}
+
+// cloneRecord is the record of a new VM that is made from a snapshot.
+func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*Record, error) {
+	m, err := s.manifest(id)
+	if err != nil {
+		return nil, err
+	}
 	if diskOnly(m) {
-		return Report{}, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
+		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
 	}
 	var old Record
 	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
-		return Report{}, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
+		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
 	}
 	// What it says of files is not taken over: a snapshot may come from elsewhere.
 	boot, err := s.resolveAgain(ctx, l, old)
 	if err != nil {
-		return Report{}, fmt.Errorf("snapshot %s: %w", id, err)
+		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
 	spec := old.Spec
 	spec.Name, spec.Hostname = name, ""
@@ -340,23 +354,29 @@ func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string
 		spec.Name = "vm-" + newID()[:8]
 	}
 	if spec, err = spec.withDefaults(); err != nil {
-		return Report{}, err
+		return nil, err
 	}
 	if err := s.checkPaths(spec.Name); err != nil {
-		return Report{}, err
+		return nil, err
 	}
 	r := &Record{
 		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
 	}
 	if err := s.checkVolumes(r, id); err != nil {
-		return Report{}, fmt.Errorf("restoring snapshot %s: %w", id, err)
+		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
-	return s.launchNew(ctx, l, r, id)
+	return r, nil
 }
 
 // launch starts the process of a VM and waits for its report.
 func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string, newIdentity bool) (rep Report, err error) {
+	return s.launchWith(ctx, l, name, ServeArgs(s.dir, name, snapshotID, newIdentity))
+}
+
+// launchWith is launch with the arguments of the process, and files that it gets from
+// ReportFD+1 on.
+func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve []string, files ...*os.File) (rep Report, err error) {
 	if len(l.Command) == 0 {
 		return rep, errors.New("starting a VM: no program is configured for its process")
 	}
@@ -370,10 +390,10 @@ func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string,
 		return rep, fmt.Errorf("starting VM %s: %w", name, err)
 	}
 	defer r.Close()
-	args := append(append([]string(nil), l.Command[1:]...), ServeArgs(s.dir, name, snapshotID, newIdentity)...)
+	args := append(append([]string(nil), l.Command[1:]...), serve...)
 	cmd := exec.Command(l.Command[0], args...)
 	cmd.Stdout, cmd.Stderr = logFile, logFile
-	cmd.ExtraFiles = []*os.File{w} // ReportFD
+	cmd.ExtraFiles = append([]*os.File{w}, files...) // ReportFD and up
 	// A session of its own: it outlives the terminal and whoever started it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	err = cmd.Start()

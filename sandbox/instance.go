@@ -19,7 +19,6 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
-	"github.com/drowse-vm/drowse/devices/handover"
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/devices/rng"
@@ -57,6 +56,8 @@ type Parts struct {
 	Volumes []*volume.Volume
 	// VM is the id of the VM, by which its volumes know it.
 	VM string
+	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
+	RAM *os.File
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
 	// Log gets what happens; nil discards it.
@@ -97,6 +98,9 @@ type Instance struct {
 	// base is that snapshot, or nil if it cannot be built upon. It may be snap.
 	captured bool
 	base     *snapshot.Snapshot
+	// forkBase is where that snapshot will be, or is, of a child whose fork was not
+	// durable yet when it began; empty otherwise.
+	forkBase string
 	balloon  *balloon.Device
 	net      *virtionet.Device // nil without a network
 
@@ -124,7 +128,7 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 			in = nil
 		}
 	}()
-	if in.mem, err = guestmem.New(p.Spec.memory()); err != nil {
+	if in.mem, err = p.memory(); err != nil {
 		return in, err
 	}
 	var devs []vmm.Device
@@ -370,19 +374,25 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
-	var offered <-chan handover.Answer
-	if !o.EntryOnly {
-		offered = in.offer(o)
-		// Before the agent says how it is now.
-		if err := in.listenHooks(); err != nil {
+	return in.goOn(ctx, o)
+}
+
+// goOn starts a guest whose state has been loaded, and tells its agent that time has
+// passed, and what else has changed.
+func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
+	if o.EntryOnly {
+		if err := in.machine.Start(); err != nil {
 			return err
 		}
+		return in.machine.WaitEntry(ctx)
 	}
-	if err := in.machine.Start(); err != nil {
+	// Before the agent says how it is now.
+	if err := in.listenHooks(); err != nil {
 		return err
 	}
-	if o.EntryOnly {
-		return in.machine.WaitEntry(ctx)
+	offered := in.offer(o)
+	if err := in.machine.Start(); err != nil {
+		return err
 	}
 	ctx, cancel := in.whileRunning(ctx)
 	defer cancel()
@@ -467,16 +477,21 @@ func (in *Instance) Faults() (pager.Stats, bool) {
 
 // Capture is a snapshot that has been taken, with what it took.
 type Capture struct {
-	ID       string
-	Dir      string
-	Disk     disk.Stack // what the snapshot needs of the disk
-	Raw      uint64     // bytes of RAM that are not zero
-	Stored   int64      // bytes that were written for the snapshot
-	Shared   int64      // bytes of files that it has in common with its base
-	Changed  uint64     // pages that may have changed since its base, or were ever written
-	Pause    time.Duration
-	Save     time.Duration
-	Manifest *snapshot.Manifest
+	ID      string
+	Dir     string
+	Disk    disk.Stack // what the snapshot needs of the disk
+	Raw     uint64     // bytes of RAM that are not zero
+	Stored  int64      // bytes that were written for the snapshot
+	Shared  int64      // bytes of files that it has in common with its base
+	Changed uint64     // pages that may have changed since its base, or were ever written
+	// Shareable is how many pages the image of a fork has that are not zeros.
+	Shareable uint64
+	// Ahead is how long copying to the image of a fork took before the pause, and
+	// Fill how long after it.
+	Ahead, Fill time.Duration
+	Pause       time.Duration
+	Save        time.Duration
+	Manifest    *snapshot.Manifest
 }
 
 // CaptureOptions say where a snapshot goes.
@@ -502,12 +517,18 @@ type CaptureOptions struct {
 	// Resumed, if not nil, is called when a live capture lets the guest run on. It
 	// must not block.
 	Resumed func()
+	// Fork, if not nil, is given a sealed image of RAM, with what RestoreFork needs
+	// besides, as soon as there is one and before the snapshot is written. It may be
+	// used until Capture returns, and longer through a copy of its descriptor. If
+	// Fork fails, so does Capture. Live must be set.
+	Fork func(image *os.File, c *Capture) error
 }
 
 // Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
 // writes what has changed since the snapshot before, if there is one. If it fails, the
 // VM runs on, and what has changed is in the next snapshot. One at a time.
 func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	in.adoptForkBase()
 	base := in.base
 	if !in.tracked {
 		base = nil
@@ -519,10 +540,17 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 			base = nil
 		}
 	}
+	var fork *forkCapture
+	if o.Fork != nil {
+		if fork, err = in.beginFork(ctx); err != nil {
+			return nil, err
+		}
+		defer func() { err = fork.end(err) }()
+	}
 	var source snapshot.MemorySource
 	var frozen *pager.Frozen
-	if o.Live && in.tracked {
-		expect, err := in.machine.CountDirty()
+	if o.Live && (in.tracked || fork != nil) {
+		expect, err := in.expectDirty()
 		if err != nil {
 			return nil, err
 		}
@@ -572,7 +600,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	}
 	if frozen != nil {
 		set := changed
-		if base == nil && in.captured {
+		if fork != nil {
+			set, changed = fork.changed(changed)
+		} else if base == nil && in.captured {
 			set = guestmem.NewPageSet(changed.Pages())
 			set.Add(0, set.Pages())
 		}
@@ -620,6 +650,14 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if base != nil {
 		spec.Base, spec.Changed = base, changed
 	}
+	if fork != nil {
+		if spec.Memory, err = fork.finish(ctx, frozen, &spec, c); err != nil {
+			return nil, err
+		}
+		if err := o.Fork(fork.image.File(), c); err != nil {
+			return nil, err
+		}
+	}
 	if ws, ok := workingSet(in.pager); ok {
 		spec.Payloads = append(spec.Payloads, ws)
 	}
@@ -662,7 +700,7 @@ func (in *Instance) rebase(dir string) {
 			in.log.Warn("closing the snapshot before", "error", err)
 		}
 	}
-	in.base, in.captured = next, true
+	in.base, in.captured, in.forkBase = next, true, ""
 }
 
 // source is where the snapshot's RAM comes from: pages that a lazy restore has not

@@ -56,6 +56,9 @@ type ServeOptions struct {
 	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
 	// were before.
 	NewIdentity bool
+	// Fork, if not nil, is the image that a child is made of; see ForkFD. Serve
+	// closes it.
+	Fork *os.File
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(Report)
 	// Log gets the process's log.
@@ -122,7 +125,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err != nil {
 		return err
 	}
-	if o.Snapshot != "" {
+	if o.Snapshot != "" || o.Fork != nil {
 		// What a snapshot needs is sealed, and may be in use by other VMs.
 		st, err = p.newTop(ctx, st)
 	} else {
@@ -131,7 +134,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err != nil {
 		return err
 	}
-	r.Disk = p.store.relative(st)
+	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Exit, r.Problem = Starting, os.Getpid(), nil, ""
 	if err := p.store.save(r); err != nil {
 		return err
@@ -145,13 +148,18 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}
-	if o.Snapshot == "" {
+	switch {
+	case o.Fork != nil:
+		parts.RAM = o.Fork
+		p.in, err = RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), RestoreOptions{NewIdentity: o.NewIdentity})
+		err = errors.Join(err, o.Fork.Close())
+	case o.Snapshot == "":
 		if p.in, err = Boot(ctx, parts); err == nil && o.NewIdentity {
 			if err = p.in.newIdentity(ctx); err != nil {
 				err = errors.Join(err, p.in.Close())
 			}
 		}
-	} else {
+	default:
 		p.in, err = Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), RestoreOptions{NewIdentity: o.NewIdentity})
 	}
 	if err != nil {
@@ -207,7 +215,7 @@ func (p *process) report() Report {
 	for stage, d := range p.in.Machine().Stages().Durations() {
 		rep.Stages[stage.String()] = ms(d)
 	}
-	if f, restored := p.in.Faults(); restored {
+	if f, restored := p.in.Faults(); restored || p.in.parts.RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = ms(entry), ms(ready)
 		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
 	} else {
@@ -273,7 +281,7 @@ type SleepResult struct {
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 }
 
-func (p *process) capture(ctx context.Context, kind, note string, resumed func()) (*Capture, SleepResult, error) {
+func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
 	id := newID()
 	record, err := json.Marshal(p.r)
 	if err != nil {
@@ -286,7 +294,7 @@ func (p *process) capture(ctx context.Context, kind, note string, resumed func()
 	if err := p.in.labelVolumes(labels); err != nil {
 		return nil, SleepResult{}, err
 	}
-	c, err := p.in.Capture(ctx, CaptureOptions{
+	o := CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
 		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
@@ -294,13 +302,16 @@ func (p *process) capture(ctx context.Context, kind, note string, resumed func()
 			p.r.Disk = p.store.relative(st)
 			return p.store.save(p.r)
 		},
-		Resumed: resumed,
-	})
+	}
+	for _, f := range more {
+		f(&o)
+	}
+	c, err := p.in.Capture(ctx, o)
 	if err != nil {
 		return nil, SleepResult{}, err
 	}
 	res := SleepResult{
-		Name: p.r.Spec.Name, Snapshot: id, BytesRaw: c.Raw, BytesStored: c.Stored,
+		Name: p.r.Spec.Name, Snapshot: o.ID, BytesRaw: c.Raw, BytesStored: c.Stored,
 		BytesShared: c.Shared, PagesChanged: c.Changed,
 		Stages: map[string]float64{"pause": ms(c.Pause), "save": ms(c.Save)},
 	}
@@ -324,7 +335,7 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy) (SleepResult, er
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	hooked := time.Since(begin)
-	c, res, err := p.capture(ctx, kindSleep, "", nil)
+	c, res, err := p.capture(ctx, kindSleep, "")
 	res.Hooks = hooks.failures
 	if err != nil {
 		hooks.after(ctx)
@@ -371,7 +382,9 @@ func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) 
 	}
 	// The guest's programs need not stand still until all is written.
 	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindNamed, note, func() { after.Go(func() { hooks.after(ctx) }) })
+	_, res, err := p.capture(ctx, kindNamed, note, func(o *CaptureOptions) {
+		o.Resumed = func() { after.Go(func() { hooks.after(ctx) }) }
+	})
 	after.Wait()
 	hooks.after(ctx) // if it did not get that far
 	res.Hooks = hooks.failures
@@ -455,6 +468,7 @@ func (p *process) listen() (*http.Server, error) {
 		}
 		return p.snapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
 	}, nil)
+	mux.HandleFunc("POST /fork", p.serveFork)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil

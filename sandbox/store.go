@@ -124,6 +124,11 @@ type Record struct {
 	Problem string `json:"problem,omitempty"`
 	// Parent is the snapshot that it was made from, if it was.
 	Parent string `json:"parent,omitempty"`
+	// Fork says of which VM it is a fork, if it is one.
+	Fork *Origin `json:"fork,omitempty"`
+	// Base is the snapshot of a fork that the next one of this VM builds upon, while
+	// its process lives.
+	Base string `json:"base,omitempty"`
 }
 
 // BootFiles are what a VM boots, by path and, where it has one, id.
@@ -210,6 +215,7 @@ func (s *Store) load(name string) (*Record, error) {
 	if r.Version != recordVersion || r.Spec.Name != name {
 		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, ErrRecord, r.Version, recordVersion)
 	}
+	s.adoptFork(&r)
 	return &r, nil
 }
 
@@ -247,7 +253,11 @@ func (s *Store) Get(name string) (*Record, error) {
 func (s *Store) tidy(r *Record) error {
 	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
 	if r.Snapshot != "" {
-		r.Problem += "; `drowse wake` brings it back as of its last sleep, `drowse start` boots it with its disk as it is"
+		since := "its last sleep"
+		if r.Fork != nil && r.Snapshot == r.Parent {
+			since = "the fork"
+		}
+		r.Problem += "; `drowse wake` brings it back as of " + since + ", `drowse start` boots it with its disk as it is"
 	} else {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}

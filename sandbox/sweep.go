@@ -29,13 +29,14 @@ const templateOwner = "ext4"
 
 // Labels of a snapshot.
 const (
-	labelKind   = "drowse.kind"   // kindSleep, kindNamed or kindDisk
+	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk or kindFork
 	labelRecord = "drowse.record" // the VM's record at that time
 	labelOwner  = "drowse.owner"  // the id of that VM
 	labelNote   = "drowse.note"   // the user's words
 
 	kindSleep = "sleep"
 	kindNamed = "named"
+	kindFork  = "fork"
 )
 
 // Sweep deletes the sleep snapshots that no VM needs any more, the disk layers that
@@ -87,6 +88,9 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 		layers.add(r.Disk.Layers, "VM "+r.Spec.Name)
 		if r.Snapshot != "" {
 			snapshots[r.Snapshot] = true
+		}
+		if r.Base != "" && live[r.ID] {
+			snapshots[r.Base] = true
 		}
 	}
 	if err := s.sweepSnapshots(ctx, snaps, snapshots, live, layers, &freed); err != nil {
@@ -210,7 +214,9 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 			return err
 		}
 		// A snapshot is there for a moment before the record of its VM names it.
-		if m.Labels[labelKind] == kindSleep && !needed[e.Name()] && !live[m.Labels[labelOwner]] && !s.kept(e.Name()) {
+		kind := m.Labels[labelKind]
+		own := kind == kindSleep && !live[m.Labels[labelOwner]] || kind == kindFork
+		if own && !needed[e.Name()] && !s.kept(e.Name()) {
 			_, n := diskUsage(dir)
 			if err := snapshot.Remove(dir); err != nil {
 				return err

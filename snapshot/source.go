@@ -38,11 +38,17 @@ type PageReleaser interface {
 }
 
 // GuestSource reads RAM that is all there: the machine was not restored lazily,
-// or its restore is finished. Package pager has the source for the others.
+// or its restore is finished, or its RAM is mapped from an image. Package pager has the
+// source for the others.
 type GuestSource struct {
 	mem     *guestmem.Memory
 	slots   []guestmem.Slot
 	pagemap *Pagemap
+	// backed are the pages that an image has content for; nil without one.
+	backed *guestmem.PageSet
+	// The last answer of pagemap to a question from page `from` on.
+	from, first, end uint64
+	asked            bool
 }
 
 // NewGuestSource returns a source for mem. Close it when done.
@@ -51,7 +57,7 @@ func NewGuestSource(mem *guestmem.Memory) (*GuestSource, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &GuestSource{mem: mem, slots: mem.Slots(), pagemap: pm}, nil
+	return &GuestSource{mem: mem, slots: mem.Slots(), pagemap: pm, backed: mem.Backed()}, nil
 }
 
 // Close gives back what the source holds; the memory stays as it is.
@@ -70,9 +76,26 @@ func LayoutOf(mem *guestmem.Memory) []Slot {
 func (g *GuestSource) Slots() []Slot { return LayoutOf(g.mem) }
 
 // NextData implements MemorySource: pages that the host never had to commit are
-// zeros, and so are those that it maps to its page of zeros.
+// zeros, and so are those that it maps to its page of zeros, unless they are in the
+// image that RAM is mapped from.
 func (g *GuestSource) NextData(page uint64) (first, end uint64, err error) {
-	return g.pagemap.NextData(g.slots, page)
+	if g.backed == nil {
+		return g.pagemap.NextData(g.slots, page)
+	}
+	if !g.asked || page == 0 || page < g.from || page >= g.end && g.first < g.end {
+		if g.first, g.end, err = g.pagemap.NextData(g.slots, page); err != nil {
+			return 0, 0, err
+		}
+		g.from, g.asked = page, true
+	}
+	first, end = g.backed.Next(page)
+	if lo := max(g.first, page); g.first < g.end && (first == end || lo < first) {
+		return lo, g.end, nil
+	}
+	if first == end {
+		return page, page, nil
+	}
+	return first, end, nil
 }
 
 // ReadPages implements MemorySource.

@@ -70,6 +70,27 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	case m.state != paused:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrNotPaused)
 	}
+	return m.takeDirty()
+}
+
+// TakeDirtyRunning is TakeDirty for a machine that may be running, for whoever copies
+// RAM ahead of a capture. A page that changes while it is called may be in this set, in
+// the next, or in both, and what is written to a page of this set before the call has
+// returned can be read from RAM afterwards. So a copy of RAM that is begun then lacks
+// nothing but pages of the next set. It fails like TakeDirty, but for ErrNotPaused.
+func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
+	m.life.Lock()
+	defer m.life.Unlock()
+	switch {
+	case !m.cfg.TrackDirty:
+		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
+	case m.state == closed:
+		return nil, fmt.Errorf("asking which pages have changed: %w", ErrEnded)
+	}
+	return m.takeDirty()
+}
+
+func (m *Machine) takeDirty() (*guestmem.PageSet, error) {
 	set := guestmem.NewPageSet(m.mem.Size() / guestmem.PageSize)
 	err := m.readLog(set)
 	if err == nil {
@@ -84,6 +105,8 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 		m.mem.MarkDirty(set)
 		return nil, fmt.Errorf("asking which pages have changed: %w", err)
 	}
+	// What the VMM writes is marked after it has been written, so a mark that is
+	// taken here is of bytes that are there.
 	m.mem.DrainDirty(set)
 	return set, nil
 }

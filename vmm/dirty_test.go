@@ -77,7 +77,12 @@ var scribbleModes = []scribbleMode{
 // is accessed or dirty yet, so that the processor, or KVM, has to write to them.
 func startScribbler(t *testing.T, mode scribbleMode) *Machine {
 	t.Helper()
-	m := newMachineOf(t, Config{TrackDirty: true}, mode.ram)
+	return startScribblerOf(t, mode, Config{TrackDirty: true})
+}
+
+func startScribblerOf(t *testing.T, mode scribbleMode, cfg Config) *Machine {
+	t.Helper()
+	m := newMachineOf(t, cfg, mode.ram)
 	if err := m.Boot(BootOptions{Kernel: program(t, scribbler...)}); err != nil {
 		t.Fatal(err)
 	}

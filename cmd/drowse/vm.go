@@ -281,13 +281,23 @@ func (a *app) psCommand() *cobra.Command {
 				PID     int           `json:"pid,omitempty"`
 				Created time.Time     `json:"created"`
 				Note    string        `json:"note,omitempty"`
+				// Parent is the VM that it is a fork of, and Generation how many
+				// forks lie between it and a VM that is none.
+				Parent     string `json:"parent,omitempty"`
+				Generation int    `json:"generation,omitempty"`
 			}
 			rows := []row{}
 			for _, r := range records {
 				if !all && r.Phase != sandbox.Running && r.Phase != sandbox.Starting && r.Phase != sandbox.Asleep {
 					continue
 				}
-				out := row{r.Spec.Name, r.Phase, r.Spec.Image, r.Spec.VCPUs, r.Spec.MemoryMiB, r.PID, r.Created, r.Problem}
+				out := row{
+					Name: r.Spec.Name, Phase: r.Phase, Image: r.Spec.Image, VCPUs: r.Spec.VCPUs, Memory: r.Spec.MemoryMiB,
+					PID: r.PID, Created: r.Created, Note: r.Problem,
+				}
+				if r.Fork != nil {
+					out.Parent, out.Generation = r.Fork.Parent, r.Fork.Generation
+				}
 				if r.Phase == sandbox.Running {
 					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
 					info, err := s.Info(ctx, r.Spec.Name)

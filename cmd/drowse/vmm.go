@@ -17,6 +17,7 @@ import (
 func (a *app) vmmCommand() *cobra.Command {
 	var (
 		name string
+		fork bool
 		o    sandbox.ServeOptions
 	)
 	cmd := &cobra.Command{
@@ -36,12 +37,16 @@ func (a *app) vmmCommand() *cobra.Command {
 				}
 				f.Close()
 			}
+			if fork {
+				o.Fork = os.NewFile(sandbox.ForkFD, "fork")
+			}
 			return s.Serve(context.WithoutCancel(cmd.Context()), name, o)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&name, "name", "", "the VM")
 	f.StringVar(&o.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
+	f.BoolVar(&fork, "fork", false, "be a child whose RAM is on a file descriptor")
 	f.BoolVar(&o.NewIdentity, "new-identity", false, "make the restored guest a machine of its own")
 	return cmd
 }

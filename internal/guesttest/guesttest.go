@@ -43,6 +43,7 @@ func Main(m *testing.M) {
 func serve(args []string) int {
 	var (
 		dir, name string
+		fork      bool
 		o         sandbox.ServeOptions
 	)
 	f := flag.NewFlagSet("vmm", flag.ExitOnError)
@@ -50,7 +51,11 @@ func serve(args []string) int {
 	f.StringVar(&name, "name", "", "")
 	f.StringVar(&o.Snapshot, "snapshot", "", "")
 	f.BoolVar(&o.NewIdentity, "new-identity", false, "")
+	f.BoolVar(&fork, "fork", false, "")
 	_ = f.Parse(args)
+	if fork {
+		o.Fork = os.NewFile(sandbox.ForkFD, "fork")
+	}
 	o.Log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	o.Report = func(r sandbox.Report) {
 		w := os.NewFile(sandbox.ReportFD, "report")

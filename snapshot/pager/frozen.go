@@ -144,10 +144,15 @@ func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 	if n := set.Len(); n*pageSize <= f.copies.ready {
 		// Not worth asking which pages are zeros: whoever reads them sees it.
 		f.data = set.Clone()
-	} else if f.data, err = inUse(f.slots, set); err != nil {
-		return err
 	} else if err := f.loadMissing(set); err != nil {
 		return err
+	} else if f.data, err = inUse(f.slots, set); err != nil {
+		return err
+	} else if backed := f.mem.Backed(); backed != nil {
+		// What the host has committed nothing for is in the image then.
+		for i, w := range backed.Words() {
+			f.data.Words()[i] |= w & set.Words()[i]
+		}
 	}
 	n := uint32(0)
 	f.rank = make([]uint32, len(f.data.Words()))
@@ -166,28 +171,27 @@ func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 }
 
 // loadMissing makes pages of the set resident that the pager has not filled. There is
-// seldom one: what has changed is there, or has been given away.
+// seldom one: what has changed is there, or has been given away. No page of the set is
+// filled from then on, so the page map can be asked which of them are in use.
 func (f *Frozen) loadMissing(set *guestmem.PageSet) error {
-	if f.p == nil {
-		return nil
+	if f.p == nil || f.p.loaded.Load() {
+		return nil // nothing but zeros is missing
 	}
+	b := make([]byte, 1)
 	for i, w := range set.Words() {
-		rest := w &^ f.data.Words()[i]
 		n := uint64(i) * 64 / chunkPages
-		if rest == 0 || !f.p.isRegistered(n) {
+		if w == 0 || !f.p.isRegistered(n) {
 			continue
 		}
 		c, k := f.p.chunk(n), i%words
-		for rest &^= c.present[k].Load() | c.zeroed[k].Load(); rest != 0; rest &= rest - 1 {
-			page := uint64(i)*64 + trailingZeros(rest)
-			gpa, err := f.mem.FromLinear(page * pageSize)
+		for rest := w &^ (c.present[k].Load() | c.zeroed[k].Load()); rest != 0; rest &= rest - 1 {
+			gpa, err := f.mem.FromLinear((uint64(i)*64 + trailingZeros(rest)) * pageSize)
 			if err != nil {
 				return err
 			}
-			if err := f.mem.Read(gpa, make([]byte, 1)); err != nil {
+			if err := f.mem.Read(gpa, b); err != nil {
 				return err
 			}
-			f.data.Add(page, page+1)
 		}
 	}
 	return nil

@@ -5,10 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -26,21 +29,35 @@ const frozenSize = 64 << 20
 
 func gpa(page uint64) guestmem.GPA { return guestmem.GPA(page * pageSize) }
 
+// ramKind is where RAM has come from.
+type ramKind string
+
+const (
+	booted ramKind = "booted"
+	lazy   ramKind = "restored lazily"
+	mapped ramKind = "mapped from an image"
+)
+
 // newFrozenCase makes RAM in which some pages of the set have never been touched, are
 // zeros, were discarded, or, with a pager, have not been loaded.
-func newFrozenCase(t *testing.T, lazy bool) *frozenCase {
+func newFrozenCase(t *testing.T, kind ramKind) *frozenCase {
 	t.Helper()
 	c := &frozenCase{image: make([]byte, frozenSize)}
-	if lazy {
-		c.p, c.mem = restore(t, makeSnapshot(t, frozenSize, smallRAM), Options{})
+	if kind != booted {
 		for page := range uint64(frozenSize / pageSize) {
 			expect(smallRAM, page, c.image[page*pageSize:][:pageSize])
 		}
-	} else {
+	}
+	switch kind {
+	case lazy:
+		c.p, c.mem = restore(t, makeSnapshot(t, frozenSize, smallRAM), Options{})
+	case mapped:
+		c.mem = newMapped(t, c.image)
+	default:
 		c.mem = newMemory(t, frozenSize)
 	}
 	for page := uint64(0); page < 4000; page++ {
-		if lazy && page%16 == 15 {
+		if kind != booted && page%16 == 15 {
 			continue // not loaded, perhaps
 		}
 		b := c.image[page*pageSize:][:pageSize]
@@ -75,6 +92,36 @@ func newFrozenCase(t *testing.T, lazy bool) *frozenCase {
 		}
 	}
 	return c
+}
+
+// newMapped is RAM that is mapped from an image with the given content.
+func newMapped(t *testing.T, content []byte) *guestmem.Memory {
+	t.Helper()
+	fd, err := unix.MemfdCreate("image", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "image")
+	defer f.Close()
+	err = f.Truncate(int64(len(content)))
+	zero := make([]byte, pageSize)
+	for at := 0; at < len(content) && err == nil; at += pageSize {
+		if b := content[at:][:pageSize]; !bytes.Equal(b, zero) {
+			_, err = f.WriteAt(b, int64(at))
+		}
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, guestmem.ImageSeals)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem, err := guestmem.NewPrivate(uint64(len(content)), f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { mem.Close() })
+	return mem
 }
 
 func (c *frozenCase) freeze(t *testing.T, o FreezeOptions) *Frozen {
@@ -167,17 +214,19 @@ func newContent(way uint64) []byte {
 func TestFrozenPagesKeepTheirContentAndWritesAreNotLost(t *testing.T) {
 	for _, tc := range []struct {
 		name string
-		lazy bool
+		kind ramKind
 		opts FreezeOptions
 	}{
-		{"copied", false, FreezeOptions{Expect: 4400}},
-		{"copied, restored lazily", true, FreezeOptions{Expect: 4400}},
-		{"protected for want of room", false, FreezeOptions{Expect: 4400, CopyBytes: MinCopyBytes}},
-		{"protected, more than expected", false, FreezeOptions{}},
-		{"protected, restored lazily", true, FreezeOptions{CopyBytes: MinCopyBytes}},
+		{"copied", booted, FreezeOptions{Expect: 4400}},
+		{"copied, restored lazily", lazy, FreezeOptions{Expect: 4400}},
+		{"copied, mapped from an image", mapped, FreezeOptions{Expect: 4400}},
+		{"protected for want of room", booted, FreezeOptions{Expect: 4400, CopyBytes: MinCopyBytes}},
+		{"protected, more than expected", booted, FreezeOptions{}},
+		{"protected, restored lazily", lazy, FreezeOptions{CopyBytes: MinCopyBytes}},
+		{"protected, mapped from an image", mapped, FreezeOptions{CopyBytes: MinCopyBytes}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			c := newFrozenCase(t, tc.lazy)
+			c := newFrozenCase(t, tc.kind)
 			for round := range 2 {
 				f := c.freeze(t, tc.opts)
 				if got, want := f.Stats().Protected, tc.opts.Expect == 0 || tc.opts.CopyBytes != 0; got != want {
@@ -213,11 +262,11 @@ func TestFrozenPagesKeepTheirContentAndWritesAreNotLost(t *testing.T) {
 // A writer that is faster than the reader waits, and memory stays bounded.
 func TestAWriterWaitsWhenThereIsNoRoomForCopies(t *testing.T) {
 	const room = MinCopyBytes / pageSize
-	for _, lazy := range []bool{false, true} {
+	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for _, end := range []string{"reading", "Close"} {
 			for way, name := range []string{"Write", "system call", "Zero", "Discard"} {
-				t.Run(fmt.Sprintf("%s, lazy %v, until %s", name, lazy, end), func(t *testing.T) {
-					c := newFrozenCase(t, lazy)
+				t.Run(fmt.Sprintf("%s, %s, until %s", name, kind, end), func(t *testing.T) {
+					c := newFrozenCase(t, kind)
 					f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
 					o := newToucher(t)
 					done := make(chan error, 1)
@@ -251,7 +300,7 @@ func TestAWriterWaitsWhenThereIsNoRoomForCopies(t *testing.T) {
 }
 
 func TestFrozenRefusesWhatIsOutOfOrder(t *testing.T) {
-	c := newFrozenCase(t, true)
+	c := newFrozenCase(t, lazy)
 	f, err := Prepare(c.mem, c.p, FreezeOptions{CopyBytes: MinCopyBytes})
 	if err != nil {
 		t.Fatal(err)
@@ -303,7 +352,7 @@ func TestFrozenRefusesWhatIsOutOfOrder(t *testing.T) {
 
 // Kernels without PAGEMAP_SCAN must see the same.
 func TestBothWaysOfAskingForUsedPagesAgree(t *testing.T) {
-	c := newFrozenCase(t, true)
+	c := newFrozenCase(t, lazy)
 	fast, err := inUse(c.mem.Slots(), c.set)
 	if err != nil {
 		t.Fatal(err)
@@ -330,7 +379,7 @@ func TestBothWaysOfAskingForUsedPagesAgree(t *testing.T) {
 // A capture that is given up in the midst of it, by whoever does so first.
 func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
 	for _, o := range []FreezeOptions{{Expect: 4400}, {CopyBytes: MinCopyBytes}} {
-		c := newFrozenCase(t, true)
+		c := newFrozenCase(t, lazy)
 		f := c.freeze(t, o)
 		var wg sync.WaitGroup
 		began := make(chan struct{})
@@ -373,6 +422,72 @@ func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
 			if err := c.mem.Read(gpa(4000+way), got); err != nil || !bytes.Equal(got, newContent(way)) {
 				t.Errorf("what was written in way %d is lost (%v)", way, err)
 			}
+		}
+	}
+}
+
+// Pages that nobody has touched are loaded together with others, which may lie anywhere
+// in the same chunk, and perhaps by somebody else at the same moment.
+func TestFreezingAllOfALazilyRestoredGuestMissesNothing(t *testing.T) {
+	for _, loading := range []bool{false, true} {
+		c := &frozenCase{image: make([]byte, frozenSize), set: guestmem.NewPageSet(frozenSize / pageSize)}
+		for page := range uint64(frozenSize / pageSize) {
+			expect(smallRAM, page, c.image[page*pageSize:][:pageSize])
+		}
+		c.set.Add(0, c.set.Pages())
+		c.p, c.mem = restore(t, makeSnapshot(t, frozenSize, smallRAM), Options{})
+		loaded := make(chan error, 1)
+		if loading {
+			go func() { loaded <- c.p.Load(t.Context()) }()
+		} else {
+			loaded <- nil
+		}
+		f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
+		if err := errors.Join(c.read(f), f.Close(), <-loaded); err != nil {
+			t.Errorf("being loaded meanwhile: %v: %v", loading, err)
+		}
+	}
+}
+
+// A thread may find a page protected and ask for it after the protection was lifted for
+// another one, which has not woken it. The kernel lets it sleep as long as the page is
+// not writable, which lifting does not make it.
+func TestAWriterThatAsksAfterTheProtectionWasLiftedIsWoken(t *testing.T) {
+	for _, kind := range []ramKind{booted, lazy, mapped} {
+		for _, closed := range []bool{false, true} {
+			if closed && kind != lazy {
+				continue // closing a userfaultfd wakes all
+			}
+			t.Run(fmt.Sprintf("%s, view closed: %v", kind, closed), func(t *testing.T) {
+				c := newFrozenCase(t, kind)
+				for page := uint64(0); page < 40; page += 4 {
+					f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
+					o := newToucher(t)
+					// Whoever reads the message of the fault waits for this.
+					f.mu.Lock()
+					done := make(chan error, 1)
+					go func() { done <- o.write(c.mem, gpa(page), newContent(0)) }()
+					time.Sleep(5 * time.Millisecond) // most likely it has asked by then
+					err := pieces(f.areas, page, page+1, func(hva uintptr, _, n uint64) error {
+						return writeProtect(f.uffd, hva, n*pageSize, dontWake)
+					})
+					w, m := bitOf(page)
+					f.protected[w].And(^m)
+					if closed {
+						f.p.frozen.Store(nil)
+					}
+					f.mu.Unlock()
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := <-done; err != nil {
+						t.Fatal(err)
+					}
+					if err := f.Close(); err != nil {
+						t.Fatal(err)
+					}
+				}
+			})
 		}
 	}
 }

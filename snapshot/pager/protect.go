@@ -113,12 +113,12 @@ func (g *protection) register() (err error) {
 		g.stopFD = -1
 		return fmt.Errorf("eventfd: %w", err)
 	}
-	for _, s := range f.slots {
-		if err := register(g.uffd, s.HVA, s.Size, registerWP); err != nil {
+	g.areas = f.mem.Areas()
+	for _, a := range g.areas {
+		if err := register(g.uffd, a.HVA, a.Size, registerWP); err != nil {
 			return err
 		}
 	}
-	g.areas = f.slots
 	g.wg.Go(func() {
 		if err := readFaults(g.uffd, g.stopFD, g.fault); err != nil {
 			g.mu.Lock()
@@ -163,8 +163,8 @@ func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
 func (g *protection) fault(b []byte, _ time.Time) {
 	hva := uintptr(binary.LittleEndian.Uint64(b[messageAddress:]))
 	for _, s := range g.f.slots {
-		if uint64(hva-s.HVA) < s.Size {
-			g.f.written((s.Offset + uint64(hva-s.HVA)) / pageSize)
+		if uint64(hva-s.HVA) < s.Size && !g.f.written((s.Offset+uint64(hva-s.HVA))/pageSize) {
+			(&filler{fd: g.uffd}).wake(hva&^(pageSize-1), pageSize)
 		}
 	}
 }
@@ -172,12 +172,18 @@ func (g *protection) fault(b []byte, _ time.Time) {
 // written lets a thread go on that wants to write to a page. It does not wait: if
 // there is no room to save the page, the thread sleeps until there is, or until the
 // page has been read.
-func (f *Frozen) written(page uint64) {
+//
+// It returns false if the page is not protected any more. The caller then wakes those who
+// wait for it. Lifting the protection has woken those who waited at that time; one that
+// found the page protected just before, and only then began to wait, sleeps all the same:
+// the kernel asks whether the page is writable (userfaultfd_must_wait in fs/userfaultfd.c),
+// and one that has to be copied first is not.
+func (f *Frozen) written(page uint64) bool {
 	g := &f.protection
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.active.Load() || !g.isProtected(page) {
-		return // lifting the protection has woken everybody
+		return false
 	}
 	if ok, err := g.vacate(page); err != nil {
 		g.fail(err)
@@ -185,6 +191,7 @@ func (f *Frozen) written(page uint64) {
 		g.waited.Add(1)
 		g.pending = append(g.pending, page)
 	}
+	return true
 }
 
 // BeforeWrite implements guestmem.Guard.

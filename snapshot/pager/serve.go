@@ -63,10 +63,9 @@ func (p *Pager) fault(b []byte, w *worker, began time.Time) {
 		return // only RAM is registered
 	}
 	if flags&flagProtected != 0 {
-		if f := p.frozen.Load(); f != nil {
-			f.written(page)
+		if f := p.frozen.Load(); f == nil || !f.written(page) {
+			w.fill.wake(p.hva(page), pageSize)
 		}
-		// Otherwise closing the view has woken those who waited.
 		return
 	}
 	if flags&flagWrite != 0 {

@@ -1,6 +1,7 @@
 package guestmem
 
 import (
+	"os"
 	"sync/atomic"
 	"unsafe"
 
@@ -59,4 +60,20 @@ func readv(fd int, iov []unix.Iovec) (int, error) {
 
 func writev(fd int, iov []unix.Iovec) (int, error) {
 	return vector(unix.SYS_WRITEV, uintptr(fd), iov, 0)
+}
+
+// mapFixed replaces the mapping of mem[off:off+n] by a private one of the same place in a
+// file, or of zeros if fd is -1. It takes effect in one step for whoever touches the pages
+// meanwhile, or fails and changes nothing.
+func mapFixed(mem []byte, off, n uint64, fd int) error {
+	flags, at := uintptr(unix.MAP_PRIVATE|unix.MAP_NORESERVE|unix.MAP_FIXED), uintptr(off)
+	if fd < 0 {
+		flags, at = flags|unix.MAP_ANONYMOUS, 0
+	}
+	_, _, errno := unix.Syscall6(unix.SYS_MMAP, addressOf(mem)+uintptr(off), uintptr(n), unix.PROT_READ|unix.PROT_WRITE,
+		flags, uintptr(fd), at)
+	if errno != 0 {
+		return os.NewSyscallError("mmap guest RAM", errno)
+	}
+	return nil
 }

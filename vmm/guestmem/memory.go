@@ -105,6 +105,7 @@ type Memory struct {
 	mu        sync.RWMutex
 	residency Residency
 	guard     Guard
+	image     *image // nil if RAM began as zeros
 
 	// dirty has a bit for each page that this process has written.
 	dirty []atomic.Uint64
@@ -125,14 +126,12 @@ func New(size uint64) (*Memory, error) {
 		return nil, fmt.Errorf("reserving %d MiB of guest RAM: mmap: %w: lower the VM's memory or free some on the host",
 			size>>20, err)
 	}
-	// Guest RAM must not end up in a child process or in a core dump.
-	_ = unix.Madvise(mem, unix.MADV_DONTFORK)
-	_ = unix.Madvise(mem, unix.MADV_DONTDUMP)
 	m := &Memory{
 		size:  size,
 		mem:   mem,
 		dirty: make([]atomic.Uint64, (size/PageSize+63)/64),
 	}
+	m.keepOut(0, size)
 	low := min(size, uint64(HoleStart))
 	m.slots = append(m.slots, Slot{GPA: 0, Size: low, HVA: addressOf(mem), Offset: 0})
 	if size > low {
@@ -437,8 +436,7 @@ func (m *Memory) Discard(gpa GPA, n uint64) error {
 		m.residency.Discarding(GPA(first), last-first)
 	}
 	m.markDirty(off, last-first)
-	return os.NewSyscallError("madvise(MADV_DONTNEED) on guest RAM",
-		unix.Madvise(m.mem[off:off+last-first], unix.MADV_DONTNEED))
+	return m.discard(off, last-first)
 }
 
 func (m *Memory) markDirty(off, n uint64) {

@@ -1,0 +1,293 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// ForkOptions say how fork_pause and fork_ready are measured.
+type ForkOptions struct {
+	// N is the number of forks for each row, after Warmup that do not count.
+	N, Warmup int
+	// MemoryMiB are the sizes of guest RAM, and UsedMiB how much of it a program in the
+	// guest has in use. What does not fit into half of RAM is left out.
+	MemoryMiB, UsedMiB []int
+	// Count is how many children each fork makes.
+	Count int
+	// Busy keeps the program writing to random pages of it while the guest is forked.
+	// Otherwise it waits.
+	Busy bool
+}
+
+// user is a program in the guest that has memory in use. A quarter of each page is random,
+// so that a page compresses to about that. If it is told so, it writes to it for ever.
+const user = `
+import random, signal, sys
+PAGE = 4096
+pages = int(sys.argv[1]) * 256
+memory = bytearray(pages * PAGE)
+for at in range(0, pages * PAGE, PAGE):
+    memory[at:at + PAGE // 4] = random.randbytes(PAGE // 4)
+print('ready', flush=True)
+if pages == 0 or sys.argv[2] != 'busy':
+    signal.pause()
+while True:
+    memory[random.randrange(pages) * PAGE] = random.randrange(256)
+`
+
+// Forks measures forks of a running guest: how long it stands still (fork_pause), and how
+// long it takes from the call until the agents of all children have answered (fork_ready).
+// After each, the children are removed.
+func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
+	for _, mib := range o.MemoryMiB {
+		for _, used := range o.UsedMiB {
+			if used > mib/2 {
+				continue
+			}
+			some, err := e.forks(ctx, o, mib, used)
+			if err != nil {
+				return nil, err
+			}
+			rows = append(rows, some...)
+		}
+	}
+	return rows, nil
+}
+
+func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Row, err error) {
+	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
+	e.say("booting a guest of %d MiB", mib)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	mode := "idle"
+	if o.Busy {
+		mode = "busy"
+	}
+	e.say("filling %d MiB of the guest's memory", used)
+	c, err := e.python(ctx, name, user, strconv.Itoa(used), mode)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	pause, ready := newSeries(), newSeries()
+	for i := range o.Warmup + o.N {
+		e.say("fork: %d MiB in use, run %d of %d", used, i, o.Warmup+o.N)
+		res, err := e.Store.Fork(ctx, e.Launcher, name, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
+		if err != nil {
+			return nil, err
+		}
+		if err := e.removeChildren(ctx, res); err != nil {
+			return nil, err
+		}
+		if i < o.Warmup {
+			continue
+		}
+		errs := []error{
+			pause.total.RecordValue(int64(res.Stages["pause"] * perMs)),
+			ready.total.RecordValue(int64(res.Stages["ready"] * perMs)),
+			pause.pages.RecordValue(int64(res.Pages)), ready.pages.RecordValue(int64(res.Pages)),
+		}
+		for _, stage := range []string{"ahead", "pause", "fill", "save", "durable"} {
+			errs = append(errs, into(ready.stages, stage, int64(res.Stages[stage]*perMs)))
+		}
+		if len(res.Children) == 1 {
+			errs = append(errs, into(ready.stages, "child", int64(res.Children[0].Stages["resume_ready"]*perMs)))
+		}
+		if err := errors.Join(errs...); err != nil {
+			return nil, err
+		}
+	}
+	params := map[string]any{"memory_mib": mib, "used_mib": used, "count": o.Count, "busy": o.Busy, "vcpus": sandbox.DefaultVCPUs}
+	return []Row{pause.row("fork_pause", params), ready.row("fork_ready", params)}, nil
+}
+
+func (e Env) removeChildren(ctx context.Context, res sandbox.ForkResult) error {
+	var errs []error
+	for _, c := range res.Children {
+		errs = append(errs, e.Store.Remove(context.WithoutCancel(ctx), c.Name, true))
+	}
+	return errors.Join(errs...)
+}
+
+// python starts a program in the guest, and returns when it has written a line.
+func (e Env) python(ctx context.Context, name, program string, args ...string) (*guest.Client, error) {
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	if err != nil {
+		return nil, err
+	}
+	err = c.WriteFile(ctx, "/root/program.py", strings.NewReader(program), guest.WriteOptions{})
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	defer r.Close()
+	cmd := guest.Cmd{Argv: append([]string{"python3", "-S", "-E", "/root/program.py"}, args...)}
+	cmd.Stdout = w
+	go func() {
+		_, _ = c.Exec(ctx, cmd) // until the VM ends, or the client is closed
+		w.Close()
+	}()
+	if line, err := bufio.NewReader(r).ReadString('\n'); err != nil {
+		return nil, errors.Join(fmt.Errorf("the program in the guest says %q: %w", line, err), c.Close())
+	}
+	return c, nil
+}
+
+// DensityOptions say how fork_density is measured.
+type DensityOptions struct {
+	// Forks is how many children are made at once, up to sandbox.MaxForks.
+	Forks     int
+	MemoryMiB int
+}
+
+// idler is a live interpreter that has loaded something and waits.
+const idler = `
+import json, random, signal, socket
+table = {str(n): random.random() for n in range(20000)}
+print('ready', flush=True)
+signal.pause()
+`
+
+// Density measures what memory the forks of a guest take in which an interpreter is live:
+// fork_density is that which a child's process has to itself, in MiB, and its stages are
+// what of that is the guest's (guest), the proportional share of a process with what all
+// have in common (pss), and for all together pss_total, and image, the memory that the
+// children share. The children are idle, as their agents have just answered.
+func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
+	name := fmt.Sprintf("bench-%d", os.Getpid())
+	e.say("booting a guest of %d MiB", o.MemoryMiB)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	c, err := e.python(ctx, name, idler)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	e.say("making %d children", o.Forks)
+	res, err := e.Store.Fork(ctx, e.Launcher, name, sandbox.ForkOptions{Count: o.Forks, Name: name + "-f"})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.removeChildren(ctx, res)) }()
+	s := newSeries()
+	total := int64(0)
+	for _, child := range res.Children {
+		r, err := e.Store.Get(child.Name)
+		if err != nil {
+			return nil, err
+		}
+		m, err := memoryOf(r.PID)
+		if err != nil {
+			return nil, err
+		}
+		total += m.pss
+		if err := errors.Join(s.total.RecordValue(max(m.private, 1)), into(s.stages, "guest", m.guest), into(s.stages, "pss", m.pss)); err != nil {
+			return nil, err
+		}
+	}
+	row := s.row("fork_density", map[string]any{
+		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs,
+		"pause_ms": res.Stages["pause"], "ready_ms": res.Stages["ready"],
+	})
+	row.Unit = "MiB"
+	const scale = perMs / mibBytes
+	row.P50, row.P90, row.P99 = row.P50*scale, row.P90*scale, row.P99*scale
+	for k := range row.Stages {
+		row.Stages[k] *= scale
+	}
+	row.Stages["pss_total"] = float64(total) / mibBytes
+	row.Stages["image"] = float64(res.Pages) / 256
+	return []Row{row}, nil
+}
+
+// memory is what a process has, in bytes.
+type memory struct {
+	private, pss int64
+	// guest is what of private is between the first and the last of the mappings of
+	// the image: its guest's RAM, but for what lies beyond them.
+	guest int64
+}
+
+// memoryOf reads smaps_rollup and smaps of a process (proc_pid_smaps(5)).
+func memoryOf(pid int) (m memory, err error) {
+	all, err := smaps(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	if err != nil {
+		return m, err
+	}
+	for _, v := range all {
+		m.private, m.pss = m.private+v.private, m.pss+v.pss
+	}
+	if all, err = smaps(fmt.Sprintf("/proc/%d/smaps", pid)); err != nil {
+		return m, err
+	}
+	inImage := int64(0)
+	pending := int64(0) // between mappings of the image
+	for _, v := range all {
+		if v.image {
+			inImage, pending = inImage+pending+v.private, 0
+			m.guest = inImage
+		} else if inImage > 0 {
+			pending += v.private
+		}
+	}
+	return m, nil
+}
+
+// mapping is one of a process, with what it has to itself of it.
+type mapping struct {
+	image        bool
+	private, pss int64
+}
+
+// smaps reads such a file.
+func smaps(path string) (out []mapping, err error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("asking for the memory of a process: %w", err)
+	}
+	defer file.Close()
+	in := bufio.NewScanner(file)
+	for in.Scan() {
+		words := strings.Fields(in.Text())
+		if len(words) == 0 {
+			continue
+		}
+		field, isField := strings.CutSuffix(words[0], ":")
+		if !isField {
+			out = append(out, mapping{image: strings.Contains(in.Text(), "memfd:drowse-fork")})
+			continue
+		}
+		if len(words) < 2 || len(out) == 0 {
+			continue
+		}
+		n, err := strconv.ParseInt(words[1], 10, 64)
+		if err != nil {
+			continue // not an amount
+		}
+		switch v := &out[len(out)-1]; field {
+		case "Private_Clean", "Private_Dirty":
+			v.private += n << 10
+		case "Pss":
+			v.pss += n << 10
+		}
+	}
+	if err := in.Err(); err != nil {
+		return nil, fmt.Errorf("asking for the memory of a process: %w", err)
+	}
+	return out, nil
+}

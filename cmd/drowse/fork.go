@@ -1,0 +1,60 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func (a *app) forkCommand() *cobra.Command {
+	var o sandbox.ForkOptions
+	limit := bootTimeout
+	cmd := &cobra.Command{
+		Use:   "fork NAME",
+		Short: "Make children of a VM, which runs on: they share its memory and disk until they write",
+		Long: `Make children of a VM. Each goes on from the VM's memory, processes and files of
+one moment, with random numbers, a clock, a host name and ids of its own.
+
+A VM that runs is paused for some milliseconds, once for all children, and does not
+notice; the children share its memory until they write to it. A VM that sleeps goes on
+sleeping. The names of the children are printed.`,
+		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if o.Count < 1 || o.Count > sandbox.MaxForks {
+				return usageError{fmt.Errorf("--count must be 1 to %d", sandbox.MaxForks)}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			l, err := a.launcher()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+			defer cancel()
+			res, err := s.Fork(ctx, l, args[0], o)
+			if err != nil {
+				return err
+			}
+			if res.Problem != "" {
+				a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
+			}
+			return a.print(res, func(w io.Writer) {
+				for _, c := range res.Children {
+					fmt.Fprintln(w, c.Name)
+				}
+			})
+		},
+	}
+	f := cmd.Flags()
+	f.IntVar(&o.Count, "count", 1, fmt.Sprintf("number of children, up to %d", sandbox.MaxForks))
+	f.StringVar(&o.Name, "name", "", "name of the child; of several, what their names begin with (default: random ones)")
+	f.BoolVar(&o.Early, "early", false, "do not wait for the snapshot that the children come back from if they are killed")
+	f.DurationVar(&limit, "timeout", limit, "give up after this time")
+	return cmd
+}
