@@ -135,6 +135,7 @@ func (s *stream) follow(c net.Conn, enough int64, reached chan<- struct{}) error
 }
 
 func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
+	t.Parallel()
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: "busy"})
 	c := e.Agent("busy")

@@ -117,6 +117,7 @@ func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 }
 
 func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testing.T) {
+	t.Parallel()
 	for _, name := range []string{"e2fsck", "dumpe2fs", "debugfs"} {
 		if _, err := exec.LookPath(name); err != nil {
 			if os.Getenv("CI") != "" {

@@ -72,6 +72,7 @@ func openImages(t *testing.T, pid int) (n int) {
 
 // One boot serves them all.
 func TestForksOfARunningVM(t *testing.T) {
+	t.Parallel()
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: "parent"})
 	said := keep(e, "parent")

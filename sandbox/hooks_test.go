@@ -37,6 +37,7 @@ func wantNotes(e *guesttest.Env, vm string, want ...string) {
 
 // One boot serves them all.
 func TestHooksInAGuest(t *testing.T) {
+	t.Parallel()
 	e := guesttest.New(t)
 	// Time enough for a machine that does much else.
 	e.Run(sandbox.Spec{Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}})

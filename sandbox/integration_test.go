@@ -56,6 +56,7 @@ func keep(e *guesttest.Env, name string) string {
 
 // The main job, with every kernel that this host can run, on one CPU and on two.
 func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
+	t.Parallel()
 	host := guesttest.New(t)
 	for _, kernel := range host.Kernels() {
 		for _, vcpus := range []int{1, 2} {
@@ -166,6 +167,7 @@ func clone(e *guesttest.Env, snap, name string) {
 
 // One boot serves them all.
 func TestWithClonesOfOneSnapshot(t *testing.T) {
+	t.Parallel()
 	e, snap, said := base(t)
 	sub := func(name string, f func(t *testing.T, e *guesttest.Env)) {
 		t.Run(name, func(t *testing.T) {

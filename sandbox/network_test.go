@@ -81,6 +81,7 @@ func echo(t *testing.T, tap string) (port uint16) {
 }
 
 func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
+	t.Parallel()
 	e := guesttest.New(t)
 	before := len(taps(t))
 	one := func() string {

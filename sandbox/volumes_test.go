@@ -89,6 +89,7 @@ while True:
 `
 
 func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
+	t.Parallel()
 	e := guesttest.New(t)
 	ctx := t.Context()
 	if _, err := e.Store.Volumes().Create(ctx, "v", 64<<20); err != nil {

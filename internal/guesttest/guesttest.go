@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -80,7 +81,10 @@ type Env struct {
 	Launcher sandbox.Launcher
 }
 
-var agentDir string
+var (
+	agentDir  string
+	agentLock sync.Mutex // guards it while tests run
+)
 
 // New makes a store for a test, which removes its VMs when it ends.
 func New(t testing.TB) *Env {
@@ -145,6 +149,8 @@ func agent(t testing.TB) string {
 	if path := os.Getenv(AgentEnv); path != "" {
 		return path
 	}
+	agentLock.Lock()
+	defer agentLock.Unlock()
 	if agentDir == "" {
 		dir, err := os.MkdirTemp("", "drowse-agent-")
 		if err != nil {
