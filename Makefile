@@ -26,8 +26,8 @@ RACE_PKGS ?= ./devices/... ./guest/... ./snapshot/... ./vmm/... ./rootfs/disk/..
 HARD_PKGS ?= ./sandbox/...
 # Which of their tests: that of many sleeps takes too long there.
 HARD_RUN ?= -run 'TestSleepAndWake|TestWithClones'
-TEST_FLAGS ?= -timeout 30m
-HARD_FLAGS ?= -timeout 25m
+TEST_FLAGS ?= -timeout 35m
+HARD_FLAGS ?= -timeout 25m -parallel 1
 
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
