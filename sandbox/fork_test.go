@@ -21,7 +21,6 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/snapshot"
-	"github.com/drowse-vm/drowse/vmm"
 )
 
 func forks(e *guesttest.Env, parent string, o sandbox.ForkOptions) sandbox.ForkResult {
@@ -207,7 +206,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if r.Fork == nil || r.Fork.Parent != "c-1" || r.Fork.Generation != 2 {
 			t.Errorf("its record says %+v", r.Fork)
 		}
-		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || vmm.SoftKVM() && d.Base != first.Snapshot {
+		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
 			t.Errorf("the snapshot of the second fork builds upon %s (%v), want that of the first, %s", d.Base, err, first.Snapshot)
 		}
 		if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
@@ -216,7 +215,7 @@ func TestForksOfARunningVM(t *testing.T) {
 	})
 	sub("a child sleeps and wakes with all that it has", func(t *testing.T, e *guesttest.Env) {
 		res := e.Sleep("c-2")
-		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || vmm.SoftKVM() && d.Base != first.Snapshot {
+		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
 			t.Errorf("its snapshot builds upon %s (%v), want that of the fork, %s", d.Base, err, first.Snapshot)
 		}
 		if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {

@@ -300,7 +300,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if vmm.SoftKVM() && (res.BytesShared == 0 || res.BytesStored > 16<<20) {
+		if res.BytesShared == 0 || res.BytesStored > 16<<20 {
 			t.Errorf("%d bytes stored and %d shared: it is no delta", res.BytesStored, res.BytesShared)
 		}
 		e.Sh("d", "echo later > /root/later")
