@@ -42,7 +42,7 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 		if err != nil {
 			return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: %w", id, e.Name(), err)
 		}
-		if m.Labels[labelKind] == kindSleep && !slept[e.Name()] {
+		if m.Labels[labelKind] != kindNamed && !slept[e.Name()] {
 			continue // nothing needs it: the next sweep deletes it
 		}
 		var r Record

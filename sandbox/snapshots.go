@@ -19,7 +19,7 @@ import (
 type SnapshotInfo struct {
 	ID      string    `json:"id"`
 	VM      string    `json:"vm"`
-	Kind    string    `json:"kind"` // "sleep", "named" or "disk"
+	Kind    string    `json:"kind"` // "sleep", "named", "disk" or "fork"
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
 	RAM     uint64    `json:"ram_bytes"` // 0 for one of kind "disk"
