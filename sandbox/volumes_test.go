@@ -179,6 +179,23 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	if got := e.Sh("b", "cat /data/first; tail -n 1 /data/lines; grep -c '/data ext4 rw' /proc/mounts"); got != "first\nline 4\n1" {
 		t.Errorf("in another VM the volume has %q", got)
 	}
+	allocated := func() int64 {
+		t.Helper()
+		n, err := e.Store.Volumes().Allocated("v")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	empty := allocated()
+	e.Sh("b", "head -c 4194304 /dev/urandom > /data/much; sync /data/much")
+	if n := allocated(); n < empty+4<<20 {
+		t.Errorf("4 MiB that the guest has synced: the volume takes %d bytes, and %d before", n, empty)
+	}
+	e.Sh("b", "rm /data/much; sync; fstrim /data")
+	if n := allocated(); n > empty+1<<20 {
+		t.Errorf("after fstrim the volume takes %d bytes, and %d before", n, empty)
+	}
 	stop, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
 	if err := e.Store.Stop(stop, "b", false); err != nil {
