@@ -14,8 +14,8 @@ import (
 // How long is waited for an agent that does not do what it is asked to. Without it
 // everything works as well, but a wake takes a conversation over vsock.
 const (
-	standByLimit = 5 * time.Second  // to stand by for a capture
-	answerLimit  = 10 * time.Second // to bring a restored guest up to date
+	standByLimit = 15 * time.Second // to stand by for a capture
+	answerLimit  = 30 * time.Second // to bring a restored guest up to date
 )
 
 // standBy has the agent stand by for a capture. release lets it go on, and must be called.
