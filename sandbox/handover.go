@@ -20,6 +20,9 @@ const (
 
 // standBy has the agent stand by for a capture. release lets it go on, and must be called.
 func (in *Instance) standBy(ctx context.Context) (release func()) {
+	if in.machine.Health().Hung {
+		return func() {}
+	}
 	h := in.machine.Handover()
 	ready := h.Expect()
 	ctx, cancel := context.WithCancel(ctx)
