@@ -112,10 +112,11 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 		case answer := <-offered:
 			switch answer {
 			case handover.Done:
-				in.ready = time.Since(in.started)
+				in.isReady()
 				return guest.Resumed{}, nil
 			case handover.Ask:
-				in.ready, answered = time.Since(in.started), true
+				in.isReady()
+				answered = true
 			default:
 				in.log.Warn("the agent could not do all that it was told: asking again")
 			}
@@ -140,7 +141,15 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 		return res, in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
 	}
 	if !answered {
-		in.ready = time.Since(in.started)
+		in.isReady()
 	}
 	return res, nil
+}
+
+// isReady notes that the agent has answered.
+func (in *Instance) isReady() {
+	in.ready = time.Since(in.started)
+	if in.pager != nil {
+		in.pager.Ready()
+	}
 }

@@ -543,6 +543,19 @@ func TestTheRecordedWorkingSetSparesTheNextResumeItsFaults(t *testing.T) {
 	if got, want := p5.WorkingSet(), []uint64{0, 2000, 100}; !slices.Equal(got, want) {
 		t.Errorf("working set %v, want %v", got, want)
 	}
+	// What was waited for before the guest was ready comes first.
+	p6, mem6 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 100, 2990}, RecordPages: 5})
+	for i, page := range []uint64{2000, 100, 1000} {
+		if i == 2 {
+			p6.Ready()
+		}
+		if err := mem6.Read(guestmem.GPA(page*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, want := p6.WorkingSet(), []uint64{2000, 100, 0, 2990, 1000}; !slices.Equal(got, want) {
+		t.Errorf("working set %v, want %v", got, want)
+	}
 }
 
 func committed(t testing.TB, mem *guestmem.Memory) uint64 {

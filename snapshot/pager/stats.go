@@ -115,6 +115,7 @@ func (h *histogram) summary() Latency {
 type record struct {
 	mu    sync.Mutex
 	pages []uint64 // never grows beyond its capacity
+	first int      // how many of them were waited for before Ready
 	until time.Time
 }
 
@@ -140,10 +141,19 @@ func (r *record) add(page uint64) {
 	}
 }
 
+// Ready says that the guest has done what it was first wanted for. Pages that it waited for
+// until then come first in WorkingSet.
+func (p *Pager) Ready() {
+	p.record.mu.Lock()
+	defer p.record.mu.Unlock()
+	p.record.first = len(p.record.pages)
+}
+
 // WorkingSet returns the pages to load ahead of faults next time, in the order
-// in which they were needed: Options.WorkingSet as far as it was in range, and
-// then the pages that were waited for within the recording window; at most
-// Options.RecordPages, of which the latter come first. There is one page for each
+// in which they are needed: those that were waited for before Ready, then
+// Options.WorkingSet as far as it was in range, then those that were waited for within
+// the recording window; at most Options.RecordPages, of which Options.WorkingSet has what
+// the others leave. There is one page for each
 // frame that was needed. It may be called at any time, also after Close.
 func (p *Pager) WorkingSet() []uint64 {
 	p.record.mu.Lock()
@@ -154,13 +164,15 @@ func (p *Pager) WorkingSet() []uint64 {
 		waited[page] = true
 	}
 	out := make([]uint64, 0, p.opts.RecordPages)
+	out = append(out, p.record.pages[:p.record.first]...)
+	rest := p.record.pages[p.record.first:]
 	for _, page := range p.opts.WorkingSet {
-		if len(out)+len(p.record.pages) >= p.opts.RecordPages {
+		if len(out)+len(rest) >= p.opts.RecordPages {
 			break
 		}
 		if page < p.snap.Pages() && !waited[page] {
 			out = append(out, page)
 		}
 	}
-	return append(out, p.record.pages...)
+	return append(out, rest...)
 }
