@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"time"
@@ -48,15 +49,30 @@ type sleeper struct {
 // disk to its first KVM_RUN: KVM's VM and vCPUs, memory, devices and pager are made
 // from nothing, in this process. The guest does not get to run. The page cache is
 // warm. Sizes are interleaved, so that what else the machine does hits all alike.
-func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) (rows []Row, err error) {
+func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
+	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: sandbox.RestoreOptions{EntryOnly: true}}
+	return r.measure(ctx, e, e.sleeper)
+}
+
+// resumes are restores of VMs of several sizes of RAM, in MiB.
+type resumes struct {
+	name      string
+	n, warmup int
+	sizes     []int
+	options   sandbox.RestoreOptions
+	params    map[string]any // besides those that all have
+}
+
+// measure has sleep make a sleeper of each size, and restores them in turn.
+func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
 	var vms []*sleeper
 	defer func() {
 		for _, v := range vms {
 			err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), v.record.Spec.Name, true))
 		}
 	}()
-	for _, mib := range o.MemoryMiB {
-		v, err := e.sleeper(ctx, mib)
+	for _, mib := range r.sizes {
+		v, err := sleep(ctx, mib)
 		if v != nil {
 			vms = append(vms, v)
 		}
@@ -69,20 +85,20 @@ func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) (rows []Row, 
 		return nil, fmt.Errorf("making a directory for the runs: %w", err)
 	}
 	defer os.RemoveAll(dir)
-	for i := range o.Warmup + o.N {
+	for i := range r.warmup + r.n {
 		if i%10 == 0 {
-			e.say("resume_entry: run %d of %d", i, o.Warmup+o.N)
+			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
 		}
 		for _, v := range vms {
-			if err := v.restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{EntryOnly: true}); err != nil {
+			if err := v.restore(ctx, dir, i >= r.warmup, r.options); err != nil {
 				return nil, err
 			}
 		}
 	}
 	for _, v := range vms {
-		rows = append(rows, v.series.row("resume_entry", map[string]any{
-			"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false,
-		}))
+		params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false}
+		maps.Copy(params, r.params)
+		rows = append(rows, v.series.row(r.name, params))
 	}
 	return rows, nil
 }

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -35,43 +34,9 @@ while True:
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
 // are new. Nothing is made ahead: VM, vCPU, memory, devices and pager are made from
 // nothing, in this process. The page cache is warm. Sizes are interleaved.
-func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) (rows []Row, err error) {
-	var vms []*sleeper
-	defer func() {
-		for _, v := range vms {
-			err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), v.record.Spec.Name, true))
-		}
-	}()
-	for _, mib := range o.MemoryMiB {
-		v, err := e.sleeperAt(ctx, mib, o.Depth)
-		if v != nil {
-			vms = append(vms, v)
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	dir, err := os.MkdirTemp("", "drowse-bench-")
-	if err != nil {
-		return nil, fmt.Errorf("making a directory for the runs: %w", err)
-	}
-	defer os.RemoveAll(dir)
-	for i := range o.Warmup + o.N {
-		if i%10 == 0 {
-			e.say("resume_ready: run %d of %d", i, o.Warmup+o.N)
-		}
-		for _, v := range vms {
-			if err := v.restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}); err != nil {
-				return nil, err
-			}
-		}
-	}
-	for _, v := range vms {
-		rows = append(rows, v.series.row("resume_ready", map[string]any{
-			"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "depth": o.Depth, "cache": "warm", "pool": false,
-		}))
-	}
-	return rows, nil
+func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}}
+	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 
 // sleeperAt boots a VM, starts a program in it, and puts it to sleep and wakes it as often

@@ -378,6 +378,9 @@ func (r *rights) Read(p []byte) (int, error) {
 func (s *Store) dialFork(ctx context.Context, name, id, note string) (c *forkConn, err error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "unix", s.controlSocket(name))
+	if err != nil && ctx.Err() != nil {
+		return nil, fmt.Errorf("asking the process of VM %s: %w", name, ctx.Err())
+	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %s: its process does not answer: %w", ErrNotRunning, name, err)
 	}
