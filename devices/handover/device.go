@@ -177,9 +177,10 @@ func (d *Device) WriteIO(off uint64, p []byte) {
 		}
 	case CommandDone, CommandFailed, CommandAsk:
 		if d.status == StatusResumed && d.answer != nil {
+			// First: whoever gets the answer may look for what the event has noted.
+			d.event(Answered)
 			d.answer <- Answer(p[0])
 			d.release(StatusIdle)
-			d.event(Answered)
 		}
 	}
 }

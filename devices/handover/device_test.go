@@ -101,11 +101,17 @@ func restored(t *testing.T, at bool, event func(Event)) *Device {
 func TestRestoredAgentGetsItsMessageAndAnswers(t *testing.T) {
 	for command, want := range map[byte]Answer{CommandDone: Done, CommandFailed: Failed, CommandAsk: Ask} {
 		var events []Event
-		d := restored(t, true, func(e Event) { events = append(events, e) })
+		var answer <-chan Answer
+		d := restored(t, true, func(e Event) {
+			events = append(events, e)
+			if len(answer) != 0 {
+				t.Errorf("event %d comes after the answer", e)
+			}
+		})
 		g := newGuest(t, d)
 		message := bytes.Repeat([]byte{7}, 100)
 		asked := 0
-		answer := d.Resume(func() []byte { asked++; return message })
+		answer = d.Resume(func() []byte { asked++; return message })
 		if asked != 0 {
 			t.Error("the message was made before anybody asked for it")
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"runtime/debug"
 
@@ -45,6 +46,9 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 		return nil, fmt.Errorf("open the handover ports: %w", err)
 	}
 	defer p.Close()
+	// The one instruction that reads the message must not meet a page that is not there: it
+	// would begin again where the device has gone on.
+	clear(s.handover.raw[:])
 	p.Command(agentpb.CommandStandBy)
 	switch status := p.Wait(); status {
 	case agentpb.StatusGoOn:
@@ -59,8 +63,9 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 		clear(s.handover.raw[:])
 		clear(m.Entropy[:])
 		if err != nil {
-			// The host falls back to Resume, and gets the error there.
+			// The host falls back to Resume, and gets the error there if it is still one.
 			p.Command(agentpb.CommandFailed)
+			os.Stderr.WriteString("drowse-agent: handover: " + err.Error() + "\n")
 			return nil, err
 		}
 		if waiting, present := s.hooksState(); waiting || present {
