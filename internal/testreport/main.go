@@ -1,6 +1,8 @@
 // Command testreport turns the output of `go test -json` into what people read: a line
-// for each package as soon as it is done, all that was printed by a package that has
-// failed, and every test that was skipped, with its reason.
+// for each package as soon as it is done, and for each test that took long, all that was
+// printed by a package that has failed, and every test that was skipped, with its reason.
+// When the tests are ended from outside, it says what those that had not finished have
+// printed: it does not heed SIGINT and SIGTERM, but goes on to the end of its input.
 //
 // Its exit status is 1 if a test has failed or if nothing was tested. With $CI set
 // it is 1 as well if a test was skipped: a machine for checking changes
@@ -15,9 +17,13 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"os/signal"
 	"regexp"
+	"slices"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -37,12 +43,16 @@ const (
 	maxLines = 20_000
 )
 
+// slow is how long a test takes that gets a line of its own.
+const slow = 20 * time.Second
+
 type skip struct{ name, reason string }
 
 type report struct {
 	w       io.Writer
 	allow   *regexp.Regexp // nil allows none
 	output  map[string][]string
+	running map[string]bool
 	tests   map[string]int // by package
 	passed  int
 	failed  []string
@@ -53,11 +63,12 @@ type report struct {
 func main() {
 	allow := flag.String("allow", "", "`regexp` of tests, as package.Test, that may be skipped even with $CI set")
 	flag.Parse()
+	signal.Ignore(syscall.SIGINT, syscall.SIGTERM)
 	os.Exit(run(os.Stdin, os.Stdout, *allow, os.Getenv("CI") != ""))
 }
 
 func run(in io.Reader, w io.Writer, allow string, strict bool) int {
-	r := &report{w: w, output: map[string][]string{}, tests: map[string]int{}}
+	r := &report{w: w, output: map[string][]string{}, running: map[string]bool{}, tests: map[string]int{}}
 	if allow != "" {
 		re, err := regexp.Compile(allow)
 		if err != nil {
@@ -111,6 +122,9 @@ func (r *report) take(e event) {
 			r.output[key] = append(lines, e.Output)
 		}
 		return
+	case "start", "run":
+		r.running[key] = true
+		return
 	case "build-fail":
 		r.print(key)
 		return
@@ -118,27 +132,34 @@ func (r *report) take(e event) {
 	default:
 		return
 	}
+	delete(r.running, key)
 	if e.Test != "" {
 		r.test(e, key)
 		return
 	}
-	elapsed := time.Duration(e.Elapsed * float64(time.Second)).Round(10 * time.Millisecond)
 	switch {
 	case e.Action == "fail":
 		r.failed = append(r.failed, e.Package)
 		r.print(key)
-		fmt.Fprintf(r.w, "FAIL  %s  %v\n", e.Package, elapsed)
+		fmt.Fprintf(r.w, "FAIL  %s  %v\n", e.Package, e.elapsed())
 	case r.tests[e.Package] > 0:
 		r.tested++
-		fmt.Fprintf(r.w, "ok    %s  %v, %d tests\n", e.Package, elapsed, r.tests[e.Package])
+		fmt.Fprintf(r.w, "ok    %s  %v, %d tests\n", e.Package, e.elapsed(), r.tests[e.Package])
 	}
 	delete(r.output, key)
+}
+
+func (e event) elapsed() time.Duration {
+	return time.Duration(e.Elapsed * float64(time.Second)).Round(10 * time.Millisecond)
 }
 
 func (r *report) test(e event, key string) {
 	top := !strings.Contains(e.Test, "/")
 	if top {
 		r.tests[e.Package]++
+		if e.elapsed() >= slow {
+			fmt.Fprintf(r.w, "%s  %s  %v\n", e.Action, key, e.elapsed())
+		}
 	}
 	switch e.Action {
 	case "pass":
@@ -172,6 +193,11 @@ func (r *report) print(key string) {
 }
 
 func (r *report) finish(strict bool) int {
+	unfinished := slices.Sorted(maps.Keys(r.running))
+	for _, key := range unfinished {
+		fmt.Fprintf(r.w, "UNFINISHED  %s\n", key)
+		r.print(key)
+	}
 	refused := 0
 	for _, s := range r.skipped {
 		word := "skip"
@@ -183,7 +209,7 @@ func (r *report) finish(strict bool) int {
 	}
 	fmt.Fprintf(r.w, "%d tests passed in %d packages, %d failed, %d skipped\n", r.passed, r.tested, len(r.failed), len(r.skipped))
 	switch {
-	case len(r.failed) > 0:
+	case len(r.failed) > 0 || len(unfinished) > 0:
 		for _, name := range r.failed {
 			fmt.Fprintln(r.w, "failed:", name)
 		}

@@ -20,6 +20,13 @@ func TestReport(t *testing.T) {
 `
 		done = `{"Action":"pass","Package":"p","Elapsed":1}
 `
+		cut = `{"Action":"start","Package":"p"}
+{"Action":"run","Package":"p","Test":"TestC"}
+{"Action":"output","Package":"p","Test":"TestC","Output":"    c_test.go:1: waiting\n"}
+`
+		long = `{"Action":"run","Package":"p","Test":"TestL"}
+{"Action":"pass","Package":"p","Test":"TestL","Elapsed":90}
+`
 		build = `{"ImportPath":"p","Action":"build-output","Output":"p.go:1:1: undefined: x\n"}
 {"ImportPath":"p","Action":"build-fail"}
 {"Action":"fail","Package":"p","Elapsed":0}
@@ -41,6 +48,8 @@ func TestReport(t *testing.T) {
 		{"a build failure shows the compiler's words", build, "", false, 1, "undefined: x"},
 		{"no input fails", "", "", false, 1, "nothing was tested"},
 		{"lines of go itself pass through", "go: no module\n", "", false, 1, "go: no module"},
+		{"a test that never ended shows its output and fails", pass + cut, "", false, 1, "UNFINISHED  p.TestC\n    c_test.go:1: waiting"},
+		{"a test that took long is shown", long + done, "", false, 0, "pass  p.TestL  1m30s"},
 		{"a wrong regexp is refused", pass, "(", false, 2, "missing closing"},
 	}
 	for _, tt := range tests {
