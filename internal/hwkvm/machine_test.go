@@ -29,6 +29,7 @@ var helpers = map[string]func() error{
 	"kvm":    useKVM,
 	"runner": runForever,
 	"qemu":   endAtOnce,
+	"hang":   hang,
 }
 
 func TestMain(m *testing.M) {
@@ -115,6 +116,47 @@ func endAtOnce() error {
 	}
 	w := wire.NewWriter(port)
 	return errors.Join(w.Send(wire.Started, nil), w.Send(wire.Stdout, []byte("done")), w.SendJSON(wire.Exit, wire.Result{}))
+}
+
+// hang takes the place of QEMU: a machine that runs for a while and then stands still.
+func hang() error {
+	port := os.NewFile(portFD, "port")
+	if _, err := wire.NewReader(port).Command(); err != nil {
+		return err
+	}
+	w := wire.NewWriter(port)
+	err := w.Send(wire.Started, nil)
+	for range 10 {
+		time.Sleep(hangSilence / 4)
+		err = errors.Join(err, w.Send(wire.Alive, nil))
+	}
+	if err == nil {
+		time.Sleep(time.Hour)
+	}
+	return err
+}
+
+const hangSilence = 400 * time.Millisecond
+
+func TestMachineThatHangsIsKilled(t *testing.T) {
+	t.Setenv(helperEnv, "hang")
+	im := &Image{QEMU: self(t)}
+	begin := time.Now()
+	_, err := im.Run(t.Context(), Config{Args: []string{"true"}, Dir: "/", silence: hangSilence})
+	if !errors.Is(err, ErrHung) {
+		t.Errorf("got %v, want ErrHung", err)
+	}
+	if took := time.Since(begin); took < 3*hangSilence {
+		t.Errorf("it was killed after %v, when it had just said that it runs", took)
+	}
+}
+
+// A machine that may not be silent for as long as it always is hangs as far as the runner can tell.
+func TestMachineThatHangsIsReportedWithWhereItsProcessorsAre(t *testing.T) {
+	_, err := runIn(t, testImage(t), Config{Args: []string{"sleep", "1000"}, silence: wire.AliveInterval / 4})
+	if !errors.Is(err, ErrHung) || strings.Count(err.Error(), "RIP=") != 2*DefaultCPUs {
+		t.Errorf("got %v, want ErrHung and each processor twice", err)
+	}
 }
 
 // writerFunc makes a writer of a function.

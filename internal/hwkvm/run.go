@@ -1,6 +1,7 @@
 package hwkvm
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -32,6 +33,9 @@ const (
 const (
 	bootLimit   = 5 * time.Minute // a machine that has not started its command by then never will
 	signalGrace = 5 * time.Second // for a command to end after SIGINT, SIGTERM or SIGHUP
+	// silenceLimit is how long a machine whose command runs may say nothing at all.
+	silenceLimit = 90 * time.Second
+	monitorLimit = 5 * time.Second // for QEMU to tell the registers of a machine that hangs
 )
 
 // Config says what to run, and on what machine. The zero value of every field but Args and Dir is usable.
@@ -54,7 +58,12 @@ type Config struct {
 	Console    io.Writer // nil, or it gets a copy of the serial console
 	KernelArgs []string  // put before the kernel's own arguments
 	QEMUArgs   []string  // put after QEMU's own arguments
+
+	silence time.Duration // instead of silenceLimit, if not 0
 }
+
+// ErrHung says that a machine stood still: its kernel, or the processor that QEMU emulates.
+var ErrHung = errors.New("it hangs: it has given no sign of life")
 
 // Result says how the command ended.
 type Result struct {
@@ -68,6 +77,7 @@ type Result struct {
 // MachineError says that the machine failed, not the command.
 type MachineError struct {
 	Reason  string
+	Err     error  // ErrHung, or nil
 	Console string // QEMU's own messages and the lines of the serial console that matter: the last, or the first of a panic
 }
 
@@ -77,6 +87,9 @@ func (e *MachineError) Error() string {
 	}
 	return "the virtual machine failed: " + e.Reason + "\nconsole:\n" + e.Console
 }
+
+// Unwrap returns Err.
+func (e *MachineError) Unwrap() error { return e.Err }
 
 // Run starts a machine, runs the command in it, and waits for both to end. When ctx ends first, the machine is killed and
 // the error wraps ctx.Err(). The command sees the host's file system as its root, with the host user's rights, through
@@ -98,13 +111,17 @@ func (im *Image) Run(ctx context.Context, cfg Config) (Result, error) {
 func (m *machine) run(ctx context.Context, cfg Config) (Result, error) {
 	// Not as soon as QEMU has ended: the result may wait in the socket then, unread.
 	defer m.port.Close()
+	defer m.monitor.Close()
 	defer m.kill()
 	defer context.AfterFunc(ctx, m.kill)()
 	boot := time.AfterFunc(bootLimit, m.kill)
 	defer boot.Stop()
 
 	s := &session{cfg: cfg, m: m, out: wire.NewWriter(m.port), booted: func() { boot.Stop() }}
+	s.silence = time.AfterFunc(time.Hour, s.hangs)
+	s.silence.Stop()
 	res, err := s.run()
+	s.silence.Stop()
 	m.kill()
 	<-m.done
 	res.Total = time.Since(m.started)
@@ -148,6 +165,9 @@ func (c *Config) fill() error {
 	if c.MemoryMiB < MinMemoryMiB || c.MemoryMiB > MaxMemoryMiB {
 		return fmt.Errorf("%d MiB of memory asked for; %d to %d are possible", c.MemoryMiB, MinMemoryMiB, MaxMemoryMiB)
 	}
+	if c.silence == 0 {
+		c.silence = silenceLimit
+	}
 	for _, w := range []*io.Writer{&c.Stdout, &c.Stderr} {
 		if *w == nil {
 			*w = io.Discard
@@ -160,6 +180,7 @@ func (c *Config) fill() error {
 const (
 	portFD    = 3
 	consoleFD = 4
+	monitorFD = 5
 )
 
 // kernelArgs is the kernel's command line. The first value of an option of our own counts, the last of the kernel's.
@@ -178,6 +199,8 @@ func (im *Image) qemuArgs(c Config) []string {
 		"-chardev", "socket,id=port,fd=" + strconv.Itoa(portFD),
 		"-chardev", "socket,id=console,fd=" + strconv.Itoa(consoleFD),
 		"-serial", "chardev:console",
+		"-chardev", "socket,id=monitor,fd=" + strconv.Itoa(monitorFD),
+		"-mon", "chardev=monitor,mode=readline",
 		"-device", "virtio-serial-pci", "-device", "virtserialport,chardev=port,name=" + wire.PortName,
 		"-fsdev", "local,id=host,path=/,security_model=none,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=" + wire.MountTag,
@@ -187,6 +210,7 @@ func (im *Image) qemuArgs(c Config) []string {
 // machine is one QEMU process.
 type machine struct {
 	port          *os.File // the virtio-serial port of the machine; Run closes it
+	monitor       *os.File // QEMU's, for people; Run closes it
 	console, qemu *console
 	started       time.Time
 	process       *os.Process
@@ -221,11 +245,18 @@ func (im *Image) start(cfg Config) (*machine, error) {
 		return nil, fmt.Errorf("start QEMU: %w", err)
 	}
 	defer serialPeer.Close()
+	monitor, monitorPeer, err := socketpair("monitor")
+	if err != nil {
+		port.Close()
+		serial.Close()
+		return nil, fmt.Errorf("start QEMU: %w", err)
+	}
+	defer monitorPeer.Close()
 
-	m := &machine{port: port, console: &console{tee: cfg.Console}, qemu: &console{}, done: make(chan struct{})}
+	m := &machine{port: port, monitor: monitor, console: &console{tee: cfg.Console}, qemu: &console{}, done: make(chan struct{})}
 	cmd := exec.Command(im.QEMU, im.qemuArgs(cfg)...)
 	cmd.Stdout, cmd.Stderr = m.qemu, m.qemu
-	cmd.ExtraFiles = []*os.File{portFD - 3: portPeer, consoleFD - 3: serialPeer}
+	cmd.ExtraFiles = []*os.File{portFD - 3: portPeer, consoleFD - 3: serialPeer, monitorFD - 3: monitorPeer}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Setsid:    true, // an interrupt from the terminal is for us to handle
 		Pdeathsig: syscall.SIGKILL,
@@ -253,6 +284,7 @@ func (im *Image) start(cfg Config) (*machine, error) {
 	if err := <-startErr; err != nil {
 		port.Close()
 		serial.Close()
+		monitor.Close()
 		return nil, fmt.Errorf("start QEMU: %w", err)
 	}
 	return m, nil
@@ -266,6 +298,27 @@ func (m *machine) kill() {
 	})
 }
 
+// registers asks QEMU twice where the processors are, and how they wait. It returns what there is of an answer.
+func (m *machine) registers() string {
+	if err := m.monitor.SetDeadline(time.Now().Add(monitorLimit)); err != nil {
+		return ""
+	}
+	var b strings.Builder
+	lines := bufio.NewScanner(m.monitor)
+	for range 2 {
+		// A line of our own ends the answer: the monitor repeats what it is told.
+		if _, err := io.WriteString(m.monitor, "info registers -a\nprint 0\n"); err != nil {
+			return b.String()
+		}
+		for lines.Scan() && strings.TrimSpace(lines.Text()) != "0" {
+			if l := lines.Text(); strings.HasPrefix(l, "CPU#") || strings.HasPrefix(l, "RIP=") {
+				fmt.Fprintln(&b, strings.TrimSpace(l))
+			}
+		}
+	}
+	return b.String()
+}
+
 // errForced says that a signal ended the machine while the command still ran, or before.
 var errForced = errors.New("ended by a signal")
 
@@ -275,10 +328,35 @@ type session struct {
 	m      *machine
 	out    *wire.Writer
 	booted func()
+	// silence runs while the machine is listened to, and kills it at the end.
+	silence *time.Timer
 
-	mu      sync.Mutex // guards the rest
-	started bool
-	forced  syscall.Signal // the signal that made us kill the machine
+	mu        sync.Mutex // guards the rest
+	started   bool
+	forced    syscall.Signal // the signal that made us kill the machine
+	hung      bool
+	registers string // of a machine that hangs
+}
+
+// hangs notes what the processors are at, and kills the machine.
+func (s *session) hangs() {
+	registers := s.m.registers()
+	s.mu.Lock()
+	s.hung, s.registers = true, registers
+	s.mu.Unlock()
+	s.m.kill()
+}
+
+// listen returns the next frame; the machine must be alive while it is waited for.
+func (s *session) listen(in *wire.Reader) (wire.Type, []byte, error) {
+	s.mu.Lock()
+	started := s.started
+	s.mu.Unlock()
+	if started {
+		s.silence.Reset(s.cfg.silence)
+		defer s.silence.Stop()
+	}
+	return in.Next()
 }
 
 func (s *session) run() (Result, error) {
@@ -300,7 +378,7 @@ func (s *session) run() (Result, error) {
 	in := wire.NewReader(s.m.port)
 	var res Result
 	for {
-		t, p, err := in.Next()
+		t, p, err := s.listen(in)
 		if err != nil {
 			return s.broken(res, err)
 		}
@@ -318,6 +396,7 @@ func (s *session) run() (Result, error) {
 			if _, err := w.Write(p); err != nil {
 				return res, &MachineError{Reason: fmt.Sprintf("the command's output cannot be passed on: %v", err)}
 			}
+		case wire.Alive:
 		case wire.StdinAck:
 			n, err := wire.Uint32(p)
 			if err != nil {
@@ -354,6 +433,10 @@ func (s *session) broken(res Result, err error) (Result, error) {
 	if s.forced != 0 {
 		res.Status = wire.StatusSignal + int(s.forced)
 		return res, errForced
+	}
+	if s.hung {
+		reason := fmt.Sprintf("%v for %v\n%s", ErrHung, s.cfg.silence, s.registers)
+		return res, &MachineError{Reason: strings.TrimSpace(reason), Err: ErrHung}
 	}
 	return res, err
 }

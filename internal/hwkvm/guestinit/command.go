@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
 )
@@ -48,6 +49,9 @@ func run(cmd wire.Command, in *wire.Reader, out *wire.Writer) wire.Result {
 	if err := out.Send(wire.Started, nil); err != nil {
 		return wire.Result{Error: err.Error()}
 	}
+	ended := make(chan struct{})
+	defer close(ended)
+	go sayAlive(out, ended)
 	var copies sync.WaitGroup
 	copies.Go(func() { copyOut(p.stdout, wire.Stdout, out) })
 	copies.Go(func() { copyOut(p.stderr, wire.Stderr, out) })
@@ -68,6 +72,22 @@ func run(cmd wire.Command, in *wire.Reader, out *wire.Writer) wire.Result {
 		return wire.Result{Signal: int(status.Signal())}
 	}
 	return wire.Result{Code: status.ExitStatus()}
+}
+
+// sayAlive tells the host that the machine has not hung, until ended is closed.
+func sayAlive(out *wire.Writer, ended <-chan struct{}) {
+	tick := time.NewTicker(wire.AliveInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ended:
+			return
+		case <-tick.C:
+			if out.Send(wire.Alive, nil) != nil {
+				return
+			}
+		}
+	}
 }
 
 const rlimitMemlock = 8 // RLIMIT_MEMLOCK on x86-64

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"time"
 )
 
 // PortName is the name of the virtio-serial port that carries the frames (virtio 1.2, section 5.3).
@@ -35,7 +36,11 @@ const (
 	Stderr   Type = 18 // bytes of the command's standard error
 	StdinAck Type = 19 // uint32: bytes of standard input consumed
 	Exit     Type = 20 // JSON of Result: the last frame
+	Alive    Type = 21 // no payload: the machine still runs; after Started, once in AliveInterval
 )
+
+// AliveInterval is how often the machine says that it still runs.
+const AliveInterval = 5 * time.Second
 
 // ErrFrame says that the peer broke the framing: the stream cannot be read any further.
 var ErrFrame = errors.New("malformed frame")
