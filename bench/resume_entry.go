@@ -167,7 +167,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	var known time.Duration
 	for stage, d := range stages {
 		errs = append(errs, into(s.stages, stage.String(), int64(d)))
-		if !stage.InGuest() {
+		if !stage.InGuest() && !stage.Background() {
 			known += d
 		}
 	}

@@ -169,7 +169,7 @@ func RestoreFork(ctx context.Context, p Parts, snapshotDir string, o RestoreOpti
 	if p.RAM == nil {
 		return nil, fmt.Errorf("starting a fork: %w: there is no image of its RAM", ErrSpec)
 	}
-	in, err := assemble(p, true)
+	in, err := begin(p)
 	if err != nil {
 		return nil, err
 	}
@@ -203,6 +203,9 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	in.captured, in.forkBase = true, snapshotDir
+	if err := in.assemble(true); err != nil {
+		return err
+	}
 	if err := in.machine.Import(fromPayloads(note.Payloads)); err != nil {
 		return err
 	}

@@ -87,11 +87,14 @@ type Instance struct {
 	parts   Parts
 	log     *slog.Logger
 	mem     *guestmem.Memory
+	shell   *vmm.Shell
 	machine *vmm.Machine
-	disk    *disk.Disk
-	closers []io.Closer
-	snap    *snapshot.Snapshot // what it was restored from, or nil
-	pager   *pager.Pager
+	// assembled is closed when there is a machine, or will be none.
+	assembled chan struct{}
+	disk      *disk.Disk
+	closers   []io.Closer
+	snap      *snapshot.Snapshot // what it was restored from, or nil
+	pager     *pager.Pager
 	// tracked says that KVM keeps a log of the pages that change.
 	tracked bool
 	// captured says that changes of RAM count from a snapshot on, not from zeros.
@@ -112,25 +115,29 @@ type Instance struct {
 	hookFailures []guest.HookFailure
 }
 
-// assemble makes the machine with its devices, in the order in which the guest
-// finds them. linkDown keeps the network quiet until the guest has its identity.
-func assemble(p Parts, linkDown bool) (in *Instance, err error) {
-	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty()}
+// begin makes the guest's RAM, and has KVM prepare for it in the background.
+func begin(p Parts) (in *Instance, err error) {
+	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty(), assembled: make(chan struct{})}
 	if in.log == nil {
 		in.log = slog.New(slog.DiscardHandler)
 	}
 	for _, v := range p.Volumes {
 		in.closers = append(in.closers, v)
 	}
-	defer func() {
-		if err != nil {
-			in.Close()
-			in = nil
-		}
-	}()
-	if in.mem, err = p.memory(); err != nil {
-		return in, err
+	if in.mem, err = p.memory(); err == nil {
+		in.shell, err = vmm.NewShell(vmm.ShellConfig{VCPUs: p.Spec.VCPUs, Memory: in.mem, TrackDirty: in.tracked})
 	}
+	if err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+// assemble makes the machine with its devices, in the order in which the guest
+// finds them. linkDown keeps the network quiet until the guest has its identity.
+func (in *Instance) assemble(linkDown bool) (err error) {
+	defer close(in.assembled)
+	p := in.parts
 	var devs []vmm.Device
 	add := func(name string, d devices.Device) { devs = append(devs, vmm.Device{Name: name, Device: d}) }
 	readOnly := func(name, path string) error {
@@ -144,19 +151,19 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 	}
 	if p.SystemDisk != "" {
 		if err = readOnly(deviceSystem, p.SystemDisk); err != nil {
-			return in, err
+			return err
 		}
 	}
 	if err = readOnly(deviceImage, p.Image); err != nil {
-		return in, err
+		return err
 	}
 	if in.disk, err = disk.Open(p.Disk, disk.Options{}); err != nil {
-		return in, fmt.Errorf("opening the VM's disk: %w", err)
+		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
 	add(deviceDisk, blk.New(in.disk, blk.Options{Serial: "drowse-" + deviceDisk, OnError: in.deviceError(deviceDisk)}))
 	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
 	if err != nil {
-		return in, err
+		return err
 	}
 	in.closers = append(in.closers, vs)
 	add(deviceVsock, vs)
@@ -166,7 +173,7 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 
 	if p.Spec.Network == NetworkTAP {
 		if in.net, err = in.link(linkDown); err != nil {
-			return in, err
+			return err
 		}
 		add(deviceNet, in.net)
 	}
@@ -174,11 +181,8 @@ func assemble(p Parts, linkDown bool) (in *Instance, err error) {
 		r := v.Record()
 		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
 	}
-	in.machine, err = vmm.New(vmm.Config{
-		VCPUs: p.Spec.VCPUs, Memory: in.mem, Devices: devs, TrackDirty: in.tracked,
-		Console: p.Console, Symbolize: p.Symbolize, Log: in.log,
-	})
-	return in, err
+	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
+	return err
 }
 
 // The link of a guest to its host. All guests have the same address, so that a clone
@@ -242,7 +246,7 @@ const seedSize = 32
 
 // Boot starts a VM from its kernel and returns when the agent inside answers.
 func Boot(ctx context.Context, p Parts) (*Instance, error) {
-	in, err := assemble(p, false)
+	in, err := begin(p)
 	if err != nil {
 		return nil, err
 	}
@@ -256,6 +260,9 @@ func (in *Instance) boot(ctx context.Context) error {
 	seed := make([]byte, seedSize)
 	if _, err := rand.Read(seed); err != nil {
 		return fmt.Errorf("making a random seed: %w", err)
+	}
+	if err := in.assemble(false); err != nil {
+		return err
 	}
 	err := in.machine.Boot(vmm.BootOptions{
 		Kernel: in.parts.Kernel, Initramfs: in.parts.Initramfs, Cmdline: in.parts.cmdline(),
@@ -335,7 +342,7 @@ type RestoreOptions struct {
 // inside has taken fresh random numbers and the time of day. RAM is read as it is
 // needed: the snapshot's files must stay until the instance is closed.
 func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
-	in, err := assemble(p, true)
+	in, err := begin(p)
 	if err != nil {
 		return nil, err
 	}
@@ -365,15 +372,26 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	if err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
-	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.machine.Fail, WorkingSet: pages})
+	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.fail, WorkingSet: pages})
 	if err != nil {
 		return err
 	}
 	in.pager.Start()
+	if err := in.assemble(true); err != nil {
+		return err
+	}
 	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
 	return in.goOn(ctx, o)
+}
+
+// fail ends the machine, as soon as there is one, since its RAM cannot be had.
+func (in *Instance) fail(err error) {
+	<-in.assembled
+	if in.machine != nil {
+		in.machine.Fail(err)
+	}
 }
 
 // goOn starts a guest whose state has been loaded, and tells its agent that time has
@@ -728,6 +746,8 @@ func (in *Instance) Close() error {
 	// The machine first: its vCPUs may be waiting for the pager.
 	if in.machine != nil {
 		errs = append(errs, in.machine.Close())
+	} else if in.shell != nil {
+		errs = append(errs, in.shell.Close())
 	}
 	if in.pager != nil {
 		errs = append(errs, in.pager.Close())

@@ -42,7 +42,7 @@ func newRewriting(b *testing.B, ram uint64, tracked, scattered bool) *rewriting 
 	if err != nil {
 		b.Fatal(err)
 	}
-	m, err := New(Config{VCPUs: 1, Memory: mem, TrackDirty: tracked})
+	m, err := testConfig{TrackDirty: tracked}.with(mem)
 	if err != nil {
 		b.Fatal(err)
 	}

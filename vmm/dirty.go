@@ -5,38 +5,10 @@ import (
 	"fmt"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
-	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// ErrNotTracked says that a machine was made without Config.TrackDirty.
+// ErrNotTracked says that a machine was made without ShellConfig.TrackDirty.
 var ErrNotTracked = errors.New("the machine does not track which pages change")
-
-// setMemory gives RAM to the VM, with a dirty log if that is wanted.
-//
-// With KVM_DIRTY_LOG_MANUAL_PROTECT2 (api.rst 7.18) reading the log does not change
-// it, so that it can be looked at while the guest runs. KVM_DIRTY_LOG_INITIALLY_SET
-// is not asked for: the slots have their log from the first moment, when nothing is
-// mapped and nothing has to be protected, so a log that begins empty is complete.
-// After a boot it has what the guest has written to RAM that was zeros, after a
-// restore what differs from the snapshot.
-func (m *Machine) setMemory() error {
-	flags := uint32(0)
-	if m.cfg.TrackDirty {
-		if m.vm.Check(kvm.CapManualDirtyLog)&kvm.DirtyLogManualProtect == 0 {
-			return fmt.Errorf("tracking which pages change: %w: KVM lacks KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2: use Linux 5.2 or later", ErrConfig)
-		}
-		if err := m.vm.EnableCap(kvm.CapManualDirtyLog, kvm.DirtyLogManualProtect); err != nil {
-			return err
-		}
-		flags = kvm.MemLogDirtyPages
-	}
-	for i, s := range m.mem.Slots() {
-		if err := m.vm.SetMemory(uint32(i), uint64(s.GPA), s.Size, s.HVA, flags); err != nil {
-			return err
-		}
-	}
-	return nil
-}
 
 // logWords is the part of a bitmap over all of RAM that is about one slot. Slots
 // begin at multiples of 64 pages: the second, if there is one, at HoleStart.
@@ -56,7 +28,7 @@ func logWords(set *guestmem.PageSet, s guestmem.Slot) []uint64 {
 //
 // The machine must be paused, or TakeDirty fails with ErrNotPaused. Call it after
 // Export: reading the state of a vCPU may make KVM write to the guest's RAM. It
-// fails with ErrNotTracked without Config.TrackDirty. A call that fails loses
+// fails with ErrNotTracked without ShellConfig.TrackDirty. A call that fails loses
 // nothing.
 //
 // Its time follows the number of changed pages, but for reading two bits for each
@@ -65,7 +37,7 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.cfg.TrackDirty:
+	case !m.shell.cfg.TrackDirty:
 		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state != paused:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrNotPaused)
@@ -82,7 +54,7 @@ func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.cfg.TrackDirty:
+	case !m.shell.cfg.TrackDirty:
 		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrEnded)
@@ -127,7 +99,7 @@ func (m *Machine) CountDirty() (uint64, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.cfg.TrackDirty:
+	case !m.shell.cfg.TrackDirty:
 		return 0, fmt.Errorf("counting changed pages: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return 0, fmt.Errorf("counting changed pages: %w", ErrEnded)

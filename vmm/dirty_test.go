@@ -77,10 +77,10 @@ var scribbleModes = []scribbleMode{
 // is accessed or dirty yet, so that the processor, or KVM, has to write to them.
 func startScribbler(t *testing.T, mode scribbleMode) *Machine {
 	t.Helper()
-	return startScribblerOf(t, mode, Config{TrackDirty: true})
+	return startScribblerOf(t, mode, testConfig{TrackDirty: true})
 }
 
-func startScribblerOf(t *testing.T, mode scribbleMode, cfg Config) *Machine {
+func startScribblerOf(t *testing.T, mode scribbleMode, cfg testConfig) *Machine {
 	t.Helper()
 	m := newMachineOf(t, cfg, mode.ram)
 	if err := m.Boot(BootOptions{Kernel: program(t, scribbler...)}); err != nil {
@@ -300,18 +300,18 @@ func areaOf(mode scribbleMode, off int) string {
 }
 
 func TestTakeDirtyIsRefusedWhereItWouldLie(t *testing.T) {
-	m := newMachine(t, Config{})
+	m := newMachine(t, testConfig{})
 	start(t, m, counting...)
 	if err := m.Pause(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := m.TakeDirty(); !errors.Is(err, ErrNotTracked) {
-		t.Errorf("without Config.TrackDirty: got %v, want ErrNotTracked", err)
+		t.Errorf("without TrackDirty: got %v, want ErrNotTracked", err)
 	}
 	if _, err := m.CountDirty(); !errors.Is(err, ErrNotTracked) {
-		t.Errorf("counting without Config.TrackDirty: got %v, want ErrNotTracked", err)
+		t.Errorf("counting without TrackDirty: got %v, want ErrNotTracked", err)
 	}
-	m = newMachine(t, Config{TrackDirty: true})
+	m = newMachine(t, testConfig{TrackDirty: true})
 	start(t, m, counting...)
 	if _, err := m.TakeDirty(); !errors.Is(err, ErrNotPaused) {
 		t.Errorf("of a running machine: got %v, want ErrNotPaused", err)
@@ -319,7 +319,7 @@ func TestTakeDirtyIsRefusedWhereItWouldLie(t *testing.T) {
 }
 
 func TestPagesGivenBackAreReportedAgain(t *testing.T) {
-	m := newMachine(t, Config{TrackDirty: true})
+	m := newMachine(t, testConfig{TrackDirty: true})
 	start(t, m, counting...)
 	waitCount(t, m, 10)
 	take := func() *guestmem.PageSet {
@@ -356,7 +356,7 @@ func TestPagesGivenBackAreReportedAgain(t *testing.T) {
 // KVM's bitmaps end with a word that is not full.
 func TestTakeDirtyOfRAMThatFillsNoWholeWord(t *testing.T) {
 	for _, ram := range []uint64{lowRAM + guestmem.PageSize, uint64(guestmem.HoleStart) + 3*guestmem.PageSize} {
-		m := newMachineOf(t, Config{TrackDirty: true}, ram)
+		m := newMachineOf(t, testConfig{TrackDirty: true}, ram)
 		start(t, m, counting...)
 		waitCount(t, m, 10)
 		if err := m.Pause(t.Context()); err != nil {

@@ -37,7 +37,7 @@ func fork(t *testing.T, m *Machine, mode scribbleMode, ahead bool, o pager.Freez
 	}
 	states, err = m.Export()
 	set := guestmem.NewPageSet(m.Memory().Size() / guestmem.PageSize)
-	if m.cfg.TrackDirty {
+	if m.shell.cfg.TrackDirty {
 		dirty, derr := m.TakeDirty()
 		err = errors.Join(err, derr)
 		set = dirty
@@ -67,7 +67,7 @@ func child(t *testing.T, image *os.File, mode scribbleMode, tracked bool) *Machi
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := New(Config{VCPUs: 1, Memory: mem, TrackDirty: tracked})
+	m, err := testConfig{TrackDirty: tracked}.with(mem)
 	if err != nil {
 		t.Fatal(errors.Join(err, mem.Close()))
 	}
@@ -96,7 +96,7 @@ func TestAChildsRAMIsTheParentsAtTheForkByteForByte(t *testing.T) {
 	} {
 		mode := how.mode
 		t.Run(fmt.Sprintf("%s, %s", how.name, mode.name), func(t *testing.T) {
-			parent := startScribblerOf(t, mode, Config{TrackDirty: how.tracked})
+			parent := startScribblerOf(t, mode, testConfig{TrackDirty: how.tracked})
 			if err := parent.Memory().Write(0x400000, bytes.Repeat([]byte{0xa5}, 11<<20)); err != nil {
 				t.Fatal(err)
 			}

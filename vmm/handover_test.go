@@ -38,7 +38,7 @@ func agent() []byte {
 }
 
 func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
-	a := newMachine(t, Config{VCPUs: 1})
+	a := newMachine(t, testConfig{VCPUs: 1})
 	ready := a.Handover().Expect()
 	start(t, a, agent()...)
 	select {
@@ -67,7 +67,7 @@ func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
 		"saved by an older version": {other, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newMachine(t, Config{VCPUs: 1})
+			b := newMachine(t, testConfig{VCPUs: 1})
 			page := make([]byte, 1<<20)
 			for gpa := guestmem.GPA(0); gpa < 64<<20; gpa += 1 << 20 {
 				if err := a.Memory().Read(gpa, page); err != nil {

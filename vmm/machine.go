@@ -46,21 +46,12 @@ type Device struct {
 	Device devices.Device
 }
 
-// Config says what a machine is made of.
+// Config says what a machine has besides its shell.
 type Config struct {
-	// VCPUs is 1 to boot.MaxVCPUs.
-	VCPUs int
-	// Memory is the guest's RAM. It stays the caller's, who closes it after the
-	// machine: devices and a pager are made with it before.
-	Memory *guestmem.Memory
 	// Devices are at most MaxDevices, in the order in which the guest finds
 	// them. The machine resets them when it is closed; it does not close what
 	// is behind them.
 	Devices []Device
-	// TrackDirty keeps a log of changed pages, for TakeDirty. The guest pays for
-	// it: the first write to each page after TakeDirty leaves it for KVM, and
-	// KVM maps RAM in pages of 4 KiB only.
-	TrackDirty bool
 	// Console gets what the guest writes to its serial port. A slow writer
 	// loses output rather than stop the guest. Nil discards it.
 	Console io.Writer
@@ -94,12 +85,12 @@ type transport struct {
 
 // Machine is one VM. Its methods may be called from any goroutine.
 type Machine struct {
-	cfg  Config
-	log  *slog.Logger
-	sys  *kvm.System
-	vm   *kvm.VM
-	mem  *guestmem.Memory
-	cpus []*cpu
+	cfg   Config
+	log   *slog.Logger
+	shell *Shell
+	vm    *kvm.VM
+	mem   *guestmem.Memory
+	cpus  []*cpu
 	// tscKHz is the frequency of the guest's time stamp counter.
 	tscKHz uint64
 
@@ -109,7 +100,6 @@ type Machine struct {
 	serialIRQ *devices.Event
 	handover  *handover.Device
 	virtio    []*transport
-	msrIndex  []uint32
 
 	gate   gate
 	ending atomic.Bool
@@ -130,23 +120,18 @@ type Machine struct {
 type lifeState int
 
 const (
-	shell   lifeState = iota // nothing to run yet
+	empty   lifeState = iota // nothing to run yet
 	loaded                   // a kernel or a saved state is in it
 	running                  // vCPUs and devices run
 	paused                   // they stand still
 	closed
 )
 
-// New makes a machine with RAM, vCPUs, interrupt controllers and devices, and
-// nothing to run. The host commits memory only as it is used.
-func New(cfg Config) (*Machine, error) {
-	if cfg.VCPUs < 1 || cfg.VCPUs > boot.MaxVCPUs {
-		return nil, fmt.Errorf("%w: %d vCPUs, use 1 to %d", ErrConfig, cfg.VCPUs, boot.MaxVCPUs)
-	}
-	if len(cfg.Devices) > MaxDevices {
-		return nil, fmt.Errorf("%w: %d devices, at most %d", ErrConfig, len(cfg.Devices), MaxDevices)
-	}
-	m := &Machine{cfg: cfg, log: cfg.Log, mem: cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
+// New makes a machine of a shell, waiting for it if need be, with devices and nothing to
+// run. The shell is the machine's from then on, and closed if New fails. The host commits
+// memory only as it is used.
+func New(shell *Shell, cfg Config) (*Machine, error) {
+	m := &Machine{cfg: cfg, log: cfg.Log, shell: shell, mem: shell.cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
 	}
@@ -172,58 +157,27 @@ func CheckHostMemory(size uint64) error {
 	return nil
 }
 
-func (m *Machine) build() (err error) {
-	if m.sys, err = kvm.Open(); err != nil {
+func (m *Machine) build() error {
+	if len(m.cfg.Devices) > MaxDevices {
+		return fmt.Errorf("%w: %d devices, at most %d", ErrConfig, len(m.cfg.Devices), MaxDevices)
+	}
+	if err := m.shell.Wait(); err != nil {
 		return err
 	}
-	if m.vm, err = m.sys.CreateVM(); err != nil {
-		return err
+	for stage, d := range m.shell.took {
+		m.stages.set(stage, d)
 	}
-	m.stages.mark(StageCreateVM)
-	// Memory before the interrupt controllers: they are put on KVM's buses by deferred
-	// work, which a change of memory slots waits for, 4 to 10 ms (Linux 6.18).
-	if err := m.setMemory(); err != nil {
-		return err
+	m.stages.mark(StageShell)
+	m.vm = m.shell.vm
+	deadline := m.vm.Check(kvm.CapTSCDeadlineTimer) > 0
+	for id, v := range m.shell.vcpus {
+		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: guestCPUID(m.shell.supported, id, len(m.shell.vcpus), deadline)})
 	}
-	m.stages.mark(StageMemory)
-	if err := errors.Join(m.vm.SetTSSAddr(tssAddr), m.vm.SetIdentityMapAddr(identityMapAddr)); err != nil {
-		return err
-	}
-	if err := m.vm.CreateIRQChip(); err != nil {
-		return err
-	}
-	if err := m.vm.CreatePIT2(); err != nil {
-		return err
-	}
-	m.stages.mark(StageIRQChip)
-	if err := m.buildVCPUs(); err != nil {
-		return err
-	}
-	m.stages.mark(StageVCPUs)
+	m.readTSC()
 	if err := m.buildDevices(); err != nil {
 		return err
 	}
 	m.stages.mark(StageDevices)
-	return nil
-}
-
-func (m *Machine) buildVCPUs() error {
-	supported, err := m.sys.SupportedCPUID()
-	if err != nil {
-		return err
-	}
-	if m.msrIndex, err = m.sys.MSRIndexList(); err != nil {
-		return err
-	}
-	deadline := m.vm.Check(kvm.CapTSCDeadlineTimer) > 0
-	for id := range m.cfg.VCPUs {
-		v, err := m.vm.CreateVCPU(id)
-		if err != nil {
-			return err
-		}
-		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: guestCPUID(supported, id, m.cfg.VCPUs, deadline)})
-	}
-	m.readTSC()
 	return nil
 }
 
@@ -316,15 +270,15 @@ type BootOptions struct {
 	Seed []byte
 }
 
-// Boot loads a kernel into the shell.
+// Boot loads a kernel into an empty machine.
 func (m *Machine) Boot(o BootOptions) error {
 	m.life.Lock()
 	defer m.life.Unlock()
-	if m.state != shell {
+	if m.state != empty {
 		return fmt.Errorf("booting: %w: the machine already has something to run", ErrConfig)
 	}
 	c := boot.Config{
-		Kernel: o.Kernel, Initramfs: o.Initramfs, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: m.cfg.VCPUs,
+		Kernel: o.Kernel, Initramfs: o.Initramfs, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: len(m.cpus),
 		Hardware: boot.Hardware{
 			SerialPort: serialPort, SerialGSI: serialGSI,
 			ResetPort: reset.ResetPort, ResetValue: reset.ResetValue,
@@ -598,14 +552,6 @@ func (m *Machine) release() error {
 	if m.serialIRQ != nil {
 		errs = append(errs, m.serialIRQ.Close())
 	}
-	for _, c := range m.cpus {
-		errs = append(errs, c.kvm.Close())
-	}
-	if m.vm != nil {
-		errs = append(errs, m.vm.Close())
-	}
-	if m.sys != nil {
-		errs = append(errs, m.sys.Close())
-	}
+	errs = append(errs, m.shell.Close())
 	return errors.Join(errs...)
 }

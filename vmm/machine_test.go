@@ -63,25 +63,38 @@ func needKVM(t *testing.T) {
 	t.Skip(err)
 }
 
+// testConfig is what a test wants of a machine; of vCPUs, one unless it says more.
+type testConfig struct {
+	VCPUs      int
+	TrackDirty bool
+	Devices    []Device
+	Symbolize  Symbolizer
+}
+
+// with makes the machine.
+func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
+	shell, err := NewShell(ShellConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty})
+	if err != nil {
+		return nil, err
+	}
+	return New(shell, Config{Devices: c.Devices, Symbolize: c.Symbolize})
+}
+
 // newMachine makes a machine that is closed with the test.
-func newMachine(t *testing.T, cfg Config) *Machine {
+func newMachine(t *testing.T, cfg testConfig) *Machine {
 	t.Helper()
 	return newMachineOf(t, cfg, 64<<20)
 }
 
 // newMachineOf makes one with so many bytes of RAM.
-func newMachineOf(t *testing.T, cfg Config, ram uint64) *Machine {
+func newMachineOf(t *testing.T, cfg testConfig, ram uint64) *Machine {
 	t.Helper()
 	needKVM(t)
 	mem, err := guestmem.New(ram)
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg.Memory = mem
-	if cfg.VCPUs == 0 {
-		cfg.VCPUs = 1
-	}
-	m, err := New(cfg)
+	m, err := cfg.with(mem)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +154,7 @@ func TestEndsOfAGuestAreToldApart(t *testing.T) {
 			if tc.skip {
 				t.Skip("only a KVM without hardware virtualisation lacks instructions")
 			}
-			m := newMachine(t, Config{Symbolize: func(a uint64) (string, uint64, bool) { return "here", a - codeAt, a >= codeAt }})
+			m := newMachine(t, testConfig{Symbolize: func(a uint64) (string, uint64, bool) { return "here", a - codeAt, a >= codeAt }})
 			start(t, m, tc.code...)
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
@@ -157,7 +170,7 @@ func TestEndsOfAGuestAreToldApart(t *testing.T) {
 }
 
 func TestALoopWithInterruptsOffIsReported(t *testing.T) {
-	m := newMachine(t, Config{})
+	m := newMachine(t, testConfig{})
 	m.watchInterval = 20 * time.Millisecond
 	start(t, m, append([]byte{0xfa}, loop...)...) // cli
 	deadline := time.Now().Add(30 * time.Second)
@@ -173,7 +186,7 @@ func TestALoopWithInterruptsOffIsReported(t *testing.T) {
 }
 
 func TestAHaltedGuestIsNotHung(t *testing.T) {
-	m := newMachine(t, Config{})
+	m := newMachine(t, testConfig{})
 	m.watchInterval = 10 * time.Millisecond
 	start(t, m, 0xfa, 0xf4) // cli; hlt
 	time.Sleep(500 * time.Millisecond)
@@ -183,7 +196,7 @@ func TestAHaltedGuestIsNotHung(t *testing.T) {
 }
 
 func TestFactsAreToldWhileTheGuestHalts(t *testing.T) {
-	m := newMachine(t, Config{})
+	m := newMachine(t, testConfig{})
 	start(t, m, 0xfa, 0xf4) // cli; hlt
 	if err := m.WaitEntry(t.Context()); err != nil {
 		t.Fatal(err)
@@ -231,7 +244,7 @@ func waitCount(t *testing.T, m *Machine, above uint64) uint64 {
 }
 
 func TestPauseStopsTheGuestAndResumeLetsItGoOn(t *testing.T) {
-	m := newMachine(t, Config{VCPUs: 2})
+	m := newMachine(t, testConfig{VCPUs: 2})
 	start(t, m, counting...)
 	var last uint64
 	for range 20 {
@@ -252,7 +265,7 @@ func TestPauseStopsTheGuestAndResumeLetsItGoOn(t *testing.T) {
 
 func TestStateMovesToAnotherMachine(t *testing.T) {
 	devs := func() []Device { return []Device{{Name: "rng", Device: rng.New(rng.Options{})}} }
-	a := newMachine(t, Config{VCPUs: 2, Devices: devs()})
+	a := newMachine(t, testConfig{VCPUs: 2, Devices: devs()})
 	start(t, a, counting...)
 	waitCount(t, a, 10)
 	if _, err := a.Export(); !errors.Is(err, ErrNotPaused) {
@@ -265,7 +278,7 @@ func TestStateMovesToAnotherMachine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := newMachine(t, Config{VCPUs: 2, Devices: devs()})
+	b := newMachine(t, testConfig{VCPUs: 2, Devices: devs()})
 	page := make([]byte, 1<<20)
 	for gpa := guestmem.GPA(0); gpa < 64<<20; gpa += 1 << 20 {
 		if err := errors.Join(a.Memory().Read(gpa, page), b.Memory().Write(gpa, page)); err != nil {
@@ -290,7 +303,7 @@ func TestStateMovesToAnotherMachine(t *testing.T) {
 
 func TestImportRefusesWhatDoesNotFit(t *testing.T) {
 	devs := []Device{{Name: "rng", Device: rng.New(rng.Options{})}}
-	a := newMachine(t, Config{Devices: devs})
+	a := newMachine(t, testConfig{Devices: devs})
 	start(t, a, counting...)
 	if err := a.Pause(t.Context()); err != nil {
 		t.Fatal(err)
@@ -318,7 +331,7 @@ func TestImportRefusesWhatDoesNotFit(t *testing.T) {
 		"an unknown part":    {1, append(without(""), State{Name: "device/other"})},
 		"another vCPU count": {2, states},
 	} {
-		b := newMachine(t, Config{VCPUs: tc.vcpus, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
+		b := newMachine(t, testConfig{VCPUs: tc.vcpus, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
 		if err := b.Import(tc.states); err == nil {
 			t.Errorf("%s: accepted", name)
 		}
@@ -332,11 +345,14 @@ func TestImpossibleMachinesAreRefused(t *testing.T) {
 	}
 	defer mem.Close()
 	for _, n := range []int{-1, 0, 9} {
-		if _, err := New(Config{VCPUs: n, Memory: mem}); !errors.Is(err, ErrConfig) {
+		if _, err := NewShell(ShellConfig{VCPUs: n, Memory: mem}); !errors.Is(err, ErrConfig) {
 			t.Errorf("%d vCPUs: got %v, want ErrConfig", n, err)
 		}
 	}
-	if _, err := New(Config{VCPUs: 1, Memory: mem, Devices: make([]Device, MaxDevices+1)}); !errors.Is(err, ErrConfig) {
+	if _, err := NewShell(ShellConfig{VCPUs: 1}); !errors.Is(err, ErrConfig) {
+		t.Errorf("no memory: got %v, want ErrConfig", err)
+	}
+	if _, err := (testConfig{Devices: make([]Device, MaxDevices+1)}).with(mem); !errors.Is(err, ErrConfig) {
 		t.Errorf("too many devices: got %v, want ErrConfig", err)
 	}
 	if err := CheckHostMemory(1 << 60); !errors.Is(err, ErrHostMemory) {

@@ -11,10 +11,13 @@ type Stage int
 
 // The steps that are timed, in the order in which they occur.
 const (
+	// Of a shell, which is made in the background.
 	StageCreateVM Stage = iota
 	StageMemory
 	StageIRQChip
 	StageVCPUs
+
+	StageShell // what New has waited for it
 	StageDevices
 	StageLoad   // kernel loaded
 	StageImport // saved state loaded
@@ -28,9 +31,12 @@ const (
 )
 
 var stageNames = [stageCount]string{
-	"create_vm", "memory", "irqchip", "vcpus", "devices", "load", "import", "entry", "pause",
+	"create_vm", "memory", "irqchip", "vcpus", "shell", "devices", "load", "import", "entry", "pause",
 	"agent_reached", "agent_answer",
 }
+
+// Background says that the step took place while other things were done.
+func (s Stage) Background() bool { return s <= StageVCPUs }
 
 // InGuest says that the step is the guest's own, after its first instruction.
 func (s Stage) InGuest() bool { return s == StageAgentReached || s == StageAgentAnswer }

@@ -40,7 +40,7 @@ func (m *Machine) Export() ([]State, error) {
 		out = append(out, State{Name: name, Payload: devices.Payload{Kind: kind, Version: stateVersion, Data: data}})
 	}
 	for _, c := range m.cpus {
-		data, err := c.kvm.Export(nil, c.cpuid, m.msrIndex)
+		data, err := c.kvm.Export(nil, c.cpuid, m.shell.msrIndex)
 		if err != nil {
 			return nil, fmt.Errorf("saving vCPU %d: %w", c.kvm.ID(), err)
 		}
@@ -92,14 +92,14 @@ func (m *Machine) Facts() HostFacts {
 // tell, as with one whose own is unstable.
 func (m *Machine) readTSC() { m.tscKHz, _ = m.cpus[0].kvm.TSCKHz() }
 
-// Import loads a saved machine into the shell. RAM must have been given its content,
+// Import loads a saved machine into an empty one. RAM must have been given its content,
 // or a pager that has it. Every part must be known, used and there exactly once;
 // otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine
 // can only be closed.
 func (m *Machine) Import(states []State) error {
 	m.life.Lock()
 	defer m.life.Unlock()
-	if m.state != shell {
+	if m.state != empty {
 		return fmt.Errorf("restoring: %w: the machine already has something to run", ErrConfig)
 	}
 	parts := make(map[string]devices.Payload, len(states))

@@ -1,0 +1,152 @@
+package vmm
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// ShellConfig says what KVM is to have ready of a machine.
+type ShellConfig struct {
+	// VCPUs is 1 to boot.MaxVCPUs.
+	VCPUs int
+	// Memory is the guest's RAM. It stays the caller's, who closes it after the
+	// shell or the machine: devices and a pager are made with it before.
+	Memory *guestmem.Memory
+	// TrackDirty keeps a log of changed pages, for Machine.TakeDirty. The guest pays
+	// for it: the first write to each page after TakeDirty leaves it for KVM, and
+	// KVM maps RAM in pages of 4 KiB only.
+	TrackDirty bool
+}
+
+// Shell is what KVM has of a machine: the VM with its RAM, interrupt controllers and
+// vCPUs, without devices and with nothing to run. It is made in the background, since the
+// time for it follows the size of RAM (KVM allocates its records of all pages at once, on
+// hosts that shadow the guest's page tables), and who wants a machine has other things to
+// do meanwhile. It belongs to one goroutine, which gives it to New or closes it.
+type Shell struct {
+	cfg       ShellConfig
+	sys       *kvm.System
+	vm        *kvm.VM
+	vcpus     []*kvm.VCPU
+	supported []kvm.CPUIDEntry
+	msrIndex  []uint32
+	// took is what each step took.
+	took map[Stage]time.Duration
+	done sync.WaitGroup
+	err  error
+}
+
+// NewShell begins to make a shell and does not wait for it.
+func NewShell(cfg ShellConfig) (*Shell, error) {
+	if cfg.VCPUs < 1 || cfg.VCPUs > boot.MaxVCPUs {
+		return nil, fmt.Errorf("%w: %d vCPUs, use 1 to %d", ErrConfig, cfg.VCPUs, boot.MaxVCPUs)
+	}
+	if cfg.Memory == nil {
+		return nil, fmt.Errorf("%w: it has no memory", ErrConfig)
+	}
+	s := &Shell{cfg: cfg, took: map[Stage]time.Duration{}}
+	s.done.Go(func() { s.err = s.build() })
+	return s, nil
+}
+
+// Wait returns when the shell is complete, or why it cannot be had.
+func (s *Shell) Wait() error {
+	s.done.Wait()
+	return s.err
+}
+
+// Close gives the shell back.
+func (s *Shell) Close() error {
+	s.done.Wait()
+	var errs []error
+	for _, v := range s.vcpus {
+		errs = append(errs, v.Close())
+	}
+	if s.vm != nil {
+		errs = append(errs, s.vm.Close())
+	}
+	if s.sys != nil {
+		errs = append(errs, s.sys.Close())
+	}
+	s.vcpus, s.vm, s.sys = nil, nil, nil
+	return errors.Join(errs...)
+}
+
+func (s *Shell) build() (err error) {
+	last := time.Now()
+	mark := func(stage Stage) {
+		now := time.Now()
+		s.took[stage], last = now.Sub(last), now
+	}
+	if s.sys, err = kvm.Open(); err != nil {
+		return err
+	}
+	if s.vm, err = s.sys.CreateVM(); err != nil {
+		return err
+	}
+	mark(StageCreateVM)
+	// Memory before the interrupt controllers: they are put on KVM's buses by deferred
+	// work, which a change of memory slots waits for, 4 to 10 ms (Linux 6.18).
+	if err := s.setMemory(); err != nil {
+		return err
+	}
+	mark(StageMemory)
+	if err := errors.Join(s.vm.SetTSSAddr(tssAddr), s.vm.SetIdentityMapAddr(identityMapAddr)); err != nil {
+		return err
+	}
+	if err := s.vm.CreateIRQChip(); err != nil {
+		return err
+	}
+	if err := s.vm.CreatePIT2(); err != nil {
+		return err
+	}
+	mark(StageIRQChip)
+	if s.supported, err = s.sys.SupportedCPUID(); err != nil {
+		return err
+	}
+	if s.msrIndex, err = s.sys.MSRIndexList(); err != nil {
+		return err
+	}
+	for id := range s.cfg.VCPUs {
+		v, err := s.vm.CreateVCPU(id)
+		if err != nil {
+			return err
+		}
+		s.vcpus = append(s.vcpus, v)
+	}
+	mark(StageVCPUs)
+	return nil
+}
+
+// setMemory gives RAM to the VM, with a dirty log if that is wanted.
+//
+// With KVM_DIRTY_LOG_MANUAL_PROTECT2 (api.rst 7.18) reading the log does not change
+// it, so that it can be looked at while the guest runs. KVM_DIRTY_LOG_INITIALLY_SET
+// is not asked for: the slots have their log from the first moment, when nothing is
+// mapped and nothing has to be protected, so a log that begins empty is complete.
+// After a boot it has what the guest has written to RAM that was zeros, after a
+// restore what differs from the snapshot.
+func (s *Shell) setMemory() error {
+	flags := uint32(0)
+	if s.cfg.TrackDirty {
+		if s.vm.Check(kvm.CapManualDirtyLog)&kvm.DirtyLogManualProtect == 0 {
+			return fmt.Errorf("tracking which pages change: %w: KVM lacks KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2: use Linux 5.2 or later", ErrConfig)
+		}
+		if err := s.vm.EnableCap(kvm.CapManualDirtyLog, kvm.DirtyLogManualProtect); err != nil {
+			return err
+		}
+		flags = kvm.MemLogDirtyPages
+	}
+	for i, slot := range s.cfg.Memory.Slots() {
+		if err := s.vm.SetMemory(uint32(i), uint64(slot.GPA), slot.Size, slot.HVA, flags); err != nil {
+			return err
+		}
+	}
+	return nil
+}
