@@ -27,7 +27,7 @@
 //
 // # What it costs
 //
-// Two cores of an AMD EPYC with little else to do, QEMU 7.2, kernel 6.1, two virtual CPUs; with both cores busy all of it
+// Two cores of an AMD EPYC with little else to do, QEMU 7.2, kernel 6.1, -cpus 2; with both cores busy all of it
 // takes two to four times as long. Reproduce with go test -run XXX -bench ., with and without -exec, and
 // DROWSE_HWKVM_BENCH_FILE naming a file to read.
 //
@@ -50,6 +50,10 @@
 //
 // # What does not work there
 //
+//   - Two processors. With two, and the host busy, one run in four of a test that boots, saves and restores guests has
+//     ended with a triple fault in a guest that had done nothing special, or with both processors standing still, the
+//     outer kernel silent. QEMU runs each in a thread of its own (thread=multi); with thread=single nothing gets done.
+//     With one processor, the default, none of the runs has. Guests with two vCPUs share it.
 //   - Kernel 6.1 has no TCX (6.6; use clsact), no PAGEMAP_SCAN (6.7; the ioctl says ENOTTY), no guest_memfd (6.8), and of
 //     userfaultfd the features up to WP_HUGETLBFS_SHMEM (mask 0x1fff): no WP_UNPOPULATED, POISON, WP_ASYNC or MOVE. Code
 //     has its fall-backs tested there.

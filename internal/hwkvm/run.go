@@ -23,7 +23,7 @@ import (
 
 // Defaults and limits of Config.
 const (
-	DefaultCPUs      = 2
+	DefaultCPUs      = 1 // see "What does not work there"
 	MaxCPUs          = 8
 	DefaultMemoryMiB = 4096
 	MinMemoryMiB     = 256
