@@ -63,6 +63,11 @@ func TestHooksInAGuest(t *testing.T) {
 	clone(e, snap.Snapshot, "c")
 	wantNotes(e, "c", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 
+	// The children of a fork find themselves between its hooks.
+	forks(e, "h", sandbox.ForkOptions{Count: 1, Name: "f"})
+	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
+	wantNotes(e, "f", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
+
 	e.Sh("c", "touch /root/fail-sleep /root/fail-wake /root/fail-snapshot")
 	_, err = e.Store.Sleep(t.Context(), "c")
 	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {

@@ -133,6 +133,12 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		}
 	}
 	wantLine(1)
+	if _, err := e.Store.Fork(ctx, e.Launcher, "a", sandbox.ForkOptions{Count: 1, Name: "f"}); !errors.Is(err, volume.ErrInUse) {
+		t.Errorf("a fork of a VM that writes to a volume: %v, want ErrInUse", err)
+	}
+	if _, err := e.Store.Get("f"); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("after a fork that was refused its child: %v, want ErrNotFound", err)
+	}
 	wantInUse("while it runs")
 	named, err := e.Store.Snapshot(ctx, "a", "")
 	if err != nil {
