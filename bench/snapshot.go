@@ -42,7 +42,7 @@ while True:
         c.send(b'done\n')
 `
 
-const dirtierPort = 5001
+const programPort = 5001
 
 // Snapshots measures named snapshots of a running guest that has just changed some of its
 // memory: how long it stands still (snapshot_pause), and how much is written
@@ -82,29 +82,17 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 			return nil, err
 		}
 	}
-	// The base of the next must be there.
-	last := ""
-	defer func() {
-		if last != "" {
-			err = errors.Join(err, e.Store.RemoveSnapshot(context.WithoutCancel(ctx), last))
-		}
-	}()
+	line := chain{store: e.Store, vm: name}
+	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	for i := -1; i < o.Warmup+o.N; i++ {
 		e.say("snapshot: round %d of %d", i+1, o.Warmup+o.N)
 		for _, d := range amounts {
 			if err := e.dirty(ctx, name, d); err != nil {
 				return nil, err
 			}
-			res, err := e.Store.Snapshot(ctx, name, "")
+			res, err := line.next(ctx)
 			if err != nil {
 				return nil, err
-			}
-			before := last
-			last = res.Snapshot
-			if before != "" {
-				if err := e.Store.RemoveSnapshot(ctx, before); err != nil {
-					return nil, err
-				}
 			}
 			// The first of all is no delta.
 			if i < o.Warmup {
@@ -120,9 +108,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
-		b := stored[d].row("snapshot_bytes", params)
-		b.Unit, b.P50, b.P90, b.P99 = "MiB", b.P50*perMs/mibBytes, b.P90*perMs/mibBytes, b.P99*perMs/mibBytes
-		rows = append(rows, pause[d].row("snapshot_pause", params), b)
+		rows = append(rows, pause[d].row("snapshot_pause", params), inMiB(stored[d].row("snapshot_bytes", params)))
 	}
 	return rows, nil
 }
@@ -131,11 +117,16 @@ const mibBytes = 1 << 20
 
 // dirty lets the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {
+	const pagesPerMiB = 256
+	return e.tell(ctx, name, fmt.Sprint(mib*pagesPerMiB))
+}
+
+// tell tells the program in the guest what to do, and returns when that is done.
+func (e Env) tell(ctx context.Context, name, what string) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
-	const pagesPerMiB = 256
 	for {
-		c, err := guest.UnixDialer(e.Store.VsockPath(name))(ctx, dirtierPort)
+		c, err := guest.UnixDialer(e.Store.VsockPath(name))(ctx, programPort)
 		if err != nil {
 			// It may not be listening yet.
 			select {
@@ -145,7 +136,7 @@ func (e Env) dirty(ctx context.Context, name string, mib int) error {
 			}
 			continue
 		}
-		return errors.Join(command(ctx, c, fmt.Sprint(mib*pagesPerMiB)), c.Close())
+		return errors.Join(command(ctx, c, what), c.Close())
 	}
 }
 
@@ -162,6 +153,146 @@ func command(ctx context.Context, c net.Conn, what string) error {
 		return fmt.Errorf("the program in the guest says %q: %w", line, errors.Join(err))
 	}
 	return nil
+}
+
+// DeltaOptions say how delta_bytes is measured.
+type DeltaOptions struct {
+	// N is the number of deltas for each row.
+	N int
+	// MemoryMiB is the size of guest RAM.
+	MemoryMiB int
+	// Idle is how long the guest has nothing to do, for the first row.
+	Idle time.Duration
+	// WrittenMiB is how much it writes to files for the second, and LeftMiB how much of
+	// that it leaves there.
+	WrittenMiB, LeftMiB int
+	// Settle is how long it then has until the snapshot: what is free is reported to
+	// the host some seconds later.
+	Settle time.Duration
+}
+
+// installer is a program in the guest that writes files and deletes most of them, as the
+// installation of a package does: what it keeps, and all else. Of what it writes nothing
+// can be compressed within 64 KiB.
+const installer = `
+import os, shutil, socket
+BLOCK = os.urandom(65536)
+server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+server.bind((socket.VMADDR_CID_ANY, 5001))
+server.listen(1)
+turn = 0
+def write(name, mib):
+    with open(name, 'wb') as f:
+        for i in range(mib * 16):
+            f.write(b'%16d' % (turn << 32 | i) + BLOCK[16:])
+while True:
+    c, _ = server.accept()
+    with c:
+        mib, left = map(int, c.recv(32).split())
+        if mib:
+            turn += 1
+            os.makedirs('/root/cache')
+            for i in range(mib - left):
+                write('/root/cache/%d' % i, 1)
+            write('/root/left-%d' % turn, left)
+            shutil.rmtree('/root/cache')
+            os.sync()
+        c.send(b'done\n')
+`
+
+// Deltas measures what a snapshot of a running guest writes of its memory, in MiB, when the
+// guest has been idle since the one before (work is idle), and when it has written files and
+// deleted most of them (work is install).
+func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) {
+	name := fmt.Sprintf("bench-%d", os.Getpid())
+	e.say("booting a guest of %d MiB", o.MemoryMiB)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	if err := e.startProgram(ctx, name, "installer.py", installer); err != nil {
+		return nil, err
+	}
+	line := chain{store: e.Store, vm: name}
+	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
+	works := []struct {
+		name          string
+		written, left int
+		settle        time.Duration
+	}{
+		{"idle", 0, 0, o.Idle},
+		{"install", o.WrittenMiB, o.LeftMiB, o.Settle},
+	}
+	all := []*series{newSeries(), newSeries()}
+	for i := range o.N {
+		for k, w := range works {
+			e.say("delta_bytes: %s, %d of %d", w.name, i+1, o.N)
+			// What it takes to tell the guest is not part of its idleness.
+			if err := e.tell(ctx, name, "0 0"); err != nil {
+				return nil, err
+			}
+			if _, err := line.next(ctx); err != nil {
+				return nil, err
+			}
+			if w.written > 0 {
+				if err := e.tell(ctx, name, fmt.Sprintf("%d %d", w.written, w.left)); err != nil {
+					return nil, err
+				}
+			}
+			select {
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			case <-time.After(w.settle):
+			}
+			res, err := line.next(ctx)
+			if err != nil {
+				return nil, err
+			}
+			err = errors.Join(all[k].total.RecordValue(max(1, res.BytesStored)), into(all[k].faults, "pages_changed", int64(res.PagesChanged)))
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
+	for k, w := range works {
+		params := map[string]any{"memory_mib": o.MemoryMiB, "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
+		rows = append(rows, inMiB(all[k].row("delta_bytes", params)))
+	}
+	return rows, nil
+}
+
+// chain takes named snapshots of a VM, each a delta of the one before, and keeps the last.
+type chain struct {
+	store *sandbox.Store
+	vm    string
+	last  string
+}
+
+func (c *chain) next(ctx context.Context) (sandbox.SleepResult, error) {
+	res, err := c.store.Snapshot(ctx, c.vm, "")
+	if err != nil {
+		return res, err
+	}
+	// The base of a delta must be there while it is written, and not longer.
+	before := c.last
+	c.last = res.Snapshot
+	if before != "" {
+		err = c.store.RemoveSnapshot(ctx, before)
+	}
+	return res, err
+}
+
+func (c *chain) end(ctx context.Context) error {
+	if c.last == "" {
+		return nil
+	}
+	return c.store.RemoveSnapshot(ctx, c.last)
+}
+
+// inMiB makes a row of bytes one of MiB.
+func inMiB(r Row) Row {
+	r.Unit, r.P50, r.P90, r.P99 = "MiB", r.P50*perMs/mibBytes, r.P90*perMs/mibBytes, r.P99*perMs/mibBytes
+	return r
 }
 
 // DepthOptions say how restore_depth is measured.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -20,7 +21,7 @@ func (a *app) benchCommand() *cobra.Command {
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
-	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDepth(&e), a.benchFork(&e), a.benchDensity(&e))
+	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDelta(&e), a.benchDepth(&e), a.benchFork(&e), a.benchDensity(&e))
 	return cmd
 }
 
@@ -94,6 +95,24 @@ func (a *app) benchSnapshot(e *bench.Env) *cobra.Command {
 	f.IntVar(&o.Warmup, "warmup", 2, "snapshots before that do not count")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512, 4096}, "sizes of RAM in MiB")
 	f.IntSliceVar(&o.DirtyMiB, "dirty", []int{0, 16, 64, 256}, "how much the guest changes before each snapshot, in MiB, up to half of RAM")
+	return cmd
+}
+
+func (a *app) benchDelta(e *bench.Env) *cobra.Command {
+	var o bench.DeltaOptions
+	cmd := a.benchmark(e, "delta_bytes", "What a snapshot writes after an idle second, and after files have come and gone", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.MemoryMiB < 1 || o.Idle < 0 || o.Settle < 0 || o.LeftMiB < 0 || o.WrittenMiB < o.LeftMiB {
+			return nil, usageError{errors.New("--runs and --memory must be 1 or more, times 0 or more, and --left at most --written")}
+		}
+		return bench.Deltas(ctx, *e, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 5, "snapshots of each kind")
+	f.IntVar(&o.MemoryMiB, "memory", 512, "RAM in MiB")
+	f.DurationVar(&o.Idle, "idle", time.Second, "how long the guest is idle")
+	f.IntVar(&o.WrittenMiB, "written", 100, "how much it writes to files, in MiB")
+	f.IntVar(&o.LeftMiB, "left", 5, "how much of that it leaves there, in MiB")
+	f.DurationVar(&o.Settle, "settle", 10*time.Second, "how long it has then until the snapshot")
 	return cmd
 }
 
