@@ -89,6 +89,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
 		}
 	}()
+	defer p.shortenDisk()
 	begin := time.Now()
 	policy := p.r.Spec.Hooks.policy(over)
 	limits := p.r.Spec.Hooks.limits(policy)

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
@@ -159,6 +160,18 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		all = append(all, taken{res.Snapshot, n})
 	}
 	said.beyond(n + 1) // it goes on
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		r, err := e.Store.Get("w")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(r.Disk.Layers) <= sandbox.MaxStackOfTests {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("after %d snapshots the disk has %d layers, want %d at most", snapshots, len(r.Disk.Layers), sandbox.MaxStackOfTests)
+		}
+	}
 	wantNotes(e, "w", "10-a freeze", "10-a thaw freeze")
 	for i, s := range all {
 		if got := checkDiskSnapshot(t, e, s.id); got < s.least {

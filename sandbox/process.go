@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -47,6 +48,11 @@ type process struct {
 	// ended is closed when the process is to end.
 	ended   chan struct{}
 	endOnce sync.Once
+
+	// lasting ends with the process, which waits for what goes on in the background.
+	lasting    context.Context
+	background sync.WaitGroup
+	shortening atomic.Bool
 }
 
 // ServeOptions say how the process of a VM starts it.
@@ -109,12 +115,20 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 		return errors.Join(err, p.store.save(p.r))
 	}
+	lasting, stop := context.WithCancel(ctx)
+	defer p.background.Wait()
+	defer stop()
+	p.lasting = lasting
 	control, err := p.listen()
 	if err != nil {
 		return errors.Join(err, p.in.Close())
 	}
 	defer control.Close()
 	o.Report(p.report())
+	// A VM that has come back is left alone unless it is urgent.
+	if len(p.r.Disk.Layers) > 2*maxStack {
+		p.shortenDisk()
+	}
 	return p.wait(ctx)
 }
 
@@ -380,6 +394,7 @@ func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) 
 	if err != nil {
 		return SleepResult{}, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
+	defer p.shortenDisk()
 	// The guest's programs need not stand still until all is written.
 	var after sync.WaitGroup
 	_, res, err := p.capture(ctx, kindNamed, note, func(o *CaptureOptions) {

@@ -135,6 +135,16 @@ func (h holders) only(layer string, who ...string) bool {
 	return true
 }
 
+// with says whether all who need a layer need another one as well.
+func (h holders) with(layer, other string) bool {
+	for _, w := range h[layer] {
+		if !slices.Contains(h[other], w) {
+			return false
+		}
+	}
+	return true
+}
+
 // Layers are joined when a sleeping VM's disk has more than looseLayers that only it and
 // its own snapshot need; one with more data than maxJoin stays as it is.
 const (
@@ -170,7 +180,9 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	}
 	var left []string
 	for i, lower := range r.Disk.Layers {
-		if i+1 == len(r.Disk.Layers) || !loose(lower) {
+		// Where others have the next one, they may have it over the layers that this one
+		// was squashed from.
+		if i+1 == len(r.Disk.Layers) || !loose(lower) || !needed.with(r.Disk.Layers[i+1], lower) {
 			left = append(left, lower)
 			continue
 		}

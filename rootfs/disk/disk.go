@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -81,7 +82,8 @@ type Disk struct {
 	env      env
 	size     int64
 	readOnly bool
-	layers   atomic.Pointer[[]*layer] // bottom first; source n is element n-1; only ever appended to
+	layers   atomic.Pointer[[]*layer]    // bottom first; source n is element n-1; only ever appended to
+	names    atomic.Pointer[[]layerName] // what Stack names, bottom first; changed under mu
 	index    *index
 	stripes  [stripeCount]sync.Mutex // each guards map and index of the chunks of its number
 	gate     gate                    // inside: writes under way. alone: Seal, copying up, Close
@@ -138,14 +140,35 @@ func (d *Disk) ReadOnly() bool { return d.readOnly }
 // Stack names the files that make up the disk now.
 func (d *Disk) Stack() Stack {
 	var s Stack
-	for _, l := range d.all() {
-		if l.base {
-			s.Base = l.path
-		} else {
-			s.Layers = append(s.Layers, l.path)
+	if ls := d.all(); len(ls) > 0 && ls[0].base {
+		s.Base = ls[0].path
+	}
+	if names := d.names.Load(); names != nil {
+		for _, n := range *names {
+			s.Layers = append(s.Layers, n.path)
 		}
 	}
 	return s
+}
+
+// layerName is what Stack and Substitute know of a layer.
+type layerName struct {
+	path       string
+	id, parent ID
+}
+
+// named adds layers to those that Stack names. Alone, or under mu.
+func (d *Disk) named(ls ...*layer) {
+	var names []layerName
+	if p := d.names.Load(); p != nil {
+		names = slices.Clone(*p)
+	}
+	for _, l := range ls {
+		if !l.base {
+			names = append(names, layerName{l.path, l.hdr.id, l.hdr.parent})
+		}
+	}
+	d.names.Store(&names)
 }
 
 func (d *Disk) check(off, n int64) error {
@@ -637,6 +660,7 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 	_ = old.flock(unix.LOCK_SH) // from exclusive to shared it cannot fail for want of the lock
 	ls = append(ls, l)
 	d.layers.Store(&ls)
+	d.named(l)
 	d.pending = d.pending[:0] // sealing settles all that the old top has pending
 	d.unsealed = append(d.unsealed, old)
 	d.dirty.Store(true)

@@ -17,8 +17,9 @@ import (
 // Afterwards lower's path is gone, and a stack [.., lower, upper, ..] has become [.., upper, ..].
 //
 // Preconditions: lower is sealed and nothing else refers to it, be it another layer, a snapshot or a
-// running VM (those it can see are ErrInUse). Upper may be shared; if it is not sealed yet, it is
-// sealed first. The cost is that of upper's data.
+// running VM (those it can see are ErrInUse). Upper may be shared with stacks that have lower below
+// it, but not with one that has in lower's place the layers that [Squash] has made it of. If upper is
+// not sealed yet, it is sealed first. The cost is that of upper's data.
 //
 // A merge that was interrupted, by ctx, an error or a crash, leaves a stack that reads as before as
 // long as lower is used only below upper, which Open enforces. Repeating it completes it; repeating a

@@ -190,6 +190,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 	d.size = ls[len(ls)-1].hdr.size
 	d.index = newIndex(d.size / BlockSize)
 	d.layers.Store(&ls)
+	d.named(ls...)
 	for i, l := range ls {
 		if err := d.load(l, source(i+1)); err != nil {
 			return nil, err

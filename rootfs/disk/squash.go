@@ -1,0 +1,229 @@
+package disk
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/drowse-vm/drowse/internal/faultfs"
+	"golang.org/x/sys/unix"
+)
+
+// squashSuffix ends the name of the file that Squash writes to until it is whole. One that a crash
+// has left may be deleted.
+const squashSuffix = ".part"
+
+// Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer
+// in the file path: it can take the place of all of them in that stack, and in any other that has
+// them in this order. They stay as they are, so that others can go on with any of them: this is
+// Merge for layers that are shared. They must be sealed, and may be in use by disks that run.
+//
+// The new layer has the id of the uppermost, and the parent of the lowest. It appears under its name
+// only when it is whole and durable. The cost is that of the data that is not covered by a layer
+// above, in time and, where the file system has no reflinks, in space.
+func Squash(ctx context.Context, layers []string, path string) error {
+	if err := hostEnv().squash(ctx, layers, path); err != nil {
+		return fmt.Errorf("squash %d layers into %s: %w", len(layers), path, err)
+	}
+	return nil
+}
+
+func (e env) squash(ctx context.Context, paths []string, path string) (err error) {
+	if len(paths) < 2 {
+		return fmt.Errorf("%w: there are none to join", ErrMissingParent)
+	}
+	if _, err := e.fs.Stat(path); err == nil {
+		return ioError("create layer", &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist})
+	}
+	var ls []*layer
+	defer func() {
+		for _, l := range ls {
+			_ = l.close() // only read from
+		}
+	}()
+	for i, p := range paths {
+		l, err := e.openLayer(p, os.O_RDONLY, unix.LOCK_SH)
+		if err != nil {
+			return err
+		}
+		ls = append(ls, l)
+		if l.hdr.state != StateSealed {
+			return fmt.Errorf("%w: %s is %v, not sealed", ErrInUse, p, l.hdr.state)
+		}
+		if l.hdr.flags&flagSinking != 0 {
+			return fmt.Errorf("%w: of %s into the layer below it", ErrMerging, p)
+		}
+		if i == 0 {
+			continue
+		}
+		below := ls[i-1]
+		if l.hdr.parent != below.hdr.id || l.hdr.flags&flagParentIsBase != 0 {
+			return fmt.Errorf("%w: %s needs %v, %s is %v", ErrMissingParent, p, l.hdr.parent, below.path, below.hdr.id)
+		}
+		if below.hdr.size > l.hdr.size {
+			return fmt.Errorf("%s: %w: smaller than %s below it", p, ErrCorrupt, below.path)
+		}
+	}
+	bottom, top := ls[0], ls[len(ls)-1]
+	part := path + squashSuffix
+	if err := e.fs.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) { // of a process that died
+		return ioError("create layer", err)
+	}
+	out, err := e.create(part, header{
+		size: top.hdr.size, id: top.hdr.id, parent: bottom.hdr.parent, flags: bottom.hdr.flags & flagParentIsBase, state: StateFrozen,
+	}, false)
+	if err != nil {
+		return err
+	}
+	open := true
+	defer func() {
+		if open {
+			_ = out.close() // the first error is the one to report
+		}
+		if err != nil {
+			_ = e.fs.Remove(part)
+		}
+	}()
+	x, err := indexOf(ls)
+	if err != nil {
+		return err
+	}
+	if err := out.copyFrom(ctx, ls, x); err != nil {
+		return err
+	}
+	h := out.hdr
+	h.state, h.merge = StateSealed, ls[len(ls)-2].hdr.id
+	if h.tableOff, h.tableLen, h.tableCRC, err = out.writeTable(squashedRuns(x, len(ls), bottom.hdr.parent == ID{}), h.endOfData()); err != nil {
+		return err
+	}
+	if err := out.f.Datasync(); err != nil { // data and table: neither counts before the header says so
+		return ioError("sync "+part, fmt.Errorf("%w: %w", ErrSyncFailed, err))
+	}
+	if err := e.commitHeader(out, h); err != nil {
+		return err
+	}
+	open = false
+	if err := out.close(); err != nil {
+		return err
+	}
+	if err := e.fs.Rename(part, path); err != nil {
+		return ioError("rename", err)
+	}
+	if err := e.fs.SyncDir(filepath.Dir(path)); err != nil {
+		_ = e.fs.Remove(path)
+		return ioError("sync directory", err)
+	}
+	return nil
+}
+
+// indexOf says for each block which of the layers has it: source n is the data of ls[n-1], 0 is none,
+// and len(ls)+1 is zeros.
+func indexOf(ls []*layer) (*index, error) {
+	x := newIndex(ls[len(ls)-1].hdr.blocks())
+	for i, l := range ls {
+		err := l.runs(func(r run) {
+			s := source(i + 1)
+			if r.state == blockZero {
+				s = source(len(ls) + 1)
+			}
+			x.set(r.start, r.count, s)
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return x, nil
+}
+
+// each calls f for the runs of one source, in order, until it fails.
+func (x *index) each(f func(s source, start, count int64) error) error {
+	for b := int64(0); b < x.blocks; {
+		s := x.get(b)
+		n := x.runLen(b, x.blocks, s)
+		if err := f(s, b, n); err != nil {
+			return err
+		}
+		b += n
+	}
+	return nil
+}
+
+// squashedRuns are the runs of an index that indexOf has made of so many layers. Zeros are kept only
+// if something lies below.
+func squashedRuns(x *index, layers int, bottom bool) func(func(run)) error {
+	return func(each func(run)) error {
+		var j joiner
+		err := x.each(func(s source, start, count int64) error {
+			switch {
+			case s == 0:
+			case int(s) <= layers:
+				j.add(run{start: start, count: count, state: blockData}, each)
+			case !bottom:
+				j.add(run{start: start, count: count, state: blockZero}, each)
+			}
+			return nil
+		})
+		j.flush(each)
+		return err
+	}
+}
+
+// copyFrom copies the data of the layers to where their index has it.
+func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
+	buf := make([]byte, copyChunk)
+	return x.each(func(s source, start, count int64) error {
+		if s == 0 || int(s) > len(ls) {
+			return nil
+		}
+		from := ls[s-1]
+		for off, n := start*BlockSize, count*BlockSize; n > 0; {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			step := min(n, copyStep)
+			if err := faultfs.CopyRange(l.f, l.data+off, from.f, from.data+off, step, buf); err != nil {
+				return ioError("copy from "+from.path, err)
+			}
+			off, n = off+step, n-step
+		}
+		return nil
+	})
+}
+
+// Substitute has Stack name one layer in place of neighbours below the top, which Squash has made of
+// them. The disk itself goes on with those that it has open; whoever opens it by the new names has
+// fewer. Nothing is changed if it fails.
+func (d *Disk) Substitute(layers []string, by string) error {
+	l, err := d.env.openLayer(by, os.O_RDONLY, unix.LOCK_SH)
+	if err != nil {
+		return fmt.Errorf("substitute layers: %w", err)
+	}
+	h := l.hdr
+	if err := l.close(); err != nil {
+		return fmt.Errorf("substitute layers: %w", err)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed.Load() {
+		return fmt.Errorf("substitute layers: %w", ErrClosed)
+	}
+	names := *d.names.Load()
+	first := -1
+	if len(layers) > 0 {
+		first = slices.IndexFunc(names, func(n layerName) bool { return n.path == layers[0] })
+	}
+	end := first + len(layers)
+	if first < 0 || end >= len(names) || !slices.EqualFunc(names[first:end], layers, func(n layerName, path string) bool { return n.path == path }) {
+		return fmt.Errorf("substitute layers: %w: they are not neighbours below the top of this disk", ErrMissingParent)
+	}
+	if h.state != StateSealed || h.id != names[end-1].id || h.parent != names[first].parent {
+		return fmt.Errorf("substitute layers: %w: %s is not what has been made of them", ErrMissingParent, by)
+	}
+	changed := slices.Concat(names[:first], []layerName{{by, h.id, h.parent}}, names[end:])
+	d.names.Store(&changed)
+	return nil
+}
