@@ -25,20 +25,28 @@ type SnapshotOptions struct {
 // dirtier is a program in the guest that changes a byte in each of as many pages as it is
 // told. A quarter of each page is random, so that a page compresses to about that.
 const dirtier = `
-import os, socket, sys
-PAGE = 4096
-memory = bytearray()
+import mmap, os, socket
+PAGE, MIB = 4096, 1 << 20
+BLOCK = os.urandom(65536)
+memory = []
+def more():
+    part = mmap.mmap(-1, MIB)
+    for at in range(0, MIB, PAGE):
+        # Within 64 KiB, which are compressed together, no two are alike.
+        r = (len(memory) + at // PAGE) * 1024 % (len(BLOCK) - 1024)
+        part[at : at + 1024] = BLOCK[r : r + 1024]
+    memory.append(part)
 server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
 server.bind((socket.VMADDR_CID_ANY, 5001))
 server.listen(1)
 while True:
     c, _ = server.accept()
     with c:
-        pages = int(c.recv(32))
-        while len(memory) < pages * PAGE:
-            memory += os.urandom(PAGE // 4) + bytes(PAGE * 3 // 4)
-        if pages:
-            memory[: pages * PAGE : PAGE] = os.urandom(1) * pages
+        mib = int(c.recv(32))
+        while len(memory) < mib:
+            more()
+        for part in memory[:mib]:
+            part[0:MIB:PAGE] = os.urandom(1) * (MIB // PAGE)
         c.send(b'done\n')
 `
 
@@ -117,8 +125,7 @@ const mibBytes = 1 << 20
 
 // dirty lets the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {
-	const pagesPerMiB = 256
-	return e.tell(ctx, name, fmt.Sprint(mib*pagesPerMiB))
+	return e.tell(ctx, name, fmt.Sprint(mib))
 }
 
 // tell tells the program in the guest what to do, and returns when that is done.
@@ -302,6 +309,9 @@ type DepthOptions struct {
 	// Depths are the lengths of the chains to compare: 0 is a full snapshot.
 	Depths    []int
 	MemoryMiB int
+	// Settle is how long the guest has after its boot until the first snapshot: what it
+	// does in its first minutes is no part of a restore.
+	Settle time.Duration
 }
 
 // RestoreDepth measures the time from the call that restores a VM to an agent that
@@ -326,6 +336,12 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for _, d := range o.Depths {
 		deepest = max(deepest, d)
 		keep[d] = ""
+	}
+	e.say("restore_depth: the guest settles for %v", o.Settle)
+	select {
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-time.After(o.Settle):
 	}
 	for d := 0; d <= deepest; d++ {
 		if d%50 == 0 {

@@ -119,7 +119,7 @@ func (a *app) benchDelta(e *bench.Env) *cobra.Command {
 func (a *app) benchDepth(e *bench.Env) *cobra.Command {
 	var o bench.DepthOptions
 	cmd := a.benchmark(e, "restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 {
+		if o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 || o.Settle < 0 {
 			return nil, errRuns
 		}
 		return bench.RestoreDepth(ctx, *e, o)
@@ -128,6 +128,7 @@ func (a *app) benchDepth(e *bench.Env) *cobra.Command {
 	f.IntVar(&o.N, "runs", 20, "restores of each depth")
 	f.IntVar(&o.Warmup, "warmup", 2, "restores before that do not count")
 	f.IntVar(&o.MemoryMiB, "memory", 256, "RAM in MiB")
+	f.DurationVar(&o.Settle, "settle", 2*time.Minute, "how long the guest has after its boot")
 	f.IntSliceVar(&o.Depths, "depths", []int{1, 10, 100, 1000}, "lengths of the chain to restore from")
 	return cmd
 }
