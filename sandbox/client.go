@@ -518,7 +518,7 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if err != nil {
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
-	defer proc.Release()
+	defer func() { _ = proc.Release() }() // it only gives back the pidfd
 	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		return res, err
 	}

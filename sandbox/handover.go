@@ -51,7 +51,7 @@ func (in *Instance) standBy(ctx context.Context) (release func()) {
 		h.Release()
 		cancel()
 		if !ended {
-			<-failed
+			<-failed //nolint:errcheck // what counts is that it has ended
 			ended = true
 		}
 	}

@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 	"sync"
 	"sync/atomic"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 )
@@ -101,20 +100,20 @@ const maxDrainReads = 64
 // drain takes queued events, and says whether there were any. What they are does
 // not matter: the directory is looked at anew. Precondition: w.mu is held.
 func (w *hookWatch) drain(fd uintptr) bool {
-	any := false
+	some := false
 	for range maxDrainReads {
 		if _, errno := readAgain(fd, w.buf[:]); errno != 0 {
 			break
 		}
-		any = true
+		some = true
 	}
 	// A report that failed is made again.
-	if any || w.said != w.present.Load() {
+	if some || w.said != w.present.Load() {
 		if err := w.refresh(int(fd)); err != nil {
 			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 		}
 	}
-	return any
+	return some
 }
 
 // maxRefresh bounds how often a directory may appear or vanish while it is being
@@ -208,7 +207,7 @@ func awaitAnswer(fd int) error {
 	var b [1]byte
 	for {
 		n, err := unix.Read(fd, b[:])
-		if err == syscall.EINTR {
+		if errors.Is(err, unix.EINTR) {
 			continue
 		}
 		if err == nil && n == 0 {

@@ -298,7 +298,7 @@ func (m *machine) kill() {
 	})
 }
 
-// registers asks QEMU twice where the processors are, and how they wait. It returns what there is of an answer.
+// registers asks QEMU twice where the processors are, which tells a loop from a halt. It returns what there is of an answer.
 func (m *machine) registers() string {
 	if err := m.monitor.SetDeadline(time.Now().Add(monitorLimit)); err != nil {
 		return ""

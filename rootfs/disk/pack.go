@@ -159,8 +159,11 @@ func Unpack(ctx context.Context, r io.Reader, path string) (err error) {
 			return fmt.Errorf("%d of %d bytes at %d: %w", n, e.length, e.off, ErrTruncated)
 		}
 	}
-	if _, err := in.ReadByte(); !errors.Is(err, io.EOF) {
-		return fmt.Errorf("bytes after its end (%v): %w", err, ErrCorrupt)
+	switch _, err := in.ReadByte(); {
+	case err == nil:
+		return fmt.Errorf("%w: bytes after its end", ErrCorrupt)
+	case !errors.Is(err, io.EOF):
+		return fmt.Errorf("%w: after its end: %w", ErrCorrupt, err)
 	}
 	return ioError("sync", f.Sync())
 }
