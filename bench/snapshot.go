@@ -108,7 +108,8 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 			}
 			p, b := pause[d], stored[d]
 			err = errors.Join(p.total.RecordValue(int64(res.Stages["pause"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
-				into(p.stages, "save", int64(res.Stages["save"]*perMs)), into(b.faults, "pages_changed", int64(res.PagesChanged)))
+				into(p.stages, "save", int64(res.Stages["save"]*perMs)), into(b.faults, "pages_changed", int64(res.PagesChanged)),
+				into(b.faults, "pages_free", int64(res.PagesFree)))
 			if err != nil {
 				return nil, err
 			}
@@ -255,7 +256,8 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 			if err != nil {
 				return nil, err
 			}
-			err = errors.Join(all[k].total.RecordValue(max(1, res.BytesStored)), into(all[k].faults, "pages_changed", int64(res.PagesChanged)))
+			err = errors.Join(all[k].total.RecordValue(max(1, res.BytesStored)), into(all[k].faults, "pages_changed", int64(res.PagesChanged)),
+				into(all[k].faults, "pages_free", int64(res.PagesFree)))
 			if err != nil {
 				return nil, err
 			}

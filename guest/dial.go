@@ -2,7 +2,6 @@ package guest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -87,44 +86,42 @@ func ReadyPath(path string) string {
 	return path + "_" + strconv.Itoa(agentpb.ReadyPort)
 }
 
-const (
-	maxReadyLine = 128 // bytes
-	readyTimeout = 5 * time.Second
-)
+const readyTimeout = 5 * time.Second
+
+// Ready is what the agent reports when it serves.
+type Ready = agentpb.Ready
 
 // WaitReady waits on a listener at ReadyPath for the agent to report that it
-// serves, and returns its version. It does not close the listener, except when
+// serves, and returns the report. It does not close the listener, except when
 // ctx ends first. Whatever else connects is ignored.
-func WaitReady(ctx context.Context, l net.Listener) (version string, err error) {
+func WaitReady(ctx context.Context, l net.Listener) (Ready, error) {
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
 	for {
 		c, err := l.Accept()
 		if err != nil {
 			if ctx.Err() != nil {
-				return "", fmt.Errorf("guest: wait for the agent: %w", ctx.Err())
+				return Ready{}, fmt.Errorf("guest: wait for the agent: %w", ctx.Err())
 			}
-			return "", fmt.Errorf("guest: wait for the agent: %w", err)
+			return Ready{}, fmt.Errorf("guest: wait for the agent: %w", err)
 		}
-		version, err := readReady(c)
+		r, err := readReady(c)
 		c.Close()
 		if err == nil {
-			return version, nil
+			return r, nil
 		}
 	}
 }
 
-func readReady(c net.Conn) (string, error) {
+func readReady(c net.Conn) (Ready, error) {
 	if err := c.SetDeadline(time.Now().Add(readyTimeout)); err != nil {
-		return "", err
+		return Ready{}, err
 	}
-	line, err := readLine(c, maxReadyLine)
+	line, err := readLine(c, agentpb.MaxReadyLine)
 	if err != nil {
-		return "", err
+		return Ready{}, err
 	}
-	version, ok := strings.CutPrefix(line, "ready ")
-	if !ok {
-		return "", errors.New("not a report of readiness")
-	}
-	return printable(version), nil
+	r, err := agentpb.ParseReady(line)
+	r.Version = printable(r.Version)
+	return r, err
 }

@@ -364,8 +364,8 @@ func TestWaitReady_waits_for_the_report_and_ignores_others(t *testing.T) {
 			c.Close()
 		}
 	})
-	if v, err := guest.WaitReady(t.Context(), l); err != nil || v != "v1.2.3" {
-		t.Errorf("got %q, %v", v, err)
+	if v, err := guest.WaitReady(t.Context(), l); err != nil || v.Version != "v1.2.3" {
+		t.Errorf("got %q, %v", v.Version, err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()

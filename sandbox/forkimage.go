@@ -203,10 +203,14 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	in.captured, in.forkBase = true, snapshotDir
+	states, err := in.takeFreePages(note.Payloads)
+	if err != nil {
+		return fmt.Errorf("starting a fork: %w", err)
+	}
 	if err := in.assemble(true); err != nil {
 		return err
 	}
-	if err := in.machine.Import(fromPayloads(note.Payloads)); err != nil {
+	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
 	return in.goOn(ctx, o)

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/freepages"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -104,8 +105,10 @@ type Instance struct {
 	// forkBase is where that snapshot will be, or is, of a child whose fork was not
 	// durable yet when it began; empty otherwise.
 	forkBase string
-	balloon  *balloon.Device
-	net      *virtionet.Device // nil without a network
+	// structPages says where the guest's kernel marks free pages; nil if it does not.
+	structPages *freepages.Map
+	balloon     *balloon.Device
+	net         *virtionet.Device // nil without a network
 
 	started time.Time
 	ready   time.Duration
@@ -284,10 +287,12 @@ func (in *Instance) boot(ctx context.Context) error {
 	}
 	ctx, cancel := in.whileRunning(ctx)
 	defer cancel()
-	if _, err := guest.WaitReady(ctx, ready); err != nil {
+	report, err := guest.WaitReady(ctx, ready)
+	if err != nil {
 		return in.explain(ctx, fmt.Errorf("waiting for the agent in the guest: %w", err))
 	}
 	in.ready = time.Since(in.started)
+	in.locateFreePages(report)
 	return nil
 }
 
@@ -370,6 +375,9 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (
 	in.base, in.captured = in.snap, true
 	pages, states, err := takeWorkingSet(in.snap.Payloads())
 	if err != nil {
+		return fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	if states, err = in.takeFreePages(states); err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.fail, WorkingSet: pages})
@@ -501,6 +509,9 @@ type Capture struct {
 	Stored  int64      // bytes that were written for the snapshot
 	Shared  int64      // bytes of files that it has in common with its base
 	Changed uint64     // pages that may have changed since its base, or were ever written
+	// Free is how many of those the guest has no use for, as far as that was looked
+	// at: they are not stored.
+	Free uint64
 	// Shareable is how many pages the image of a fork has that are not zeros.
 	Shareable uint64
 	// Ahead is how long copying to the image of a fork took before the pause, and
@@ -615,13 +626,24 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		}()
 		c.Changed = changed.Len()
 	}
+	set := changed
+	if fork != nil {
+		set, changed = fork.changed(changed)
+	} else if base == nil && in.captured {
+		set = in.allPages()
+	}
+	stored := changed
+	if changed == nil || base == nil && in.captured {
+		stored = in.allPages()
+	}
+	free, err := in.freePages(stored)
+	if err != nil {
+		return nil, err
+	}
 	if frozen != nil {
-		set := changed
-		if fork != nil {
-			set, changed = fork.changed(changed)
-		} else if base == nil && in.captured {
-			set = guestmem.NewPageSet(changed.Pages())
-			set.Add(0, set.Pages())
+		if free != nil && fork == nil {
+			set = set.Clone()
+			set.Subtract(free)
 		}
 		if err := frozen.Freeze(set); err != nil {
 			return nil, err
@@ -664,6 +686,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		Payloads: toPayloads(states),
 		Memory:   source,
 	}
+	if fp, ok := in.freePagesPayload(); ok {
+		spec.Payloads = append(spec.Payloads, fp)
+	}
 	if base != nil {
 		spec.Base, spec.Changed = base, changed
 	}
@@ -674,6 +699,10 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		if err := o.Fork(fork.image.File(), c); err != nil {
 			return nil, err
 		}
+	}
+	if free != nil {
+		c.Free = free.Len()
+		spec.Memory = freepages.Without(spec.Memory, free)
 	}
 	if ws, ok := workingSet(in.pager); ok {
 		spec.Payloads = append(spec.Payloads, ws)

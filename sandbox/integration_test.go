@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // keeper holds a random value in memory and tells it with its pid.
@@ -80,7 +81,13 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
+				const passing = 2 << 20
+				e.Sh("main", fmt.Sprintf("head -c %d /dev/zero > /dev/shm/passing && rm /dev/shm/passing", passing))
 				res := e.Sleep("main")
+				// What is left of the file is not the only thing that is free.
+				if least := uint64(passing / guestmem.PageSize / 2); res.PagesFree < least || res.PagesFree >= res.PagesChanged {
+					t.Errorf("of %d pages that have changed %d are left out since they are free; at least %d are", res.PagesChanged, res.PagesFree, least)
+				}
 				for deadline := time.Now().Add(time.Second); ; time.Sleep(time.Millisecond) {
 					// This test is its parent, which has to notice its end.
 					if _, err := os.Stat(fmt.Sprintf("/proc/%d", r.PID)); errors.Is(err, fs.ErrNotExist) {

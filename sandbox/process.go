@@ -285,11 +285,13 @@ type SleepResult struct {
 	BytesStored int64  `json:"bytes_stored"`
 	// BytesShared are in files that the snapshot has in common with the one
 	// before, and PagesChanged how many pages may differ from it.
-	BytesShared  int64              `json:"bytes_shared"`
-	PagesChanged uint64             `json:"pages_changed"`
-	Stages       map[string]float64 `json:"stages_ms"`
-	Faults       uint64             `json:"faults"`
-	MiBTouched   float64            `json:"mib_touched"`
+	BytesShared  int64  `json:"bytes_shared"`
+	PagesChanged uint64 `json:"pages_changed"`
+	// PagesFree are those of them that the guest has no use for. They are not stored.
+	PagesFree  uint64             `json:"pages_free"`
+	Stages     map[string]float64 `json:"stages_ms"`
+	Faults     uint64             `json:"faults"`
+	MiBTouched float64            `json:"mib_touched"`
 	// Hooks are those in the guest that have failed and were ignored, or failed
 	// afterwards.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
@@ -326,7 +328,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	}
 	res := SleepResult{
 		Name: p.r.Spec.Name, Snapshot: o.ID, BytesRaw: c.Raw, BytesStored: c.Stored,
-		BytesShared: c.Shared, PagesChanged: c.Changed,
+		BytesShared: c.Shared, PagesChanged: c.Changed, PagesFree: c.Free,
 		Stages: map[string]float64{"pause": ms(c.Pause), "save": ms(c.Save)},
 	}
 	if f, ok := p.in.Faults(); ok {

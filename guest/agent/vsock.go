@@ -9,6 +9,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
 // listenBacklog is how many connections the kernel holds for the agent.
@@ -88,7 +90,9 @@ func (l *vsockListener) Addr() net.Addr { return vsockAddr{cid: unix.VMADDR_CID_
 // ReportReady tells the host that the agent listens: it dials the given port
 // of the host and sends one line. A host that does not listen there is no error.
 func ReportReady(port uint32, version string) error {
-	return tellHost(port, "ready "+version+"\n", false)
+	r := agentpb.Ready{Version: version}
+	r.VMCoreInfo, r.VMCoreInfoSize = vmcoreinfo()
+	return tellHost(port, r.Line(), false)
 }
 
 // readyTimeoutSeconds bounds the dial of the host.

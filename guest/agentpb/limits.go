@@ -4,7 +4,7 @@ const (
 	// AgentPort is the vsock port on which the agent listens.
 	AgentPort = 1024
 	// ReadyPort is the vsock port of the host (CID 2) that the agent dials
-	// once, when it listens. It sends one line, "ready <version>\n".
+	// once, when it listens. It sends one line, see Ready.
 	ReadyPort = 1023
 	// HooksPort is the vsock port of the host that the agent dials when hooks
 	// have appeared or are gone. It sends "hooks 1\n" or "hooks 0\n", and waits

@@ -35,7 +35,7 @@ var rules = []rule{
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/pager", "netpolicy", "rootfs/...", "guest"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "rootfs/...", "guest"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},

@@ -61,6 +61,31 @@ func (s *PageSet) Union(other *PageSet) {
 	}
 }
 
+// Intersect takes out of s all pages that are not in other, a set for the same RAM.
+func (s *PageSet) Intersect(other *PageSet) {
+	for i := range s.words {
+		s.words[i] &= other.words[i]
+	}
+}
+
+// Subtract takes out of s all pages of other, a set for the same RAM.
+func (s *PageSet) Subtract(other *PageSet) {
+	for i := range s.words {
+		s.words[i] &^= other.words[i]
+	}
+}
+
+// LenBetween is the number of pages of the set in [first, end).
+func (s *PageSet) LenBetween(first, end uint64) uint64 {
+	n := 0
+	for end = min(end, s.pages); first < end; {
+		k := min(64-first%64, end-first)
+		n += bits.OnesCount64(s.words[first/64] >> (first % 64) << (64 - k))
+		first += k
+	}
+	return uint64(n)
+}
+
 // Clone returns a copy.
 func (s *PageSet) Clone() *PageSet {
 	return &PageSet{words: append([]uint64(nil), s.words...), pages: s.pages}

@@ -1,0 +1,25 @@
+package agent
+
+import (
+	"fmt"
+	"os"
+	"strings"
+)
+
+// vmcoreinfo says where the kernel describes itself; zeros if it does not. So they are
+// where the kernel checks free pages for a pattern: snapshots have to store them there.
+func vmcoreinfo() (at, size uint64) {
+	cmdline, err := os.ReadFile("/proc/cmdline")
+	if err != nil || strings.Contains(string(cmdline), "page_poison") || strings.Contains(string(cmdline), "debug_pagealloc") {
+		return 0, 0
+	}
+	// The kernel prints "%pa %x\n".
+	text, err := os.ReadFile("/sys/kernel/vmcoreinfo")
+	if err != nil {
+		return 0, 0
+	}
+	if n, err := fmt.Sscanf(string(text), "0x%x %x\n", &at, &size); n != 2 || err != nil {
+		return 0, 0
+	}
+	return at, size
+}
