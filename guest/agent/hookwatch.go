@@ -191,7 +191,7 @@ func ReportHooks(port uint32, present bool) error {
 	if present {
 		line = "hooks 1\n"
 	}
-	return tellHost(port, line, true)
+	return again(1, func() error { return tellHost(port, line, true) })
 }
 
 // hostTimeoutSeconds bounds the dialling of the host, and the wait for its

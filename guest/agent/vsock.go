@@ -88,15 +88,40 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 func (l *vsockListener) Addr() net.Addr { return vsockAddr{cid: unix.VMADDR_CID_ANY, port: l.port} }
 
 // ReportReady tells the host that the agent listens: it dials the given port
-// of the host and sends one line. A host that does not listen there is no error.
+// of the host and sends one line. A host that does not listen there is no error. One that
+// does not answer is dialled again for half a minute, since it waits for this line and a
+// busy one may need its time.
 func ReportReady(port uint32, version string) error {
 	r := agentpb.Ready{Version: version}
 	r.VMCoreInfo, r.VMCoreInfoSize = vmcoreinfo()
-	return tellHost(port, r.Line(), false)
+	return again(readyTries, func() error { return tellHost(port, r.Line(), false) })
 }
 
-// readyTimeoutSeconds bounds the dial of the host.
-const readyTimeoutSeconds = 1
+const (
+	// readyTimeoutSeconds bounds one dial of the host, and readyTries their number.
+	readyTimeoutSeconds = 1
+	readyTries          = 30
+)
+
+// maxInterrupted is how often in all a call is made again that a signal has interrupted.
+const maxInterrupted = 1000
+
+// again calls f until it does not time out, at most so often, and again when it is
+// interrupted: the runtime sends signals to threads whose time is up, and connect(2) of
+// AF_VSOCK gives up at any of them.
+func again(tries int, f func() error) error {
+	for interrupted := 0; ; {
+		err := f()
+		switch {
+		case errors.Is(err, unix.EINTR) && interrupted < maxInterrupted:
+			interrupted++
+		case errors.Is(err, unix.ETIMEDOUT) && tries > 1:
+			tries--
+		default:
+			return err
+		}
+	}
+}
 
 // tellHost sends a line to a port of the host and, if answer is set, waits until
 // that has answered.
@@ -114,7 +139,7 @@ func tellHost(port uint32, line string, answer bool) error {
 	_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &tv)
 	if err := unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_HOST, Port: port}); err != nil {
 		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) ||
-			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.ETIMEDOUT) && !answer {
+			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) {
 			return nil
 		}
 		return fmt.Errorf("tell vsock port %d of the host: %w", port, err)

@@ -303,6 +303,7 @@ func (m *Machine) settle() error {
 			return fmt.Errorf("make %s: %w", l[1], err)
 		}
 	}
+	fewPagesAside()
 	if m.Config.Hostname != "" {
 		if err := unix.Sethostname([]byte(m.Config.Hostname)); err != nil {
 			return fmt.Errorf("set the hostname: %w", err)
@@ -325,6 +326,20 @@ func (m *Machine) settle() error {
 		return fmt.Errorf("set the limit of open files: %w", err)
 	}
 	return nil
+}
+
+// fewPagesAside has the kernel keep as few free pages in the lists of each CPU as it can:
+// four batches, half a MiB. Those pages are free, but nothing says so to the host, which
+// would store them with every snapshot, up to 3 MiB of a guest of 512 MiB. A kernel without
+// this knob works as well.
+func fewPagesAside() {
+	fd, err := unix.Open("/proc/sys/vm/percpu_pagelist_high_fraction", unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return
+	}
+	defer unix.Close(fd)
+	// The largest part of RAM would be 1/8; the least is what a fraction this small gives.
+	_, _ = unix.Write(fd, []byte("1000000\n"))
 }
 
 // Announce says on the console that the agent serves, unless told to be quiet.
