@@ -44,9 +44,9 @@ var (
 )
 
 const (
-	equalityDefault = 40
-	// Every so many seeds the chain is long.
-	equalityDeepEvery = 20
+	equalityDefault = 24
+	// Of so many seeds two have a long chain.
+	equalityDeepEvery = 100
 	equalityDeep      = 64
 )
 
@@ -162,8 +162,7 @@ type history struct {
 
 // sightings count what the histories were about.
 type sightings struct {
-	captures, deltas, live, forks, childCaptures, wokenCaptures, failures, whole, discards, waking, compared, pages int
-	deepest                                                                                                         int
+	captures, deltas, live, forks, childCaptures, wokenCaptures, failures, whole, discards, waking, compared, pages, diskReads, deepest int
 }
 
 // testMachine is a machine that runs.
@@ -220,6 +219,7 @@ func TestEveryPageOfARestoredMachineEqualsThatOfTheCapturedOne(t *testing.T) {
 	for what, k := range map[string]int{
 		"deltas": saw.deltas, "live captures": saw.live, "forks": saw.forks, "captures of children": saw.childCaptures,
 		"captures of woken machines": saw.wokenCaptures, "failures": saw.failures, "discards": saw.discards, "wakes": saw.waking,
+		"reads from the disk": saw.diskReads,
 	} {
 		if k == 0 && n >= equalityDefault {
 			t.Errorf("there were no %s: this test shows less than it says", what)
@@ -283,6 +283,9 @@ func runHistory(t *testing.T, seed uint64, saw *sightings) {
 		m = h.goOn(m, child, i, target == equalityDeep)
 	}
 	saw.deepest = max(saw.deepest, deepest)
+	if p := h.last[(guestQueue+0x2000)/guestmem.PageSize]; p != nil {
+		saw.diskReads += int(binary.LittleEndian.Uint16(p[2:])) // used.idx
+	}
 	h.compare(h.instants[len(h.instants)-1], seed < 2)
 	for range 3 {
 		h.compare(h.instants[h.rnd.IntN(len(h.instants))], false)
@@ -390,7 +393,7 @@ func (h *history) parts() Parts {
 	return Parts{Spec: h.spec, Kernel: h.file("guest"), Image: h.file("noise"), Disk: st, Socket: h.path("s"), VM: "0"}
 }
 
-// adopt makes a machine of this history of an instance that runs.
+// adopt makes an instance with its devices one of the machines of this history.
 func (h *history) adopt(in *Instance, born content, depth int) *testMachine {
 	// There is no agent that could stand by: nobody is to wait for it.
 	in.parts.Socket = h.file("nobody")
@@ -410,8 +413,10 @@ func (h *history) boot() *testMachine {
 	h.t.Helper()
 	in, err := begin(h.parts())
 	h.must(err)
+	if err := in.assemble(false); err != nil {
+		h.fatal(errors.Join(err, in.Close()))
+	}
 	m := h.adopt(in, nil, 0)
-	h.must(in.assemble(false))
 	h.must(in.machine.Boot(vmm.BootOptions{Kernel: in.parts.Kernel}))
 	m.furnish()
 	h.must(in.machine.Start())
@@ -889,11 +894,9 @@ func (h *history) compare(i *instant, all bool) {
 			}
 		}
 	}
-	h.comparePages(mem, stored, want(i), fmt.Sprintf("of a snapshot of depth %d", i.depth), all)
+	h.comparePages(mem, stored, i.ram, fmt.Sprintf("of a snapshot of depth %d", i.depth), all)
 	h.must(p.Err())
 }
-
-func want(i *instant) content { return i.ram }
 
 // comparePages compares the pages that may be something else than zeros, in have or in
 // want, those that were ever written to, and some that never were; or all there are.
