@@ -55,7 +55,7 @@ const ext4Config = `[defaults]
 //     of the guest goes round zeroing tables (ext4lazyinit) after the first mount.
 //   - A small journal: 16 MiB is 30 s of busy metadata, and it is the part of a disk that a guest
 //     rewrites for ever and that every snapshot would therefore carry again.
-//   - No resize_inode: it reserves tables for growing while mounted, and sandbox disks do not grow.
+//   - No resize_inode: it reserves tables for growing while mounted, and nothing grows then.
 func ext4Args(raw, label string, size int64) []string {
 	journal := int64(16)
 	if size < 256<<20 {
@@ -213,11 +213,70 @@ func FormatRaw(ctx context.Context, raw, label string, size int64) (err error) {
 // user's path.
 var mkfsNames = []string{"mkfs.ext4", "/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"}
 
-func findMkfs(names []string) (string, error) {
+func findMkfs(names []string) (string, error) { return findTool("format ext4", names) }
+
+// findTool finds a program of e2fsprogs under one of its names.
+func findTool(doing string, names []string) (string, error) {
 	for _, name := range names {
 		if p, err := exec.LookPath(name); err == nil {
 			return p, nil
 		}
 	}
-	return "", fmt.Errorf("format ext4: mkfs.ext4 is missing: %w; install it with: apt-get install e2fsprogs", exec.ErrNotFound)
+	return "", fmt.Errorf("%s: %s is missing: %w; install it with: apt-get install e2fsprogs", doing, filepath.Base(names[0]), exec.ErrNotFound)
+}
+
+// GrowRaw makes a raw file with an ext4 longer, and its file system as large as the file, which is
+// size bytes then. The file system is checked before, and its journal replayed, as after a crash of
+// whoever had it mounted; one that needs more repair than that is refused with ErrDamaged. Nothing is
+// synced, and a file in which GrowRaw failed or was killed is of no use: give it a copy.
+func GrowRaw(ctx context.Context, raw string, size int64) error {
+	if err := checkSize(size); err != nil {
+		return fmt.Errorf("grow ext4: %w", err)
+	}
+	if st, err := os.Stat(raw); err != nil {
+		return fmt.Errorf("grow ext4: %w", err)
+	} else if st.Size() > size {
+		return fmt.Errorf("grow ext4: %w: %s has %d bytes, more than %d", ErrSize, raw, st.Size(), size)
+	}
+	// resize2fs wants it to have been checked since it was mounted. -p repairs only what is safe to
+	// repair without asking.
+	out, code, err := runE2fs(ctx, "e2fsck", "-f", "-p", raw)
+	switch {
+	case code > fsckRepaired:
+		return fmt.Errorf("grow ext4: %w: %w: %s", ErrDamaged, err, out)
+	case code < 0: // it did not run, or was killed
+		return fmt.Errorf("grow ext4: %w", err)
+	}
+	if err := os.Truncate(raw, size); err != nil {
+		return fmt.Errorf("grow ext4: %w", err)
+	}
+	if out, _, err := runE2fs(ctx, "resize2fs", raw); err != nil {
+		return fmt.Errorf("grow ext4: %w: %s", err, out)
+	}
+	return nil
+}
+
+// fsckRepaired is the highest exit status of e2fsck(8) that says that all is well: errors were
+// corrected.
+const fsckRepaired = 1
+
+// runE2fs runs a program of e2fsprogs and returns its output and exit status, -1 if it has none.
+func runE2fs(ctx context.Context, name string, args ...string) (out []byte, code int, err error) {
+	tool, err := findTool("grow ext4", []string{name, "/usr/sbin/" + name, "/sbin/" + name})
+	if err != nil {
+		return nil, -1, err
+	}
+	cmd := exec.CommandContext(ctx, tool, args...)
+	cmd.Env = append(os.Environ(), "LC_ALL=C")
+	out, err = cmd.CombinedOutput()
+	if ctx.Err() != nil {
+		return out, -1, ctx.Err()
+	}
+	if cmd.ProcessState == nil {
+		return out, -1, fmt.Errorf("%s: %w", tool, err)
+	}
+	if err != nil {
+		err = fmt.Errorf("%s: %w", tool, err)
+	}
+	return bytes.TrimSpace(out), cmd.ProcessState.ExitCode(), err
 }
