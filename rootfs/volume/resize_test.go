@@ -222,7 +222,7 @@ func TestAttach_while_the_volume_is_resized_waits_for_nobody_and_finds_it(t *tes
 			}
 		}
 	})
-	for size := int64(testSize); size < testSize+100<<20; {
+	for size := int64(testSize); size < testSize+20<<20; {
 		r, err := s.Resize(t.Context(), "v", size+1<<20, nil)
 		if errors.Is(err, ErrInUse) {
 			continue // it is being read
