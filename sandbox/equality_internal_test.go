@@ -214,6 +214,9 @@ func TestEveryPageOfARestoredMachineEqualsThatOfTheCapturedOne(t *testing.T) {
 	saw := &sightings{}
 	for seed := *equalityFirst; seed < *equalityFirst+uint64(n); seed++ {
 		runHistory(t, seed, saw)
+		if done := seed - *equalityFirst + 1; done%100 == 0 {
+			t.Logf("%d histories: %+v", done, *saw)
+		}
 	}
 	t.Logf("%+v", *saw)
 	for what, k := range map[string]int{
@@ -276,8 +279,11 @@ func runHistory(t *testing.T, seed uint64, saw *sightings) {
 		}
 		m.work()
 		i, child := m.capture()
-		if i == nil {
-			continue // it was meant to fail
+		if i == nil { // it was meant to fail
+			if child != nil && h.chance(2) {
+				m = h.only(child)
+			}
+			continue
 		}
 		deepest = max(deepest, i.depth)
 		m = h.goOn(m, child, i, target == equalityDeep)
@@ -308,6 +314,11 @@ func (h *history) goOn(m, child *testMachine, i *instant, deep bool) *testMachin
 	default:
 		next = h.wake(h.instants[h.rnd.IntN(len(h.instants))])
 	}
+	return h.only(next)
+}
+
+// only closes all machines but one.
+func (h *history) only(next *testMachine) *testMachine {
 	for _, o := range slices.Clone(h.machines) {
 		if o != next {
 			o.close()
@@ -721,7 +732,8 @@ const (
 var errMeant = errors.New("meant to fail")
 
 // capture takes a snapshot, with a fork or without. It returns nil if it was meant to
-// fail, and the child, which runs, if there is one.
+// fail, and the child, which runs, if there is one: of a capture that has failed afterwards,
+// one that has no snapshot to build upon.
 func (m *testMachine) capture() (i *instant, child *testMachine) {
 	h := m.h
 	h.t.Helper()
@@ -784,11 +796,7 @@ func (m *testMachine) capture() (i *instant, child *testMachine) {
 			h.fatal("a capture that was meant to fail, in way", fail, "has not")
 		}
 		h.saw.failures++
-		if child != nil {
-			// What it came from is nowhere: its next snapshot is whole.
-			child.depth = 0
-		}
-		return nil, nil
+		return nil, child
 	}
 	h.must(err)
 	if !live {
@@ -836,12 +844,15 @@ func (m *testMachine) writeUntil(stop <-chan struct{}, rnd *rand.Rand) error {
 // disturbBase compacts or removes the snapshot that the next one would build upon.
 func (m *testMachine) disturbBase() {
 	h := m.h
-	if m.in.base == nil || !h.chance(20) {
+	dir := m.in.forkBase
+	if m.in.base != nil {
+		dir = m.in.base.Dir()
+	}
+	if dir == "" || !h.chance(12) {
 		return
 	}
-	dir := m.in.base.Dir()
-	if _, err := os.Stat(dir); err != nil {
-		return // it is gone already, and a capture has failed since
+	if _, err := os.Stat(filepath.Join(dir, snapshot.ManifestName)); err != nil {
+		return // it never came, or is gone already, and a capture has failed since
 	}
 	if h.chance(2) {
 		_, err := snapshot.Compact(h.t.Context(), dir)
