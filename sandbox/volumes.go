@@ -126,6 +126,19 @@ func (s *Store) RemoveVolume(ctx context.Context, name string) error {
 	})
 }
 
+// ResizeVolume makes a volume larger: see volume.Store.Resize. It fails with volume.ErrInUse
+// while a VM runs or sleeps with it; one that is stopped finds it larger at its next start.
+func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*volume.Record, error) {
+	return s.Volumes().Resize(ctx, name, size, func(r *volume.Record) error {
+		return s.eachUser(r.Name, func(vm *Record, _ VolumeMount) error {
+			if vm.Phase != Asleep {
+				return nil // it holds the volume's lock, or nothing
+			}
+			return fmt.Errorf("%w: VM %s sleeps with it: wake and stop it, or remove it", volume.ErrInUse, vm.Spec.Name)
+		})
+	})
+}
+
 // eachUser calls f for each VM that names a volume. A record that cannot be read may
 // name it, and is an error.
 func (s *Store) eachUser(name string, f func(*Record, VolumeMount) error) error {

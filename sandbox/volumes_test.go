@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -318,6 +319,9 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 		}
 	}
 	use(false, true)
+	if _, err := s.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, volume.ErrInUse) {
+		t.Errorf("resizing while a VM sleeps with it: %v, want ErrInUse", err)
+	}
 	check("as it slept", false)
 	use(false, false)
 	check("attached since", false)
@@ -325,6 +329,10 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	check("written since", true)
 	if err := s.Remove(ctx, "a", false); err != nil {
 		t.Fatal(err)
+	}
+	// Nobody keeps it any more. What was discarded above is its superblock.
+	if _, err := s.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, disk.ErrDamaged) {
+		t.Errorf("resizing what has no file system any more: %v, want ErrDamaged", err)
 	}
 	if err := s.RemoveVolume(ctx, "v"); err != nil {
 		t.Error(err)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -25,7 +26,7 @@ The content of a volume is not part of any snapshot. A VM that has slept goes on
 a volume as it left it; a snapshot whose guest had it for writing cannot be cloned.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeRemoveCommand())
+	cmd.AddCommand(a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeResizeCommand(), a.volumeRemoveCommand())
 	return cmd
 }
 
@@ -110,6 +111,37 @@ func (a *app) volumeInspectCommand() *cobra.Command {
 				return err
 			}
 			return printJSON(a.stdout, i)
+		},
+	}
+}
+
+func (a *app) volumeResizeCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "resize NAME SIZE", Short: "Make a volume that no VM runs or sleeps with larger", Args: cobra.ExactArgs(2),
+		Long: `Make a volume and its file system larger: SIZE in MiB. A volume of that size stays as it is,
+and none gets smaller. No VM may run or sleep with it. It is done in a copy, so there must be
+room for what the volume takes once more; whatever is killed meanwhile, the volume is as it
+was or has the new size.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			mib, err := strconv.ParseInt(args[1], 10, 64)
+			if err != nil {
+				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
+			}
+			if mib < 0 || mib > volume.MaxSize>>20 {
+				mib = 0 // which is refused, and cannot overflow
+			}
+			r, err := s.ResizeVolume(cmd.Context(), args[0], mib<<20)
+			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
+				return usageError{err}
+			}
+			if err != nil {
+				return err
+			}
+			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
 		},
 	}
 }

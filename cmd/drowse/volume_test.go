@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-func TestVolumeCommands_make_list_and_remove(t *testing.T) {
+func TestVolumeCommands_make_list_resize_and_remove(t *testing.T) {
 	if _, err := exec.LookPath("mkfs.ext4"); err != nil {
 		if os.Getenv("CI") != "" {
 			t.Fatal(err)
@@ -45,6 +45,18 @@ func TestVolumeCommands_make_list_and_remove(t *testing.T) {
 	decode(t, must("volume", "inspect", "data"), &one)
 	if one["name"] != "data" || one["id"] == "" {
 		t.Errorf("inspected as %v", one)
+	}
+	if got := must("volume", "resize", "data", "20"); got != "data\n" {
+		t.Errorf("resize says %q", got)
+	}
+	decode(t, must("volume", "ls", "-o", "json"), &list)
+	if len(list) != 1 || list[0].Size != 20<<20 {
+		t.Errorf("resized to %+v", list)
+	}
+	for _, size := range []string{"16", "20M", "99999999999999", "-1"} {
+		if code, _, stderr := drowse(t, state, "volume", "resize", "data", "--", size); code != exitUsage {
+			t.Errorf("resize to %s: exit status %d: %s", size, code, stderr)
+		}
 	}
 	must("volume", "rm", "data")
 	if got := must("volume", "ls", "-o", "json"); strings.TrimSpace(got) != "[]" {

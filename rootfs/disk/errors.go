@@ -36,6 +36,8 @@ var (
 	ErrSyncFailed = errors.New("an earlier flush failed")
 	// ErrRange: an offset or length lies outside of the disk, or is not positive.
 	ErrRange = errors.New("range is outside of the disk")
+	// ErrDamaged: a file system needs more repair than can be done without asking.
+	ErrDamaged = errors.New("the file system is damaged")
 	// ErrClosed: the disk is closed.
 	ErrClosed = errors.New("disk is closed")
 	// ErrTooManyLayers: the stack is deeper than MaxLayers; merge or flatten it.

@@ -55,7 +55,7 @@ const ext4Config = `[defaults]
 //     of the guest goes round zeroing tables (ext4lazyinit) after the first mount.
 //   - A small journal: 16 MiB is 30 s of busy metadata, and it is the part of a disk that a guest
 //     rewrites for ever and that every snapshot would therefore carry again.
-//   - No resize_inode: it reserves tables for growing while mounted, and sandbox disks do not grow.
+//   - No resize_inode: it reserves tables for growing while mounted, and nothing grows then.
 func ext4Args(raw, label string, size int64) []string {
 	journal := int64(16)
 	if size < 256<<20 {
@@ -213,11 +213,14 @@ func FormatRaw(ctx context.Context, raw, label string, size int64) (err error) {
 // user's path.
 var mkfsNames = []string{"mkfs.ext4", "/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"}
 
-func findMkfs(names []string) (string, error) {
+func findMkfs(names []string) (string, error) { return findTool("format ext4", names) }
+
+// findTool finds a program of e2fsprogs under one of its names.
+func findTool(doing string, names []string) (string, error) {
 	for _, name := range names {
 		if p, err := exec.LookPath(name); err == nil {
 			return p, nil
 		}
 	}
-	return "", fmt.Errorf("format ext4: mkfs.ext4 is missing: %w; install it with: apt-get install e2fsprogs", exec.ErrNotFound)
+	return "", fmt.Errorf("%s: %s is missing: %w; install it with: apt-get install e2fsprogs", doing, filepath.Base(names[0]), exec.ErrNotFound)
 }

@@ -40,6 +40,13 @@ const (
 // ErrSize says that a volume cannot have that size.
 var ErrSize = errors.New("bad size of a volume")
 
+func checkSize(size int64) error {
+	if size < MinSize || size > MaxSize || size%(1<<20) != 0 {
+		return fmt.Errorf("%w: %d bytes: use %d to %d MiB", ErrSize, size, MinSize>>20, MaxSize>>20)
+	}
+	return nil
+}
+
 // idBytes is the length of a volume's id.
 const idBytes = 16
 
@@ -49,18 +56,21 @@ const Label = "drowse-volume"
 // Store is a directory of volumes, which any number of processes may use at once.
 //
 //	NAME/data, NAME/volume.json   a volume
-//	.lock                         held by who makes or removes one
-//	.tmp-*                        what is being made or removed, or was when its process died
+//	.lock                         held by who makes, resizes or removes one
+//	.tmp-*                        what is being made or removed, or was when its process died,
+//	                              and the larger copy of one that is being resized
 type Store struct {
 	dir string
 	fs  faultfs.FS
 	// format makes the file system in a new file.
 	format func(ctx context.Context, path string, size int64) error
+	// grow makes a file and the file system in it larger.
+	grow func(ctx context.Context, path string, size int64) error
 }
 
 // Open names a directory of volumes. It is made when the first volume is.
 func Open(dir string) *Store {
-	return &Store{dir: dir, fs: faultfs.OS, format: func(ctx context.Context, path string, size int64) error {
+	return &Store{dir: dir, fs: faultfs.OS, grow: disk.GrowRaw, format: func(ctx context.Context, path string, size int64) error {
 		return disk.FormatRaw(ctx, path, Label, size)
 	}}
 }
@@ -71,7 +81,7 @@ const (
 	lockPoll   = 20 * time.Millisecond
 )
 
-// lock keeps all others from making and removing volumes, and tidies up what those
+// lock keeps all others from making, resizing and removing volumes, and tidies up what those
 // have left that were killed.
 func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
 	if err := s.fs.Mkdir(s.dir, 0o700); err == nil {
@@ -156,8 +166,8 @@ func (s *Store) create(ctx context.Context, name string, size int64) (r *Record,
 	if err := checkName(name); err != nil {
 		return nil, err
 	}
-	if size < MinSize || size > MaxSize || size%(1<<20) != 0 {
-		return nil, fmt.Errorf("%w: %d bytes: use %d to %d MiB", ErrSize, size, MinSize>>20, MaxSize>>20)
+	if err := checkSize(size); err != nil {
+		return nil, err
 	}
 	unlock, err := s.lock(ctx)
 	if err != nil {
@@ -216,7 +226,13 @@ func (s *Store) Get(name string) (*Record, error) {
 	if errors.Is(err, ErrNotFound) {
 		return nil, fmt.Errorf("%w: %s: see `drowse volume ls`, or make it with `drowse volume create %s`", ErrNotFound, name, name)
 	}
-	return r, err
+	if err != nil {
+		return nil, err
+	}
+	if st, err := s.fs.Stat(filepath.Join(s.dir, name, dataName)); err == nil {
+		r.adopt(st.Size())
+	}
+	return r, nil
 }
 
 // List returns all volumes in the order of their names. One that cannot be read is

@@ -119,7 +119,16 @@ func (v *Volume) admit(allow func(*Record) error) (err error) {
 	return nil
 }
 
-func (s *Store) attach(name string, readOnly bool) (*Volume, error) {
+func (s *Store) attach(name string, readOnly bool) (v *Volume, err error) {
+	for range attachTries {
+		if v, err = s.attachOnce(name, readOnly); !errors.Is(err, errReplaced) {
+			break
+		}
+	}
+	return v, err
+}
+
+func (s *Store) attachOnce(name string, readOnly bool) (*Volume, error) {
 	if err := checkName(name); err != nil {
 		return nil, err
 	}
@@ -142,6 +151,13 @@ func (s *Store) attach(name string, readOnly bool) (*Volume, error) {
 	return v, nil
 }
 
+// errReplaced says that there is another file now in place of the one that was opened.
+var errReplaced = fmt.Errorf("%w: it has just been removed", ErrNotFound)
+
+// attachTries is how often a volume may be resized, or removed and made again, while it is
+// being attached.
+const attachTries = 8
+
 func (v *Volume) open(how int) error {
 	for {
 		err := unix.Flock(int(v.data.OS().Fd()), how|unix.LOCK_NB)
@@ -159,19 +175,28 @@ func (v *Volume) open(how int) error {
 	if err != nil {
 		return err
 	}
-	// It may have been removed, and another one made, since the file was opened.
+	// It may have been removed or resized, and another one made, since the file was opened.
 	if now, err := v.fs.Stat(filepath.Join(v.dir, dataName)); err != nil || !os.SameFile(now, st) {
-		return fmt.Errorf("%w: it has just been removed", ErrNotFound)
+		return errReplaced
 	}
 	rec, err := readRecord(v.fs, v.dir)
 	if err != nil {
 		return err
 	}
+	rec.adopt(st.Size())
 	if st.Size() != rec.Size {
 		return fmt.Errorf("%w: its file has %d bytes and should have %d", ErrRecord, st.Size(), rec.Size)
 	}
 	v.rec, v.size = *rec, rec.Size
 	return nil
+}
+
+// adopt makes the size of the file that of the record, if a resize was killed between the
+// two: see Resize. The record on disk says so when it is next written.
+func (r *Record) adopt(file int64) {
+	if file > r.Size && checkSize(file) == nil {
+		r.Size = file
+	}
 }
 
 // Where ext4 says that its journal must be replayed (Documentation/filesystems/ext4,

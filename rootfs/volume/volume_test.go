@@ -30,13 +30,14 @@ func simStore(t *testing.T) (*Store, *faultfs.Sim) {
 }
 
 func storeOn(fsys faultfs.FS, root string) *Store {
-	return &Store{dir: filepath.Join(root, "volumes"), fs: fsys, format: func(_ context.Context, path string, size int64) error {
+	lengthen := func(_ context.Context, path string, size int64) error {
 		f, err := fsys.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 		if err != nil {
 			return err
 		}
 		return errors.Join(f.Truncate(size), f.Close())
-	}}
+	}
+	return &Store{dir: filepath.Join(root, "volumes"), fs: fsys, format: lengthen, grow: lengthen}
 }
 
 func create(t *testing.T, s *Store, name string) *Record {

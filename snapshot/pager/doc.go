@@ -32,6 +32,10 @@
 //     Discard (see package guestmem), so no madvise is on its way.
 //  4. Bits are read without the mutex on the fast path of Ensure. A present bit
 //     is only cleared by Discarding, which Ensure's callers hold off.
+//  5. A present bit that is not set means something under the mutex only. A fill
+//     wakes those who wait before it sets the bit, and they may have written to
+//     the page by then. Whoever takes a missing page's content from elsewhere, as
+//     Source does, looks under the mutex.
 //
 // # When a page cannot be had
 //

@@ -7,7 +7,8 @@ import (
 // Source is the RAM of a machine that has been restored lazily, for
 // snapshot.Create. Pages that nobody has touched since are taken from the
 // snapshot that the machine came from; they do not become resident. The guest
-// and its devices must be paused while it is in use; Load may go on.
+// and its devices must be paused while it is in use, or, as for Image.CopyRunning,
+// what they write from then on must be read again; Load may go on.
 type Source struct {
 	p       *Pager
 	pagemap *snapshot.Pagemap
@@ -92,6 +93,19 @@ func (s *Source) nextStored(page uint64) (first, end uint64, err error) {
 	return page, page, nil
 }
 
+// stillMissing is missing for whoever takes a missing page's content from elsewhere. A fill
+// wakes those who wait for the page before it sets the present bit, and they may have
+// written to the page, and may even be paused again, before it does. So a bit that is not
+// set means something only under the mutex, which the fill holds.
+func (c *chunk) stillMissing(i int) bool {
+	if !c.missing(i) {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.missing(i)
+}
+
 // ReadPages implements snapshot.MemorySource.
 func (s *Source) ReadPages(page uint64, b []byte) error {
 	p := s.p
@@ -109,7 +123,7 @@ func (s *Source) ReadPages(page uint64, b []byte) error {
 			return err
 		}
 		c := p.chunk(n)
-		if !c.missing(i) {
+		if !c.stillMissing(i) {
 			// It was given to the balloon, or it is there; reading it from the
 			// guest puts at most a page of zeros in place.
 			if err := snapshot.ReadGuest(p.mem, page, b[:pageSize]); err != nil {
