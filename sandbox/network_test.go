@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -92,7 +93,9 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 		}
 		return names[len(names)-1]
 	}
-	e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP})
+	e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP, Policy: mustPolicy(t, `
+rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
+`)})
 	if err := e.Agent("net").WriteFile(t.Context(), "/root/sender.py", strings.NewReader(sender), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -133,4 +136,13 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	if sockets, err := filepath.Glob(filepath.Join(filepath.Dir(e.Store.VsockPath("net")), "*.sock")); err != nil || len(sockets) != 0 {
 		t.Errorf("the killed VM has left the sockets %v (%v)", sockets, err)
 	}
+}
+
+func mustPolicy(t *testing.T, text string) *netpolicy.Policy {
+	t.Helper()
+	p, err := netpolicy.Parse([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
 }
