@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"slices"
@@ -411,4 +412,27 @@ func removeLeftNetwork(r *Record) error {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}
 	return nil
+}
+
+// sweepNetworks takes away the pins of VMs whose process and whose store are gone, of
+// whatever store: names like ids, without a device, and without a process that holds them.
+func sweepNetworks() error {
+	names, err := netpolicy.Agents("")
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, id := range names {
+		if !idRE.MatchString(id) {
+			continue
+		}
+		if _, err := net.InterfaceByName(tapName(id)); err == nil {
+			continue
+		}
+		err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: tapName(id)})
+		if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
 }

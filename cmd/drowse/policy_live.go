@@ -123,7 +123,8 @@ func prune(n *yaml.Node) bool {
 	case yaml.MappingNode:
 		var kept []*yaml.Node
 		for i := 0; i+1 < len(n.Content); i += 2 {
-			if prune(n.Content[i+1]) {
+			// A resolver without upstreams is there all the same.
+			if prune(n.Content[i+1]) || n.Content[i].Value == "dns" && n.Content[i+1].Kind == yaml.MappingNode {
 				kept = append(kept, n.Content[i], n.Content[i+1])
 			}
 		}
