@@ -238,8 +238,8 @@ func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
 	return &probe{t, inW, bufio.NewReader(outR)}
 }
 
-// expect has the guest do something, and compares what comes of it.
-func (p *probe) expect(what, want string) {
+// ask has the guest do something, and returns what comes of it.
+func (p *probe) ask(what string) string {
 	p.t.Helper()
 	begin := time.Now()
 	if _, err := io.WriteString(p.in, what+"\n"); err != nil {
@@ -249,10 +249,16 @@ func (p *probe) expect(what, want string) {
 	if err != nil {
 		p.t.Fatalf("%s: %v", what, err)
 	}
-	if got = strings.TrimSpace(got); got != want {
+	got = strings.TrimSpace(got)
+	p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
+	return got
+}
+
+func (p *probe) expect(what, want string) {
+	p.t.Helper()
+	if got := p.ask(what); got != want {
 		p.t.Errorf("%s: %s, want %s", what, got, want)
 	}
-	p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
 }
 
 // event waits for a denied packet.
@@ -278,6 +284,7 @@ const probePolicy = `
 rules:
   - {name: web, direction: egress, verdict: allow, cidrs: [93.184.216.34], protocols: [tcp], ports: [80]}
   - {name: never, direction: egress, verdict: reject, cidrs: [93.184.216.99], protocols: [tcp], ports: [any]}
+  - {name: soon the host, direction: egress, verdict: allow, cidrs: [93.184.216.36], protocols: [tcp], ports: [80]}
   - {name: local, direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [7000]}
   - {name: named, direction: egress, verdict: allow, names: [good.example, evil.example], protocols: [tcp], ports: [8080]}
 dns: {upstreams: ["93.184.216.53:53"]}
@@ -286,9 +293,9 @@ dns: {upstreams: ["93.184.216.53:53"]}
 func TestNetworkPolicyOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
+	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
 	o.there(func() {
-		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.99:80", "10.99.0.1:8080"} {
+		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080"} {
 			o.echo(net.ListenConfig{}, at)
 		}
 		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34"})
@@ -335,6 +342,34 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	event(t, e, "pol", "a rejected connection", func(ev sandbox.NetEvent) bool {
 		return ev.Verdict == netpolicy.Reject && ev.Reason == netpolicy.ReasonRule && ev.Rule == "never" && ev.Peer == netip.MustParseAddr("93.184.216.99")
 	})
+
+	// An address is the host's as soon as the host has it, and this rule is not about the host.
+	p.expect("tcp 93.184.216.36 80 "+forSure, "ping")
+	up, err := netlink.LinkByName("up0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(93, 184, 216, 36), Mask: net.CIDRMask(32, 32)}}
+	if err := netlink.AddrAdd(up, addr); err != nil {
+		t.Fatal(err)
+	}
+	for deadline, denied := time.Now().Add(2*time.Minute), false; !denied; {
+		// Until then the host says that nobody listens there.
+		got := p.ask("tcp 93.184.216.36 80 " + inVain)
+		if got == "ping" || time.Now().After(deadline) {
+			t.Fatalf("a new address of the host: %s", got)
+		}
+		err := e.Store.NetworkEvents(t.Context(), "pol", false, func(ev sandbox.NetEvent) error {
+			denied = denied || ev.Peer == netip.MustParseAddr("93.184.216.36") && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := netlink.AddrDel(up, addr); err != nil {
+		t.Fatal(err)
+	}
 
 	// Names.
 	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout")
