@@ -351,10 +351,11 @@ func (n *network) watchHost() {
 		for {
 			select {
 			case <-n.ctx.Done():
-				// The subscription ends when its socket is closed; it must not wait for a reader.
+				// The subscription ends, and closes updates, when done is closed; until then
+				// it must not wait for a reader.
 				if updates != nil {
 					go func() {
-						for range updates { //nolint:revive // until it is closed
+						for range updates {
 						}
 					}()
 				}
@@ -414,14 +415,15 @@ func removeLeftNetwork(r *Record) error {
 	return nil
 }
 
-// sweepNetworks takes away the pins of VMs whose process and whose store are gone, of
-// whatever store: names like ids, without a device, and without a process that holds them.
+// sweepNetworks takes away what killed processes of VMs of any store have left: files of
+// addresses, and pins, with names like ids, without a device, and without a process that
+// holds them.
 func sweepNetworks() error {
 	names, err := netpolicy.Agents("")
 	if err != nil {
 		return err
 	}
-	var errs []error
+	errs := []error{hostnet.Sweep("")}
 	for _, id := range names {
 		if !idRE.MatchString(id) {
 			continue

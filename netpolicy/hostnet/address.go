@@ -191,3 +191,31 @@ func clash(in netip.Prefix) error {
 	}
 	return nil
 }
+
+// Sweep removes the files of addresses that killed processes had. They are free without
+// that. dir is as for Take.
+func Sweep(dir string) error {
+	if dir == "" {
+		dir = DefaultDir
+	}
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("tidying up addresses: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		addr, err := netip.ParseAddr(e.Name())
+		if err != nil || addr.String() != e.Name() {
+			continue // not of this package
+		}
+		a, err := take(dir, addr, "sweep")
+		if a != nil {
+			err = a.Release()
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}

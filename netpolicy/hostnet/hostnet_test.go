@@ -178,15 +178,30 @@ func TestTake_address_of_a_killed_process_is_free_again(t *testing.T) {
 	if err := a.Release(); err != nil {
 		t.Error(err)
 	}
+	held, err := Take(dir, small, "held")
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	_ = cmd.Wait()
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 2 {
+		t.Errorf("of the killed process there is %v (%v): this tests nothing", left, err)
+	}
+	if err := Sweep(dir); err != nil {
+		t.Error(err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 1 || left[0].Name() != held.Addr().String() {
+		t.Errorf("after a sweep: %v, %v", left, err)
+	}
 	if a, err = Take(dir, small, "killed"); err != nil || a.Addr().String()+" <nil>\n" != line {
 		t.Errorf("after its end: %v, %v, want %s", addrOf(a), err, line)
 	}
-	if err := a.Release(); err != nil {
-		t.Error(err)
+	for _, a := range []*Address{a, held} {
+		if err := a.Release(); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
