@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"syscall"
 	"time"
 	"unicode/utf8"
 
@@ -154,8 +155,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 			res = PolicyResult{Name: name}
 			err = s.storePolicy(name, p)
 		}
-		// It has gone to sleep or been woken in between, or is about to.
-		if !errors.Is(err, ErrNotRunning) && !errors.Is(err, ErrRunning) {
+		if !passing(err) {
 			return res, err
 		}
 		select {
@@ -164,6 +164,17 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		case <-time.After(5 * time.Millisecond):
 		}
 	}
+}
+
+// passing says whether an error means that a VM has gone to sleep, been woken or ended in
+// between, or is about to, so that what does no harm twice is to be tried again.
+func passing(err error) bool {
+	for _, e := range []error{ErrNotRunning, ErrRunning, io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }
 
 // storePolicy sets the policy of a VM that has no process.
