@@ -403,7 +403,7 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	if in.net != nil {
 		// Its link is down until its policy is there and it has its identity.
 		if err := in.network.wait(ctx); err != nil {
-			return err
+			return in.explain(ctx, err)
 		}
 		in.net.SetLink(true)
 	}
