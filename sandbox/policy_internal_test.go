@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net/netip"
 	"os"
@@ -219,6 +220,32 @@ func TestOpensOutside(t *testing.T) {
 	} {
 		if got := opensOutside(parsePolicy(t, text)); got != want {
 			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
+func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_started(t *testing.T) {
+	for before, after := range map[Phase]Phase{Starting: Stopped, Asleep: Asleep, Stopped: Stopped} {
+		s, err := OpenStore(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		// As somebody may write into a record: it parses, and cannot be.
+		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Network: NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.release()
+		var told []Report
+		err = s.Serve(t.Context(), "a", ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = append(told, r) }})
+		if !errors.Is(err, netpolicy.ErrPolicy) || len(told) != 1 || told[0].Error == nil || told[0].Error.Code != "policy" {
+			t.Errorf("%s: %v, %+v", before, err, told)
+		}
+		if layers, err := os.ReadDir(s.layerDir()); err != nil || len(layers) != 0 {
+			t.Errorf("%s: a disk was begun: %v, %v", before, layers, err)
+		}
+		if r, err := s.load("a"); err != nil || r.Phase != after {
+			t.Errorf("%s: it is %v now (%v), want %s", before, r, err, after)
 		}
 	}
 }
