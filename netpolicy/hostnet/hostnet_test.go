@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -12,8 +13,12 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 )
 
@@ -296,4 +301,110 @@ func TestTranslate_unusable_range_is_refused(t *testing.T) {
 	if err := Translate(netip.MustParsePrefix("8.8.8.0/24")); !errors.Is(err, ErrRange) {
 		t.Error(err)
 	}
+}
+
+func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
+	ownNamespace(t)
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	host, err := netns.Get()
+	must(err)
+	defer host.Close()
+	up := func(name, addr string) {
+		t.Helper()
+		l, err := netlink.LinkByName(name)
+		must(err)
+		a, err := netlink.ParseAddr(addr)
+		must(err)
+		must(netlink.AddrAdd(l, a))
+		must(netlink.LinkSetUp(l))
+	}
+	// Two networks of the host's, and one whose device is named as a VM's.
+	other := map[string]netns.NsHandle{}
+	for device, subnet := range map[string]string{"left": "198.51.100", "right": "203.0.113", "drowse0": "192.0.2"} {
+		ns, err := netns.New()
+		must(err)
+		defer ns.Close()
+		other[device] = ns
+		must(netns.Set(host))
+		must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: device}, PeerName: "up", PeerNamespace: netlink.NsFd(ns)}))
+		up(device, subnet+".1/24")
+		must(netns.Set(ns))
+		up("up", subnet+".2/24")
+		gw, err := netlink.ParseAddr(subnet + ".1/32")
+		must(err)
+		must(netlink.RouteAdd(&netlink.Route{Gw: gw.IP}))
+		must(netns.Set(host))
+	}
+	must(netns.Set(other["right"]))
+	server, err := net.ListenPacket("udp4", "203.0.113.2:7")
+	must(err)
+	defer server.Close()
+	client := map[string]net.Conn{}
+	for _, from := range []string{"left", "drowse0"} {
+		must(netns.Set(other[from]))
+		client[from], err = net.Dial("udp4", "203.0.113.2:7")
+		must(err)
+		defer client[from].Close()
+	}
+	must(netns.Set(host))
+	const patience = time.Minute
+	// passes sends until it arrives: the first may be lost while an address is looked for.
+	passes := func(from, word string) {
+		t.Helper()
+		b := make([]byte, 64)
+		for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
+			_, err := client[from].Write([]byte(word))
+			must(err)
+			must(server.SetReadDeadline(time.Now().Add(100 * time.Millisecond)))
+			for {
+				n, _, err := server.ReadFrom(b)
+				if err != nil {
+					break
+				}
+				if got := string(b[:n]); got == word {
+					return
+				} else if got == "never" {
+					t.Fatal("it has come through")
+				}
+			}
+		}
+		t.Fatalf("%q from %s has not come through", word, from)
+	}
+	dropped := func() uint64 {
+		t.Helper()
+		n, err := open()
+		must(err)
+		rules, err := n.conn.GetRules(n.table, &nftables.Chain{Name: chainGuard, Table: n.table})
+		must(err)
+		for _, r := range rules {
+			for _, x := range r.Exprs {
+				if c, ok := x.(*expr.Counter); ok {
+					return c.Packets
+				}
+			}
+		}
+		t.Fatal("no counter")
+		return 0
+	}
+
+	if changed, err := Forward(); err != nil || !changed {
+		t.Fatal(changed, err)
+	}
+	passes("drowse0", "from a VM")
+	for deadline := time.Now().Add(patience); dropped() == 0; time.Sleep(10 * time.Millisecond) {
+		_, err := client["left"].Write([]byte("never"))
+		must(err)
+		if time.Now().After(deadline) {
+			t.Fatal("what was sent from left to right has not been dropped")
+		}
+	}
+	passes("drowse0", "from a VM again") // and nothing from left was before it
+	must(Remove())
+	must(setForwarding("1"))
+	passes("left", "without the rule")
 }
