@@ -513,7 +513,8 @@ func (l *Link) Events(ctx context.Context, fn func(Event)) error {
 		return fmt.Errorf("reading events: %w", err)
 	}
 	defer r.Close()
-	stop := context.AfterFunc(ctx, func() { r.SetDeadline(time.Unix(1, 0)) })
+	// Setting a deadline would wait for the next event.
+	stop := context.AfterFunc(ctx, func() { _ = r.Flush() })
 	defer stop()
 	var rec ringbuf.Record
 	for {
@@ -521,7 +522,7 @@ func (l *Link) Events(ctx context.Context, fn func(Event)) error {
 			return err
 		}
 		if err := r.ReadInto(&rec); err != nil {
-			if errors.Is(err, os.ErrDeadlineExceeded) {
+			if errors.Is(err, ringbuf.ErrFlushed) {
 				continue
 			}
 			return fmt.Errorf("reading events: %w", err)

@@ -733,3 +733,32 @@ func TestRemove_what_is_incomplete_or_without_its_interface(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+func TestLink_events_end_with_their_context_though_none_comes(t *testing.T) {
+	ownNamespace(t)
+	newTAP(t, "quiet0")
+	s, err := Compile(nil, agent, Environment{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := Attach(LinkConfig{Agent: "quiet", Interface: "quiet0", Root: testRoot(t)}, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Remove()
+	for range 20 {
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- l.Events(ctx, func(e Event) { t.Errorf("%+v", e) }) }()
+		runtime.Gosched()
+		cancel()
+		select {
+		case err := <-ended:
+			if !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+		case <-time.After(waitMost):
+			t.Fatal("it has not ended")
+		}
+	}
+}

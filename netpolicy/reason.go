@@ -1,6 +1,10 @@
 package netpolicy
 
-import "fmt"
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
 
 // Reason says why a packet passed or not. The package comment says what each is.
 type Reason uint8
@@ -73,3 +77,19 @@ func (r Reason) String() string {
 
 // MarshalText writes the name.
 func (r Reason) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
+
+// UnmarshalText reads what MarshalText has written.
+func (r *Reason) UnmarshalText(text []byte) error {
+	for known, name := range reasonNames {
+		if name == string(text) {
+			*r = known
+			return nil
+		}
+	}
+	n, err := strconv.ParseUint(strings.TrimPrefix(string(text), "reason-"), 10, 8)
+	if err != nil {
+		return fmt.Errorf("%.40q is no reason", text)
+	}
+	*r = Reason(n)
+	return nil
+}

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
@@ -317,14 +318,32 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 }
 
 // Restore makes a new VM from a snapshot. It has the memory, processes and files of
-// the one that the snapshot is of, and an identity of its own.
+// the one that the snapshot is of, and an identity of its own. Its network policy is the
+// one that that VM had then.
 func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string) (Report, error) {
+	return s.RestoreWith(ctx, l, snapshotID, RestoreChanges{Name: name})
+}
+
+// RestoreChanges say in what a clone differs from the VM that the snapshot is of. The zero
+// value is Restore with a random name.
+type RestoreChanges struct {
+	// Name of the clone; empty is a random one.
+	Name string
+	// Policy is the clone's network policy; nil is that of the snapshot.
+	Policy *netpolicy.Policy
+}
+
+// RestoreWith is Restore with changes.
+func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
 		return Report{}, err
 	}
-	r, err := s.cloneRecord(ctx, l, id, name)
+	r, err := s.cloneRecord(ctx, l, id, c.Name)
 	if err != nil {
+		return Report{}, err
+	}
+	if err := r.Spec.usePolicy(c.Policy); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id)
@@ -350,6 +369,9 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	}
 	spec := old.Spec
 	spec.Name, spec.Hostname = name, ""
+	if spec.Policy, err = policyOf(m.Labels); err != nil {
+		return nil, fmt.Errorf("snapshot %s: %w", id, err)
+	}
 	if name == "" {
 		spec.Name = "vm-" + newID()[:8]
 	}
@@ -434,6 +456,13 @@ func lastLine(path string) string {
 
 // call asks a VM's process for something.
 func (s *Store) call(ctx context.Context, name, method, path string, out any) error {
+	return s.callWith(ctx, name, method, path, nil, func(body io.Reader) error {
+		return json.NewDecoder(io.LimitReader(body, 16<<20)).Decode(out)
+	})
+}
+
+// callWith is call with a body, and with what reads the answer.
+func (s *Store) callWith(ctx context.Context, name, method, path string, send []byte, read func(io.Reader) error) error {
 	r, err := s.Get(name)
 	if err != nil {
 		return err
@@ -451,7 +480,7 @@ func (s *Store) call(ctx context.Context, name, method, path string, out any) er
 		},
 		DisableKeepAlives: true,
 	}}
-	req, err := http.NewRequestWithContext(ctx, method, "http://vm"+path, nil)
+	req, err := http.NewRequestWithContext(ctx, method, "http://vm"+path, bytes.NewReader(send))
 	if err != nil {
 		return err
 	}
@@ -467,15 +496,14 @@ func (s *Store) call(ctx context.Context, name, method, path string, out any) er
 		return fmt.Errorf("asking the process of VM %s: %w", name, err)
 	}
 	defer resp.Body.Close()
-	d := json.NewDecoder(io.LimitReader(resp.Body, 16<<20))
 	if resp.StatusCode != http.StatusOK {
 		var e ErrorReport
-		if err := d.Decode(&e); err != nil || e.Message == "" {
+		if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(&e); err != nil || e.Message == "" {
 			return fmt.Errorf("asking the process of VM %s: it answered %s", name, resp.Status)
 		}
 		return &e
 	}
-	if err := d.Decode(out); err != nil {
+	if err := read(resp.Body); err != nil {
 		return fmt.Errorf("asking the process of VM %s: %w", name, err)
 	}
 	return nil

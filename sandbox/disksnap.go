@@ -95,7 +95,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	limits := p.r.Spec.Hooks.limits(policy)
 	limits.Skip = policy == HooksSkip
 	id := newID()
-	record, err := json.Marshal(p.r)
+	labels, err := p.r.labels(kindDisk)
 	if err != nil {
 		return res, err
 	}
@@ -115,7 +115,6 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	if err != nil {
 		return res, fmt.Errorf("describing the host: %w", err)
 	}
-	labels := map[string]string{labelKind: kindDisk, labelRecord: string(record), labelOwner: p.r.ID}
 	if note != "" {
 		labels[labelNote] = note
 	}

@@ -4,6 +4,8 @@ import (
 	"errors"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -42,6 +44,10 @@ var codes = []struct {
 	{"not-found", ErrNotFound},
 	{"not-running", ErrNotRunning},
 	{"running", ErrRunning},
+	{"policy", netpolicy.ErrPolicy},
+	{"policy-kernel", netpolicy.ErrKernel},
+	{"address-range", hostnet.ErrRange},
+	{"addresses-full", hostnet.ErrFull},
 	{"invalid", ErrSpec},
 	{"hooks", ErrHooks},
 	{"disk-only", ErrDiskOnly},

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -76,6 +77,8 @@ type ForkOptions struct {
 	// Early returns when the children run, without waiting for the snapshot of the
 	// fork. Until that is on disk a child that is killed is lost.
 	Early bool
+	// Policy is the children's network policy; nil is that of the VM.
+	Policy *netpolicy.Policy
 }
 
 // ForkResult says what a fork has done.
@@ -171,6 +174,9 @@ func (f *forker) choose(o ForkOptions) error {
 		default:
 			spec.Name = fmt.Sprintf("%s-%d", o.Name, i+1)
 		}
+		if err := spec.usePolicy(o.Policy); err != nil {
+			return err
+		}
 		spec, err := spec.withDefaults()
 		if err != nil {
 			return err
@@ -195,6 +201,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 			return Report{}, err
 		}
 		r.Fork = f.parent.origin()
+		r.Spec.Policy = spec.Policy // it may have been changed while the VM sleeps
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot)
 	})
 }

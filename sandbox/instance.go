@@ -9,7 +9,6 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -20,7 +19,6 @@ import (
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
 	virtionet "github.com/drowse-vm/drowse/devices/net"
-	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
@@ -108,7 +106,8 @@ type Instance struct {
 	// structPages says where the guest's kernel marks free pages; nil if it does not.
 	structPages *freepages.Map
 	balloon     *balloon.Device
-	net         *virtionet.Device // nil without a network
+	net         *virtionet.Device // nil without a network, as network is
+	network     *network
 
 	started time.Time
 	ready   time.Duration
@@ -175,7 +174,7 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 	add(deviceBalloon, in.balloon)
 
 	if p.Spec.Network == NetworkTAP {
-		if in.net, err = in.link(linkDown); err != nil {
+		if in.net, err = in.connect(linkDown); err != nil {
 			return err
 		}
 		add(deviceNet, in.net)
@@ -186,27 +185,6 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 	}
 	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
 	return err
-}
-
-// The link of a guest to its host. All guests have the same address, so that a clone
-// needs no other; several TAP devices then lead to the same one, and a program on the
-// host that means one of them binds its socket to that device.
-var (
-	guestMAC    = virtionet.MAC{0x02, 'd', 'r', 'o', 'w', 0x01}
-	hostAddress = netip.MustParsePrefix("172.31.255.1/30")
-)
-
-const guestAddress = "172.31.255.2/30,172.31.255.1"
-
-// link makes a TAP device, which goes with this process, and the guest's end of it.
-func (in *Instance) link(down bool) (*virtionet.Device, error) {
-	t, err := tap.Create(tap.Config{Name: "drowse%d", Addresses: []netip.Prefix{hostAddress}})
-	if err != nil {
-		return nil, err
-	}
-	in.closers = append(in.closers, t)
-	in.log.Info("network", "tap", t.Name())
-	return virtionet.New(in.mem, t, virtionet.Config{MAC: guestMAC, LinkDown: down})
 }
 
 // NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages: for
@@ -281,6 +259,11 @@ func (in *Instance) boot(ctx context.Context) error {
 	defer ready.Close()
 	if err := in.listenHooks(); err != nil {
 		return err
+	}
+	if in.network != nil {
+		if err := in.network.wait(ctx); err != nil {
+			return err
+		}
 	}
 	if err := in.machine.Start(); err != nil {
 		return err
@@ -426,6 +409,10 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 		return err
 	}
 	if in.net != nil {
+		// Its link is down until its policy is there and it has its identity.
+		if err := in.network.wait(ctx); err != nil {
+			return in.explain(ctx, err)
+		}
 		in.net.SetLink(true)
 	}
 	if resumed.Hooks {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -84,33 +86,65 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	before := len(taps(t))
-	one := func() string {
+	one := func(rep sandbox.Report, n int) string {
 		t.Helper()
-		names := taps(t)
-		if len(names) != before+1 {
-			t.Fatalf("TAP devices %v, want %d", names, before+1)
+		if names := taps(t); len(names) != before+n || rep.Network == nil || !slices.Contains(names, rep.Network.TAP) {
+			t.Fatalf("TAP devices %v, want %d, and that of %+v", names, before+n, rep.Network)
 		}
-		return names[len(names)-1]
+		return rep.Network.TAP
 	}
-	e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP})
+	rep := e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP, Policy: mustPolicy(t, `
+rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
+`)})
 	if err := e.Agent("net").WriteFile(t.Context(), "/root/sender.py", strings.NewReader(sender), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	exchange := func(word string) {
+	exchange := func(name, word, device string) {
 		t.Helper()
 		const n = 300_000
-		port := echo(t, one())
-		if got := e.Sh("net", fmt.Sprintf("python3 -S -E /root/sender.py %d %s %d", port, word, n)); got != fmt.Sprintf("%d True", n) {
+		port := echo(t, device)
+		if got := e.Sh(name, fmt.Sprintf("python3 -S -E /root/sender.py %d %s %d", port, word, n)); got != fmt.Sprintf("%d True", n) {
 			t.Errorf("%s: of %d bytes came back: %s", word, n, got)
 		}
 	}
-	exchange("booted")
+	exchange("net", "booted", one(rep, 1))
 	e.Sleep("net")
 	if names := taps(t); len(names) != before {
 		t.Errorf("while the VM sleeps there are the TAP devices %v", names)
 	}
-	e.Wake("net")
-	exchange("woken")
+	rep = e.Wake("net")
+	exchange("net", "woken", one(rep, 1))
+
+	// A fork is behind the policy of its VM, or behind another one, at an address of its own.
+	forks, err := e.Store.Fork(t.Context(), e.Launcher, "net", sandbox.ForkOptions{Name: "fork"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	child := forks.Children[0]
+	if device := one(child, 2); device == rep.Network.TAP || child.Network.Address == rep.Network.Address {
+		t.Errorf("the fork has %+v, its VM %+v", child.Network, rep.Network)
+	}
+	exchange("fork", "forked", child.Network.TAP)
+	if p, err := e.Store.Policy("fork"); err != nil || len(p.Rules) != 1 {
+		t.Errorf("the fork has the policy %+v, %v", p, err)
+	}
+	if err := e.Store.Remove(t.Context(), "fork", true); err != nil {
+		t.Fatal(err)
+	}
+	closed, err := e.Store.Fork(t.Context(), e.Launcher, "net", sandbox.ForkOptions{Name: "closed", Policy: &netpolicy.Policy{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p, err := e.Store.Policy("closed"); err != nil || len(p.Rules) != 0 {
+		t.Errorf("a fork with an empty policy has %+v, %v", p, err)
+	}
+	port := echo(t, one(closed.Children[0], 2))
+	if got := e.Sh("closed", fmt.Sprintf("python3 -S -E -c \"import socket; s = socket.socket(); s.settimeout(3); print(s.connect_ex(('172.31.255.1', %d)))\"", port)); got != fmt.Sprint(int(unix.EAGAIN)) {
+		t.Errorf("a fork with an empty policy connects to its host: %s", got)
+	}
+	if err := e.Store.Remove(t.Context(), "closed", true); err != nil {
+		t.Fatal(err)
+	}
 
 	r, err := e.Store.Get("net")
 	if err != nil {
@@ -133,4 +167,13 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	if sockets, err := filepath.Glob(filepath.Join(filepath.Dir(e.Store.VsockPath("net")), "*.sock")); err != nil || len(sockets) != 0 {
 		t.Errorf("the killed VM has left the sockets %v (%v)", sockets, err)
 	}
+}
+
+func mustPolicy(t *testing.T, text string) *netpolicy.Policy {
+	t.Helper()
+	p, err := netpolicy.Parse([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
 }

@@ -33,6 +33,8 @@ type Report struct {
 	MiBTouched float64 `json:"mib_touched"`
 	// Hooks are those in the guest that failed after a wake or a restore.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	// Network is nil without one.
+	Network *NetworkInfo `json:"network,omitempty"`
 }
 
 // process is the life of a VM in its own process.
@@ -93,6 +95,14 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return err
 	}
 	if err := p.store.removeSockets(name); err != nil {
+		return err
+	}
+	if err := p.r.Spec.checkPolicy(); err != nil {
+		// Somebody has changed the record. Nothing of the VM has been touched.
+		if p.r.Phase == Starting {
+			p.r.Phase, p.r.PID, p.r.Problem = Stopped, 0, "it did not start: "+err.Error()
+			err = errors.Join(err, p.store.save(p.r))
+		}
 		return err
 	}
 	before := *p.r
@@ -235,6 +245,9 @@ func (p *process) report() Report {
 	} else {
 		rep.Stages["boot"] = ms(ready)
 	}
+	if n := p.in.network; n != nil {
+		rep.Network, rep.Stages["network"] = n.info(), ms(n.took)
+	}
 	return rep
 }
 
@@ -299,11 +312,10 @@ type SleepResult struct {
 
 func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
 	id := newID()
-	record, err := json.Marshal(p.r)
+	labels, err := p.r.labels(kind)
 	if err != nil {
 		return nil, SleepResult{}, err
 	}
-	labels := map[string]string{labelKind: kind, labelRecord: string(record), labelOwner: p.r.ID}
 	if note != "" {
 		labels[labelNote] = note
 	}
@@ -486,6 +498,7 @@ func (p *process) listen() (*http.Server, error) {
 		return p.snapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
 	}, nil)
 	mux.HandleFunc("POST /fork", p.serveFork)
+	p.handlePolicy(mux, handle)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil

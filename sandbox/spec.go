@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -32,9 +33,12 @@ type Spec struct {
 	DiskMiB int `json:"disk_mib,omitempty"`
 	// Hostname inside the guest. Default: the name.
 	Hostname string `json:"hostname,omitempty"`
-	// Network is "none" or "tap". With "tap" the VM gets a link to the host; where
-	// it leads from there is what the host forwards. Default: "none".
+	// Network is "none" or "tap". With "tap" the VM gets a link to the host, behind
+	// its Policy. Default: "none".
 	Network string `json:"network,omitempty"`
+	// Policy is what the network may do to and for the VM. Nil denies everything. It
+	// does not change once it is in a Spec.
+	Policy *netpolicy.Policy `json:"policy,omitempty"`
 	// Cmdline is added to the kernel's command line.
 	Cmdline string `json:"cmdline,omitempty"`
 	// NoACPI names the devices on the command line, for kernels without ACPI.
@@ -121,6 +125,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if err := s.checkPolicy(); err != nil {
+		return s, err
 	}
 	if err := s.Hooks.check(); err != nil {
 		return s, err

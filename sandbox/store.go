@@ -265,6 +265,9 @@ func (s *Store) tidy(r *Record) error {
 	if err := s.removeSockets(r.Spec.Name); err != nil {
 		return err
 	}
+	if err := removeLeftNetwork(r); err != nil {
+		return err
+	}
 	return s.save(r)
 }
 
@@ -416,6 +419,12 @@ func (s *Store) removeVM(ctx context.Context, name string) error {
 		return err
 	}
 	defer l.release()
+	if r, err := s.load(name); err == nil {
+		// A process that was killed when the record said already that it sleeps.
+		if err := removeLeftNetwork(r); err != nil {
+			return err
+		}
+	}
 	if err := os.RemoveAll(s.vmDir(name)); err != nil {
 		return fmt.Errorf("removing VM %s: %w", name, err)
 	}

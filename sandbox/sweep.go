@@ -112,6 +112,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 	for _, r := range records {
 		errs = append(errs, s.joinLayers(ctx, r.Spec.Name, layers))
 	}
+	errs = append(errs, sweepNetworks())
 	return freed, errors.Join(errs...)
 }
 

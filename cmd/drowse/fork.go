@@ -12,6 +12,7 @@ import (
 
 func (a *app) forkCommand() *cobra.Command {
 	var o sandbox.ForkOptions
+	var policy string
 	limit := bootTimeout
 	cmd := &cobra.Command{
 		Use:   "fork NAME",
@@ -27,6 +28,11 @@ sleeping. The names of the children are printed.`,
 			if o.Count < 1 || o.Count > sandbox.MaxForks {
 				return usageError{fmt.Errorf("--count must be 1 to %d", sandbox.MaxForks)}
 			}
+			p, err := policyFrom(policy)
+			if err != nil {
+				return err
+			}
+			o.Policy = p
 			s, err := a.store()
 			if err != nil {
 				return err
@@ -44,6 +50,9 @@ sleeping. The names of the children are printed.`,
 			if res.Problem != "" {
 				a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
 			}
+			for _, c := range res.Children {
+				a.warnNetwork(c.Name, c.Network)
+			}
 			return a.print(res, func(w io.Writer) {
 				for _, c := range res.Children {
 					fmt.Fprintln(w, c.Name)
@@ -55,6 +64,7 @@ sleeping. The names of the children are printed.`,
 	f.IntVar(&o.Count, "count", 1, fmt.Sprintf("number of children, up to %d", sandbox.MaxForks))
 	f.StringVar(&o.Name, "name", "", "name of the child; of several, what their names begin with (default: random ones)")
 	f.BoolVar(&o.Early, "early", false, "do not wait for the snapshot that the children come back from if they are killed")
+	policyFlag(cmd, &policy, "that of the VM")
 	f.DurationVar(&limit, "timeout", limit, "give up after this time")
 	return cmd
 }

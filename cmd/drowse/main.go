@@ -114,7 +114,7 @@ func (a *app) root() *cobra.Command {
 		a.runCommand(), a.execCommand(), a.cpCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
-		a.policyCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
+		a.policyCommand(), a.netCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
 	)
 	usageArgs(root)
 	return root

@@ -20,11 +20,12 @@ import (
 func (a *app) policyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "policy",
-		Short: "Check and explain network policies",
+		Short: "Check, explain, set and watch the network policies of VMs",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand())
+	cmd.AddCommand(a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(),
+		a.policySetCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand())
 	return cmd
 }
 

@@ -273,14 +273,19 @@ func (a *app) snapshotImportCommand() *cobra.Command {
 }
 
 func (a *app) restoreCommand() *cobra.Command {
-	var name string
+	var name, policy string
 	cmd := a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, id string) (sandbox.Report, error) {
-			return s.Restore(ctx, l, id, name)
+			p, err := policyFrom(policy)
+			if err != nil {
+				return sandbox.Report{}, err
+			}
+			return s.RestoreWith(ctx, l, id, sandbox.RestoreChanges{Name: name, Policy: p})
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil
 	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: a random one)")
+	policyFlag(cmd, &policy, "that of the snapshot")
 	return cmd
 }
 

@@ -22,6 +22,7 @@ func (a *app) runCommand() *cobra.Command {
 		config   string
 		fromDisk string
 		volumes  []string
+		policy   string
 		limit    time.Duration
 	)
 	cmd := &cobra.Command{
@@ -31,8 +32,11 @@ func (a *app) runCommand() *cobra.Command {
 when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, cmdline, no_acpi, hooks,
-volumes; flags override it.`,
+memory_mib, disk_mib, hostname, network, policy, cmdline, no_acpi, hooks,
+volumes; flags override it.
+
+With --net tap the VM has a network, behind its policy (--policy). Without one, everything
+is denied, both ways.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			for _, v := range volumes {
@@ -41,6 +45,10 @@ volumes; flags override it.`,
 					return err
 				}
 				spec.Volumes = append(spec.Volumes, m)
+			}
+			var err error
+			if spec.Policy, err = policyFrom(policy); err != nil {
+				return err
 			}
 			full, err := readConfig(config, cmd, spec, args)
 			if err != nil {
@@ -75,7 +83,8 @@ volumes; flags override it.`,
 	f.IntVar(&spec.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", sandbox.DefaultMemoryMiB))
 	f.IntVar(&spec.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", sandbox.DefaultDiskMiB))
 	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
-	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host (default none)")
+	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
+	policyFlag(cmd, &policy, "everything is denied")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
 	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest: require, ignore or skip (default require)")
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
@@ -117,6 +126,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"disk", func() { spec.DiskMiB = flags.DiskMiB }},
 			{"hostname", func() { spec.Hostname = flags.Hostname }},
 			{"net", func() { spec.Network = flags.Network }},
+			{"policy", func() { spec.Policy = flags.Policy }},
 			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
 			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
@@ -137,6 +147,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 
 func (a *app) printReport(rep sandbox.Report) error {
 	a.warnHooks(rep.Name, rep.Hooks)
+	a.warnNetwork(rep.Name, rep.Network)
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 

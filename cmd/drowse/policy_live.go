@@ -1,0 +1,320 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// policyTimeout is how long a VM that is just starting or falling asleep is waited for.
+const policyTimeout = time.Minute
+
+// policyFlag adds --policy, which names a file.
+func policyFlag(cmd *cobra.Command, path *string, without string) {
+	cmd.Flags().StringVar(path, "policy", "", "file with the network policy, - for stdin (default: "+without+")")
+}
+
+// policyFrom reads what --policy names; nil if it was not given.
+func policyFrom(path string) (*netpolicy.Policy, error) {
+	if path == "" {
+		return nil, nil
+	}
+	return readPolicy(path)
+}
+
+func (a *app) policySetCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "set NAME FILE", Short: "Replace the network policy of a VM", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Long: `Replace the network policy of a VM, for good. FILE may be - for stdin. If the VM runs,
+packets are judged by the new policy when the command returns, and flows that it would
+not open are cut; no packet passes without a policy in between. A VM that sleeps or has
+stopped comes back with it.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			p, err := readPolicy(args[1])
+			if err != nil {
+				return err
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
+			defer cancel()
+			res, err := s.SetPolicy(ctx, args[0], p)
+			if err != nil {
+				return err
+			}
+			a.warnNetwork(res.Name, res.Network)
+			return a.print(res, func(w io.Writer) {
+				if res.Live {
+					fmt.Fprintln(w, res.Name, "has the new policy")
+				} else {
+					fmt.Fprintln(w, res.Name, "will have the new policy when it runs")
+				}
+			})
+		},
+	}
+}
+
+// warnNetwork tells what a policy allows and the host does not do.
+func (a *app) warnNetwork(name string, n *sandbox.NetworkInfo) {
+	if n == nil {
+		return
+	}
+	for _, w := range n.Warnings {
+		a.log.Warn(w, "vm", name)
+	}
+}
+
+func (a *app) policyShowCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Print the network policy of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(_ *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			p, err := s.Policy(args[0])
+			if err != nil {
+				return err
+			}
+			text, err := policyText(p)
+			if err != nil {
+				return err
+			}
+			return a.print(p, func(w io.Writer) { fmt.Fprint(w, text) })
+		},
+	}
+}
+
+// policyText is a policy as YAML, without what is empty, which says nothing.
+func policyText(p *netpolicy.Policy) (string, error) {
+	var n yaml.Node
+	if err := n.Encode(p); err != nil {
+		return "", fmt.Errorf("printing a policy: %w", err)
+	}
+	if !prune(&n) {
+		return "# empty: everything is denied\n", nil
+	}
+	var b bytes.Buffer
+	e := yaml.NewEncoder(&b)
+	e.SetIndent(2)
+	if err := errors.Join(e.Encode(&n), e.Close()); err != nil {
+		return "", fmt.Errorf("printing a policy: %w", err)
+	}
+	return b.String(), nil
+}
+
+// prune removes fields that are empty, and reports whether anything is left.
+func prune(n *yaml.Node) bool {
+	switch n.Kind {
+	case yaml.MappingNode:
+		var kept []*yaml.Node
+		for i := 0; i+1 < len(n.Content); i += 2 {
+			// A resolver without upstreams is there all the same.
+			if prune(n.Content[i+1]) || n.Content[i].Value == "dns" && n.Content[i+1].Kind == yaml.MappingNode {
+				kept = append(kept, n.Content[i], n.Content[i+1])
+			}
+		}
+		n.Content = kept
+		return len(kept) > 0
+	case yaml.SequenceNode:
+		for _, e := range n.Content {
+			if e.Kind == yaml.ScalarNode {
+				n.Style |= yaml.FlowStyle
+			} else {
+				prune(e)
+			}
+		}
+		return len(n.Content) > 0
+	case yaml.ScalarNode:
+		return n.ShortTag() != "!!null" && n.Value != ""
+	}
+	return true
+}
+
+func (a *app) policyDiffCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "diff NAME FILE", Short: "Compare the network policy of a VM with a file", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Long: `Compare the network policy of a VM with a file, - for stdin: lines that "policy set"
+would remove begin with -, those that it would add with +.`,
+		RunE: func(_ *cobra.Command, args []string) error {
+			p, err := readPolicy(args[1])
+			if err != nil {
+				return err
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			now, err := s.Policy(args[0])
+			if err != nil {
+				return err
+			}
+			before, err1 := policyText(now)
+			after, err2 := policyText(p)
+			if err := errors.Join(err1, err2); err != nil {
+				return err
+			}
+			d := policyDiff{Name: args[0], Same: before == after, Lines: diffLines(splitLines(before), splitLines(after))}
+			return a.print(d, func(w io.Writer) {
+				if d.Same {
+					fmt.Fprintln(w, "no difference")
+				}
+				for _, l := range d.Lines {
+					fmt.Fprintln(w, l)
+				}
+			})
+		},
+	}
+}
+
+type policyDiff struct {
+	Name string `json:"name"`
+	Same bool   `json:"same"`
+	// Lines that differ, and some around them.
+	Lines []string `json:"lines"`
+}
+
+func splitLines(s string) []string { return strings.Split(strings.TrimSuffix(s, "\n"), "\n") }
+
+// Limits of a comparison: lines shown around a change, and what is compared line by line.
+const (
+	diffAround = 3
+	diffCells  = 4 << 20
+)
+
+// diffLines compares lines by their longest common subsequence.
+func diffLines(a, b []string) []string {
+	first := 0
+	for first < len(a) && first < len(b) && a[first] == b[first] {
+		first++
+	}
+	last := 0
+	for last < len(a)-first && last < len(b)-first && a[len(a)-1-last] == b[len(b)-1-last] {
+		last++
+	}
+	out := []string{}
+	if first == len(a) && first == len(b) {
+		return out
+	}
+	for _, l := range a[max(0, first-diffAround):first] {
+		out = append(out, "  "+l)
+	}
+	x, y := a[first:len(a)-last], b[first:len(b)-last]
+	if len(x)*len(y) > diffCells {
+		// Too much to find what is common.
+		for _, l := range x {
+			out = append(out, "- "+l)
+		}
+		for _, l := range y {
+			out = append(out, "+ "+l)
+		}
+		x, y = nil, nil
+	}
+	common := make([][]int32, len(x)+1)
+	for i := range common {
+		common[i] = make([]int32, len(y)+1)
+	}
+	for i := len(x) - 1; i >= 0; i-- {
+		for j := len(y) - 1; j >= 0; j-- {
+			if x[i] == y[j] {
+				common[i][j] = common[i+1][j+1] + 1
+			} else {
+				common[i][j] = max(common[i+1][j], common[i][j+1])
+			}
+		}
+	}
+	for i, j := 0, 0; i < len(x) || j < len(y); {
+		switch {
+		case i < len(x) && j < len(y) && x[i] == y[j]:
+			out = append(out, "  "+x[i])
+			i, j = i+1, j+1
+		case j == len(y) || i < len(x) && common[i+1][j] >= common[i][j+1]:
+			out = append(out, "- "+x[i])
+			i++
+		default:
+			out = append(out, "+ "+y[j])
+			j++
+		}
+	}
+	for _, l := range a[len(a)-last : len(a)-last+min(last, diffAround)] {
+		out = append(out, "  "+l)
+	}
+	return out
+}
+
+func (a *app) policyStatsCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "stats NAME", Short: "Say what has passed between a running VM and the network, and what has not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			st, err := s.NetworkStats(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			return a.print(st, func(w io.Writer) { writeStats(w, st) })
+		},
+	}
+}
+
+func writeStats(w io.Writer, st sandbox.NetworkStats) {
+	fmt.Fprintf(w, "%s has the address %v, on %s\n", st.Name, st.Address, st.TAP)
+	for _, u := range []struct {
+		what string
+		netpolicy.Usage
+	}{{"sent", st.Egress}, {"received", st.Ingress}} {
+		last := "never"
+		if u.Idle >= 0 {
+			last = u.Idle.Round(time.Millisecond).String() + " ago"
+		}
+		fmt.Fprintf(w, "%s %s, last %s\n", u.what, bytesText(int64(u.Bytes)), last)
+	}
+	d := st.DNS
+	fmt.Fprintf(w, "names: %d answered, %d refused, %d addresses left out, %d failed, %d dropped\n", d.Answered, d.Refused, d.Rebound, d.Failed, d.Dropped)
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(t, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES")
+	for _, c := range st.Counters {
+		fmt.Fprintf(t, "%s\t%s\t%v\t%d\t%d\n", c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes)
+	}
+	t.Flush()
+}
+
+func (a *app) policyEventsCommand() *cobra.Command {
+	var follow bool
+	cmd := &cobra.Command{
+		Use: "events NAME", Short: "Print the packets of a running VM that did not pass, a line of JSON for each", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Print the last packets from and to a running VM that did not pass: one JSON object on
+a line for each, whatever -o says. The last 1024 are kept. With --follow, go on with those
+that come, until the VM sleeps or ends.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			e := json.NewEncoder(a.stdout)
+			err = s.NetworkEvents(cmd.Context(), args[0], follow, func(ev sandbox.NetEvent) error { return e.Encode(ev) })
+			if follow && errors.Is(err, context.Canceled) {
+				return nil // by Ctrl-C
+			}
+			return err
+		},
+	}
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that come")
+	return cmd
+}

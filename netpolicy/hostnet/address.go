@@ -1,0 +1,221 @@
+package hostnet
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// RangeEnv names the range of agents' addresses on this host, as 10.200.0.0/16. All
+// processes with agents must have the same.
+const RangeEnv = "DROWSE_AGENT_RANGE"
+
+// DefaultDir is where addresses are taken. It has to be of this host and this boot.
+const DefaultDir = "/run/drowse/addresses"
+
+// DefaultRange is where agents have their addresses if nothing else is said.
+var DefaultRange = netip.MustParsePrefix("10.200.0.0/16")
+
+// Bounds of a range's length: the larger has addresses for half a million agents.
+const (
+	minRangeBits = 13
+	maxRangeBits = 30
+)
+
+// What can be wrong with addresses, for errors.Is.
+var (
+	ErrRange = errors.New("unusable range of agents' addresses")
+	ErrFull  = errors.New("all addresses of agents are taken")
+)
+
+// Range is the range of agents' addresses that $DROWSE_AGENT_RANGE names, or DefaultRange.
+func Range() (netip.Prefix, error) {
+	text := os.Getenv(RangeEnv)
+	if text == "" {
+		return DefaultRange, nil
+	}
+	p, err := netip.ParsePrefix(text)
+	if err != nil {
+		return p, fmt.Errorf("$%s: %w: %.40q is not like 10.200.0.0/16", RangeEnv, ErrRange, text)
+	}
+	if err := CheckRange(p); err != nil {
+		return p, fmt.Errorf("$%s: %w", RangeEnv, err)
+	}
+	return p, nil
+}
+
+// usable are the ranges that agents may have their addresses in: private ones, which no
+// host on the Internet has (RFC 1918, RFC 6598, RFC 2544).
+var usable = []netip.Prefix{
+	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
+	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("198.18.0.0/15"),
+}
+
+// CheckRange says whether agents can have their addresses in a range.
+func CheckRange(p netip.Prefix) error {
+	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway4, 30).Masked()
+	switch {
+	case !p.IsValid() || !p.Addr().Is4() || p != p.Masked() || p.Bits() < minRangeBits || p.Bits() > maxRangeBits:
+		return fmt.Errorf("%w: %v: use an IPv4 prefix of %d to %d bits, without bits behind it", ErrRange, p, minRangeBits, maxRangeBits)
+	case p.Overlaps(wire):
+		return fmt.Errorf("%w: %v: every guest has %v for itself", ErrRange, p, wire)
+	case p.Contains(netip.AddrFrom4([4]byte{100, 100, 100, 200})):
+		return fmt.Errorf("%w: %v: 100.100.100.200 is a metadata service's", ErrRange, p)
+	}
+	for _, u := range usable {
+		if u.Contains(p.Addr()) && u.Bits() <= p.Bits() {
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: %v: use a private one, as %v", ErrRange, p, DefaultRange)
+}
+
+// Address is an agent's, until Release or the end of the process.
+type Address struct {
+	addr netip.Addr
+	path string
+	file *os.File
+}
+
+// Addr is the address.
+func (a *Address) Addr() netip.Addr { return a.addr }
+
+// Release gives the address back.
+func (a *Address) Release() error {
+	if a.file == nil {
+		return nil
+	}
+	// While the lock is held, so that nobody has this file any more; see take.
+	err := errors.Join(os.Remove(a.path), a.file.Close())
+	a.file = nil
+	return err
+}
+
+// Take takes an address of a range for an agent: the same as the last time, if nobody else
+// has that by now. dir is where the host's addresses are taken; empty is DefaultDir.
+// It fails with ErrFull, or with ErrRange if an interface of the host is in that range.
+func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
+	if dir == "" {
+		dir = DefaultDir
+	}
+	if err := CheckRange(in); err != nil {
+		return nil, err
+	}
+	if err := clash(in); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("taking an address: %w", err)
+	}
+	// Neither the first nor the last address of the range, which mean the network and
+	// broadcast elsewhere.
+	n := uint32(1)<<(32-in.Bits()) - 2
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(agent)) // never fails
+	first := in.Addr().As4()
+	base := binary.BigEndian.Uint32(first[:]) + 1
+	at := h.Sum32() % n
+	for i := range n {
+		var b [4]byte
+		binary.BigEndian.PutUint32(b[:], base+(at+i)%n)
+		a, err := take(dir, netip.AddrFrom4(b), agent)
+		if a != nil || err != nil {
+			return a, err
+		}
+	}
+	return nil, fmt.Errorf("taking an address in %v: %w: name a larger range in $%s", in, ErrFull, RangeEnv)
+}
+
+// take takes one address; nil if another process has it.
+func take(dir string, addr netip.Addr, agent string) (*Address, error) {
+	a := &Address{addr: addr, path: filepath.Join(dir, addr.String())}
+	for {
+		f, err := os.OpenFile(a.path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
+		}
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			f.Close()
+			if errors.Is(err, unix.EWOULDBLOCK) {
+				return nil, nil
+			}
+			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
+		}
+		// Whoever had it may have removed the file after it was opened here; then the
+		// lock is of a file that nobody else will find.
+		mine, err1 := f.Stat()
+		there, err2 := os.Lstat(a.path)
+		if err1 == nil && err2 == nil && os.SameFile(mine, there) {
+			a.file = f
+			// For people who look there. Not worth a failure.
+			_ = f.Truncate(0)
+			_, _ = fmt.Fprintf(f, "%s %d\n", agent, os.Getpid())
+			return a, nil
+		}
+		f.Close()
+		if err := errors.Join(err1, err2); err != nil && !errors.Is(err2, fs.ErrNotExist) {
+			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
+		}
+	}
+}
+
+// clash refuses a range in which the host has a network of its own.
+func clash(in netip.Prefix) error {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return fmt.Errorf("listing the host's addresses: %w", err)
+	}
+	for _, a := range all {
+		n, ok := a.(*net.IPNet)
+		if !ok {
+			continue
+		}
+		addr, ok := netip.AddrFromSlice(n.IP)
+		ones, _ := n.Mask.Size()
+		if addr = addr.Unmap(); !ok || !addr.Is4() {
+			continue
+		}
+		if p := netip.PrefixFrom(addr, ones); in.Overlaps(p.Masked()) {
+			return fmt.Errorf("%w: %v: the host has the address %v: name another range in $%s", ErrRange, in, p, RangeEnv)
+		}
+	}
+	return nil
+}
+
+// Sweep removes the files of addresses that killed processes had. They are free without
+// that. dir is as for Take.
+func Sweep(dir string) error {
+	if dir == "" {
+		dir = DefaultDir
+	}
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("tidying up addresses: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		addr, err := netip.ParseAddr(e.Name())
+		if err != nil || addr.String() != e.Name() {
+			continue // not of this package
+		}
+		a, err := take(dir, addr, "sweep")
+		if a != nil {
+			err = a.Release()
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,182 @@
+package sandbox
+
+import (
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// NetEvent is a packet from or to a VM that did not pass.
+type NetEvent struct {
+	Time      time.Time           `json:"time"`
+	Direction netpolicy.Direction `json:"direction"`
+	Verdict   netpolicy.Verdict   `json:"verdict"`
+	Reason    netpolicy.Reason    `json:"reason"`
+	// Rule is the name of the rule that decided, if one did.
+	Rule string `json:"rule,omitempty"`
+	// Protocol is tcp, udp, icmp, icmpv6 or a number. It is empty, as are the peer and
+	// the ports, where the packet was denied before they were known.
+	Protocol string `json:"protocol,omitempty"`
+	// Peer is the other side, and Name what the VM has asked its resolver for to find it.
+	Peer     netip.Addr `json:"peer,omitzero"`
+	PeerPort uint16     `json:"peer_port,omitempty"`
+	Name     string     `json:"name,omitempty"`
+	// Guest is the VM's own address.
+	Guest     netip.Addr `json:"guest"`
+	GuestPort uint16     `json:"guest_port,omitempty"`
+	// EtherType of the frame (IEEE 802).
+	EtherType uint16 `json:"ethertype"`
+	// Bytes of the frame, of all its segments.
+	Bytes uint32 `json:"bytes"`
+	// Suppressed is how many denied packets before this one, in its direction, were not
+	// told of, since there were more than 100 in a second.
+	Suppressed uint32 `json:"suppressed,omitempty"`
+	// Lost is how many events before this one whoever reads has been too slow for.
+	Lost uint64 `json:"lost,omitempty"`
+}
+
+// uptime is CLOCK_MONOTONIC, which events have their time from.
+func uptime() time.Duration {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		return 0
+	}
+	return time.Duration(ts.Nano())
+}
+
+func protocolName(e netpolicy.Event) string {
+	switch e.Protocol {
+	case 0:
+		if !e.Peer.IsValid() || e.Peer.IsUnspecified() {
+			return ""
+		}
+	case unix.IPPROTO_TCP:
+		return "tcp"
+	case unix.IPPROTO_UDP:
+		return "udp"
+	case unix.IPPROTO_ICMP:
+		return "icmp"
+	case unix.IPPROTO_ICMPV6:
+		return "icmpv6"
+	}
+	return strconv.Itoa(int(e.Protocol))
+}
+
+// event notes an event of the link.
+func (n *network) event(e netpolicy.Event) {
+	ev := NetEvent{
+		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
+		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.address.Addr(), GuestPort: e.GuestPort,
+		EtherType: e.EtherType, Bytes: e.Bytes, Suppressed: e.Suppressed,
+	}
+	if e.Peer.IsValid() && !e.Peer.IsUnspecified() {
+		ev.Peer, ev.Name = e.Peer, n.names.of(e.Peer)
+	}
+	n.events.add(ev)
+}
+
+// nameTable remembers which names the resolver has given addresses for.
+type nameTable struct {
+	link *netpolicy.Link
+
+	mu    sync.Mutex // guards names
+	names map[netip.Addr]string
+}
+
+// maxNames bounds the table: as many as may be pinned at once.
+const maxNames = 4096
+
+// Pin implements resolver.Pinner.
+func (t *nameTable) Pin(name string, a netip.Addr, ttl time.Duration) error {
+	if err := t.link.Pin(name, a, ttl); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if _, ok := t.names[a.Unmap()]; !ok && len(t.names) >= maxNames {
+		for old := range t.names {
+			delete(t.names, old) // any one
+			break
+		}
+	}
+	t.names[a.Unmap()] = name
+	return nil
+}
+
+// of is the last name that an address was given for, or empty.
+func (t *nameTable) of(a netip.Addr) string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.names[a]
+}
+
+// Bounds of what is kept of events: for those who ask later, and for each who follows.
+const (
+	maxEvents   = 1024
+	maxFollowed = 256
+)
+
+// eventLog keeps the last events, and tells those who follow.
+type eventLog struct {
+	mu        sync.Mutex // guards what follows
+	ring      []NetEvent
+	next      int // where the oldest is, once the ring is full
+	total     uint64
+	followers map[*follower]bool
+}
+
+// follower gets events as they come. What it is too slow for is lost, and counted.
+type follower struct {
+	ch   chan NetEvent
+	lost uint64 // guarded by the log's mutex
+}
+
+func newEventLog() *eventLog { return &eventLog{followers: map[*follower]bool{}} }
+
+func (l *eventLog) add(e NetEvent) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.total++
+	if len(l.ring) < maxEvents {
+		l.ring = append(l.ring, e)
+	} else {
+		l.ring[l.next] = e
+		l.next = (l.next + 1) % maxEvents
+	}
+	for f := range l.followers {
+		e.Lost = f.lost
+		select {
+		case f.ch <- e:
+			f.lost = 0
+		default:
+			f.lost++
+		}
+	}
+}
+
+// recent returns the last events, the oldest first, and, if follow is set, a follower
+// that gets all after them. stop must be called then.
+func (l *eventLog) recent(follow bool) (events []NetEvent, f *follower, stop func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	events = append(append(events, l.ring[l.next:]...), l.ring[:l.next]...)
+	if len(events) > 0 {
+		// Those that have had to make room.
+		events[0].Lost = l.total - uint64(len(events))
+	}
+	if !follow {
+		return events, nil, func() {}
+	}
+	f = &follower{ch: make(chan NetEvent, maxFollowed)}
+	l.followers[f] = true
+	return events, f, func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		delete(l.followers, f)
+	}
+}

@@ -1,0 +1,480 @@
+package sandbox_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/miekg/dns"
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// prober does in a guest what it is told, line by line, and says what came of it. What is
+// sent to a server comes back.
+const prober = `
+import errno, socket, sys
+held = {}
+def connect(w):
+    s = socket.socket()
+    s.settimeout(float(w[2]))
+    s.connect((w[0], int(w[1])))
+    return s
+for line in sys.stdin:
+    w = line.split()
+    try:
+        if w[0] == 'tcp':
+            s = connect(w[1:])
+            s.sendall(b'ping\n')
+            r = s.recv(16).decode().strip()
+            s.close()
+        elif w[0] == 'hold':
+            s = held['s'] = connect(w[1:])
+            s.sendall(b'held\n')
+            r = s.recv(16).decode().strip()
+        elif w[0] == 'send':
+            held['s'].sendall(w[1].encode() + b'\n')
+            r = 'sent'
+        elif w[0] == 'name':
+            r = ' '.join(sorted({x[4][0] for x in socket.getaddrinfo(w[1], 80, socket.AF_INET, socket.SOCK_STREAM)}))
+    except socket.gaierror:
+        r = 'not found'
+    except socket.timeout:
+        r = 'timeout'
+    except OSError as e:
+        r = errno.errorcode.get(e.errno, str(e))
+    print(r, flush=True)
+`
+
+// Times that a guest waits for an answer, in seconds: where none is to come, and where one is.
+const (
+	inVain  = "3"
+	forSure = "200"
+)
+
+// outside is a network namespace that is the Internet, with the test's own as the host.
+type outside struct {
+	t    *testing.T
+	host netns.NsHandle
+	ns   netns.NsHandle
+
+	mu  sync.Mutex // guards got
+	got []string   // what servers have been sent, and from where
+	// asked are queries that the name server got.
+	asked atomic.Int64
+}
+
+// newOutside moves the test's thread into a namespace of its own, a host that forwards to
+// another one. Processes that the test starts from this goroutine are on that host.
+func newOutside(t *testing.T, addresses ...string) *outside {
+	t.Helper()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Never unlocked: the thread, and with it the namespace, ends with the test.
+	runtime.LockOSThread()
+	o := &outside{t: t}
+	var err error
+	o.ns, err = netns.New()
+	must(err)
+	t.Cleanup(func() { o.ns.Close() })
+	up := func(name string, addrs ...string) {
+		t.Helper()
+		l, err := netlink.LinkByName(name)
+		must(err)
+		for _, a := range addrs {
+			addr, err := netlink.ParseAddr(a)
+			must(err)
+			must(netlink.AddrAdd(l, addr))
+		}
+		must(netlink.LinkSetUp(l))
+	}
+	up("lo", addresses...)
+	o.host, err = netns.New()
+	must(err)
+	t.Cleanup(func() { o.host.Close() })
+	must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "up0"}, PeerName: "up1", PeerNamespace: netlink.NsFd(o.ns)}))
+	up("lo")
+	up("up0", "192.0.2.1/24")
+	must(netns.Set(o.ns))
+	up("up1", "192.0.2.2/24")
+	must(netns.Set(o.host))
+	must(netlink.RouteAdd(&netlink.Route{Gw: net.IPv4(192, 0, 2, 2)}))
+	return o
+}
+
+// there does something in the outer namespace.
+func (o *outside) there(do func()) {
+	o.t.Helper()
+	if err := netns.Set(o.ns); err != nil {
+		o.t.Fatal(err)
+	}
+	do()
+	if err := netns.Set(o.host); err != nil {
+		o.t.Fatal(err)
+	}
+}
+
+// echo answers connections with what they bring, and notes it.
+func (o *outside) echo(lc net.ListenConfig, at string) {
+	o.t.Helper()
+	l, err := lc.Listen(o.t.Context(), "tcp4", at)
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	o.t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				in := bufio.NewReader(c)
+				for {
+					line, err := in.ReadString('\n')
+					if err != nil {
+						return
+					}
+					from, _, _ := net.SplitHostPort(c.RemoteAddr().String())
+					o.mu.Lock()
+					o.got = append(o.got, strings.TrimSpace(line)+" from "+from)
+					o.mu.Unlock()
+					if _, err := io.WriteString(c, line); err != nil {
+						return
+					}
+				}
+			}()
+		}
+	}()
+}
+
+func (o *outside) hasGot(prefix string) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, g := range o.got {
+		if strings.HasPrefix(g, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// nameServer answers with the address of each name.
+func (o *outside) nameServer(at string, zone map[string]string) {
+	o.t.Helper()
+	pc, err := net.ListenPacket("udp4", at)
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	s := &dns.Server{PacketConn: pc, Handler: dns.HandlerFunc(func(w dns.ResponseWriter, q *dns.Msg) {
+		o.asked.Add(1)
+		a := new(dns.Msg)
+		a.SetReply(q)
+		if ip := zone[strings.TrimSuffix(q.Question[0].Name, ".")]; ip != "" && q.Question[0].Qtype == dns.TypeA {
+			a.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: q.Question[0].Name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 3600}, A: net.ParseIP(ip)}}
+		}
+		_ = w.WriteMsg(a)
+	})}
+	go func() { _ = s.ActivateAndServe() }()
+	o.t.Cleanup(func() { pc.Close() })
+}
+
+// probe is a prober in a guest.
+type probe struct {
+	t   *testing.T
+	in  *io.PipeWriter
+	out *bufio.Reader
+}
+
+func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
+	t.Helper()
+	c, err := e.Store.Agent(t.Context(), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	inR, inW := io.Pipe()
+	outR, outW := io.Pipe()
+	cmd := guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/prober.py"}}
+	cmd.Stdin, cmd.Stdout = inR, outW
+	ended := make(chan struct{})
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() {
+		defer close(ended)
+		_, err := c.Exec(ctx, cmd)
+		outW.CloseWithError(fmt.Errorf("the prober has ended: %w", errors.Join(err, io.EOF)))
+	}()
+	t.Cleanup(func() {
+		cancel()
+		inW.Close()
+		outR.Close()
+		<-ended
+		c.Close()
+	})
+	return &probe{t, inW, bufio.NewReader(outR)}
+}
+
+// ask has the guest do something, and returns what comes of it.
+func (p *probe) ask(what string) string {
+	p.t.Helper()
+	begin := time.Now()
+	if _, err := io.WriteString(p.in, what+"\n"); err != nil {
+		p.t.Fatal(err)
+	}
+	got, err := p.out.ReadString('\n')
+	if err != nil {
+		p.t.Fatalf("%s: %v", what, err)
+	}
+	got = strings.TrimSpace(got)
+	p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
+	return got
+}
+
+func (p *probe) expect(what, want string) {
+	p.t.Helper()
+	if got := p.ask(what); got != want {
+		p.t.Errorf("%s: %s, want %s", what, got, want)
+	}
+}
+
+// event waits for a denied packet.
+func event(t *testing.T, e *guesttest.Env, name, what string, is func(sandbox.NetEvent) bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	found := errors.New("found")
+	var seen []string
+	err := e.Store.NetworkEvents(ctx, name, true, func(ev sandbox.NetEvent) error {
+		seen = append(seen, fmt.Sprintf("%+v", ev))
+		if is(ev) {
+			return found
+		}
+		return nil
+	})
+	if !errors.Is(err, found) {
+		t.Errorf("no event of %s (%v); there are:\n%s", what, err, strings.Join(seen, "\n"))
+	}
+}
+
+const probePolicy = `
+rules:
+  - {name: web, direction: egress, verdict: allow, cidrs: [93.184.216.34], protocols: [tcp], ports: [80]}
+  - {name: never, direction: egress, verdict: reject, cidrs: [93.184.216.99], protocols: [tcp], ports: [any]}
+  - {name: soon the host, direction: egress, verdict: allow, cidrs: [93.184.216.36], protocols: [tcp], ports: [80]}
+  - {name: local, direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [7000]}
+  - {name: named, direction: egress, verdict: allow, names: [good.example, evil.example], protocols: [tcp], ports: [8080]}
+dns: {upstreams: ["93.184.216.53:53"]}
+`
+
+func TestNetworkPolicyOfAGuest(t *testing.T) {
+	t.Parallel()
+	e := guesttest.New(t)
+	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
+	o.there(func() {
+		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080"} {
+			o.echo(net.ListenConfig{}, at)
+		}
+		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34"})
+	})
+	policy := mustPolicy(t, probePolicy)
+
+	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, Policy: policy})
+	if rep.Network == nil || len(rep.Network.Warnings) != 1 || !strings.Contains(rep.Network.Warnings[0], "ip_forward") {
+		t.Fatalf("the report of a host that does not forward: %+v", rep.Network)
+	}
+	if s, err := hostnet.Look(); err != nil || len(s.Ranges) != 1 || s.Forwarding {
+		t.Errorf("the host after a start: %+v, %v", s, err)
+	}
+	if changed, err := hostnet.Forward(); err != nil || !changed {
+		t.Fatal(changed, err)
+	}
+	own, device := rep.Network.Address, rep.Network.TAP
+	t.Logf("stages: %v", rep.Stages)
+	o.echo(net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var bound error
+		err := c.Control(func(fd uintptr) { bound = unix.BindToDevice(int(fd), device) })
+		return errors.Join(err, bound)
+	}}, "172.31.255.1:7000")
+	if err := e.Agent("pol").WriteFile(t.Context(), "/root/prober.py", strings.NewReader(prober), guest.WriteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	p := startProbe(t, e, "pol")
+
+	// What is allowed, and what is not.
+	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
+	if !o.hasGot("ping from 192.0.2.1") {
+		t.Errorf("the server has got %q, not from the host's own address", o.got)
+	}
+	p.expect("tcp 172.31.255.1 7000 "+forSure, "ping")
+	if !o.hasGot("ping from " + own.String()) {
+		t.Errorf("the host has got %q, not from the VM's own address %v", o.got, own)
+	}
+	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
+	event(t, e, "pol", "a port that no rule names", func(ev sandbox.NetEvent) bool {
+		return ev.Direction == netpolicy.Egress && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault && ev.Protocol == "tcp" &&
+			ev.Peer == netip.MustParseAddr("93.184.216.34") && ev.PeerPort == 81 && ev.Guest == own && ev.GuestPort != 0 && ev.Bytes > 0 && time.Since(ev.Time) < 10*time.Minute
+	})
+	p.expect("tcp 93.184.216.99 80 "+forSure, "ECONNREFUSED")
+	event(t, e, "pol", "a rejected connection", func(ev sandbox.NetEvent) bool {
+		return ev.Verdict == netpolicy.Reject && ev.Reason == netpolicy.ReasonRule && ev.Rule == "never" && ev.Peer == netip.MustParseAddr("93.184.216.99")
+	})
+
+	// An address is the host's as soon as the host has it, and this rule is not about the host.
+	p.expect("tcp 93.184.216.36 80 "+forSure, "ping")
+	up, err := netlink.LinkByName("up0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(93, 184, 216, 36), Mask: net.CIDRMask(32, 32)}}
+	if err := netlink.AddrAdd(up, addr); err != nil {
+		t.Fatal(err)
+	}
+	for deadline, denied := time.Now().Add(2*time.Minute), false; !denied; {
+		// Until then the host says that nobody listens there.
+		got := p.ask("tcp 93.184.216.36 80 " + inVain)
+		if got == "ping" || time.Now().After(deadline) {
+			t.Fatalf("a new address of the host: %s", got)
+		}
+		err := e.Store.NetworkEvents(t.Context(), "pol", false, func(ev sandbox.NetEvent) error {
+			denied = denied || ev.Peer == netip.MustParseAddr("93.184.216.36") && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := netlink.AddrDel(up, addr); err != nil {
+		t.Fatal(err)
+	}
+
+	// Names.
+	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout")
+	p.expect("name good.example", "93.184.216.35")
+	p.expect("tcp 93.184.216.35 8080 "+forSure, "ping")
+	p.expect("tcp 93.184.216.35 8081 "+inVain, "timeout")
+	event(t, e, "pol", "an address with a name", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 8081 && ev.Name == "good.example" })
+	before := o.asked.Load()
+	p.expect("name other.example", "not found")
+	if o.asked.Load() != before {
+		t.Error("a name that no rule names was passed on")
+	}
+	p.expect("name evil.example", "not found")
+	p.expect("tcp 10.99.0.1 8080 "+inVain, "timeout")
+	st, err := e.Store.NetworkStats(t.Context(), "pol")
+	if err != nil || st.DNS.Rebound == 0 || st.DNS.Refused == 0 || st.DNS.Answered == 0 || st.Address != own || st.Egress.Bytes == 0 || len(st.Counters) == 0 {
+		t.Errorf("%+v, %v", st, err)
+	}
+
+	// A live swap cuts what it does not allow.
+	p.expect("hold 93.184.216.34 80 "+forSure, "held")
+	res, err := e.Store.SetPolicy(t.Context(), "pol", nil)
+	if err != nil || !res.Live || res.Network.Address != own {
+		t.Fatalf("%+v, %v", res, err)
+	}
+	swapped := time.Now()
+	p.expect("send after-the-swap", "sent")
+	event(t, e, "pol", "the flow that was cut", func(ev sandbox.NetEvent) bool {
+		return ev.Time.After(swapped.Add(-time.Second)) && ev.Peer == netip.MustParseAddr("93.184.216.34") && ev.PeerPort == 80
+	})
+	p.expect("tcp 93.184.216.34 80 "+inVain, "timeout")
+	if o.hasGot("after-the-swap") {
+		t.Error("what was sent after the swap has arrived")
+	}
+	if got, err := e.Store.Policy("pol"); err != nil || len(got.Rules) != 0 || got.DNS != nil {
+		t.Errorf("%+v, %v", got, err)
+	}
+	// What cannot be is refused, and changes nothing.
+	if _, err := e.Store.SetPolicy(t.Context(), "pol", &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
+		t.Errorf("an impossible policy: %v", err)
+	}
+
+	// Asleep, it gets another one, and comes back with that.
+	e.Sleep("pol")
+	gone(t, device, own)
+	if res, err := e.Store.SetPolicy(t.Context(), "pol", policy); err != nil || res.Live {
+		t.Fatalf("%+v, %v", res, err)
+	}
+	rep = e.Wake("pol")
+	t.Logf("stages of the wake: %v", rep.Stages)
+	if len(rep.Network.Warnings) != 0 {
+		t.Errorf("the host forwards, and yet: %v", rep.Network.Warnings)
+	}
+	own = rep.Network.Address
+	p = startProbe(t, e, "pol")
+	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
+	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
+	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout") // what was found before the sleep
+	p.expect("name good.example", "93.184.216.35")
+
+	// A clone is behind the same policy, at an address of its own.
+	snap, err := e.Store.Snapshot(t.Context(), "pol", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	clone, err := e.Store.Restore(t.Context(), e.Launcher, snap.Snapshot, "pol2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if clone.Network.Address == own || clone.Network.TAP == rep.Network.TAP {
+		t.Errorf("the clone has %+v, its source %+v", clone.Network, rep.Network)
+	}
+	p2 := startProbe(t, e, "pol2")
+	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping")
+	p2.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
+	event(t, e, "pol2", "a denied packet of the clone", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })
+	p.expect("tcp 93.184.216.34 80 "+forSure, "ping") // beside it
+
+	// Nothing is left of a process that was killed.
+	r, err := e.Store.Get("pol")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	e.WaitPhase("pol", sandbox.Crashed, time.Minute)
+	gone(t, device, own)
+	if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the killed VM has left pins: %v", err)
+	}
+	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care
+	if err := hostnet.Remove(); err != nil {
+		t.Error(err)
+	}
+}
+
+// gone says that there is neither a TAP device nor a route.
+func gone(t *testing.T, device string, own netip.Addr) {
+	t.Helper()
+	if _, err := netlink.LinkByName(device); err == nil {
+		t.Errorf("%s is left", device)
+	}
+	routes, err := netlink.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Dst: &net.IPNet{IP: own.AsSlice(), Mask: net.CIDRMask(32, 32)}}, netlink.RT_FILTER_DST)
+	if err != nil || len(routes) != 0 {
+		t.Errorf("routes to %v: %v, %v", own, routes, err)
+	}
+}

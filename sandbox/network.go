@@ -1,0 +1,443 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	virtionet "github.com/drowse-vm/drowse/devices/net"
+	"github.com/drowse-vm/drowse/devices/net/tap"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+)
+
+// All guests have the same address and the same gateway, which is also their name
+// server: a clone needs no others. The programs on a VM's TAP device translate.
+var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway4)
+
+// NetworkInfo says how the host knows a running VM.
+type NetworkInfo struct {
+	// TAP is the name of the VM's network device on the host.
+	TAP string `json:"tap"`
+	// Address is the VM's own. The guest does not know it: see netpolicy.TheWire.
+	Address netip.Addr `json:"address"`
+	// Warnings are what the policy allows and the host does not do.
+	Warnings []string `json:"warnings,omitempty"`
+}
+
+// network is the host's end of a VM's link, with its policy. Nothing passes before the
+// policy is there: until then the TAP device is down and has no address.
+type network struct {
+	log     *slog.Logger
+	agent   string // the name of its pins
+	agents  netip.Prefix
+	address *hostnet.Address
+	tap     *tap.Device
+	names   *nameTable
+	dns     *resolver.Resolver
+	events  *eventLog
+
+	// attached is closed when the policy is on the device, or err says why not.
+	attached chan struct{}
+	err      error
+	link     *netpolicy.Link
+	took     time.Duration // from the beginning until then
+
+	cancel context.CancelFunc
+	ctx    context.Context // ends with the network
+	wg     sync.WaitGroup
+
+	mu       sync.Mutex // guards what follows
+	policy   *netpolicy.Policy
+	host     []netip.Addr
+	history  []installed
+	stopDNS  func() // nil while the resolver does not listen
+	warnings []string
+	closed   bool
+}
+
+// tapName is the name of a VM's TAP device. No other VM's is the same, so that what
+// tidies up after a killed process never means another one's.
+func tapName(id string) string { return hostnet.InterfacePrefix + id[:min(9, len(id))] }
+
+// connect makes the VM's TAP device, which goes with this process, and the guest's end of
+// it. Its policy is put on it in the background, since the kernel looks at programs for
+// long; see network.wait.
+func (in *Instance) connect(down bool) (*virtionet.Device, error) {
+	n, err := newNetwork(in.parts.VM, in.parts.Spec.Policy, in.log)
+	if err != nil {
+		return nil, fmt.Errorf("setting up the VM's network: %w", err)
+	}
+	in.network = n
+	in.closers = append(in.closers, n)
+	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: down})
+}
+
+func newNetwork(id string, policy *netpolicy.Policy, log *slog.Logger) (n *network, err error) {
+	if policy == nil {
+		policy = &netpolicy.Policy{}
+	}
+	if id == "" {
+		id = newID()
+	}
+	n = &network{log: log, agent: id, policy: policy, attached: make(chan struct{}), events: newEventLog()}
+	if n.agents, err = hostnet.Range(); err != nil {
+		return nil, err
+	}
+	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, n.release())
+		}
+	}()
+	if n.host, err = netpolicy.HostAddresses(); err != nil {
+		return nil, err
+	}
+	spec, err := n.compile(policy, n.host)
+	if err != nil {
+		return nil, err
+	}
+	if n.tap, err = tap.Create(tap.Config{Name: tapName(id), Down: true}); err != nil {
+		return nil, err
+	}
+	n.ctx, n.cancel = context.WithCancel(context.Background())
+	begin := time.Now()
+	n.wg.Go(func() {
+		defer close(n.attached)
+		n.err = n.attach(spec)
+		n.took = time.Since(begin)
+	})
+	return n, nil
+}
+
+// compile compiles a policy for the VM on a host with these addresses.
+func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Spec, error) {
+	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr()},
+		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents}})
+}
+
+// attach puts the policy on the device and raises it.
+func (n *network) attach(spec *netpolicy.Spec) (err error) {
+	begin := uptime()
+	n.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name()}, spec)
+	if err != nil {
+		return err
+	}
+	n.history = []installed{{spec, begin, begin}}
+	n.names = &nameTable{link: n.link, names: map[netip.Addr]string{}}
+	n.dns = resolver.New(resolver.Config{Pinner: n.names})
+	// The guest has no IPv6 address, and what the host would send by itself would only
+	// be denied and told of. The policy holds without this.
+	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/disable_ipv6", []byte("1\n"), 0o644)
+	n.wg.Go(func() {
+		if err := n.link.Events(n.ctx, n.event); n.ctx.Err() == nil {
+			n.log.Error("denied packets are not told of any more", "error", err)
+		}
+	})
+	if err := n.link.Up(spec.Identity()); err != nil {
+		return err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err := n.listenDNS(); err != nil {
+		return err
+	}
+	n.dns.SetPolicy(n.policy, spec)
+	n.lookOutside()
+	n.wg.Go(n.watchHost)
+	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
+	return nil
+}
+
+// wait returns when the policy is on the device and the device is up.
+func (n *network) wait(ctx context.Context) error {
+	select {
+	case <-n.attached:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	if n.err != nil {
+		return fmt.Errorf("putting the VM behind its network policy: %w", n.err)
+	}
+	return nil
+}
+
+// Close takes the network away.
+func (n *network) Close() error {
+	<-n.attached
+	n.cancel()
+	n.mu.Lock()
+	n.closed = true
+	if n.stopDNS != nil {
+		n.stopDNS()
+		n.stopDNS = nil
+	}
+	n.mu.Unlock()
+	n.wg.Wait()
+	var err error
+	if n.link != nil {
+		err = n.link.Remove()
+	}
+	return errors.Join(err, n.release())
+}
+
+// release gives back what is not the policy's.
+func (n *network) release() error {
+	var errs []error
+	if n.tap != nil {
+		errs = append(errs, n.tap.Close())
+	}
+	return errors.Join(append(errs, n.address.Release())...)
+}
+
+// info describes the network.
+func (n *network) info() *NetworkInfo {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return &NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Warnings: slices.Clone(n.warnings)}
+}
+
+// set replaces the policy while packets pass. If it fails, the old one holds.
+func (n *network) set(p *netpolicy.Policy) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	spec, err := n.compile(p, n.host)
+	if err != nil {
+		return err
+	}
+	old := n.policy
+	n.policy = p
+	// Before it is told to guests; it refuses what the old policy does not name.
+	if err := n.listenDNS(); err != nil {
+		n.policy = old
+		return err
+	}
+	if err := n.install(spec); err != nil {
+		n.policy = old
+		return errors.Join(err, n.listenDNS())
+	}
+	n.dns.SetPolicy(p, spec)
+	if p.DNS == nil && n.stopDNS != nil {
+		n.stopDNS()
+		n.stopDNS = nil
+	}
+	n.lookOutside()
+	return nil
+}
+
+// installed is a policy that was put on the link. Packets before from were judged by an
+// earlier one; between from and settled it may have been either.
+type installed struct {
+	spec          *netpolicy.Spec
+	from, settled time.Duration
+}
+
+// maxHistory is how many policies are kept to name the rules of late events by.
+const maxHistory = 4
+
+func (n *network) install(spec *netpolicy.Spec) error {
+	from := uptime()
+	err := n.link.Swap(spec)
+	if err != nil {
+		return err
+	}
+	n.history = append(n.history, installed{spec, from, uptime()})
+	n.history = n.history[max(0, len(n.history)-maxHistory):]
+	return nil
+}
+
+// ruleName names the rule of an event, or is empty if it is not certain which policy it
+// was in.
+func (n *network) ruleName(e netpolicy.Event) string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, h := range slices.Backward(n.history) {
+		switch {
+		case e.Uptime >= h.settled:
+			return h.spec.RuleName(e.Rule)
+		case e.Uptime >= h.from:
+			return ""
+		}
+	}
+	return ""
+}
+
+// listenDNS has the resolver listen if the policy has one.
+func (n *network) listenDNS() error {
+	if n.policy.DNS == nil || n.stopDNS != nil {
+		return nil
+	}
+	pc, ln, err := resolver.Listen(n.ctx, n.tap.Name())
+	if err != nil {
+		return fmt.Errorf("%w: is there a name server of the host's on all addresses?", err)
+	}
+	ctx, cancel := context.WithCancel(n.ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if err := n.dns.Serve(ctx, pc, ln); err != nil {
+			n.log.Error("the VM's resolver has failed: names are not found any more", "error", err)
+		}
+	}()
+	n.stopDNS = func() {
+		cancel()
+		<-ended
+	}
+	return nil
+}
+
+// lookOutside sees to it that the host translates what the policy lets out, and notes what
+// is missing.
+func (n *network) lookOutside() {
+	n.warnings = nil
+	if !opensOutside(n.policy) {
+		return
+	}
+	warn := func(text string) {
+		n.warnings = append(n.warnings, text)
+		n.log.Warn(text)
+	}
+	if err := hostnet.Translate(n.agents); err != nil {
+		warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+	}
+	if on, err := hostnet.Forwarding(); err == nil && !on {
+		warn("the policy allows addresses beyond the host, and the host does not forward packets (net.ipv4.ip_forward): `drowse net setup --forward`")
+	}
+}
+
+// opensOutside says whether a policy lets packets out to elsewhere than the host and other
+// VMs.
+func opensOutside(p *netpolicy.Policy) bool {
+	return p.Default.Egress == netpolicy.Allow || slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
+		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 &&
+			(len(r.CIDRs)+len(r.Names) > 0 || slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Host }))
+	})
+}
+
+// hostInterval is when the host's addresses are looked at though nothing has been heard
+// of them.
+const hostInterval = 30 * time.Second
+
+// watchHost compiles the policy again when the host gets or loses an address, since
+// addresses of the host are opened by group host alone.
+func (n *network) watchHost() {
+	updates := make(chan netlink.AddrUpdate, 64)
+	done := make(chan struct{})
+	defer close(done)
+	if err := netlink.AddrSubscribe(updates, done); err != nil {
+		n.log.Warn("changes of the host's addresses are noticed late", "error", err)
+		updates = nil
+	}
+	tick := time.NewTicker(hostInterval)
+	defer tick.Stop()
+	for {
+		// First what has changed before it listened.
+		if err := n.refresh(); err != nil {
+			n.log.Error("the policy does not know the host's addresses", "error", err)
+		}
+	wait:
+		for {
+			select {
+			case <-n.ctx.Done():
+				// The subscription ends, and closes updates, when done is closed; until then
+				// it must not wait for a reader.
+				if updates != nil {
+					go func() {
+						for range updates {
+						}
+					}()
+				}
+				return
+			case u, ok := <-updates:
+				if !ok {
+					updates = nil
+					continue
+				}
+				a, _ := netip.AddrFromSlice(u.LinkAddress.IP)
+				if a = a.Unmap(); a == netpolicy.TheWire.Gateway4 || a == netpolicy.TheWire.Gateway6 {
+					continue // of another VM, which comes or goes
+				}
+				break wait
+			case <-tick.C:
+				break wait
+			}
+		}
+	}
+}
+
+// refresh puts the policy on the link again if the host's addresses have changed.
+func (n *network) refresh() error {
+	host, err := netpolicy.HostAddresses()
+	if err != nil {
+		return err
+	}
+	slices.SortFunc(host, netip.Addr.Compare)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	slices.SortFunc(n.host, netip.Addr.Compare)
+	if slices.Equal(host, n.host) {
+		return nil
+	}
+	spec, err := n.compile(n.policy, host)
+	if err != nil {
+		return err
+	}
+	if err := n.install(spec); err != nil {
+		return err
+	}
+	n.host = host
+	n.dns.SetPolicy(n.policy, spec)
+	return nil
+}
+
+// removeLeftNetwork takes away what the killed process of a VM has left of its network:
+// pins, which hold nothing open, since the device went with the process.
+func removeLeftNetwork(r *Record) error {
+	if r.Spec.Network != NetworkTAP {
+		return nil
+	}
+	err := netpolicy.Remove(netpolicy.LinkConfig{Agent: r.ID, Interface: tapName(r.ID)})
+	if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
+}
+
+// sweepNetworks takes away what killed processes of VMs of any store have left: files of
+// addresses, and pins, with names like ids, without a device, and without a process that
+// holds them. Who is not root has made none, and need not be able to look.
+func sweepNetworks() error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	names, err := netpolicy.Agents("")
+	if err != nil {
+		return err
+	}
+	errs := []error{hostnet.Sweep("")}
+	for _, id := range names {
+		if !idRE.MatchString(id) {
+			continue
+		}
+		if _, err := net.InterfaceByName(tapName(id)); err == nil {
+			continue
+		}
+		err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: tapName(id)})
+		if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}

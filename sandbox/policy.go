@@ -1,0 +1,345 @@
+package sandbox
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"syscall"
+	"time"
+	"unicode/utf8"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+)
+
+// checkPolicy says whether a VM can have its policy.
+func (s *Spec) checkPolicy() error {
+	if s.Policy == nil {
+		return nil
+	}
+	if s.Network != NetworkTAP {
+		return fmt.Errorf("%w: it has a network policy and no network: add the network %q", ErrSpec, NetworkTAP)
+	}
+	return s.Policy.Validate()
+}
+
+// usePolicy replaces the policy if p is not nil.
+func (s *Spec) usePolicy(p *netpolicy.Policy) error {
+	if p == nil {
+		return nil
+	}
+	s.Policy = p
+	return s.checkPolicy()
+}
+
+// labelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in
+// pieces, since a label is shorter than a policy may be.
+const (
+	labelPolicy = "drowse.policy."
+	policyPiece = 48 << 10 // bytes
+)
+
+// labels are those of a snapshot of a VM.
+func (r *Record) labels(kind string) (map[string]string, error) {
+	bare := *r
+	bare.Spec.Policy = nil
+	record, err := json.Marshal(&bare)
+	if err != nil {
+		return nil, err
+	}
+	labels := map[string]string{labelKind: kind, labelRecord: string(record), labelOwner: r.ID}
+	if r.Spec.Policy == nil {
+		return labels, nil
+	}
+	text, err := json.Marshal(r.Spec.Policy)
+	if err != nil {
+		return nil, err
+	}
+	for i := 0; len(text) > 0; i++ {
+		n := min(policyPiece, len(text))
+		for n < len(text) && !utf8.RuneStart(text[n]) {
+			n--
+		}
+		labels[labelPolicy+strconv.Itoa(i)] = string(text[:n])
+		text = text[n:]
+	}
+	return labels, nil
+}
+
+// policyOf is the policy in the labels of a snapshot; nil if there is none.
+func policyOf(labels map[string]string) (*netpolicy.Policy, error) {
+	var text []byte
+	for i := 0; ; i++ {
+		piece, ok := labels[labelPolicy+strconv.Itoa(i)]
+		if !ok {
+			break
+		}
+		text = append(text, piece...)
+	}
+	if text == nil {
+		return nil, nil
+	}
+	p, err := netpolicy.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("%w: its network policy: %w", ErrRecord, err)
+	}
+	return p, nil
+}
+
+// Policy is a VM's network policy: the one that it runs with, or will when it is brought
+// back. A VM without a policy of its own has the empty one, which denies everything.
+func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, err
+	}
+	if r.Spec.Network != NetworkTAP {
+		return nil, noNetwork(name)
+	}
+	if r.Spec.Policy == nil {
+		return &netpolicy.Policy{}, nil
+	}
+	return r.Spec.Policy, nil
+}
+
+func noNetwork(name string) error {
+	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", ErrSpec, name, NetworkTAP)
+}
+
+// PolicyResult says what SetPolicy has done.
+type PolicyResult struct {
+	Name string `json:"name"`
+	// Live says that the VM runs and packets are judged by the new policy; else it is
+	// the one that the VM will be brought back with.
+	Live    bool         `json:"live"`
+	Network *NetworkInfo `json:"network,omitempty"`
+}
+
+// SetPolicy replaces a VM's network policy, for good: it is stored before it is put into
+// force. When it returns, no packet is judged by the old policy any more, and flows that
+// the new one would not open are cut. The size of the flow table stays until the VM is
+// brought back from a sleep or a stop. If it fails, the old policy holds.
+func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res PolicyResult, err error) {
+	if p == nil {
+		p = &netpolicy.Policy{}
+	}
+	if err := p.Validate(); err != nil {
+		return res, err
+	}
+	text, err := json.Marshal(p)
+	if err != nil {
+		return res, err
+	}
+	if len(text) > netpolicy.MaxFileBytes {
+		return res, fmt.Errorf("%w: it has %d bytes as JSON, at most %d are possible", netpolicy.ErrPolicy, len(text), netpolicy.MaxFileBytes)
+	}
+	for {
+		r, err := s.Get(name)
+		if err != nil {
+			return res, err
+		}
+		if r.Spec.Network != NetworkTAP {
+			return res, noNetwork(name)
+		}
+		if r.Phase == Running {
+			err = s.callWith(ctx, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
+				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
+			})
+		} else {
+			res = PolicyResult{Name: name}
+			err = s.storePolicy(name, p)
+		}
+		if !passing(err) {
+			return res, err
+		}
+		select {
+		case <-ctx.Done():
+			return res, errors.Join(fmt.Errorf("setting the network policy of %s: %w", name, ctx.Err()), err)
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+// passing says whether an error means that a VM has gone to sleep, been woken or ended in
+// between, or is about to, so that what does no harm twice is to be tried again.
+func passing(err error) bool {
+	for _, e := range []error{ErrNotRunning, ErrRunning, io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// storePolicy sets the policy of a VM that has no process.
+func (s *Store) storePolicy(name string, p *netpolicy.Policy) error {
+	l, err := s.lock(name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil {
+		return err
+	}
+	r.Spec.Policy = p
+	return s.save(r)
+}
+
+// setPolicy is SetPolicy in the VM's process.
+func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return PolicyResult{}, err
+	}
+	n := p.in.network
+	if n == nil {
+		return PolicyResult{}, noNetwork(p.r.Spec.Name)
+	}
+	old := p.r.Spec.Policy
+	p.r.Spec.Policy = policy
+	// First what lasts: a process that is killed in between comes back with the new one.
+	if err := p.store.save(p.r); err != nil {
+		p.r.Spec.Policy = old
+		return PolicyResult{}, err
+	}
+	if err := n.set(policy); err != nil {
+		p.r.Spec.Policy = old
+		return PolicyResult{}, errors.Join(err, p.store.save(p.r))
+	}
+	return PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.info()}, nil
+}
+
+// NetworkStats say what has passed between a VM and the network, and what has not, since
+// its process began.
+type NetworkStats struct {
+	Name string `json:"name"`
+	NetworkInfo
+	Egress  netpolicy.Usage `json:"egress"`
+	Ingress netpolicy.Usage `json:"ingress"`
+	// Counters are packets by what became of them and why.
+	Counters []netpolicy.Counter `json:"counters"`
+	// DNS is what became of queries.
+	DNS resolver.Stats `json:"dns"`
+}
+
+// NetworkStats asks a running VM what its network has done.
+func (s *Store) NetworkStats(ctx context.Context, name string) (st NetworkStats, err error) {
+	err = s.call(ctx, name, http.MethodGet, "/policy/stats", &st)
+	return st, err
+}
+
+func (p *process) networkStats() (st NetworkStats, err error) {
+	n := p.in.network
+	if n == nil {
+		return st, noNetwork(p.in.parts.Spec.Name)
+	}
+	st = NetworkStats{Name: p.in.parts.Spec.Name, NetworkInfo: *n.info(), DNS: n.dns.Stats()}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return st, fmt.Errorf("%w: %s: its guest has ended", ErrNotRunning, st.Name)
+	}
+	var errs [3]error
+	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)
+	st.Ingress, errs[1] = n.link.Usage(netpolicy.Ingress)
+	st.Counters, errs[2] = n.link.Counters()
+	if st.Counters == nil {
+		st.Counters = []netpolicy.Counter{}
+	}
+	return st, errors.Join(errs[:]...)
+}
+
+// maxEventLine bounds one event as JSON, in bytes.
+const maxEventLine = 64 << 10
+
+// NetworkEvents calls fn for the last packets of a running VM that did not pass, the
+// oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
+// does. At most 1024 are kept. It returns what fn returns, if that is an error.
+func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn func(NetEvent) error) error {
+	var stop error
+	err := s.callWith(ctx, name, http.MethodGet, "/policy/events?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
+		lines := bufio.NewScanner(body)
+		lines.Buffer(make([]byte, 0, 4096), maxEventLine)
+		for lines.Scan() {
+			var e NetEvent
+			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
+				return err
+			}
+			if stop = fn(e); stop != nil {
+				return nil
+			}
+		}
+		return lines.Err()
+	})
+	switch {
+	case stop != nil:
+		return stop
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case follow && errors.Is(err, io.ErrUnexpectedEOF):
+		return nil // the VM's process has ended
+	}
+	return err
+}
+
+// handlePolicy answers for the network policy on the control socket.
+func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*http.Request) (any, error), func())) {
+	handle("PUT /policy", func(r *http.Request) (any, error) {
+		text, err := io.ReadAll(io.LimitReader(r.Body, netpolicy.MaxFileBytes+1))
+		if err != nil {
+			return nil, fmt.Errorf("reading a network policy: %w", err)
+		}
+		policy, err := netpolicy.Parse(text)
+		if err != nil {
+			return nil, err
+		}
+		return p.setPolicy(policy)
+	}, nil)
+	handle("GET /policy/stats", func(*http.Request) (any, error) { return p.networkStats() }, nil)
+	mux.HandleFunc("GET /policy/events", p.serveEvents)
+}
+
+// serveEvents writes events as lines of JSON.
+func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
+	n := p.in.network
+	if n == nil {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusInternalServerError)
+		_ = json.NewEncoder(w).Encode(reportError(noNetwork(p.in.parts.Spec.Name)))
+		return
+	}
+	events, f, stop := n.events.recent(r.URL.Query().Get("follow") == "true")
+	defer stop()
+	w.Header().Set("Content-Type", "application/x-ndjson")
+	var b bytes.Buffer
+	for _, e := range events {
+		_ = json.NewEncoder(&b).Encode(e) // of a buffer, and of plain data
+	}
+	if _, err := b.WriteTo(w); err != nil || f == nil {
+		return
+	}
+	out := http.NewResponseController(w)
+	for {
+		if err := out.Flush(); err != nil {
+			return
+		}
+		select {
+		case <-r.Context().Done():
+			return
+		case <-n.ctx.Done():
+			return
+		case e := <-f.ch:
+			if err := json.NewEncoder(w).Encode(e); err != nil {
+				return
+			}
+		}
+	}
+}

@@ -1,0 +1,251 @@
+package sandbox
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"os"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+func parsePolicy(t *testing.T, text string) *netpolicy.Policy {
+	t.Helper()
+	p, err := netpolicy.Parse([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// hugePolicy is larger than a label can be.
+func hugePolicy(t *testing.T) *netpolicy.Policy {
+	t.Helper()
+	var b strings.Builder
+	b.WriteString("rules:\n")
+	for i := range 1000 {
+		fmt.Fprintf(&b, "  - {name: \"größe %d äöüß\", direction: egress, verdict: allow, cidrs: [20.%d.%d.0/24], protocols: [tcp], ports: [%d]}\n", i, i/256, i%256, i+1)
+	}
+	return parsePolicy(t, b.String())
+}
+
+func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
+	for name, p := range map[string]*netpolicy.Policy{
+		"none": nil, "empty": {}, "huge": hugePolicy(t),
+		"small": parsePolicy(t, "rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [443]}]"),
+	} {
+		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: NetworkTAP, Policy: p}}
+		labels, err := r.labels(kindNamed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(labels[labelRecord], "rules") || r.Spec.Policy != p {
+			t.Errorf("%s: the record has the policy as well: %s", name, labels[labelRecord])
+		}
+		for k, v := range labels {
+			if len(v) > 64<<10 {
+				t.Errorf("%s: label %s has %d bytes", name, k, len(v))
+			}
+		}
+		got, err := policyOf(labels)
+		if err != nil || (got == nil) != (p == nil) {
+			t.Fatalf("%s: %v, %v", name, got, err)
+		}
+		want, _ := json.Marshal(p)
+		if have, _ := json.Marshal(got); string(have) != string(want) {
+			t.Errorf("%s: it has become another one", name)
+		}
+		if name != "huge" {
+			continue
+		}
+		if len(labels) < 5 {
+			t.Errorf("only %d labels: this tests nothing", len(labels))
+		}
+		// A piece that is missing or changed must not leave a shorter policy.
+		for i := range len(labels) - 3 {
+			key := fmt.Sprint(labelPolicy, i)
+			less := maps.Clone(labels)
+			delete(less, key)
+			if got, err := policyOf(less); i > 0 && err == nil {
+				t.Errorf("without %s: %d rules", key, len(got.Rules))
+			} else if i == 0 && (got != nil || err != nil) {
+				t.Errorf("without %s: %v, %v, want none, which denies", key, got, err)
+			}
+			less[key] = labels[key][1:]
+			if _, err := policyOf(less); !errors.Is(err, ErrRecord) {
+				t.Errorf("with a damaged %s: %v", key, err)
+			}
+		}
+	}
+}
+
+func TestSpec_policies_that_cannot_be_are_refused(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		network string
+		policy  *netpolicy.Policy
+		want    error
+	}{
+		{"without a network", NetworkNone, &netpolicy.Policy{}, ErrSpec},
+		{"invalid", NetworkTAP, &netpolicy.Policy{Flows: -1}, netpolicy.ErrPolicy},
+		{"valid", NetworkTAP, &netpolicy.Policy{}, nil},
+		{"none", NetworkTAP, nil, nil},
+	} {
+		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Policy: tt.policy}.withDefaults()
+		if !errors.Is(err, tt.want) {
+			t.Errorf("%s: %v, want %v", tt.name, err, tt.want)
+		}
+	}
+	for text, ok := range map[string]bool{
+		`{"image":"x","network":"tap","policy":{"rules":[]}}`:       true,
+		`{"image":"x","network":"tap","policy":{"ruels":[]}}`:       false,
+		`{"image":"x","network":"tap","policy":{"Rules":[]}}`:       false,
+		`{"image":"x","network":"tap","policy":"allow everything"}`: false,
+	} {
+		if _, err := ParseSpec(strings.NewReader(text)); (err == nil) != ok {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, network := range map[string]string{"with": NetworkTAP, "without": NetworkNone} {
+		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.release()
+	}
+	p := hugePolicy(t)
+	if res, err := s.SetPolicy(t.Context(), "with", p); err != nil || res.Live {
+		t.Fatal(res, err)
+	}
+	got, err := s.Policy("with")
+	if err != nil || len(got.Rules) != len(p.Rules) || !reflect.DeepEqual(got.Rules[7].CIDRs, p.Rules[7].CIDRs) {
+		t.Errorf("%v, %v", got, err)
+	}
+	if _, err := s.SetPolicy(t.Context(), "with", &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
+		t.Errorf("an invalid policy: %v", err)
+	}
+	if got, err := s.Policy("with"); err != nil || len(got.Rules) != len(p.Rules) {
+		t.Errorf("after that: %v, %v", got, err)
+	}
+	if _, err := s.SetPolicy(t.Context(), "without", p); !errors.Is(err, ErrSpec) {
+		t.Errorf("of a VM without a network: %v", err)
+	}
+	if _, err := s.Policy("without"); !errors.Is(err, ErrSpec) {
+		t.Error(err)
+	}
+	if _, err := s.SetPolicy(t.Context(), "nobody", p); !errors.Is(err, ErrNotFound) {
+		t.Error(err)
+	}
+	// A record whose policy has been changed into nonsense is not read.
+	path := s.vmDir("with") + "/vm.json"
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(strings.Replace(string(text), `"direction": "egress"`, `"direktion": "egress"`, 1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Get("with"); !errors.Is(err, ErrRecord) {
+		t.Errorf("a damaged policy: %v", err)
+	}
+}
+
+func TestEventLog_keeps_the_last_and_counts_what_is_lost(t *testing.T) {
+	l := newEventLog()
+	_, f, stop := l.recent(true)
+	for i := range maxEvents + 10 {
+		l.add(NetEvent{Bytes: uint32(i)})
+	}
+	got, none, _ := l.recent(false)
+	if none != nil || len(got) != maxEvents || got[0].Bytes != 10 || got[0].Lost != 10 || got[1].Lost != 0 || got[len(got)-1].Bytes != maxEvents+9 {
+		t.Errorf("%d events, the first %+v", len(got), got[0])
+	}
+	for i := range maxFollowed {
+		if e := <-f.ch; e.Bytes != uint32(i) || e.Lost != 0 {
+			t.Fatalf("%+v, want number %d", e, i)
+		}
+	}
+	l.add(NetEvent{Bytes: 7})
+	if e := <-f.ch; e.Bytes != 7 || e.Lost != maxEvents+10-maxFollowed {
+		t.Errorf("%+v", e)
+	}
+	stop()
+	l.add(NetEvent{})
+	if len(f.ch) != 0 {
+		t.Error("it follows on")
+	}
+}
+
+func TestRuleName_of_an_event_is_that_of_the_policy_of_its_time(t *testing.T) {
+	compile := func(name string) *netpolicy.Spec {
+		t.Helper()
+		s, err := netpolicy.Compile(parsePolicy(t, "rules: [{name: "+name+", direction: egress, verdict: deny}]"),
+			netpolicy.Identity{Address4: netip.MustParseAddr("10.200.0.5")}, netpolicy.Environment{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	n := &network{history: []installed{{compile("one"), 10, 10}, {compile("two"), 20, 30}}}
+	for at, want := range map[time.Duration]string{5: "", 10: "one", 19: "one", 20: "", 29: "", 30: "two", 99: "two"} {
+		if got := n.ruleName(netpolicy.Event{Uptime: at}); got != want {
+			t.Errorf("at %d: %q, want %q", at, got, want)
+		}
+	}
+}
+
+func TestOpensOutside(t *testing.T) {
+	for text, want := range map[string]bool{
+		"":                         false,
+		"default: {egress: allow}": true, "default: {ingress: allow}": false,
+		"rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [80]}]":           false,
+		"rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [80]}]":         true,
+		"rules: [{direction: egress, verdict: allow, cidrs: [192.168.1.0/24], protocols: [tcp], ports: [80]}]":  true,
+		"rules: [{direction: ingress, verdict: allow, cidrs: [192.168.1.0/24], protocols: [tcp], ports: [80]}]": false,
+		"rules: [{direction: egress, verdict: deny, groups: [public], protocols: [tcp], ports: [80]}]":          false,
+	} {
+		if got := opensOutside(parsePolicy(t, text)); got != want {
+			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
+func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_started(t *testing.T) {
+	for before, after := range map[Phase]Phase{Starting: Stopped, Asleep: Asleep, Stopped: Stopped} {
+		s, err := OpenStore(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		// As somebody may write into a record: it parses, and cannot be.
+		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Network: NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.release()
+		var told []Report
+		err = s.Serve(t.Context(), "a", ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = append(told, r) }})
+		if !errors.Is(err, netpolicy.ErrPolicy) || len(told) != 1 || told[0].Error == nil || told[0].Error.Code != "policy" {
+			t.Errorf("%s: %v, %+v", before, err, told)
+		}
+		if layers, err := os.ReadDir(s.layerDir()); err != nil || len(layers) != 0 {
+			t.Errorf("%s: a disk was begun: %v, %v", before, layers, err)
+		}
+		if r, err := s.load("a"); err != nil || r.Phase != after {
+			t.Errorf("%s: it is %v now (%v), want %s", before, r, err, after)
+		}
+	}
+}
