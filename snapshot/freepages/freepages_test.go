@@ -45,7 +45,7 @@ func TestFree_pages_of_a_guest_are_those_of_its_free_blocks(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLinux(t, c.linuxConfig)
-			r := rand.New(rand.NewPCG(7, uint64(c.stride)))
+			r := rand.New(rand.NewPCG(7, c.stride))
 			want := guestmem.NewPageSet(l.mem.Size() / guestmem.PageSize)
 			for pfn := uint64(0); pfn < testRAM/guestmem.PageSize; pfn += 1 << (orders - 1) {
 				l.populate(r, pfn, orders-1, want.Add)
