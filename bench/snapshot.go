@@ -116,7 +116,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
-		rows = append(rows, pause[d].row("snapshot_pause", params), inMiB(stored[d].row("snapshot_bytes", params)))
+		rows = append(rows, pause[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
 	}
 	return rows, nil
 }
@@ -263,7 +263,7 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 	}
 	for k, w := range works {
 		params := map[string]any{"memory_mib": o.MemoryMiB, "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
-		rows = append(rows, inMiB(all[k].row("delta_bytes", params)))
+		rows = append(rows, all[k].mib("delta_bytes", params))
 	}
 	return rows, nil
 }
@@ -296,9 +296,10 @@ func (c *chain) end(ctx context.Context) error {
 	return c.store.RemoveSnapshot(ctx, c.last)
 }
 
-// inMiB makes a row of bytes one of MiB.
-func inMiB(r Row) Row {
-	r.Unit, r.P50, r.P90, r.P99 = "MiB", r.P50*perMs/mibBytes, r.P90*perMs/mibBytes, r.P99*perMs/mibBytes
+// mib is the series of bytes as MiB. It has no stages.
+func (s *series) mib(name string, params map[string]any) Row {
+	r := s.row(name, params)
+	r.figures(s.total, "MiB", mibBytes)
 	return r
 }
 

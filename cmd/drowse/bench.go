@@ -21,7 +21,7 @@ func (a *app) benchCommand() *cobra.Command {
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
-	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDelta(&e), a.benchDepth(&e), a.benchFork(&e), a.benchDensity(&e))
+	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDelta(&e), a.benchDepth(&e), a.benchFork(&e), a.benchDensity(&e), a.benchReport())
 	return cmd
 }
 
