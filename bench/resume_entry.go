@@ -61,7 +61,12 @@ type resumes struct {
 	sizes     []int
 	options   sandbox.RestoreOptions
 	params    map[string]any // besides those that all have
+	then      then
 }
+
+// then goes on with a guest that was restored, and says what else that took, by stage.
+// It is part of what is measured.
+type then func(context.Context, *sandbox.Instance) (map[string]time.Duration, error)
 
 // measure has sleep make a sleeper of each size, and restores them in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
@@ -90,7 +95,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
 		}
 		for _, v := range vms {
-			if err := v.restore(ctx, dir, i >= r.warmup, r.options); err != nil {
+			if err := v.restore(ctx, dir, i >= r.warmup, r.options, r.then); err != nil {
 				return nil, err
 			}
 		}
@@ -134,8 +139,8 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 }
 
 // restore restores the VM once, and records the time until its first KVM_RUN or, if it is
-// to do more than that, until its agent answers.
-func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbox.RestoreOptions) (err error) {
+// to do more than that, until its agent answers and until what comes then is done.
+func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbox.RestoreOptions, more then) (err error) {
 	top := filepath.Join(dir, "top")
 	p := v.parts
 	if p.Disk, err = disk.Fork(top, v.parts.Disk, 0); err != nil {
@@ -143,9 +148,18 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	}
 	defer func() { err = errors.Join(err, os.Remove(top)) }()
 	p.Socket = filepath.Join(dir, "vsock.sock")
+	begin := time.Now()
 	in, err := sandbox.Restore(ctx, p, v.snap, o)
 	if err != nil {
 		return err
+	}
+	var whole time.Duration
+	var after map[string]time.Duration
+	if more != nil {
+		if after, err = more(ctx, in); err != nil {
+			return errors.Join(err, in.Close())
+		}
+		whole = time.Since(begin)
 	}
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()
@@ -163,6 +177,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	if !o.EntryOnly {
 		total = ready
 	}
+	guest := total - entry
+	if more != nil {
+		total = whole
+	}
 	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
 	var known time.Duration
 	for stage, d := range stages {
@@ -173,10 +191,13 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	}
 	errs = append(errs,
 		into(s.stages, "other", int64(max(entry-known, 0))),
-		into(s.stages, "guest", int64(total-entry)),
+		into(s.stages, "guest", int64(guest)),
 		into(s.faults, "read", int64(faults.ReadFaults)),
 		into(s.faults, "write", int64(faults.WriteFaults)),
 		into(s.faults, "ensured", int64(faults.Ensured)))
+	for stage, d := range after {
+		errs = append(errs, into(s.stages, stage, int64(d)))
+	}
 	for name, kind := range map[string]string{"exits": "exits", "pf_taken": "kvm_pages", "insn_emulation": "emulated"} {
 		if n, ok := kvm[name]; ok {
 			errs = append(errs, into(s.faults, kind, int64(n)))

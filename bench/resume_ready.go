@@ -42,13 +42,20 @@ func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error
 // sleeperAt boots a VM, starts a program in it, and puts it to sleep and wakes it as often
 // as is said, and to sleep once more.
 func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
+	return e.sleeperWith(ctx, mib, depth, func(ctx context.Context, name string) error {
+		return e.startProgram(ctx, name, "busy.py", busy)
+	})
+}
+
+// sleeperWith is sleeperAt for other programs.
+func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
 	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)}}, series: newSeries()}
 	name := v.record.Spec.Name
 	e.say("booting a guest of %d MiB", mib)
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
 		return nil, err
 	}
-	if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+	if err := start(ctx, name); err != nil {
 		return v, err
 	}
 	for i := range depth {

@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -130,6 +132,18 @@ func (e Env) dirty(ctx context.Context, name string, mib int) error {
 
 // tell tells the program in the guest what to do, and returns when that is done.
 func (e Env) tell(ctx context.Context, name, what string) error {
+	answer, err := e.ask(ctx, name, what)
+	if err == nil && answer != "done" {
+		err = fmt.Errorf("the program in the guest says %q", answer)
+	}
+	return err
+}
+
+// maxAnswer bounds a line of the program in the guest.
+const maxAnswer = 4096
+
+// ask tells the program in the guest what to do, and returns the line that it answers.
+func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
 	for {
@@ -138,28 +152,32 @@ func (e Env) tell(ctx context.Context, name, what string) error {
 			// It may not be listening yet.
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("reaching the program in the guest: %w", err)
+				return "", fmt.Errorf("reaching the program in the guest: %w", err)
 			case <-time.After(100 * time.Millisecond):
 			}
 			continue
 		}
-		return errors.Join(command(ctx, c, what), c.Close())
+		line, err := command(ctx, c, what)
+		return line, errors.Join(err, c.Close())
 	}
 }
 
-func command(ctx context.Context, c net.Conn, what string) error {
+func command(ctx context.Context, c net.Conn, what string) (string, error) {
 	if deadline, ok := ctx.Deadline(); ok {
 		if err := c.SetDeadline(deadline); err != nil {
-			return err
+			return "", err
 		}
 	}
+	// The deadline is far away: a caller who gives up does not wait for it.
+	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
 	if _, err := fmt.Fprint(c, what); err != nil {
-		return fmt.Errorf("telling the program in the guest: %w", err)
+		return "", fmt.Errorf("telling the program in the guest: %w", err)
 	}
-	if line, err := bufio.NewReader(c).ReadString('\n'); err != nil || line != "done\n" {
-		return fmt.Errorf("the program in the guest says %q: %w", line, errors.Join(err))
+	line, err := bufio.NewReader(io.LimitReader(c, maxAnswer)).ReadString('\n')
+	if err != nil {
+		return "", fmt.Errorf("the program in the guest says %q: %w", line, err)
 	}
-	return nil
+	return strings.TrimSuffix(line, "\n"), nil
 }
 
 // DeltaOptions say how delta_bytes is measured.
@@ -398,7 +416,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for i := range o.Warmup + o.N {
 		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
 		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}); err != nil {
+			if err := vms[d].restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
 				return nil, err
 			}
 		}

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/spf13/cobra"
 )
 
 func TestBenchReport_files_give_one_page(t *testing.T) {
@@ -42,5 +44,39 @@ func TestBenchReport_what_is_no_report_gives_error_and_no_file(t *testing.T) {
 	}
 	if left, _ := filepath.Glob(filepath.Join(dir, "*out*")); len(left) > 0 {
 		t.Errorf("left behind: %v", left)
+	}
+}
+
+func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
+	a := &app{}
+	m := &benches{app: a}
+	seen := 0
+	for _, c := range []*cobra.Command{
+		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.density(), m.concurrent(), m.vsock(), m.blk(),
+	} {
+		options, ok := quick[c.Name()]
+		if !ok {
+			t.Errorf("nothing makes %s quick", c.Name())
+		}
+		seen++
+		for flag, value := range options {
+			if err := c.Flags().Set(flag, value); err != nil {
+				t.Errorf("%s: %v", c.Name(), err)
+			}
+		}
+	}
+	if seen != len(quick) || seen != len(m.all) || seen != len(m.run) {
+		t.Errorf("%d benchmarks, %d quick ones, %d that run", seen, len(quick), len(m.run))
+	}
+	// All that there are, and what is none.
+	if got := len((&app{}).benchCommand().Commands()); got != seen+3 {
+		t.Errorf("bench has %d commands, want %d", got, seen+3)
+	}
+}
+
+func TestBenchGuest_that_is_no_first_process_gives_error(t *testing.T) {
+	code, _, stderr := drowse(t, t.TempDir(), "bench", "guest")
+	if code != exitFailed || !strings.Contains(stderr, "first process") {
+		t.Errorf("exit status %d: %s", code, stderr)
 	}
 }
