@@ -43,6 +43,7 @@ type sleeper struct {
 	parts  sandbox.Parts
 	snap   string
 	series *series
+	last   time.Duration // what was measured by the last restore
 }
 
 // ResumeEntry measures the time from the call that restores a VM from a snapshot on
@@ -62,6 +63,10 @@ type resumes struct {
 	options   sandbox.RestoreOptions
 	params    map[string]any // besides those that all have
 	then      then
+	// peers are measured in turn with the VMs, each with a guest that has so many MiB in
+	// use.
+	peers       []string
+	peerUsedMiB int
 }
 
 // then goes on with a guest that was restored, and says what else that took, by stage.
@@ -85,6 +90,23 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			return nil, err
 		}
 	}
+	peers := make([][]*beside, len(vms))
+	defer func() {
+		for _, all := range peers {
+			for _, b := range all {
+				err = errors.Join(err, b.close())
+			}
+		}
+	}()
+	for i, mib := range r.sizes {
+		for _, name := range r.peers {
+			b, err := e.preparePeer(ctx, name, mib, r.peerUsedMiB)
+			peers[i] = append(peers[i], b)
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
 	dir, err := os.MkdirTemp("", "drowse-bench-")
 	if err != nil {
 		return nil, fmt.Errorf("making a directory for the runs: %w", err)
@@ -94,16 +116,24 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		if i%10 == 0 {
 			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
 		}
-		for _, v := range vms {
+		for k, v := range vms {
 			if err := v.restore(ctx, dir, i >= r.warmup, r.options, r.then); err != nil {
 				return nil, err
 			}
+			for _, b := range peers[k] {
+				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
+					return nil, err
+				}
+			}
 		}
 	}
-	for _, v := range vms {
+	for k, v := range vms {
 		params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false}
 		maps.Copy(params, r.params)
 		rows = append(rows, v.series.row(r.name, params))
+		for _, b := range peers[k] {
+			rows = append(rows, b.rows(r.name)...)
+		}
 	}
 	return rows, nil
 }
@@ -169,10 +199,6 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	if err := in.Close(); err != nil {
 		return err
 	}
-	if !counts {
-		return nil
-	}
-	s := v.series
 	total := entry
 	if !o.EntryOnly {
 		total = ready
@@ -181,6 +207,11 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	if more != nil {
 		total = whole
 	}
+	v.last = total
+	if !counts {
+		return nil
+	}
+	s := v.series
 	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
 	var known time.Duration
 	for stage, d := range stages {

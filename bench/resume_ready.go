@@ -19,6 +19,11 @@ type ResumeReadyOptions struct {
 	// Depth is how often each VM has slept and been woken before: its snapshot is that
 	// many deltas away from a full one.
 	Depth int
+	// Peers are other monitors to measure in turn with drowse, out of the list Peers.
+	// One that cannot be measured here has a row that says why.
+	Peers []string
+	// PeerUsedMiB is how much memory a process in a peer's guest has in use.
+	PeerUsedMiB int
 }
 
 // busy is a program in the guest that is awake now and then.
@@ -34,8 +39,15 @@ while True:
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
 // are new. Nothing is made ahead: VM, vCPU, memory, devices and pager are made from
 // nothing, in this process. The page cache is warm. Sizes are interleaved.
+//
+// A run of each peer follows each run of drowse. QEMU's is the time from the start of its
+// process, with the state that it has migrated to a file, to a byte that a process in the
+// guest sends back over virtio-serial: neither clock nor random numbers are renewed. Its
+// row is resume_ready with parameter peer, and resume_ready_ratio is its time divided by
+// that of drowse's run before, once as measured and once without the start of its process,
+// since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}}
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 

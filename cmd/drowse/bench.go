@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -102,6 +104,14 @@ func (m *benches) ready() *cobra.Command {
 		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
 		}
+		for _, p := range o.Peers {
+			if !slices.Contains(bench.Peers, p) {
+				return nil, usageError{fmt.Errorf("--peer %q: there are %s", p, strings.Join(bench.Peers, ", "))}
+			}
+		}
+		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
+			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
+		}
 		return bench.ResumeReady(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
@@ -109,6 +119,8 @@ func (m *benches) ready() *cobra.Command {
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
+	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
+	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd
 }
 
