@@ -141,7 +141,7 @@ func (r Report) Text(w io.Writer) {
 	t.Flush()
 	for _, row := range r.Rows {
 		if row.Skipped != "" {
-			fmt.Fprintf(w, "\n%s %s: not measured: %s\n", row.Name, sorted(row.Params), row.Skipped)
+			fmt.Fprintf(w, "\n%s %s: not measured: %s\n", row.Name, sorted(row.Params), strings.ReplaceAll(row.Skipped, "\n", "; "))
 		}
 		if len(row.Stages) > 0 {
 			fmt.Fprintf(w, "\n%s %s, medians in %s:\n", row.Name, sorted(row.Params), row.Unit)

@@ -116,6 +116,19 @@ func (a axis) ticks() (out []float64) {
 	return out
 }
 
+// marks are the values themselves, if they are few and far enough from each other to be
+// read, and ticks otherwise.
+func (a axis) marks(values []float64) []float64 {
+	const apart = 40
+	own := slices.Compact(slices.Sorted(slices.Values(values)))
+	for i, v := range own {
+		if i > 0 && a.at(v)-a.at(own[i-1]) < apart {
+			return a.ticks()
+		}
+	}
+	return own
+}
+
 const (
 	plotWidth, plotHeight = 720, 300
 	left, right, top      = 64, 16, 12
@@ -125,14 +138,14 @@ const (
 )
 
 // plot is a chart with two axes.
-func plot(title string, x, y axis, xName, yName string, yTicks []float64, yText func(float64) string) chart {
+func plot(title string, x, y axis, xName, yName string, xTicks, yTicks []float64, yText func(float64) string) chart {
 	c := chart{Title: title, Width: plotWidth, Height: plotHeight}
 	for _, v := range yTicks {
 		at := px(y.at(v))
 		c.Lines = append(c.Lines, line{X1: px(left), X2: px(plotWidth - right), Y1: at, Y2: at, Class: "grid"})
 		c.Texts = append(c.Texts, label{X: px(left - 6), Y: px(y.at(v) + 4), Anchor: "end", Text: yText(v)})
 	}
-	for _, v := range x.ticks() {
+	for _, v := range xTicks {
 		at := px(x.at(v))
 		c.Lines = append(c.Lines, line{X1: at, X2: at, Y1: px(top), Y2: px(plotHeight - bottom), Class: "grid"})
 		c.Texts = append(c.Texts, label{X: at, Y: px(plotHeight - bottom + 16), Anchor: "middle", Text: figure(v)})
@@ -197,7 +210,7 @@ func (p *Page) distributions(rows []*row) (out []chart) {
 			}
 			x := newAxis(values, 20, left, plotWidth-right)
 			y := axis{lo: 0, hi: 1, from: plotHeight - bottom, to: top}
-			c := plot(some[0].Name, x, y, some[0].Unit, "", []float64{0, 0.25, 0.5, 0.75, 0.9, 1}, func(v float64) string { return figure(100*v) + "%" })
+			c := plot(some[0].Name, x, y, some[0].Unit, "", x.ticks(), []float64{0, 0.25, 0.5, 0.75, 0.9, 1}, func(v float64) string { return figure(100*v) + "%" })
 			for i, text := range p.labels(some) {
 				color, dash := style(i)
 				n := 0.0
@@ -247,8 +260,8 @@ func (p *Page) against(rows []*row, name, unit string) (out []chart) {
 					ys = append(ys, *r.P50, value(r.P99, *r.P50), value(r.P90, *r.P50))
 				}
 			}
-			x, y := newAxis(xs, 8, left+12, plotWidth-right-12), newAxis(ys, math.Inf(1), plotHeight-bottom, top)
-			c := plot(some[0][0].Name, x, y, unit, some[0][0].Unit, y.ticks(), figure)
+			x, y := newAxis(xs, 4, left+12, plotWidth-right-12), newAxis(ys, math.Inf(1), plotHeight-bottom, top)
+			c := plot(some[0][0].Name, x, y, unit, some[0][0].Unit, x.marks(xs), y.ticks(), figure)
 			c.Note = "Lines join medians. A stroke goes up to the 99th percentile, with a mark at the 90th."
 			for i, text := range p.labels(firsts, name) {
 				color, dash := style(i)
@@ -293,6 +306,9 @@ func (p *Page) stages(rows []*row) (out []chart) {
 	return out
 }
 
+// evident are parameters that are left out beside bars: the table has them.
+var evident = []string{"peer", "peer_version", "peer_machine", "peer_cpu", "guest", "state_mib", "memory_mib", "vcpus", "cache", "pool"}
+
 // peers draws what was measured of several monitors side by side.
 func (p *Page) peers(rows []*row) (out []chart) {
 	for _, group := range groups(rows, func(r *row) string {
@@ -310,7 +326,7 @@ func (p *Page) peers(rows []*row) (out []chart) {
 			if who == "" {
 				who = "drowse"
 			}
-			b := bar{text: who + " " + r.without("peer", "peer_version", "memory_mib"), unit: r.Unit, color: colors[1]}
+			b := bar{text: strings.TrimSpace(who + " " + r.without(evident...)), unit: r.Unit, color: colors[1]}
 			if who == "drowse" {
 				b.color = colors[0]
 			}
@@ -355,7 +371,7 @@ func drawBars(title string, bars []bar) chart {
 	x := newAxis(values, math.Inf(1), barLeft, plotWidth-barRight)
 	for i, b := range bars {
 		y := float64(i*barStep + 6)
-		c.Texts = append(c.Texts, label{X: px(barLeft - 6), Y: px(y + 11), Anchor: "end", Text: shorten(b.text, 40)})
+		c.Texts = append(c.Texts, label{X: px(barLeft - 6), Y: px(y + 11), Anchor: "end", Text: shorten(b.text, 36)})
 		if b.missing != "" {
 			c.Texts = append(c.Texts, label{X: px(barLeft + 4), Y: px(y + 11), Anchor: "start", Text: b.missing})
 			continue

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -100,7 +102,7 @@ func (m *benches) blk() *cobra.Command {
 // quick are options that make each benchmark short, to see whether it works.
 var quick = map[string]map[string]string{
 	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
-	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
+	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "peer-used": "4"},
 	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
 	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
 	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
@@ -118,8 +120,8 @@ func (m *benches) everything() *cobra.Command {
 	var short bool
 	cmd := &cobra.Command{
 		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs,
-		Long: `Run all benchmarks, one after another, each as its own command would without options.
-That takes hours. One that fails does not end the others: what was measured is printed,
+		Long: `Run all benchmarks, one after another, each as its own command would without options,
+and resume_ready beside all other monitors. That takes hours. One that fails does not end the others: what was measured is printed,
 the failure is a row that says why, and the exit status is 1.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := m.prepare(); err != nil {
@@ -133,11 +135,16 @@ the failure is a row that says why, and the exit status is 1.`,
 					errs = append(errs, err)
 					break
 				}
+				options := map[string]string{}
+				if name == "resume_ready" {
+					options["peer"] = strings.Join(bench.Peers, ",")
+				}
 				if short {
-					for flag, value := range quick[name] {
-						if err := c.Flags().Set(flag, value); err != nil {
-							return fmt.Errorf("%s: --%s %s: %w", name, flag, value, err)
-						}
+					maps.Copy(options, quick[name])
+				}
+				for flag, value := range options {
+					if err := c.Flags().Set(flag, value); err != nil {
+						return fmt.Errorf("%s: --%s %s: %w", name, flag, value, err)
 					}
 				}
 				m.app.log.Info("measuring " + name)
