@@ -145,7 +145,6 @@ type qemuRun struct {
 	stderr  []byte // guarded by mu
 	cmd     *exec.Cmd
 	ended   chan struct{}
-	endErr  error // valid once ended is closed
 	endOnce sync.Once
 }
 
@@ -204,7 +203,7 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 		return nil, errors.Join(fmt.Errorf("starting QEMU: %w", err), os.RemoveAll(r.dir))
 	}
 	go func() {
-		r.endErr = r.cmd.Wait()
+		_ = r.cmd.Wait() // how it ended is in the ProcessState
 		close(r.ended)
 	}()
 	defer func() {
@@ -252,7 +251,7 @@ func (r *qemuRun) explain(err error) error {
 	// It may be about to end.
 	select {
 	case <-r.ended:
-		err = fmt.Errorf("%w: QEMU has ended: %v", err, r.endErr)
+		err = fmt.Errorf("%w: QEMU has ended: %s", err, r.cmd.ProcessState)
 	case <-time.After(time.Second):
 	}
 	r.mu.Lock()

@@ -106,6 +106,9 @@ func typeCommand(ctx context.Context, c *guest.Client) (map[string]time.Duration
 	case <-out.seen:
 	case <-s.Done():
 		_, err := s.Wait()
+		if err == nil {
+			err = io.ErrUnexpectedEOF
+		}
 		return nil, fmt.Errorf("the guest's shell ended before it printed %q: %w", printed, errors.Join(err, ctx.Err()))
 	}
 	return map[string]time.Duration{"attach": attached.Sub(begin), "command": time.Since(attached)}, nil
