@@ -19,6 +19,8 @@ const DefaultPeerUsedMiB = 40
 type peer interface {
 	// params say what was measured, besides the name of the peer.
 	params() map[string]any
+	// stateMiB is the size of what it is resumed from.
+	stateMiB() float64
 	// resume starts the monitor from the file, and ends it when a process in the guest
 	// has answered. The stages add up to the whole; "process" is the start of the
 	// monitor's own process.
@@ -105,7 +107,9 @@ func (b *beside) rows(name string) []Row {
 	}
 	rows := []Row{ratio(b.whole, "counted"), ratio(b.bare, "not counted")}
 	maps.Copy(params, b.peer.params())
-	return append([]Row{b.runs.row(name, params)}, rows...)
+	row := b.runs.row(name, params)
+	row.StateMiB = b.peer.stateMiB()
+	return append([]Row{row}, rows...)
 }
 
 func (b *beside) close() error {

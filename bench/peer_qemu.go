@@ -122,14 +122,19 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 func (q *qemu) close() error { return os.RemoveAll(q.dir) }
 
 func (q *qemu) params() map[string]any {
-	p := map[string]any{
+	return map[string]any{
 		"peer_version": q.version, "peer_machine": qemuMachine, "peer_cpu": q.cpu, "vcpus": sandbox.DefaultVCPUs,
 		"guest": "initramfs", "used_mib": q.usedMiB, "cache": "warm",
 	}
-	if info, err := os.Stat(q.state()); err == nil {
-		p["state_mib"] = info.Size() >> 20
+}
+
+// stateMiB is the size of the file. It has little but pages that are not all zeros.
+func (q *qemu) stateMiB() float64 {
+	info, err := os.Stat(q.state())
+	if err != nil {
+		return 0
 	}
-	return p
+	return float64(info.Size()) / mibBytes
 }
 
 // qemuRun is a process of QEMU.

@@ -195,6 +195,7 @@ type fakePeer struct {
 }
 
 func (f *fakePeer) params() map[string]any { return map[string]any{"peer_version": "1"} }
+func (f *fakePeer) stateMiB() float64      { return 7 }
 func (f *fakePeer) close() error           { return nil }
 func (f *fakePeer) resume(context.Context) (time.Duration, map[string]time.Duration, error) {
 	if len(f.times) == 0 {
@@ -228,7 +229,7 @@ func TestBeside_runs_give_ratios_of_pairs(t *testing.T) {
 	near("the ratio", rows[1].P50, 3)
 	near("the highest ratio", rows[1].P99, 4)
 	near("the ratio without the process", rows[2].P50, 1.5)
-	if rows[0].Params["peer_version"] != "1" || rows[1].Unit != "x" || rows[1].N != 3 {
+	if rows[0].Params["peer_version"] != "1" || rows[0].StateMiB != 7 || rows[1].Unit != "x" || rows[1].N != 3 {
 		t.Errorf("%+v", rows)
 	}
 }

@@ -43,6 +43,9 @@ type Row struct {
 	Faults map[string]float64 `json:"faults"`
 	// MiBTouched is the median of the guest memory that one run has used.
 	MiBTouched float64 `json:"mib_touched"`
+	// StateMiB is the guest's memory in what it is resumed from: pages that are not all
+	// zeros.
+	StateMiB float64 `json:"state_mib,omitempty"`
 	// P50Low and P50High hold the median that endless runs would have, with a confidence
 	// of 95% if the runs are independent. Both are 0 for fewer than 6 runs.
 	P50Low  float64 `json:"p50_low,omitempty"`
@@ -193,7 +196,10 @@ func into(m map[string]*hdrhistogram.Histogram, key string, v int64) error {
 	return h.RecordValue(v)
 }
 
-const perMs = 1e6
+const (
+	perMs       = 1e6
+	pagesPerMiB = 256
+)
 
 func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]float64 {
 	out := map[string]float64{}
@@ -205,7 +211,6 @@ func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]flo
 
 // row is the series as milliseconds.
 func (s *series) row(name string, params map[string]any) Row {
-	const pagesPerMiB = 256
 	r := Row{
 		Name: name, Params: params, Stages: medians(s.stages, perMs), Faults: medians(s.faults, 1),
 		MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB,

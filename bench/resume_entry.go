@@ -44,6 +44,7 @@ type sleeper struct {
 	snap   string
 	series *series
 	last   time.Duration // what was measured by the last restore
+	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
 
 // ResumeEntry measures the time from the call that restores a VM from a snapshot on
@@ -130,7 +131,9 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	for k, v := range vms {
 		params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false}
 		maps.Copy(params, r.params)
-		rows = append(rows, v.series.row(r.name, params))
+		row := v.series.row(r.name, params)
+		row.StateMiB = float64(v.state) / pagesPerMiB
+		rows = append(rows, row)
 		for _, b := range peers[k] {
 			rows = append(rows, b.rows(r.name)...)
 		}
@@ -160,6 +163,11 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	if v.record, err = e.Store.Get(name); err != nil {
 		return err
 	}
+	info, err := e.Store.InspectSnapshot(res.Snapshot)
+	if err != nil {
+		return err
+	}
+	v.state = info.Manifest.Stats.Pages
 	st, err := e.Store.SnapshotDisk(res.Snapshot)
 	if err != nil {
 		return err

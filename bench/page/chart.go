@@ -307,7 +307,7 @@ func (p *Page) stages(rows []*row) (out []chart) {
 }
 
 // evident are parameters that are left out beside bars: the table has them.
-var evident = []string{"peer", "peer_version", "peer_machine", "peer_cpu", "guest", "state_mib", "memory_mib", "vcpus", "cache", "pool"}
+var evident = []string{"peer", "peer_version", "peer_machine", "peer_cpu", "guest", "memory_mib", "vcpus", "cache", "pool"}
 
 // peers draws what was measured of several monitors side by side.
 func (p *Page) peers(rows []*row) (out []chart) {

@@ -62,7 +62,7 @@ func TestHTML_report_gives_each_kind_of_chart(t *testing.T) {
 	got := render(t, "report.json")
 	for _, want := range []string{
 		"Beside other monitors", "Distributions", "By size of RAM", "Stages", "All rows",
-		"Example &lt;b&gt;CPU&lt;/b&gt;", "0123456789abcdef", "not measured: not on PATH", "10.5 to 11.5", "20 runs", "qemu",
+		"Example &lt;b&gt;CPU&lt;/b&gt;", "0123456789abcdef", "not measured: not on PATH", "10.5 to 11.5", "20 runs", "qemu", "81.25",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("the page has no %q", want)

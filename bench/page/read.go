@@ -66,12 +66,12 @@ func (n named) Ref() *float64 { return &n.Value }
 
 // row is one of bench.Row. A number that is missing is nil.
 type row struct {
-	Report                           int // the number of its report
-	Name, Unit, Skipped              string
-	Params                           []fact // by name
-	N, P50, P90, P99, Low, High, MiB *float64
-	Stages, Faults                   []named
-	histogram                        [][2]float64
+	Report                                  int // the number of its report
+	Name, Unit, Skipped                     string
+	Params                                  []fact // by name
+	N, P50, P90, P99, Low, High, MiB, State *float64
+	Stages, Faults                          []named
+	histogram                               [][2]float64
 }
 
 // Add reads reports: JSON documents, one after another. file is what the page calls
@@ -151,7 +151,7 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 		Report: report, Name: words("name"), Unit: words("unit"), Skipped: words("skipped"),
 		Params: p.facts(where, fields["params"]),
 		N:      number("n"), P50: number("p50"), P90: number("p90"), P99: number("p99"),
-		Low: number("p50_low"), High: number("p50_high"), MiB: number("mib_touched"),
+		Low: number("p50_low"), High: number("p50_high"), MiB: number("mib_touched"), State: number("state_mib"),
 		Stages: p.numbers(where, "stages", fields["stages"]), Faults: p.numbers(where, "faults", fields["faults"]),
 		histogram: p.histogram(where, fields["histogram"]),
 	}
@@ -160,7 +160,7 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 	}
 	if r.Skipped != "" {
 		// It has zeros for figures.
-		r.N, r.P50, r.P90, r.P99, r.MiB, r.histogram = nil, nil, nil, nil, nil, nil
+		r.N, r.P50, r.P90, r.P99, r.MiB, r.State, r.histogram = nil, nil, nil, nil, nil, nil, nil
 	}
 	return r
 }
