@@ -98,7 +98,9 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 	if err != nil {
 		return nil, fmt.Errorf("finding this program: %w", err)
 	}
-	q.cmdline = params.String() + " rdinit=/init -- bench guest --used " + strconv.Itoa(usedMiB)
+	// QEMU saves all pages that are not zeros. Without init_on_free those of the unpacked
+	// initramfs would be among them, which no user of QEMU would have there.
+	q.cmdline = params.String() + " init_on_free=1 rdinit=/init -- bench guest --used " + strconv.Itoa(usedMiB)
 	if q.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
 		return nil, fmt.Errorf("making a directory for QEMU: %w", err)
 	}
