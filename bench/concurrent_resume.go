@@ -94,7 +94,7 @@ func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: first, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
 		return nil, remove, err
 	}
-	if err := e.startProgram(ctx, first, "busy.py", busy); err != nil {
+	if err := e.startBusy(ctx, first); err != nil {
 		return nil, remove, err
 	}
 	res, err := e.Store.Snapshot(ctx, first, "")

@@ -43,7 +43,7 @@ func ResumeExec(ctx context.Context, e Env, o ResumeExecOptions) ([]Row, error) 
 	}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) {
 		return e.sleeperWith(ctx, mib, o.Depth, func(ctx context.Context, name string) error {
-			if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+			if err := e.startBusy(ctx, name); err != nil {
 				return err
 			}
 			return e.startShell(ctx, name)

@@ -2,9 +2,12 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -26,14 +29,47 @@ type ResumeReadyOptions struct {
 	PeerUsedMiB int
 }
 
-// busy is a program in the guest that is awake now and then.
+// busy is a program in the guest that is awake now and then. It leaves a file when it has
+// made what it lives with.
 const busy = `
 import time
 numbers = list(range(1000000))
+open('` + busyFile + `', 'w').close()
 while True:
     numbers[0] += 1
     time.sleep(1)
 `
+
+const busyFile = "/root/busy"
+
+// busyWait bounds how long busy may take until it has begun.
+const busyWait = 15 * time.Minute
+
+// startBusy starts busy in a guest, and returns when it is at work: a snapshot is to have
+// a live interpreter, not one that is being loaded.
+func (e Env) startBusy(ctx context.Context, name string) error {
+	if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+		return err
+	}
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(ctx, busyWait)
+	defer cancel()
+	for {
+		_, err := c.Stat(ctx, busyFile)
+		if err == nil || !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("waiting for the program in the guest to begin: %w", ctx.Err())
+		case <-time.After(500 * time.Millisecond):
+		}
+	}
+}
 
 // ResumeReady measures the time from the call that restores a VM from a snapshot on disk,
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
@@ -54,9 +90,7 @@ func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error
 // sleeperAt boots a VM, starts a program in it, and puts it to sleep and wakes it as often
 // as is said, and to sleep once more.
 func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
-	return e.sleeperWith(ctx, mib, depth, func(ctx context.Context, name string) error {
-		return e.startProgram(ctx, name, "busy.py", busy)
-	})
+	return e.sleeperWith(ctx, mib, depth, e.startBusy)
 }
 
 // sleeperWith is sleeperAt for other programs.

@@ -152,7 +152,7 @@ the failure is a row that says why, and the exit status is 1.`,
 				if err != nil {
 					err = fmt.Errorf("measuring %s: %w", name, err)
 					errs = append(errs, err)
-					some = append(some, bench.Row{Name: name, Skipped: err.Error()})
+					some = append(some, bench.Row{Name: name, Params: map[string]any{}, Skipped: err.Error()})
 				}
 				rows = append(rows, some...)
 			}
