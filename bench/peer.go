@@ -12,10 +12,10 @@ import (
 // Peers are the monitors that resume_ready can be measured beside.
 var Peers = []string{"qemu", "firecracker"}
 
-// DefaultPeerUsedMiB is 0: with its program alone a peer's guest has about as much in
-// memory as drowse's own guest, which is what a monitor that reads all of it depends on.
-// The field state_mib of rows says how much.
-const DefaultPeerUsedMiB = 0
+// DefaultPeerUsedMiB makes a peer's guest have about as much in memory as drowse's own
+// guest with its python3, or a little less, which is what a monitor that reads all of it
+// depends on. The field state_mib of rows says how much each has.
+const DefaultPeerUsedMiB = 32
 
 // peer is a guest of another monitor, saved to a file.
 type peer interface {

@@ -70,9 +70,9 @@ type resumes struct {
 	peerUsedMiB int
 }
 
-// then goes on with a guest that was restored, and says what else that took, by stage.
-// It is part of what is measured.
-type then func(context.Context, *sandbox.Instance) (map[string]time.Duration, error)
+// then goes on with a guest that was restored, and says when that was done and what it
+// took, by stage. It is part of what is measured, but for what it does to clean up.
+type then func(context.Context, *sandbox.Instance) (done time.Time, stages map[string]time.Duration, err error)
 
 // measure has sleep make a sleeper of each size, and restores them in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
@@ -194,10 +194,11 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	var whole time.Duration
 	var after map[string]time.Duration
 	if more != nil {
-		if after, err = more(ctx, in); err != nil {
+		var done time.Time
+		if done, after, err = more(ctx, in); err != nil {
 			return errors.Join(err, in.Close())
 		}
-		whole = time.Since(begin)
+		whole = done.Sub(begin)
 	}
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()

@@ -33,8 +33,8 @@ const execTimeout = 5 * time.Minute
 
 // ResumeExec measures the time from the call that restores a VM from a snapshot on disk
 // to the output of a command in a shell that was there before the VM slept, at its
-// terminal: first the agent answers as for resume_ready, then the host attaches to the
-// shell (stage attach), then it types a command that the shell does itself, and has its
+// terminal: first the agent answers as for resume_ready, then the host connects to it
+// (stage dial) and attaches to the shell (stage attach), then it types a command that the shell does itself, and has its
 // output (stage command). Nothing is forked in the guest. All else is as for resume_ready.
 func ResumeExec(ctx context.Context, e Env, o ResumeExecOptions) ([]Row, error) {
 	r := resumes{
@@ -65,17 +65,22 @@ func (e Env) startShell(ctx context.Context, name string) error {
 	if err := p.Close(); err != nil {
 		return err
 	}
-	_, err = typeCommand(ctx, c)
+	_, _, err = typeCommand(ctx, c)
 	return err
 }
 
-func execInShell(ctx context.Context, in *sandbox.Instance) (stages map[string]time.Duration, err error) {
+func execInShell(ctx context.Context, in *sandbox.Instance) (done time.Time, stages map[string]time.Duration, err error) {
+	begin := time.Now()
 	c, err := in.Agent(ctx)
 	if err != nil {
-		return nil, err
+		return done, nil, err
 	}
 	defer func() { err = errors.Join(err, c.Close()) }()
-	return typeCommand(ctx, c)
+	dialed := time.Since(begin)
+	if done, stages, err = typeCommand(ctx, c); err == nil {
+		stages["dial"] = dialed
+	}
+	return done, stages, err
 }
 
 // typed is the command, and printed what it prints: not what the terminal echoes.
@@ -84,9 +89,8 @@ const typed, printed = "echo drowse-$((6*7))\n", "drowse-42"
 // endOfOutput is an offset beyond all output: attaching there gives what comes from then on.
 const endOfOutput = math.MaxUint64
 
-// typeCommand attaches to the shell, types a command, and returns when its output is
-// there.
-func typeCommand(ctx context.Context, c *guest.Client) (map[string]time.Duration, error) {
+// typeCommand attaches to the shell, types a command, and says when its output was there.
+func typeCommand(ctx context.Context, c *guest.Client) (done time.Time, stages map[string]time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, execTimeout)
 	defer cancel()
 	begin := time.Now()
@@ -95,12 +99,12 @@ func typeCommand(ctx context.Context, c *guest.Client) (map[string]time.Duration
 	out := &watcher{want: []byte(printed), seen: make(chan struct{})}
 	s, err := c.Attach(ctx, shellID, endOfOutput, guest.IO{Stdin: stdin, Stdout: out})
 	if err != nil {
-		return nil, fmt.Errorf("attaching to the shell in the guest: %w", err)
+		return done, nil, fmt.Errorf("attaching to the shell in the guest: %w", err)
 	}
 	defer s.Close()
 	attached := time.Now()
 	if _, err := io.WriteString(keys, typed); err != nil {
-		return nil, fmt.Errorf("typing in the guest's shell: %w", err)
+		return done, nil, fmt.Errorf("typing in the guest's shell: %w", err)
 	}
 	select {
 	case <-out.seen:
@@ -109,15 +113,17 @@ func typeCommand(ctx context.Context, c *guest.Client) (map[string]time.Duration
 		if err == nil {
 			err = io.ErrUnexpectedEOF
 		}
-		return nil, fmt.Errorf("the guest's shell ended before it printed %q: %w", printed, errors.Join(err, ctx.Err()))
+		return done, nil, fmt.Errorf("the guest's shell ended before it printed %q: %w", printed, errors.Join(err, ctx.Err()))
 	}
-	return map[string]time.Duration{"attach": attached.Sub(begin), "command": time.Since(attached)}, nil
+	done = out.when
+	return done, map[string]time.Duration{"attach": attached.Sub(begin), "command": done.Sub(attached)}, nil
 }
 
 // watcher closes seen when it has been written what it wants.
 type watcher struct {
 	want []byte
 	seen chan struct{}
+	when time.Time // valid once seen is closed
 
 	mu   sync.Mutex
 	tail []byte
@@ -132,6 +138,7 @@ func (w *watcher) Write(p []byte) (int, error) {
 	}
 	w.tail = append(w.tail, p...)
 	if w.done = bytes.Contains(w.tail, w.want); w.done {
+		w.when = time.Now()
 		close(w.seen)
 		w.tail = nil
 		return len(p), nil
