@@ -200,16 +200,11 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 			return nil, err
 		}
 	}
-	row := s.row("fork_density", map[string]any{
+	row := s.mib("fork_density", map[string]any{
 		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs,
 		"pause_ms": res.Stages["pause"], "ready_ms": res.Stages["ready"],
 	})
-	row.Unit = "MiB"
-	const scale = perMs / mibBytes
-	row.P50, row.P90, row.P99 = row.P50*scale, row.P90*scale, row.P99*scale
-	for k := range row.Stages {
-		row.Stages[k] *= scale
-	}
+	row.Stages = medians(s.stages, mibBytes)
 	row.Stages["pss_total"] = float64(total) / mibBytes
 	row.Stages["image"] = float64(res.Pages) / 256
 	return []Row{row}, nil

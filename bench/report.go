@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -42,6 +43,18 @@ type Row struct {
 	Faults map[string]float64 `json:"faults"`
 	// MiBTouched is the median of the guest memory that one run has used.
 	MiBTouched float64 `json:"mib_touched"`
+	// StateMiB is the guest's memory in what it is resumed from: pages that are not all
+	// zeros.
+	StateMiB float64 `json:"state_mib,omitempty"`
+	// P50Low and P50High hold the median that endless runs would have, with a confidence
+	// of 95% if the runs are independent. Both are 0 for fewer than 6 runs.
+	P50Low  float64 `json:"p50_low,omitempty"`
+	P50High float64 `json:"p50_high,omitempty"`
+	// Histogram has a value in the row's unit and the number of runs that took it, in
+	// ascending order: at most MaxBuckets pairs, of three digits.
+	Histogram [][2]float64 `json:"histogram,omitempty"`
+	// Skipped says why nothing was measured. All figures are 0 then.
+	Skipped string `json:"skipped,omitempty"`
 }
 
 // Machine says where a number was measured.
@@ -122,10 +135,17 @@ func (r Report) Text(w io.Writer) {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\t")
 	for _, row := range r.Rows {
+		if row.Skipped != "" {
+			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t\n", row.Name, sorted(row.Params), row.Unit)
+			continue
+		}
 		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched)
 	}
 	t.Flush()
 	for _, row := range r.Rows {
+		if row.Skipped != "" {
+			fmt.Fprintf(w, "\n%s %s: not measured: %s\n", row.Name, sorted(row.Params), strings.ReplaceAll(row.Skipped, "\n", "; "))
+		}
 		if len(row.Stages) > 0 {
 			fmt.Fprintf(w, "\n%s %s, medians in %s:\n", row.Name, sorted(row.Params), row.Unit)
 			names := make([]string, 0, len(row.Stages))
@@ -176,7 +196,10 @@ func into(m map[string]*hdrhistogram.Histogram, key string, v int64) error {
 	return h.RecordValue(v)
 }
 
-const perMs = 1e6
+const (
+	perMs       = 1e6
+	pagesPerMiB = 256
+)
 
 func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]float64 {
 	out := map[string]float64{}
@@ -188,11 +211,69 @@ func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]flo
 
 // row is the series as milliseconds.
 func (s *series) row(name string, params map[string]any) Row {
-	q := func(p float64) float64 { return float64(s.total.ValueAtQuantile(p)) / perMs }
-	const pagesPerMiB = 256
-	return Row{
-		Name: name, Params: params, Unit: "ms", N: s.total.TotalCount(), P50: q(50), P90: q(90), P99: q(99),
-		Stages: medians(s.stages, perMs), Faults: medians(s.faults, 1),
+	r := Row{
+		Name: name, Params: params, Stages: medians(s.stages, perMs), Faults: medians(s.faults, 1),
 		MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB,
 	}
+	r.figures(s.total, "ms", perMs)
+	return r
+}
+
+// figures are those of what was recorded, of which scale make one of the unit.
+func (r *Row) figures(h *hdrhistogram.Histogram, unit string, scale float64) {
+	q := func(p float64) float64 { return float64(h.ValueAtQuantile(p)) / scale }
+	r.Unit, r.N, r.P50, r.P90, r.P99 = unit, h.TotalCount(), q(50), q(90), q(99)
+	r.Histogram = buckets(h, scale)
+	r.P50Low, r.P50High = 0, 0
+	if k := rankOfMedian(r.N); k > 0 {
+		n := float64(r.N)
+		r.P50Low, r.P50High = q(100*float64(k)/n), q(100*float64(r.N+1-k)/n)
+	}
+}
+
+// MaxBuckets bounds the pairs of a row's histogram.
+const MaxBuckets = 1000
+
+// buckets are the values that were recorded, as the highest that it takes for the same,
+// and how often. If there are too many, neighbours become one.
+func buckets(h *hdrhistogram.Histogram, scale float64) [][2]float64 {
+	var all [][2]float64
+	highest := h.Max()
+	for _, bar := range h.Distribution() {
+		if bar.Count > 0 {
+			all = append(all, [2]float64{float64(min(bar.To, highest)) / scale, float64(bar.Count)})
+		}
+	}
+	each := (len(all) + MaxBuckets - 1) / MaxBuckets
+	if each < 2 {
+		return all
+	}
+	var out [][2]float64
+	for ; len(all) > 0; all = all[min(each, len(all)):] {
+		some := all[:min(each, len(all))]
+		count := 0.0
+		for _, b := range some {
+			count += b[1]
+		}
+		out = append(out, [2]float64{some[len(some)-1][0], count})
+	}
+	return out
+}
+
+// rankOfMedian is the largest k such that the k-th smallest and the k-th largest of n
+// values hold the median with a confidence of 95%: no more than 2.5% of n fair coins show
+// fewer than k heads. It is 0 if there is none. (Conover, Practical Nonparametric
+// Statistics, section 3.2.)
+func rankOfMedian(n int64) int64 {
+	sum, k := 0.0, int64(0)
+	for ; k <= n/2; k++ {
+		// n over k, by the logarithm of the gamma function: it overflows otherwise.
+		a, _ := math.Lgamma(float64(n + 1))
+		b, _ := math.Lgamma(float64(k + 1))
+		c, _ := math.Lgamma(float64(n - k + 1))
+		if sum += math.Exp(a - b - c - float64(n)*math.Ln2); sum > 0.025 {
+			break
+		}
+	}
+	return k
 }

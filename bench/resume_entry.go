@@ -43,6 +43,8 @@ type sleeper struct {
 	parts  sandbox.Parts
 	snap   string
 	series *series
+	last   time.Duration // what was measured by the last restore
+	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
 
 // ResumeEntry measures the time from the call that restores a VM from a snapshot on
@@ -61,7 +63,16 @@ type resumes struct {
 	sizes     []int
 	options   sandbox.RestoreOptions
 	params    map[string]any // besides those that all have
+	then      then
+	// peers are measured in turn with the VMs, each with a guest that has so many MiB in
+	// use.
+	peers       []string
+	peerUsedMiB int
 }
+
+// then goes on with a guest that was restored, and says when that was done and what it
+// took, by stage. It is part of what is measured, but for what it does to clean up.
+type then func(context.Context, *sandbox.Instance) (done time.Time, stages map[string]time.Duration, err error)
 
 // measure has sleep make a sleeper of each size, and restores them in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
@@ -80,6 +91,23 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			return nil, err
 		}
 	}
+	peers := make([][]*beside, len(vms))
+	defer func() {
+		for _, all := range peers {
+			for _, b := range all {
+				err = errors.Join(err, b.close())
+			}
+		}
+	}()
+	for i, mib := range r.sizes {
+		for _, name := range r.peers {
+			b, err := e.preparePeer(ctx, name, mib, r.peerUsedMiB)
+			peers[i] = append(peers[i], b)
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
 	dir, err := os.MkdirTemp("", "drowse-bench-")
 	if err != nil {
 		return nil, fmt.Errorf("making a directory for the runs: %w", err)
@@ -89,16 +117,26 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		if i%10 == 0 {
 			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
 		}
-		for _, v := range vms {
-			if err := v.restore(ctx, dir, i >= r.warmup, r.options); err != nil {
+		for k, v := range vms {
+			if err := v.restore(ctx, dir, i >= r.warmup, r.options, r.then); err != nil {
 				return nil, err
+			}
+			for _, b := range peers[k] {
+				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
+					return nil, err
+				}
 			}
 		}
 	}
-	for _, v := range vms {
+	for k, v := range vms {
 		params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false}
 		maps.Copy(params, r.params)
-		rows = append(rows, v.series.row(r.name, params))
+		row := v.series.row(r.name, params)
+		row.StateMiB = float64(v.state) / pagesPerMiB
+		rows = append(rows, row)
+		for _, b := range peers[k] {
+			rows = append(rows, b.rows(r.name)...)
+		}
 	}
 	return rows, nil
 }
@@ -125,6 +163,11 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	if v.record, err = e.Store.Get(name); err != nil {
 		return err
 	}
+	info, err := e.Store.InspectSnapshot(res.Snapshot)
+	if err != nil {
+		return err
+	}
+	v.state = info.Manifest.Stats.Pages
 	st, err := e.Store.SnapshotDisk(res.Snapshot)
 	if err != nil {
 		return err
@@ -134,8 +177,8 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 }
 
 // restore restores the VM once, and records the time until its first KVM_RUN or, if it is
-// to do more than that, until its agent answers.
-func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbox.RestoreOptions) (err error) {
+// to do more than that, until its agent answers and until what comes then is done.
+func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbox.RestoreOptions, more then) (err error) {
 	top := filepath.Join(dir, "top")
 	p := v.parts
 	if p.Disk, err = disk.Fork(top, v.parts.Disk, 0); err != nil {
@@ -143,9 +186,19 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	}
 	defer func() { err = errors.Join(err, os.Remove(top)) }()
 	p.Socket = filepath.Join(dir, "vsock.sock")
+	begin := time.Now()
 	in, err := sandbox.Restore(ctx, p, v.snap, o)
 	if err != nil {
 		return err
+	}
+	var whole time.Duration
+	var after map[string]time.Duration
+	if more != nil {
+		var done time.Time
+		if done, after, err = more(ctx, in); err != nil {
+			return errors.Join(err, in.Close())
+		}
+		whole = done.Sub(begin)
 	}
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()
@@ -155,14 +208,19 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	if err := in.Close(); err != nil {
 		return err
 	}
-	if !counts {
-		return nil
-	}
-	s := v.series
 	total := entry
 	if !o.EntryOnly {
 		total = ready
 	}
+	guest := total - entry
+	if more != nil {
+		total = whole
+	}
+	v.last = total
+	if !counts {
+		return nil
+	}
+	s := v.series
 	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
 	var known time.Duration
 	for stage, d := range stages {
@@ -173,10 +231,13 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	}
 	errs = append(errs,
 		into(s.stages, "other", int64(max(entry-known, 0))),
-		into(s.stages, "guest", int64(total-entry)),
+		into(s.stages, "guest", int64(guest)),
 		into(s.faults, "read", int64(faults.ReadFaults)),
 		into(s.faults, "write", int64(faults.WriteFaults)),
 		into(s.faults, "ensured", int64(faults.Ensured)))
+	for stage, d := range after {
+		errs = append(errs, into(s.stages, stage, int64(d)))
+	}
 	for name, kind := range map[string]string{"exits": "exits", "pf_taken": "kvm_pages", "insn_emulation": "emulated"} {
 		if n, ok := kvm[name]; ok {
 			errs = append(errs, into(s.faults, kind, int64(n)))

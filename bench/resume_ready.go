@@ -2,9 +2,12 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -19,36 +22,86 @@ type ResumeReadyOptions struct {
 	// Depth is how often each VM has slept and been woken before: its snapshot is that
 	// many deltas away from a full one.
 	Depth int
+	// Peers are other monitors to measure in turn with drowse, out of the list Peers.
+	// One that cannot be measured here has a row that says why.
+	Peers []string
+	// PeerUsedMiB is how much memory a process in a peer's guest has in use.
+	PeerUsedMiB int
 }
 
-// busy is a program in the guest that is awake now and then.
+// busy is a program in the guest that is awake now and then. It leaves a file when it has
+// made what it lives with.
 const busy = `
 import time
 numbers = list(range(1000000))
+open('` + busyFile + `', 'w').close()
 while True:
     numbers[0] += 1
     time.sleep(1)
 `
 
+const busyFile = "/root/busy"
+
+// busyWait bounds how long busy may take until it has begun.
+const busyWait = 15 * time.Minute
+
+// startBusy starts busy in a guest, and returns when it is at work: a snapshot is to have
+// a live interpreter, not one that is being loaded.
+func (e Env) startBusy(ctx context.Context, name string) error {
+	if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+		return err
+	}
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(ctx, busyWait)
+	defer cancel()
+	for {
+		_, err := c.Stat(ctx, busyFile)
+		if err == nil || !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("waiting for the program in the guest to begin: %w", ctx.Err())
+		case <-time.After(500 * time.Millisecond):
+		}
+	}
+}
+
 // ResumeReady measures the time from the call that restores a VM from a snapshot on disk,
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
 // are new. Nothing is made ahead: VM, vCPU, memory, devices and pager are made from
 // nothing, in this process. The page cache is warm. Sizes are interleaved.
+//
+// A run of each peer follows each run of drowse. QEMU's is the time from the start of its
+// process, with the state that it has migrated to a file, to a byte that a process in the
+// guest sends back over virtio-serial: neither clock nor random numbers are renewed. Its
+// row is resume_ready with parameter peer, and resume_ready_ratio is its time divided by
+// that of drowse's run before, once as measured and once without the start of its process,
+// since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}}
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 
 // sleeperAt boots a VM, starts a program in it, and puts it to sleep and wakes it as often
 // as is said, and to sleep once more.
 func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
+	return e.sleeperWith(ctx, mib, depth, e.startBusy)
+}
+
+// sleeperWith is sleeperAt for other programs.
+func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
 	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)}}, series: newSeries()}
 	name := v.record.Spec.Name
 	e.say("booting a guest of %d MiB", mib)
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
 		return nil, err
 	}
-	if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+	if err := start(ctx, name); err != nil {
 		return v, err
 	}
 	for i := range depth {

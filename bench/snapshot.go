@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -119,7 +121,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
-		rows = append(rows, pause[d].row("snapshot_pause", params), inMiB(stored[d].row("snapshot_bytes", params)))
+		rows = append(rows, pause[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
 	}
 	return rows, nil
 }
@@ -133,6 +135,18 @@ func (e Env) dirty(ctx context.Context, name string, mib int) error {
 
 // tell tells the program in the guest what to do, and returns when that is done.
 func (e Env) tell(ctx context.Context, name, what string) error {
+	answer, err := e.ask(ctx, name, what)
+	if err == nil && answer != "done" {
+		err = fmt.Errorf("the program in the guest says %q", answer)
+	}
+	return err
+}
+
+// maxAnswer bounds a line of the program in the guest.
+const maxAnswer = 4096
+
+// ask tells the program in the guest what to do, and returns the line that it answers.
+func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
 	for {
@@ -141,28 +155,32 @@ func (e Env) tell(ctx context.Context, name, what string) error {
 			// It may not be listening yet.
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("reaching the program in the guest: %w", err)
+				return "", fmt.Errorf("reaching the program in the guest: %w", err)
 			case <-time.After(100 * time.Millisecond):
 			}
 			continue
 		}
-		return errors.Join(command(ctx, c, what), c.Close())
+		line, err := command(ctx, c, what)
+		return line, errors.Join(err, c.Close())
 	}
 }
 
-func command(ctx context.Context, c net.Conn, what string) error {
+func command(ctx context.Context, c net.Conn, what string) (string, error) {
 	if deadline, ok := ctx.Deadline(); ok {
 		if err := c.SetDeadline(deadline); err != nil {
-			return err
+			return "", err
 		}
 	}
+	// The deadline is far away: a caller who gives up does not wait for it.
+	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
 	if _, err := fmt.Fprint(c, what); err != nil {
-		return fmt.Errorf("telling the program in the guest: %w", err)
+		return "", fmt.Errorf("telling the program in the guest: %w", err)
 	}
-	if line, err := bufio.NewReader(c).ReadString('\n'); err != nil || line != "done\n" {
-		return fmt.Errorf("the program in the guest says %q: %w", line, errors.Join(err))
+	line, err := bufio.NewReader(io.LimitReader(c, maxAnswer)).ReadString('\n')
+	if err != nil {
+		return "", fmt.Errorf("the program in the guest says %q: %w", line, err)
 	}
-	return nil
+	return strings.TrimSuffix(line, "\n"), nil
 }
 
 // DeltaOptions say how delta_bytes is measured.
@@ -267,7 +285,7 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 	}
 	for k, w := range works {
 		params := map[string]any{"memory_mib": o.MemoryMiB, "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
-		rows = append(rows, inMiB(all[k].row("delta_bytes", params)))
+		rows = append(rows, all[k].mib("delta_bytes", params))
 	}
 	return rows, nil
 }
@@ -300,9 +318,10 @@ func (c *chain) end(ctx context.Context) error {
 	return c.store.RemoveSnapshot(ctx, c.last)
 }
 
-// inMiB makes a row of bytes one of MiB.
-func inMiB(r Row) Row {
-	r.Unit, r.P50, r.P90, r.P99 = "MiB", r.P50*perMs/mibBytes, r.P90*perMs/mibBytes, r.P99*perMs/mibBytes
+// mib is the series of bytes as MiB. It has no stages.
+func (s *series) mib(name string, params map[string]any) Row {
+	r := s.row(name, params)
+	r.figures(s.total, "MiB", mibBytes)
 	return r
 }
 
@@ -401,7 +420,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for i := range o.Warmup + o.N {
 		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
 		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}); err != nil {
+			if err := vms[d].restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
 				return nil, err
 			}
 		}

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -21,42 +23,73 @@ func (a *app) benchCommand() *cobra.Command {
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
-	cmd.AddCommand(a.benchEntry(&e), a.benchReady(&e), a.benchSnapshot(&e), a.benchDelta(&e), a.benchDepth(&e), a.benchFork(&e), a.benchDensity(&e))
+	m := &benches{app: a, env: &e}
+	cmd.AddCommand(
+		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.density(),
+		m.concurrent(), m.vsock(), m.blk(),
+	)
+	// It knows those above.
+	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest())
 	return cmd
 }
 
-// benchmark is a command that measures. measure returns a usage error for options that
-// make no sense.
-func (a *app) benchmark(e *bench.Env, use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	return &cobra.Command{
+// benches are all benchmarks.
+type benches struct {
+	app *app
+	env *bench.Env
+	all []*cobra.Command
+	run map[string]func(context.Context) ([]bench.Row, error) // by name of the command
+}
+
+// command is a command that measures, with its own name. measure returns a usage error
+// for options that make no sense.
+func (m *benches) command(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
+	cmd := &cobra.Command{
 		Use: use, Short: short, Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if e.Store, err = a.store(); err != nil {
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := m.prepare(); err != nil {
 				return err
 			}
-			if e.Launcher, err = a.launcher(); err != nil {
-				return err
-			}
-			e.Progress = func(s string) { a.log.Info(s) }
 			rows, err := measure(cmd.Context())
 			if err != nil {
 				return fmt.Errorf("measuring %s: %w", use, err)
 			}
-			r := bench.NewReport(rows)
-			return a.print(r, func(w io.Writer) { r.Text(w) })
+			return m.print(rows)
 		},
 	}
+	if m.run == nil {
+		m.run = map[string]func(context.Context) ([]bench.Row, error){}
+	}
+	m.all, m.run[use] = append(m.all, cmd), measure
+	return cmd
+}
+
+// prepare opens the store.
+func (m *benches) prepare() (err error) {
+	if m.env.Store, err = m.app.store(); err != nil {
+		return err
+	}
+	if m.env.Launcher, err = m.app.launcher(); err != nil {
+		return err
+	}
+	m.env.Progress = func(s string) { m.app.log.Info(s) }
+	return nil
+}
+
+func (m *benches) print(rows []bench.Row) error {
+	r := bench.NewReport(rows)
+	return m.app.print(r, func(w io.Writer) { r.Text(w) })
 }
 
 var errRuns = usageError{errors.New("--runs must be 1 or more, --warmup 0 or more, and lists must not be empty")}
 
-func (a *app) benchEntry(e *bench.Env) *cobra.Command {
+func (m *benches) entry() *cobra.Command {
 	var o bench.ResumeEntryOptions
-	cmd := a.benchmark(e, "resume_entry", "From the call that restores a VM to its first KVM_RUN", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("resume_entry", "From the call that restores a VM to its first KVM_RUN", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
 		}
-		return bench.ResumeEntry(ctx, *e, o)
+		return bench.ResumeEntry(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
@@ -65,29 +98,39 @@ func (a *app) benchEntry(e *bench.Env) *cobra.Command {
 	return cmd
 }
 
-func (a *app) benchReady(e *bench.Env) *cobra.Command {
+func (m *benches) ready() *cobra.Command {
 	var o bench.ResumeReadyOptions
-	cmd := a.benchmark(e, "resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
 		}
-		return bench.ResumeReady(ctx, *e, o)
+		for _, p := range o.Peers {
+			if !slices.Contains(bench.Peers, p) {
+				return nil, usageError{fmt.Errorf("--peer %q: there are %s", p, strings.Join(bench.Peers, ", "))}
+			}
+		}
+		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
+			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
+		}
+		return bench.ResumeReady(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
+	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
+	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd
 }
 
-func (a *app) benchSnapshot(e *bench.Env) *cobra.Command {
+func (m *benches) snapshot() *cobra.Command {
 	var o bench.SnapshotOptions
-	cmd := a.benchmark(e, "snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 {
 			return nil, errRuns
 		}
-		return bench.Snapshots(ctx, *e, o)
+		return bench.Snapshots(ctx, *m.env, o)
 	})
 	cmd.Aliases = []string{"snapshot_bytes"}
 	f := cmd.Flags()
@@ -98,13 +141,13 @@ func (a *app) benchSnapshot(e *bench.Env) *cobra.Command {
 	return cmd
 }
 
-func (a *app) benchDelta(e *bench.Env) *cobra.Command {
+func (m *benches) delta() *cobra.Command {
 	var o bench.DeltaOptions
-	cmd := a.benchmark(e, "delta_bytes", "What a snapshot writes after an idle second, and after files have come and gone", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("delta_bytes", "What a snapshot writes after an idle second, and after files have come and gone", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.MemoryMiB < 1 || o.Idle < 0 || o.Settle < 0 || o.LeftMiB < 0 || o.WrittenMiB < o.LeftMiB {
 			return nil, usageError{errors.New("--runs and --memory must be 1 or more, times 0 or more, and --left at most --written")}
 		}
-		return bench.Deltas(ctx, *e, o)
+		return bench.Deltas(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 5, "snapshots of each kind")
@@ -116,13 +159,13 @@ func (a *app) benchDelta(e *bench.Env) *cobra.Command {
 	return cmd
 }
 
-func (a *app) benchDepth(e *bench.Env) *cobra.Command {
+func (m *benches) depth() *cobra.Command {
 	var o bench.DepthOptions
-	cmd := a.benchmark(e, "restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 || o.Settle < 0 {
 			return nil, errRuns
 		}
-		return bench.RestoreDepth(ctx, *e, o)
+		return bench.RestoreDepth(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "restores of each depth")

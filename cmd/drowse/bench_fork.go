@@ -10,16 +10,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-func (a *app) benchFork(e *bench.Env) *cobra.Command {
+func (m *benches) fork() *cobra.Command {
 	var o bench.ForkOptions
-	cmd := a.benchmark(e, "fork_pause", "How long a running guest stands still for a fork, and how long until its children answer", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("fork_pause", "How long a running guest stands still for a fork, and how long until its children answer", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.UsedMiB) == 0 {
 			return nil, errRuns
 		}
 		if o.Count < 1 || o.Count > sandbox.MaxForks {
 			return nil, usageError{fmt.Errorf("--count must be 1 to %d", sandbox.MaxForks)}
 		}
-		return bench.Forks(ctx, *e, o)
+		return bench.Forks(ctx, *m.env, o)
 	})
 	cmd.Aliases = []string{"fork_ready"}
 	f := cmd.Flags()
@@ -32,13 +32,13 @@ func (a *app) benchFork(e *bench.Env) *cobra.Command {
 	return cmd
 }
 
-func (a *app) benchDensity(e *bench.Env) *cobra.Command {
+func (m *benches) density() *cobra.Command {
 	var o bench.DensityOptions
-	cmd := a.benchmark(e, "fork_density", "What memory the forks of a guest with a live interpreter take", func(ctx context.Context) ([]bench.Row, error) {
+	cmd := m.command("fork_density", "What memory the forks of a guest with a live interpreter take", func(ctx context.Context) ([]bench.Row, error) {
 		if o.Forks < 1 || o.Forks > sandbox.MaxForks {
 			return nil, usageError{fmt.Errorf("--forks must be 1 to %d", sandbox.MaxForks)}
 		}
-		return bench.Density(ctx, *e, o)
+		return bench.Density(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.Forks, "forks", 50, "children to make")

@@ -55,6 +55,13 @@ func TestWrongCommandLines(t *testing.T) {
 		{"volume create x --size 99999999999999", exitUsage, "16 to"},
 		{"volume inspect x", exitFailed, "drowse volume ls"},
 		{"volume rm x", exitFailed, "drowse volume ls"},
+		{"bench bogus", exitUsage, "drowse bench --help"},
+		{"bench concurrent_resume --at-once 0", exitUsage, "1 to 256"},
+		{"bench vsock_rtt --runs 0", exitUsage, "--runs"},
+		{"bench blk --file 0", exitUsage, "--file"},
+		{"bench resume_exec --depth -1", exitUsage, "--runs"},
+		{"bench report /nonexistent/x", exitFailed, "/nonexistent/x"},
+		{"bench report -o json x", exitUsage, "writes HTML"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {

@@ -1,0 +1,205 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// ConcurrentOptions say how concurrent_resume is measured.
+type ConcurrentOptions struct {
+	// N is the number of rounds for each row, after Warmup that do not count.
+	N, Warmup int
+	// AtOnce are how many VMs are woken at once in a round.
+	AtOnce []int
+	// MemoryMiB is the size of each one's RAM.
+	MemoryMiB int
+}
+
+// MaxAtOnce bounds how many VMs are woken at once.
+const MaxAtOnce = 256
+
+// ConcurrentResume measures VMs that are woken at the same moment, each in a process of
+// its own: concurrent_resume is the time from that moment until one is awake, over all of
+// them and all rounds, with the medians over rounds of the first, the median and the last
+// of a round as stages, and cpu, the processor time that the process of one has used by
+// then. concurrent_resume_ratio compares the last of a round with what the machine could
+// do at best if wakes needed nothing but processors: last / (n * cpu / CPUs). A live
+// python3 is in each. The page cache is warm. Numbers are interleaved.
+func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []Row, err error) {
+	most := slices.Max(o.AtOnce)
+	names, remove, err := e.flock(ctx, most, o.MemoryMiB)
+	defer func() { err = errors.Join(err, remove()) }()
+	if err != nil {
+		return nil, err
+	}
+	all := map[int]*concurrent{}
+	for _, n := range o.AtOnce {
+		all[n] = &concurrent{wakes: newSeries(), ratio: newSeries()}
+	}
+	for i := range o.Warmup + o.N {
+		for _, n := range o.AtOnce {
+			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.N, n)
+			wakes, err := e.wakeAtOnce(ctx, names[:n])
+			if err != nil {
+				return nil, err
+			}
+			if i >= o.Warmup {
+				if err := all[n].record(wakes); err != nil {
+					return nil, err
+				}
+			}
+			for _, name := range names[:n] {
+				if _, err := e.Store.Sleep(ctx, name); err != nil {
+					return nil, err
+				}
+			}
+		}
+	}
+	for _, n := range o.AtOnce {
+		params := map[string]any{"at_once": n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm"}
+		rows = append(rows, all[n].wakes.row("concurrent_resume", params), all[n].ratio.ratioRow("concurrent_resume_ratio", params))
+	}
+	return rows, nil
+}
+
+// flock makes VMs that sleep, all from one snapshot, and a function that removes them,
+// which is there after an error as well.
+func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func() error, err error) {
+	first := fmt.Sprintf("bench-%d", os.Getpid())
+	made := []string{first}
+	snap := ""
+	remove = func() (err error) {
+		ctx := context.WithoutCancel(ctx)
+		for _, name := range made {
+			if rerr := e.Store.Remove(ctx, name, true); !errors.Is(rerr, sandbox.ErrNotFound) {
+				err = errors.Join(err, rerr)
+			}
+		}
+		if snap != "" {
+			err = errors.Join(err, e.Store.RemoveSnapshot(ctx, snap))
+		}
+		return err
+	}
+	e.say("booting a guest of %d MiB", mib)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: first, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+		return nil, remove, err
+	}
+	if err := e.startBusy(ctx, first); err != nil {
+		return nil, remove, err
+	}
+	res, err := e.Store.Snapshot(ctx, first, "")
+	if err != nil {
+		return nil, remove, err
+	}
+	snap = res.Snapshot
+	for i := range n {
+		name := fmt.Sprintf("%s-%d", first, i)
+		e.say("making VM %d of %d", i+1, n)
+		made = append(made, name)
+		if _, err := e.Store.Restore(ctx, e.Launcher, snap, name); err != nil {
+			return nil, remove, err
+		}
+		if _, err := e.Store.Sleep(ctx, name); err != nil {
+			return nil, remove, err
+		}
+		names = append(names, name)
+	}
+	return names, remove, e.Store.Stop(ctx, first, true)
+}
+
+// oneWake is what a wake took, and the processor time of its process.
+type oneWake struct{ took, cpu time.Duration }
+
+// wakeAtOnce wakes VMs at the same moment. The result is by time.
+func (e Env) wakeAtOnce(ctx context.Context, names []string) ([]oneWake, error) {
+	wakes, errs := make([]oneWake, len(names)), make([]error, len(names))
+	var standing, done sync.WaitGroup
+	start := make(chan struct{})
+	var begin time.Time // before start is closed
+	for i, name := range names {
+		standing.Add(1)
+		done.Go(func() {
+			standing.Done()
+			<-start
+			if _, err := e.Store.Wake(ctx, e.Launcher, name); err != nil {
+				errs[i] = err
+				return
+			}
+			wakes[i].took = time.Since(begin)
+			r, err := e.Store.Get(name)
+			if err != nil {
+				errs[i] = err
+				return
+			}
+			wakes[i].cpu, errs[i] = cpuTime(r.PID)
+		})
+	}
+	standing.Wait()
+	begin = time.Now()
+	close(start)
+	done.Wait()
+	slices.SortFunc(wakes, func(a, b oneWake) int { return int(a.took - b.took) })
+	return wakes, errors.Join(errs...)
+}
+
+// cpuTime is the user and system time that a process has used, of all its threads, also
+// of those that have ended. The number of the clock is that of clock_getcpuclockid(3):
+// the complement of the process id, and CPUCLOCK_SCHED, 2 (include/linux/posix-timers.h).
+func cpuTime(pid int) (time.Duration, error) {
+	const sched = 2
+	var ts unix.Timespec
+	if err := unix.ClockGettime(int32(^pid<<3|sched), &ts); err != nil {
+		return 0, fmt.Errorf("asking for the processor time of process %d: %w", pid, err)
+	}
+	return time.Duration(ts.Nano()), nil
+}
+
+// concurrent is what the rounds of one number of VMs have measured.
+type concurrent struct{ wakes, ratio *series }
+
+// record adds a round.
+func (c *concurrent) record(wakes []oneWake) error {
+	var errs []error
+	var cpu time.Duration
+	for _, w := range wakes {
+		cpu += w.cpu
+		errs = append(errs, c.wakes.total.RecordValue(int64(w.took)), into(c.wakes.stages, "cpu", int64(w.cpu)))
+	}
+	last := wakes[len(wakes)-1].took
+	errs = append(errs,
+		into(c.wakes.stages, "first", int64(wakes[0].took)),
+		into(c.wakes.stages, "median", int64(wakes[(len(wakes)-1)/2].took)),
+		into(c.wakes.stages, "last", int64(last)))
+	// The time that all processors need for the work of all, if they share it evenly. n
+	// wakes have no use for more than n processors, unless one wake has several threads:
+	// then this is the lower bound.
+	if ideal := float64(cpu) / float64(runtime.NumCPU()); ideal > 0 {
+		errs = append(errs, c.ratio.ratio(float64(last), ideal))
+	}
+	return errors.Join(errs...)
+}
+
+// Ratios are recorded in thousandths.
+const ratioScale = 1000
+
+// ratio records a / b.
+func (s *series) ratio(a, b float64) error {
+	return s.total.RecordValue(max(1, int64(a/b*ratioScale)))
+}
+
+// ratioRow is a row of a series of ratios.
+func (s *series) ratioRow(name string, params map[string]any) Row {
+	r := s.row(name, params)
+	r.figures(s.total, "x", ratioScale)
+	return r
+}

@@ -1,0 +1,122 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os/exec"
+	"time"
+)
+
+// Peers are the monitors that resume_ready can be measured beside.
+var Peers = []string{"qemu", "firecracker"}
+
+// DefaultPeerUsedMiB makes a peer's guest have about as much in memory as drowse's own
+// guest with its python3, or a little less, which is what a monitor that reads all of it
+// depends on. The field state_mib of rows says how much each has.
+const DefaultPeerUsedMiB = 32
+
+// peer is a guest of another monitor, saved to a file.
+type peer interface {
+	// params say what was measured, besides the name of the peer.
+	params() map[string]any
+	// stateMiB is the size of what it is resumed from.
+	stateMiB() float64
+	// resume starts the monitor from the file, and ends it when a process in the guest
+	// has answered. The stages add up to the whole; "process" is the start of the
+	// monitor's own process.
+	resume(ctx context.Context) (total time.Duration, stages map[string]time.Duration, err error)
+	close() error
+}
+
+// beside is a peer that is measured in turn with a VM of drowse.
+type beside struct {
+	name  string
+	mib   int
+	peer  peer   // nil: see why
+	why   string // why it is not measured, or not any more
+	runs  *series
+	whole *series // the peer's time / drowse's, run by run
+	bare  *series // the same, without the start of the peer's process
+}
+
+// preparePeer boots a guest of a peer and saves it. It fails only when the context has
+// ended: a peer that cannot be measured says why in its row.
+func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*beside, error) {
+	b := &beside{name: name, mib: mib, runs: newSeries(), whole: newSeries(), bare: newSeries()}
+	var err error
+	switch name {
+	case "qemu":
+		e.say("booting a guest of %d MiB in QEMU", mib)
+		var q *qemu
+		if q, err = e.newQEMU(ctx, mib, usedMiB); err == nil {
+			b.peer = q
+		}
+	case "firecracker":
+		var path string
+		if path, err = exec.LookPath("firecracker"); err == nil {
+			err = fmt.Errorf("resumes of %s are not measured yet", path)
+		}
+	default:
+		err = fmt.Errorf("no such peer: %s", name)
+	}
+	if ctx.Err() != nil {
+		return b, errors.Join(fmt.Errorf("preparing %s: %w", name, ctx.Err()), err)
+	}
+	if err != nil {
+		b.why = err.Error()
+		e.say("%s is not measured: %s", name, b.why)
+	}
+	return b, nil
+}
+
+// resume measures the peer once, right after drowse took so long.
+func (b *beside) resume(ctx context.Context, counts bool, drowse time.Duration) error {
+	if b.why != "" {
+		return nil
+	}
+	total, stages, err := b.peer.resume(ctx)
+	if ctx.Err() != nil {
+		return errors.Join(ctx.Err(), err)
+	}
+	if err != nil {
+		b.why = fmt.Sprintf("it was resumed %d times, and then: %v", b.runs.total.TotalCount(), err)
+		return nil
+	}
+	if !counts {
+		return nil
+	}
+	errs := []error{
+		b.runs.total.RecordValue(int64(total)),
+		b.whole.ratio(float64(total), float64(drowse)),
+		b.bare.ratio(float64(total-stages["process"]), float64(drowse)),
+	}
+	for name, d := range stages {
+		errs = append(errs, into(b.runs.stages, name, int64(d)))
+	}
+	return errors.Join(errs...)
+}
+
+// rows are the peer's figures, and its ratio to drowse.
+func (b *beside) rows(name string) []Row {
+	params := map[string]any{"peer": b.name, "memory_mib": b.mib}
+	if b.why != "" {
+		return []Row{{Name: name, Params: params, Unit: "ms", Skipped: b.why}}
+	}
+	ratio := func(s *series, process string) Row {
+		return s.ratioRow(name+"_ratio", map[string]any{"peer": b.name, "memory_mib": b.mib, "peer_process": process})
+	}
+	rows := []Row{ratio(b.whole, "counted"), ratio(b.bare, "not counted")}
+	maps.Copy(params, b.peer.params())
+	row := b.runs.row(name, params)
+	row.StateMiB = b.peer.stateMiB()
+	return append([]Row{row}, rows...)
+}
+
+func (b *beside) close() error {
+	if b.peer == nil {
+		return nil
+	}
+	return b.peer.close()
+}

@@ -1,0 +1,123 @@
+package bench
+
+import (
+	"encoding/json"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/bench/page"
+)
+
+// The ranks are those of published tables of the sign test.
+func TestRankOfMedian_runs_give_rank_of_95_percent(t *testing.T) {
+	for n, want := range map[int64]int64{0: 0, 1: 0, 5: 0, 6: 1, 8: 1, 9: 2, 10: 2, 20: 6, 30: 10, 50: 18, 100: 40, 1000: 469} {
+		if got := rankOfMedian(n); got != want {
+			t.Errorf("%d runs: rank %d, want %d", n, got, want)
+		}
+	}
+}
+
+func TestRow_runs_give_percentiles_bounds_and_histogram(t *testing.T) {
+	s := newSeries()
+	for ms := range int64(20) {
+		if err := s.total.RecordValue((ms + 1) * perMs); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := s.row("x", map[string]any{"a": 1})
+	near := func(name string, got, want float64) {
+		t.Helper()
+		if math.Abs(got-want) > want/500 {
+			t.Errorf("%s is %v, want %v", name, got, want)
+		}
+	}
+	near("p50", r.P50, 10)
+	near("p90", r.P90, 18)
+	near("p99", r.P99, 20)
+	near("low", r.P50Low, 6)
+	near("high", r.P50High, 15)
+	if len(r.Histogram) != 20 || r.N != 20 {
+		t.Fatalf("%d runs: %v", r.N, r.Histogram)
+	}
+	for i, b := range r.Histogram {
+		near("a value", b[0], float64(i+1))
+		if b[1] != 1 {
+			t.Errorf("%v came %v times", b[0], b[1])
+		}
+	}
+	mib := newSeries()
+	if err := mib.total.RecordValue(3 << 20); err != nil {
+		t.Fatal(err)
+	}
+	m := mib.mib("bytes", nil)
+	near("MiB", m.P50, 3)
+	if m.Unit != "MiB" || m.P50Low != 0 {
+		t.Errorf("%+v", m)
+	}
+}
+
+func TestBuckets_many_values_give_bounded_pairs_of_all_runs(t *testing.T) {
+	h := histogram()
+	r := rand.New(rand.NewPCG(1, 2))
+	const runs = 50_000
+	for range runs {
+		if err := h.RecordValue(int64(math.Exp(r.Float64() * 27))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := buckets(h, perMs)
+	if len(got) > MaxBuckets || len(got) < MaxBuckets/2 {
+		t.Errorf("%d pairs", len(got))
+	}
+	sum := 0.0
+	for _, b := range got {
+		sum += b[1]
+	}
+	if sum != runs {
+		t.Errorf("%v runs, want %v", sum, runs)
+	}
+	if !slices.IsSortedFunc(got, func(a, b [2]float64) int { return int(math.Copysign(1, a[0]-b[0])) }) {
+		t.Error("values do not ascend")
+	}
+}
+
+func TestReport_goes_to_text_and_page(t *testing.T) {
+	s := newSeries()
+	for range 10 {
+		if err := s.total.RecordValue(7 * perMs); err != nil {
+			t.Fatal(err)
+		}
+	}
+	skipped := Row{Name: "gone", Unit: "ms", Skipped: "there is none"}
+	r := NewReport([]Row{s.row("x", map[string]any{"memory_mib": 256}), skipped})
+	var text strings.Builder
+	r.Text(&text)
+	for _, want := range []string{"memory_mib=256", "7.0", "not measured: there is none"} {
+		if !strings.Contains(text.String(), want) {
+			t.Errorf("no %q in %s", want, text.String())
+		}
+	}
+	doc, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var p page.Page
+	if err := p.Add("file", strings.NewReader(string(doc))); err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	if err := p.HTML(&out); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"Distributions", "10 runs", "not measured: there is none", r.Commit} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the page has no %q", want)
+		}
+	}
+	if strings.Contains(out.String(), "left out") {
+		t.Error("the page leaves out what a report has")
+	}
+}

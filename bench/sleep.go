@@ -1,0 +1,99 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// SleepOptions say how sleep is measured.
+type SleepOptions struct {
+	// N is the number of sleeps for each row, after Warmup that do not count.
+	N, Warmup int
+	// MemoryMiB are the sizes of guest RAM, and DirtyMiB how much the guest changes
+	// before each sleep. What does not fit into half of RAM is left out.
+	MemoryMiB, DirtyMiB []int
+}
+
+// Sleeps measures sleeps: the time from the call of Store.Sleep until the VM's process has
+// ended (sleep), of which the guest stands still for stage pause and its memory is written
+// in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
+// before. Amounts are interleaved.
+func Sleeps(ctx context.Context, e Env, o SleepOptions) (rows []Row, err error) {
+	for _, mib := range o.MemoryMiB {
+		some, err := e.sleeps(ctx, o, mib)
+		if err != nil {
+			return nil, err
+		}
+		rows = append(rows, some...)
+	}
+	return rows, nil
+}
+
+func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, err error) {
+	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
+	e.say("booting a guest of %d MiB", mib)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	if err := e.startProgram(ctx, name, "dirtier.py", dirtier); err != nil {
+		return nil, err
+	}
+	var amounts []int
+	gone, stored := map[int]*series{}, map[int]*series{}
+	for _, d := range o.DirtyMiB {
+		if d > mib/2 {
+			continue
+		}
+		amounts = append(amounts, d)
+		gone[d], stored[d] = newSeries(), newSeries()
+		e.say("filling %d MiB of the guest's memory", d)
+		if err := e.dirty(ctx, name, d); err != nil {
+			return nil, err
+		}
+	}
+	// The first of all is no delta.
+	if _, err := e.sleepAndWake(ctx, name); err != nil {
+		return nil, err
+	}
+	for i := range o.Warmup + o.N {
+		e.say("sleep: round %d of %d", i, o.Warmup+o.N)
+		for _, d := range amounts {
+			if err := e.dirty(ctx, name, d); err != nil {
+				return nil, err
+			}
+			res, err := e.sleepAndWake(ctx, name)
+			if err != nil {
+				return nil, err
+			}
+			if i < o.Warmup {
+				continue
+			}
+			g, b := gone[d], stored[d]
+			err = errors.Join(g.total.RecordValue(int64(res.Stages["gone"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
+				into(g.stages, "pause", int64(res.Stages["pause"]*perMs)), into(g.stages, "save", int64(res.Stages["save"]*perMs)),
+				into(b.faults, "pages_changed", int64(res.PagesChanged)))
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
+	for _, d := range amounts {
+		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
+		rows = append(rows, gone[d].row("sleep", params), stored[d].mib("sleep_bytes", params))
+	}
+	return rows, nil
+}
+
+func (e Env) sleepAndWake(ctx context.Context, name string) (sandbox.SleepResult, error) {
+	res, err := e.Store.Sleep(ctx, name)
+	if err != nil {
+		return res, err
+	}
+	_, err = e.Store.Wake(ctx, e.Launcher, name)
+	return res, err
+}

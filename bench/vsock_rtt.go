@@ -1,0 +1,56 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// VsockOptions say how vsock_rtt is measured.
+type VsockOptions struct {
+	// N is the number of pings, after Warmup that do not count.
+	N, Warmup int
+	// MemoryMiB is the size of guest RAM.
+	MemoryMiB int
+}
+
+// VsockRTT measures the time from a ping of the agent in a running guest to its answer,
+// over a connection of the virtio socket that is open: through the Unix socket of the VM's
+// process, one after another.
+func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error) {
+	name := fmt.Sprintf("bench-%d", os.Getpid())
+	e.say("booting a guest of %d MiB", o.MemoryMiB)
+	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	// It keeps the connection of one call for the next.
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	s := newSeries()
+	for i := range o.Warmup + o.N {
+		if i%100 == 0 {
+			e.say("vsock_rtt: run %d of %d", i, o.Warmup+o.N)
+		}
+		begin := time.Now()
+		if _, err := c.Ping(ctx); err != nil {
+			return nil, err
+		}
+		took := time.Since(begin)
+		if i < o.Warmup {
+			continue
+		}
+		if err := s.total.RecordValue(int64(took)); err != nil {
+			return nil, err
+		}
+	}
+	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs})}, nil
+}

@@ -1,0 +1,174 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/bench"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func (m *benches) exec() *cobra.Command {
+	var o bench.ResumeExecOptions
+	cmd := m.command("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
+			return nil, errRuns
+		}
+		return bench.ResumeExec(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 100, "runs for each size")
+	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
+	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
+	return cmd
+}
+
+func (m *benches) sleep() *cobra.Command {
+	var o bench.SleepOptions
+	cmd := m.command("sleep", "From the call that puts a VM to sleep until its process is gone, and what is written", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 {
+			return nil, errRuns
+		}
+		return bench.Sleeps(ctx, *m.env, o)
+	})
+	cmd.Aliases = []string{"sleep_bytes"}
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 20, "sleeps for each size and amount")
+	f.IntVar(&o.Warmup, "warmup", 2, "sleeps before that do not count")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
+	f.IntSliceVar(&o.DirtyMiB, "dirty", []int{0, 64}, "how much the guest changes before each sleep, in MiB, up to half of RAM")
+	return cmd
+}
+
+func (m *benches) concurrent() *cobra.Command {
+	var o bench.ConcurrentOptions
+	cmd := m.command("concurrent_resume", "How long VMs take that are woken at once, and what processors they need for it", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.AtOnce) == 0 || o.MemoryMiB < 1 {
+			return nil, errRuns
+		}
+		if slices.Min(o.AtOnce) < 1 || slices.Max(o.AtOnce) > bench.MaxAtOnce {
+			return nil, usageError{fmt.Errorf("--at-once must be 1 to %d", bench.MaxAtOnce)}
+		}
+		return bench.ConcurrentResume(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 20, "rounds for each number of VMs")
+	f.IntVar(&o.Warmup, "warmup", 1, "rounds before that do not count")
+	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 2, 4, 8}, "numbers of VMs to wake at once")
+	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")
+	return cmd
+}
+
+func (m *benches) vsock() *cobra.Command {
+	var o bench.VsockOptions
+	cmd := m.command("vsock_rtt", "From a ping of the agent in a running guest to its answer", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 {
+			return nil, errRuns
+		}
+		return bench.VsockRTT(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 1000, "pings")
+	f.IntVar(&o.Warmup, "warmup", 20, "pings before that do not count")
+	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	return cmd
+}
+
+func (m *benches) blk() *cobra.Command {
+	var o bench.BlkOptions
+	cmd := m.command("blk", "How fast a guest reads and writes its disk, in sequence and at random", func(ctx context.Context) ([]bench.Row, error) {
+		const most = 1 << 20
+		if o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 || o.FileMiB < 1 || o.FileMiB > most || o.Requests < 1 || o.Requests > most {
+			return nil, usageError{fmt.Errorf("--runs and --memory must be 1 or more, --warmup 0 or more, --file and --requests 1 to %d", most)}
+		}
+		return bench.Blk(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 20, "runs of each kind")
+	f.IntVar(&o.Warmup, "warmup", 1, "runs before that do not count")
+	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntVar(&o.FileMiB, "file", 64, "size of the file, in MiB")
+	f.IntVar(&o.Requests, "requests", 1000, "requests of a run at random")
+	return cmd
+}
+
+// quick are options that make each benchmark short, to see whether it works.
+var quick = map[string]map[string]string{
+	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
+	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "peer-used": "4"},
+	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
+	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
+	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
+	"delta_bytes":       {"runs": "1", "memory": "256", "written": "2", "left": "1", "settle": "1s"},
+	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
+	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
+	"fork_density":      {"forks": "2", "memory": "256"},
+	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
+	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
+	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
+}
+
+// everything is the command that runs all benchmarks.
+func (m *benches) everything() *cobra.Command {
+	var short bool
+	cmd := &cobra.Command{
+		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs,
+		Long: `Run all benchmarks, one after another, each as its own command would without options,
+and resume_ready beside all other monitors. That takes hours. One that fails does not end the others: what was measured is printed,
+the failure is a row that says why, and the exit status is 1.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := m.prepare(); err != nil {
+				return err
+			}
+			var rows []bench.Row
+			var errs []error
+			for _, c := range m.all {
+				name := c.Name()
+				if err := cmd.Context().Err(); err != nil {
+					errs = append(errs, err)
+					break
+				}
+				options := map[string]string{}
+				if name == "resume_ready" {
+					options["peer"] = strings.Join(bench.Peers, ",")
+				}
+				if short {
+					maps.Copy(options, quick[name])
+				}
+				for flag, value := range options {
+					if err := c.Flags().Set(flag, value); err != nil {
+						return fmt.Errorf("%s: --%s %s: %w", name, flag, value, err)
+					}
+				}
+				m.app.log.Info("measuring " + name)
+				some, err := m.run[name](cmd.Context())
+				if err != nil {
+					err = fmt.Errorf("measuring %s: %w", name, err)
+					errs = append(errs, err)
+					some = append(some, bench.Row{Name: name, Params: map[string]any{}, Skipped: err.Error()})
+				}
+				rows = append(rows, some...)
+			}
+			return errors.Join(m.print(rows), errors.Join(errs...))
+		},
+	}
+	cmd.Flags().BoolVar(&short, "quick", false, "few runs and small guests, to see whether all of them work; the figures mean nothing")
+	return cmd
+}
+
+func (a *app) benchGuest() *cobra.Command {
+	var used int
+	cmd := &cobra.Command{
+		Use: "guest", Short: "Be the first process of a peer's guest", Hidden: true, Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return bench.PeerGuest(cmd.Context(), used) },
+	}
+	cmd.Flags().IntVar(&used, "used", 0, "memory to keep in use, in MiB")
+	return cmd
+}

@@ -1,0 +1,82 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+)
+
+func TestBenchReport_files_give_one_page(t *testing.T) {
+	dir := t.TempDir()
+	in, out := filepath.Join(dir, "in.json"), filepath.Join(dir, "out.html")
+	if err := os.WriteFile(in, []byte(`{"commit": "c0ffee", "rows": [{"name": "x<y", "p50": 5, "unit": "ms"}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr := drowse(t, dir, "bench", "report", in, in)
+	if code != 0 || stderr != "" {
+		t.Fatalf("exit status %d: %s", code, stderr)
+	}
+	for _, want := range []string{"Report 2", "c0ffee", "x&lt;y"} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("the page has no %q", want)
+		}
+	}
+	if code, stdout, stderr := drowse(t, dir, "bench", "report", in, in, "--out", out); code != 0 || stdout != "" || stderr != "" {
+		t.Fatalf("exit status %d: %s%s", code, stdout, stderr)
+	}
+	if got, err := os.ReadFile(out); err != nil || string(got) != stdout {
+		t.Errorf("the file is not what stdout gets: %v", err)
+	}
+}
+
+func TestBenchReport_what_is_no_report_gives_error_and_no_file(t *testing.T) {
+	dir := t.TempDir()
+	in := filepath.Join(dir, "in.json")
+	if err := os.WriteFile(in, []byte(`{"pid": 1}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr := drowse(t, dir, "bench", "report", in, "--out", filepath.Join(dir, "out"))
+	if code != exitFailed || stdout != "" || !strings.Contains(stderr, "has no rows") {
+		t.Errorf("exit status %d: %s%s", code, stdout, stderr)
+	}
+	if left, _ := filepath.Glob(filepath.Join(dir, "*out*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
+
+func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
+	a := &app{}
+	m := &benches{app: a}
+	seen := 0
+	for _, c := range []*cobra.Command{
+		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.density(), m.concurrent(), m.vsock(), m.blk(),
+	} {
+		options, ok := quick[c.Name()]
+		if !ok {
+			t.Errorf("nothing makes %s quick", c.Name())
+		}
+		seen++
+		for flag, value := range options {
+			if err := c.Flags().Set(flag, value); err != nil {
+				t.Errorf("%s: %v", c.Name(), err)
+			}
+		}
+	}
+	if seen != len(quick) || seen != len(m.all) || seen != len(m.run) {
+		t.Errorf("%d benchmarks, %d quick ones, %d that run", seen, len(quick), len(m.run))
+	}
+	// All that there are, and what is none.
+	if got := len((&app{}).benchCommand().Commands()); got != seen+3 {
+		t.Errorf("bench has %d commands, want %d", got, seen+3)
+	}
+}
+
+func TestBenchGuest_that_is_no_first_process_gives_error(t *testing.T) {
+	code, _, stderr := drowse(t, t.TempDir(), "bench", "guest")
+	if code != exitFailed || !strings.Contains(stderr, "first process") {
+		t.Errorf("exit status %d: %s", code, stderr)
+	}
+}
