@@ -67,7 +67,7 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 	if err := s.checkPaths(spec.Name); err != nil {
 		return Report{}, err
 	}
-	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid()}
+	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
 	if err := s.findVolumes(spec.Volumes); err != nil {
 		return Report{}, err
 	}
@@ -382,7 +382,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 		return nil, err
 	}
 	r := &Record{
-		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
+		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
 	}
 	if err := s.checkVolumes(r, id); err != nil {
@@ -436,6 +436,9 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve [
 		<-exited
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
+		// What does not report as it should is not left to itself.
+		_ = cmd.Process.Kill()
+		<-exited
 		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
 	case rep.Error != nil:
 		<-exited
@@ -655,12 +658,8 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 	}
 	if kill {
 		if err := s.call(ctx, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
-			if r.PID <= 0 {
-				return err
-			}
-			// It does not answer, or is not that far yet. Only the process that
-			// holds the lock is killed: it was there a moment ago.
-			if kerr := syscall.Kill(r.PID, syscall.SIGKILL); kerr != nil && !errors.Is(kerr, syscall.ESRCH) {
+			// It does not answer, or is not that far yet.
+			if kerr := s.kill(ctx, name); kerr != nil {
 				return errors.Join(err, kerr)
 			}
 		}
@@ -680,6 +679,78 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 	}
 	_, err = s.Get(name)
 	return err
+}
+
+// makePatience is how long whoever makes a VM has for starting its process, before it
+// counts as having given up.
+const makePatience = 10 * time.Second
+
+// kill kills the process of a VM: the one that holds the record's lock, and no other.
+func (s *Store) kill(ctx context.Context, name string) error {
+	for deadline := time.Now().Add(makePatience); ; {
+		r, err := s.Get(name)
+		if err != nil || r.Phase != Running && r.Phase != Starting {
+			return err
+		}
+		done, err := false, error(nil)
+		switch {
+		case r.PID > 0:
+			done, err = s.killHolder(ctx, r)
+		case time.Now().After(deadline):
+			done, err = s.giveUp(ctx, name)
+		}
+		if done || err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("killing the process of VM %s: %w", name, ctx.Err())
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+// killHolder kills the process that a record names if it is the VM's. A number may have
+// become another process's; who holds the lock, with this number in the record before and
+// after, is the one.
+func (s *Store) killHolder(ctx context.Context, r *Record) (done bool, err error) {
+	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
+	if err != nil {
+		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
+	}
+	defer func() { _ = proc.Release() }() // it only gives back the pidfd
+	l, err := s.lockSoon(ctx, r.Spec.Name)
+	if err == nil {
+		l.release()
+		return false, nil // it is gone
+	}
+	if !errors.Is(err, ErrRunning) {
+		return false, err
+	}
+	if again, err := s.load(r.Spec.Name); err != nil || again.PID != r.PID {
+		return false, err
+	}
+	if err := proc.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return false, fmt.Errorf("killing the process of VM %s: %w", r.Spec.Name, err)
+	}
+	return true, nil
+}
+
+// giveUp ends the making of a VM that never got a process.
+func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) {
+	l, err := s.lockSoon(ctx, name)
+	if errors.Is(err, ErrRunning) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil || r.Phase != Starting || r.PID != 0 {
+		return false, err
+	}
+	return true, s.tidy(r)
 }
 
 // Remove deletes a VM with its disk and its sleep snapshot. A running one is refused

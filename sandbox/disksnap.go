@@ -218,7 +218,7 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 		return nil, err
 	}
 	return &Record{
-		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
+		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: st, Parent: m.ID,
 	}, nil
 }

@@ -218,7 +218,7 @@ func (f *forker) running(ctx context.Context) error {
 	origin := f.parent.origin()
 	err = f.startAll(ctx, func(ctx context.Context, spec Spec) (Report, error) {
 		r := &Record{
-			Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, PID: os.Getpid(),
+			Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
 		r.Disk.Layers = c.first.Layers

@@ -159,7 +159,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	r.Disk, r.Base = p.store.relative(st), ""
-	r.Phase, r.PID, r.Exit, r.Problem = Starting, os.Getpid(), nil, ""
+	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
 	if err := p.store.save(r); err != nil {
 		return err
 	}

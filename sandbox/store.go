@@ -109,7 +109,11 @@ type Record struct {
 	Spec    Spec      `json:"spec"`
 	Created time.Time `json:"created"`
 	Phase   Phase     `json:"phase"`
-	PID     int       `json:"pid,omitempty"`
+	// PID is the VM's own process, which holds the record's lock; 0 if there is none.
+	PID int `json:"pid,omitempty"`
+	// Maker is the process that makes the VM, until that has a process of its own. It
+	// is somebody else's, and never to be harmed.
+	Maker int `json:"maker,omitempty"`
 	// Boot is what it boots.
 	Boot BootFiles `json:"boot"`
 	// Disk is its writable disk; names of layers in the store.
@@ -237,7 +241,7 @@ func (s *Store) Get(name string) (*Record, error) {
 		return nil, err
 	}
 	defer l.release()
-	if r.Phase == Starting && r.PID > 0 && unix.Kill(r.PID, 0) == nil {
+	if r.making() {
 		// Whoever makes it has yet to start its process.
 		return r, nil
 	}
@@ -248,10 +252,18 @@ func (s *Store) Get(name string) (*Record, error) {
 	return r, s.tidy(r)
 }
 
+// making says that the VM has no process yet, and that the one that makes it is there.
+func (r *Record) making() bool {
+	return r.Phase == Starting && r.PID == 0 && r.Maker > 0 && unix.Kill(r.Maker, 0) == nil
+}
+
 // tidy turns the record of a killed process into one of a crashed VM and removes its
 // sockets. The lock is held. TAP devices and memory went with the process.
 func (s *Store) tidy(r *Record) error {
 	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
+	if r.PID == 0 {
+		r.Problem = "its process was never started"
+	}
 	if r.Snapshot != "" {
 		since := "its last sleep"
 		if r.Fork != nil && r.Snapshot == r.Parent {
@@ -261,7 +273,7 @@ func (s *Store) tidy(r *Record) error {
 	} else {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}
-	r.Phase, r.PID = Crashed, 0
+	r.Phase, r.PID, r.Maker = Crashed, 0, 0
 	if err := s.removeSockets(r.Spec.Name); err != nil {
 		return err
 	}
@@ -335,9 +347,17 @@ func (s *Store) lock(name string) (*fileLock, error) {
 // for moments only, to look at the record.
 const lockPatience = 300 * time.Millisecond
 
+// removePatience is how long is waited for the lock of a VM that is to be removed: its
+// process may be on its way out, and others look at it.
+const removePatience = 30 * time.Second
+
 // lockSoon is lock with a little patience.
 func (s *Store) lockSoon(ctx context.Context, name string) (*fileLock, error) {
-	for deadline := time.Now().Add(lockPatience); ; {
+	return s.lockWithin(ctx, name, lockPatience)
+}
+
+func (s *Store) lockWithin(ctx context.Context, name string, patience time.Duration) (*fileLock, error) {
+	for deadline := time.Now().Add(patience); ; {
 		l, err := s.lock(name)
 		if !errors.Is(err, ErrRunning) || time.Now().After(deadline) {
 			return l, err
@@ -414,7 +434,7 @@ func (s *Store) relative(st disk.Stack) disk.Stack {
 
 // removeVM deletes a VM that is not running, and what only it needed.
 func (s *Store) removeVM(ctx context.Context, name string) error {
-	l, err := s.lock(name)
+	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,112 @@
+package sandbox
+
+import (
+	"bufio"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// startingVM is a VM in a store of its own that has no process yet, or a made-up one.
+func startingVM(t *testing.T, phase Phase, pid, maker int) *Store {
+	t.Helper()
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.release()
+	return s
+}
+
+// holder is a process that holds the lock of the VM until it is killed.
+func holder(t *testing.T, s *Store) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.vmDir("a"), "lock"))
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	if line, err := bufio.NewReader(out).ReadString('\n'); line != "held\n" {
+		t.Fatal(line, err)
+	}
+	return cmd
+}
+
+// Each of these would end the test itself if the wrong process were killed.
+func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
+	t.Parallel()
+	t.Run("whose maker has given it up", func(t *testing.T) {
+		t.Parallel()
+		s := startingVM(t, Starting, 0, os.Getpid())
+		if err := s.Stop(t.Context(), "a", true); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := s.Get("a"); err != nil || r.Phase != Crashed || !strings.Contains(r.Problem, "never started") {
+			t.Errorf("%+v, %v", r, err)
+		}
+	})
+	t.Run("whose number another process has", func(t *testing.T) {
+		for _, phase := range []Phase{Starting, Running} {
+			s := startingVM(t, phase, os.Getpid(), 0)
+			if err := s.Stop(t.Context(), "a", true); err != nil {
+				t.Fatal(err)
+			}
+			if r, err := s.Get("a"); err != nil || r.Phase != Crashed || r.PID != 0 {
+				t.Errorf("%s: %+v, %v", phase, r, err)
+			}
+		}
+	})
+	t.Run("that holds the lock and does not answer", func(t *testing.T) {
+		s := startingVM(t, Starting, 0, os.Getpid())
+		cmd := holder(t, s)
+		r, err := s.load("a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Phase, r.PID, r.Maker = Running, cmd.Process.Pid, 0
+		if err := s.save(r); err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error)
+		go func() { ended <- cmd.Wait() }()
+		if err := s.Remove(t.Context(), "a", true); err != nil {
+			t.Error(err)
+		}
+		var exit *exec.ExitError
+		if err := <-ended; !errors.As(err, &exit) || exit.Exited() {
+			t.Errorf("the process ended with %v", err)
+		}
+		if _, err := s.Get("a"); !errors.Is(err, ErrNotFound) {
+			t.Errorf("after its removal: %v", err)
+		}
+	})
+}
+
+func TestRemove_waits_for_who_looks_at_the_vm(t *testing.T) {
+	t.Parallel()
+	s := startingVM(t, Stopped, 0, 0)
+	l, err := s.lock("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	removed := make(chan error)
+	go func() { removed <- s.Remove(t.Context(), "a", false) }()
+	l.release()
+	if err := <-removed; err != nil {
+		t.Error(err)
+	}
+}
