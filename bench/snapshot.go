@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -337,9 +338,32 @@ type DepthOptions struct {
 	Settle time.Duration
 }
 
+// chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
+func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, err error) {
+	line := chain{store: e.Store, vm: name}
+	// A snapshot whose base is gone is a full one.
+	if _, err := line.next(ctx); err != nil {
+		return "", err
+	}
+	if err := line.end(ctx); err != nil {
+		return "", err
+	}
+	line.last = ""
+	for d := 0; d <= depth; d++ {
+		if d%50 == 0 {
+			e.say("restore_depth: snapshot %d of %d", d, depth)
+		}
+		if _, err := line.next(ctx); err != nil {
+			return "", errors.Join(err, line.end(context.WithoutCancel(ctx)))
+		}
+	}
+	return line.last, nil
+}
+
 // RestoreDepth measures the time from the call that restores a VM to an agent that
-// answers, clock and random numbers renewed, for the snapshots of one chain of deltas.
-// The guest does what an idle one does between two of them. Depths are interleaved.
+// answers, clock and random numbers renewed, for snapshots at the ends of chains of deltas.
+// The guest does what an idle one does between two of them. Each depth has a chain of its
+// own, of the same guest. Depths are interleaved.
 func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err error) {
 	name := fmt.Sprintf("bench-%d", os.Getpid())
 	e.say("booting a guest of %d MiB", o.MemoryMiB)
@@ -347,7 +371,6 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 		return nil, err
 	}
 	keep := map[int]string{}
-	last := ""
 	defer func() {
 		ctx := context.WithoutCancel(ctx)
 		err = errors.Join(err, e.Store.Remove(ctx, name, true))
@@ -355,37 +378,19 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 			err = errors.Join(err, e.Store.RemoveSnapshot(ctx, id))
 		}
 	}()
-	deepest := 0
-	for _, d := range o.Depths {
-		deepest = max(deepest, d)
-		keep[d] = ""
-	}
 	e.say("restore_depth: the guest settles for %v", o.Settle)
 	select {
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	case <-time.After(o.Settle):
 	}
-	for d := 0; d <= deepest; d++ {
-		if d%50 == 0 {
-			e.say("restore_depth: snapshot %d of %d", d, deepest)
-		}
-		res, err := e.Store.Snapshot(ctx, name, "")
-		if err != nil {
+	// The deepest first: it takes minutes, and the snapshots that are compared should be of
+	// the same age. Where the guest's clock cannot be held back over a sleep, it has more to
+	// catch up with the longer that was.
+	for _, d := range slices.Backward(slices.Sorted(slices.Values(o.Depths))) {
+		if keep[d], err = e.chainOf(ctx, name, d); err != nil {
+			delete(keep, d)
 			return nil, err
-		}
-		_, kept := keep[d]
-		if kept {
-			keep[d] = res.Snapshot
-		}
-		if last != "" {
-			if err := e.Store.RemoveSnapshot(ctx, last); err != nil {
-				return nil, err
-			}
-		}
-		last = res.Snapshot
-		if kept {
-			last = ""
 		}
 	}
 	if err := e.Store.Stop(ctx, name, true); err != nil {
