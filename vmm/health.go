@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -10,15 +11,18 @@ import (
 
 // A guest that loops with interrupts off answers nothing and never ends. It is
 // found by looking at the CPU time of each vCPU thread, which costs next to nothing,
-// and only when that says that a vCPU does not rest, at its flags.
+// and only when that says that a vCPU does not rest, at its flags. A look that finds
+// interrupts off says little where the kernel's own handlers are slow, so KVM is asked
+// whether the vCPU has taken any interrupt meanwhile: one that has is not hung.
 const (
 	defaultWatchInterval = time.Second
 	// busyShare of the interval counts as not resting. On a crowded host a
 	// looping vCPU gets less than a whole CPU.
 	busyShare = 0.2
-	// hungAfter so many looks in a row with interrupts off, the guest counts
-	// as hung. The longest stretch of a healthy kernel with interrupts off is
-	// far below one second, even where its code is interpreted.
+	// hungAfter so many intervals with interrupts off at every look and none
+	// taken, the guest counts as hung. The longest stretch of a healthy kernel
+	// with interrupts off is far below one second, even where its code is
+	// interpreted.
 	hungAfter = 10
 )
 
@@ -54,41 +58,60 @@ func (m *Machine) setHealth(h Health) {
 	}
 }
 
-// watch looks at the vCPUs once a second until the machine ends.
+// watched is what is known of a vCPU from the looks at it so far.
+type watched struct {
+	cpuTime time.Duration
+	looks   int       // in a row with interrupts off and none taken
+	since   time.Time // of the first of them
+	taken   uint64    // interrupts, as of the last of them
+}
+
+// watch looks at the vCPUs about once a second until the machine ends. The time between
+// two looks varies: if it were a multiple of the guest's tick, each look would find the
+// guest where the first one did, say in the tick's handler.
 func (m *Machine) watch() {
-	interval := m.watchInterval
-	ticker := time.NewTicker(interval)
-	defer ticker.Stop()
-	used := make([]time.Duration, len(m.cpus))
-	looks := make([]int, len(m.cpus))
+	next := func() time.Duration {
+		return m.watchInterval*3/4 + rand.N(m.watchInterval/2)
+	}
+	timer := time.NewTimer(next())
+	defer timer.Stop()
+	cpus := make([]watched, len(m.cpus))
+	last := time.Now()
 	for {
 		select {
 		case <-m.ended:
 			return
-		case <-ticker.C:
+		case <-timer.C:
 		}
+		passed := time.Since(last)
+		last = last.Add(passed)
 		var h Health
 		for i, c := range m.cpus {
+			w := &cpus[i]
 			now := threadTime(int(c.tid.Load()))
-			busy := now-used[i] >= time.Duration(float64(interval)*busyShare)
-			used[i] = now
+			busy := now-w.cpuTime >= time.Duration(float64(passed)*busyShare)
+			w.cpuTime = now
 			if !busy {
-				looks[i] = 0
+				w.looks = 0
 				continue
 			}
 			s := m.look(c)
 			const interruptFlag = 1 << 9
 			if s == nil || s.rflags&interruptFlag != 0 {
-				looks[i] = 0
+				w.looks = 0
 				continue
 			}
-			looks[i]++
-			if looks[i] >= hungAfter {
+			if w.looks == 0 || s.taken != w.taken {
+				*w = watched{cpuTime: now, since: last, taken: s.taken}
+			}
+			w.looks++
+			if w.looks > hungAfter {
 				h = Health{Hung: true, Detail: fmt.Sprintf("vCPU %d has been looping with interrupts off for %v, now at %s: it will not answer; remove the VM or restore a snapshot",
-					c.kvm.ID(), time.Duration(looks[i])*interval, m.location(s.rip))}
+					c.kvm.ID(), last.Sub(w.since).Round(time.Millisecond), m.location(s.rip))}
 			}
 		}
 		m.setHealth(h)
+		timer.Reset(next())
 	}
 }
 

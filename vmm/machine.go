@@ -237,7 +237,8 @@ func (m *Machine) Memory() *guestmem.Memory { return m.mem }
 // a resume.
 func (m *Machine) Handover() *handover.Device { return m.handover }
 
-// KVMStats are KVM's counters, added up over the vCPUs: see kvm.VCPU.Stats.
+// KVMStats are KVM's counters, added up over the vCPUs: see kvm.VCPU.Stats. The first
+// call may wait while the guest runs.
 func (m *Machine) KVMStats() (map[string]uint64, error) {
 	sum := map[string]uint64{}
 	for _, c := range m.cpus {

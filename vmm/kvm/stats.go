@@ -4,7 +4,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"os"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -21,37 +23,102 @@ const (
 	maxStats        = 1024
 )
 
+// statistics is the file of a vCPU's counters, opened when first asked for.
+type statistics struct {
+	mu   sync.Mutex
+	file *os.File
+	// at is where in the file each counter is.
+	at map[string]int64
+}
+
 // Stats returns KVM's own counters of this vCPU that are one number each, by their names
 // in the kernel: "exits", "insn_emulation" and so on. Which there are is the host's matter.
-// It may be called while the vCPU runs, from any goroutine. Hosts before Linux 5.14 have
-// none: the error wraps errors.ErrUnsupported.
+// Hosts before Linux 5.14 have none: the error wraps errors.ErrUnsupported.
+//
+// It may be called from any goroutine. The first call of Stats or Counter waits while the
+// vCPU is in KVM_RUN, which may be for ever; later ones do not.
 func (c *VCPU) Stats() (map[string]uint64, error) {
+	s := &c.stats
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := c.openStats(); err != nil {
+		return nil, err
+	}
+	out := make(map[string]uint64, len(s.at))
+	for name, at := range s.at {
+		v, err := readCounter(s.file, at)
+		if err != nil {
+			return nil, err
+		}
+		out[name] = v
+	}
+	return out, nil
+}
+
+// Counter is one of Stats. If the host does not have it, the error wraps
+// errors.ErrUnsupported.
+func (c *VCPU) Counter(name string) (uint64, error) {
+	s := &c.stats
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := c.openStats(); err != nil {
+		return 0, err
+	}
+	at, ok := s.at[name]
+	if !ok {
+		return 0, fmt.Errorf("KVM's statistics: %w: there is no %s", errors.ErrUnsupported, name)
+	}
+	return readCounter(s.file, at)
+}
+
+func (c *VCPU) openStats() error {
+	if c.stats.file != nil {
+		return nil
+	}
 	fd, err := ioctl(c.fd, gokvm.IIO(nrGetStatsFD), 0)
 	if errors.Is(err, unix.ENOTTY) || errors.Is(err, unix.EINVAL) {
-		return nil, fmt.Errorf("KVM_GET_STATS_FD: %w: %w", errors.ErrUnsupported, err)
+		return fmt.Errorf("KVM_GET_STATS_FD: %w: %w", errors.ErrUnsupported, err)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("KVM_GET_STATS_FD: %w", err)
+		return fmt.Errorf("KVM_GET_STATS_FD: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), "KVM statistics")
-	defer f.Close()
-	return readStats(f)
-}
-
-type readerAt interface {
-	ReadAt(p []byte, off int64) (int, error)
-}
-
-func readStats(f readerAt) (map[string]uint64, error) {
-	read := func(off int64, n int) ([]byte, error) {
-		p := make([]byte, n)
-		if _, err := f.ReadAt(p, off); err != nil {
-			return nil, fmt.Errorf("reading KVM's statistics: %w", err)
-		}
-		return p, nil
-	}
-	h, err := read(0, statsHeaderSize)
+	at, err := findCounters(f)
 	if err != nil {
+		return errors.Join(err, f.Close())
+	}
+	c.stats.file, c.stats.at = f, at
+	return nil
+}
+
+func (s *statistics) close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.file == nil {
+		return nil
+	}
+	return s.file.Close()
+}
+
+func readStats(f io.ReaderAt, off int64, p []byte) error {
+	if _, err := f.ReadAt(p, off); err != nil {
+		return fmt.Errorf("reading KVM's statistics: %w", err)
+	}
+	return nil
+}
+
+func readCounter(f io.ReaderAt, at int64) (uint64, error) {
+	var p [8]byte
+	if err := readStats(f, at, p[:]); err != nil {
+		return 0, err
+	}
+	return binary.NativeEndian.Uint64(p[:]), nil
+}
+
+// findCounters reads where the counters are.
+func findCounters(f io.ReaderAt) (map[string]int64, error) {
+	var h [statsHeaderSize]byte
+	if err := readStats(f, 0, h[:]); err != nil {
 		return nil, err
 	}
 	field := func(i int) uint32 { return binary.NativeEndian.Uint32(h[4*i:]) }
@@ -59,21 +126,17 @@ func readStats(f readerAt) (map[string]uint64, error) {
 	if nameSize == 0 || nameSize > maxStatsName || count > maxStats {
 		return nil, fmt.Errorf("%w: %d statistics with names of %d bytes", ErrState, count, nameSize)
 	}
-	out := make(map[string]uint64, count)
-	for i := range int64(count) {
-		size := int(statsDescSize + nameSize)
-		d, err := read(int64(descs)+i*int64(size), size)
-		if err != nil {
-			return nil, err
-		}
-		if values := binary.NativeEndian.Uint16(d[6:]); values != 1 {
+	size := int(statsDescSize + nameSize)
+	all := make([]byte, int(count)*size)
+	if err := readStats(f, int64(descs), all); err != nil {
+		return nil, err
+	}
+	at := make(map[string]int64, count)
+	for ; len(all) > 0; all = all[size:] {
+		if values := binary.NativeEndian.Uint16(all[6:]); values != 1 {
 			continue // a histogram
 		}
-		v, err := read(int64(data)+int64(binary.NativeEndian.Uint32(d[8:])), 8)
-		if err != nil {
-			return nil, err
-		}
-		out[unix.ByteSliceToString(d[statsDescSize:])] = binary.NativeEndian.Uint64(v)
+		at[unix.ByteSliceToString(all[statsDescSize:size])] = int64(data) + int64(binary.NativeEndian.Uint32(all[8:]))
 	}
-	return out, nil
+	return at, nil
 }

@@ -30,6 +30,8 @@ type VCPU struct {
 	id  int
 	run []byte // struct kvm_run, shared with the kernel
 
+	stats statistics
+
 	// Heap memory for calls that go through gokvm; see the package comment.
 	sregs2  gokvm.SRegs2
 	sregs   gokvm.Sregs
@@ -70,6 +72,7 @@ func (c *VCPU) ID() int { return c.id }
 // Close releases the vCPU, which must not be running.
 func (c *VCPU) Close() error {
 	return errors.Join(
+		c.stats.close(),
 		os.NewSyscallError("munmap kvm_run", unix.Munmap(c.run)),
 		os.NewSyscallError("close vCPU", unix.Close(c.fd)))
 }
