@@ -24,9 +24,11 @@ type cpu struct {
 	// exits counts returns from KVM_RUN.
 	exits atomic.Uint64
 
-	// Guarded by m.gate.mu.
+	// Guarded by m.gate.mu, once the machine runs.
 	parked bool
 	sample *sample
+	putOff kvm.PutOff // its timer; see quiet
+	due    bool       // it is to be put off no more
 }
 
 // sample is a look at a running vCPU.
@@ -53,6 +55,7 @@ func (c *cpu) checkpoint() bool {
 	g := &c.m.gate
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	c.timerDue()
 	if c.sample != nil {
 		if regs, err := c.kvm.Regs(); err == nil {
 			c.sample.rip, c.sample.rflags = regs.RIP, regs.RFLAGS

@@ -37,6 +37,12 @@ func agent() []byte {
 	return slices.Concat(code, take, counting)
 }
 
+func quietTime(m *Machine) bool {
+	m.quiet.mu.Lock()
+	defer m.quiet.mu.Unlock()
+	return m.quiet.on && !m.quiet.over
+}
+
 func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
 	a := newMachine(t, testConfig{VCPUs: 1})
 	ready := a.Handover().Expect()
@@ -91,6 +97,15 @@ func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
 				t.Fatal(err)
 			}
 			waitCount(t, b, 0)
+			// An answer ends the time in which interrupts are kept back; so does its limit.
+			for deadline := time.Now().Add(30 * time.Second); quietTime(b) && !tc.told; time.Sleep(time.Millisecond) {
+				if time.Now().After(deadline) {
+					t.Fatal("interrupts are kept back for good")
+				}
+			}
+			if quietTime(b) {
+				t.Error("interrupts are kept back although the agent has answered")
+			}
 			got := make([]byte, messageSize)
 			if err := b.Memory().Read(messageAt, got); err != nil {
 				t.Fatal(err)

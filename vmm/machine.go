@@ -99,6 +99,7 @@ type Machine struct {
 	serial    *serial.UART
 	serialIRQ *devices.Event
 	handover  *handover.Device
+	quiet     quiet
 	virtio    []*transport
 
 	gate   gate
@@ -139,6 +140,10 @@ func New(shell *Shell, cfg Config) (*Machine, error) {
 	m.stages.begin()
 	if err := m.build(); err != nil {
 		return nil, errors.Join(err, m.release())
+	}
+	// They wait at the gate; to make their threads takes longer than to wake them.
+	for _, c := range m.cpus {
+		m.wg.Go(c.loop)
 	}
 	return m, nil
 }
@@ -323,6 +328,7 @@ func (m *Machine) Start() error {
 		return fmt.Errorf("starting: %w: there is nothing to run, or it runs already", ErrConfig)
 	}
 	if m.imported {
+		m.beQuiet()
 		// Devices of a saved machine go on before its vCPUs do.
 		for _, t := range m.virtio {
 			if err := t.Restore(); err != nil {
@@ -333,10 +339,8 @@ func (m *Machine) Start() error {
 			return err
 		}
 	}
-	for _, c := range m.cpus {
-		m.wg.Go(c.loop)
-	}
 	m.state = running
+	m.limitQuiet()
 	m.openGate()
 	m.wg.Go(m.watch)
 	return nil
@@ -458,6 +462,7 @@ func (m *Machine) handoverEvent(e handover.Event) {
 		m.stages.since(StageAgentReached)
 	case handover.Answered:
 		m.stages.since(StageAgentAnswer)
+		m.endQuiet()
 	}
 }
 
@@ -537,6 +542,7 @@ func (m *Machine) Close() error {
 		return nil
 	}
 	m.finish(Exit{Reason: Stopped, VCPU: -1})
+	m.dropQuiet()
 	m.state = closed
 	return m.release()
 }

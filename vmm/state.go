@@ -150,6 +150,17 @@ func (m *Machine) Import(states []State) error {
 	if err := m.vm.SetClock(binary.LittleEndian.Uint64(b)); err != nil {
 		return err
 	}
+	// Older versions have saved none.
+	if _, ok := parts["handover"]; ok {
+		p, err := take("handover")
+		if err != nil {
+			return err
+		}
+		if err := m.handover.Import(p); err != nil {
+			return fmt.Errorf("restoring: %w", err)
+		}
+	}
+	m.quiet.on = m.handover.StandingBy()
 	for _, c := range m.cpus {
 		b, err := data(vcpuName(c.kvm.ID()), kindVCPU)
 		if err != nil {
@@ -165,15 +176,6 @@ func (m *Machine) Import(states []State) error {
 	}
 	if err := m.serial.Import(p); err != nil {
 		return fmt.Errorf("restoring the serial port: %w", err)
-	}
-	// Older versions have saved none.
-	if _, ok := parts["handover"]; ok {
-		if p, err = take("handover"); err != nil {
-			return err
-		}
-		if err := m.handover.Import(p); err != nil {
-			return fmt.Errorf("restoring: %w", err)
-		}
 	}
 	for _, t := range m.virtio {
 		p, err := take(deviceName(t.name))
@@ -200,7 +202,7 @@ func (c *cpu) restore(b []byte) error {
 		return err
 	}
 	c.cpuid = cpuid
-	if err := c.kvm.Import(b); err != nil {
+	if c.putOff, err = c.kvm.Import(b, c.quietCycles()); err != nil {
 		return err
 	}
 	if emulatedByTCG() {

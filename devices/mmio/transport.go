@@ -78,6 +78,9 @@ type Transport struct {
 	interruptCount atomic.Uint64
 	resetCount     atomic.Uint64
 
+	held atomic.Bool // signals are kept back
+	owed atomic.Bool // there was one
+
 	mu                sync.Mutex
 	deviceFeaturesSel uint32
 	driverFeaturesSel uint32
@@ -322,7 +325,31 @@ func (t *Transport) interrupt(bit uint32) {
 	}
 	t.interrupts.Or(bit)
 	t.interruptCount.Add(1)
+	t.signal()
+}
+
+// signal sends an edge, or has Release do it.
+func (t *Transport) signal() {
+	if t.held.Load() {
+		t.owed.Store(true)
+		// If Release came in between, one of the two sees it.
+		if t.held.Load() || !t.owed.Swap(false) {
+			return
+		}
+	}
 	t.irq.Signal()
+}
+
+// Hold keeps interrupts back until Release; what they are about is seen by a driver that
+// looks, as ever. Both may be called at any time, from any goroutine.
+func (t *Transport) Hold() { t.held.Store(true) }
+
+// Release undoes Hold, and sends one interrupt if there were any.
+func (t *Transport) Release() {
+	t.held.Store(false)
+	if t.owed.Swap(false) {
+		t.irq.Signal()
+	}
 }
 
 // Pause implements [devices.Pauser]; a device that cannot pause is left alone.
@@ -360,7 +387,7 @@ func (t *Transport) Resume() error {
 	}
 	t.paused = false
 	if t.interrupts.Load() != 0 {
-		t.irq.Signal()
+		t.signal()
 	}
 	return nil
 }

@@ -301,6 +301,40 @@ func TestEveryInterruptIsAnEdge(t *testing.T) {
 	}
 }
 
+func TestInterruptsThatAreHeldComeAsOneWithRelease(t *testing.T) {
+	dev := &plain{}
+	m := newMachine(t, dev)
+	m.start()
+	irq := dev.activation.Interrupt
+	m.Release() // of nothing
+	m.Hold()
+	irq.Queue()
+	irq.Config()
+	if s, n := m.in(regInterruptStatus), m.signals(); s != interruptQueue|interruptConfig || n != 0 {
+		t.Errorf("while they are held: status %d, %d signals", s, n)
+	}
+	m.Release()
+	m.Release()
+	if n := m.signals(); n != 1 {
+		t.Errorf("%d signals at the release, want 1", n)
+	}
+	irq.Queue()
+	if n := m.signals(); n != 1 {
+		t.Errorf("%d signals afterwards, want 1", n)
+	}
+	// None gets lost between the two.
+	for range 1000 {
+		m.Hold()
+		var wg sync.WaitGroup
+		wg.Go(irq.Queue)
+		wg.Go(m.Release)
+		wg.Wait()
+		if n := m.signals(); n != 1 {
+			t.Fatalf("%d signals for one interrupt", n)
+		}
+	}
+}
+
 func TestConfigGenerationMovesWithEveryChange(t *testing.T) {
 	m := newMachine(t, &plain{})
 	m.start()

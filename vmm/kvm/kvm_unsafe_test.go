@@ -2,6 +2,7 @@ package kvm
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"os"
 	"path/filepath"
@@ -174,7 +175,7 @@ func TestGuestCodeRunsAndItsStateMovesToAnotherVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := newGuest(t, out)
-	if err := h.cpu.Import(state); err != nil {
+	if _, err := h.cpu.Import(state, 0); err != nil {
 		t.Fatal(err)
 	}
 	for len(got) < 6 {
@@ -196,6 +197,78 @@ func TestGuestCodeRunsAndItsStateMovesToAnotherVM(t *testing.T) {
 	}
 }
 
+func TestATimerThatIsPutOffGetsItsDeadlineBack(t *testing.T) {
+	sys, err := Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer sys.Close()
+	cpuid, err := sys.SupportedCPUID()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range cpuid {
+		if cpuid[i].Function == 1 {
+			cpuid[i].ECX |= 1 << 24 // TSC deadline: KVM has it whatever the CPU has
+		}
+	}
+	g := newGuest(t, out)
+	if err := g.cpu.SetCPUID(cpuid); err != nil {
+		t.Fatal(err)
+	}
+	g.start(t, codeAt)
+	lapic, err := g.cpu.LAPIC(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	binary.LittleEndian.PutUint32(lapic[0xf0:], 0x1ff)    // on
+	binary.LittleEndian.PutUint32(lapic[0x320:], 0x40040) // TSC deadline, vector 0x40
+	if err := g.cpu.SetLAPIC(lapic); err != nil {
+		t.Fatal(err)
+	}
+	msr := func(c *VCPU, index uint32) uint64 {
+		t.Helper()
+		m, err := c.MSRs([]uint32{index})
+		if err != nil || len(m) != 1 {
+			t.Fatal(m, err)
+		}
+		return m[0].Value
+	}
+	const hour = 3600 * 4_000_000_000 // cycles, or a little more
+	deadline := msr(g.cpu, msrTSC) + hour
+	if _, err := g.cpu.SetMSRs([]MSR{{Index: msrTSCDeadline, Value: deadline}}); err != nil {
+		t.Fatal(err)
+	}
+	state, err := g.cpu.Export(nil, cpuid, []uint32{msrTSC, msrTSCDeadline})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := newGuest(t, out)
+	if off, err := h.cpu.Import(state, hour/2); err != nil || off != (PutOff{}) || msr(h.cpu, msrTSCDeadline) != deadline {
+		t.Errorf("a deadline after the quiet time: %+v, %v", off, err)
+	}
+	h = newGuest(t, out)
+	off, err := h.cpu.Import(state, 2*hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if now := msr(h.cpu, msrTSCDeadline); off.From != deadline || off.To != now || now < deadline+hour/2 {
+		t.Errorf("a deadline within the quiet time, %d: %+v, and it is %d", deadline, off, now)
+	}
+	if err := h.cpu.Undo(off); err != nil {
+		t.Fatal(err)
+	}
+	if now := msr(h.cpu, msrTSCDeadline); now != deadline {
+		t.Errorf("afterwards it is %d, want %d", now, deadline)
+	}
+	if err := h.cpu.Undo(off); err != nil {
+		t.Fatal(err)
+	}
+	if now := msr(h.cpu, msrTSCDeadline); now != deadline {
+		t.Errorf("the deadline of the guest's own became %d", now)
+	}
+}
+
 func TestImportRefusesDamagedState(t *testing.T) {
 	g := newGuest(t, out)
 	g.start(t, codeAt)
@@ -210,7 +283,7 @@ func TestImportRefusesDamagedState(t *testing.T) {
 		"unknown tag":     append(bytes.Clone(state), 99, 0, 0, 0, 0, 0, 0, 0),
 		"length too long": append(bytes.Clone(state), 1, 0, 0, 0, 255, 255, 255, 255),
 	} {
-		if err := newGuest(t, out).cpu.Import(p); !errors.Is(err, ErrState) {
+		if _, err := newGuest(t, out).cpu.Import(p, 0); !errors.Is(err, ErrState) {
 			t.Errorf("%s: got %v, want ErrState", name, err)
 		}
 	}

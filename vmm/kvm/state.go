@@ -105,14 +105,25 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 	return record(p, tagEvents, bytesOf(&c.events)), nil
 }
 
+// PutOff is a deadline of the LAPIC's timer that has been put off: both in cycles of the
+// guest's TSC. The zero value is none.
+type PutOff struct{ From, To uint64 }
+
 // Import loads what Export has returned into a fresh vCPU. It fails with ErrState
 // when p is damaged or incomplete, and with the kernel's error when this host
-// cannot take it.
-func (c *VCPU) Import(p []byte) error {
+// cannot take it. If the LAPIC's timer is in TSC-deadline mode, and would interrupt
+// the guest earlier than after so many cycles of quiet, it is put off until then.
+func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	rec, err := parseRecords(p)
 	if err != nil {
-		return fmt.Errorf("vCPU %d: %w", c.id, err)
+		return PutOff{}, fmt.Errorf("vCPU %d: %w", c.id, err)
 	}
+	var off PutOff
+	err = c.importRecords(rec, quiet, &off)
+	return off, err
+}
+
+func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) error {
 	for _, tag := range []int{tagCPUID, tagMPState, tagRegs, tagSregs, tagXSave, tagDebug, tagEvents, tagLAPIC, tagMSRs} {
 		if rec[tag] == nil {
 			return fmt.Errorf("vCPU %d: %w: record %d is missing", c.id, ErrState, tag)
@@ -148,7 +159,7 @@ func (c *VCPU) Import(p []byte) error {
 	if err := c.SetLAPIC(rec[tagLAPIC]); err != nil {
 		return err
 	}
-	if err := c.importMSRs(rec[tagMSRs]); err != nil {
+	if err := c.importMSRs(rec[tagMSRs], quiet, off); err != nil {
 		return err
 	}
 	regs := new(Regs)
@@ -260,7 +271,33 @@ func (c *VCPU) importSregs(b2, b []byte) error {
 	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
 }
 
-func (c *VCPU) importMSRs(b []byte) error {
+// Undo gives a timer that was put off its own deadline again, unless it has fired or the
+// guest has set another. The vCPU must not run.
+func (c *VCPU) Undo(off PutOff) error {
+	now, err := c.MSRs([]uint32{msrTSCDeadline})
+	if err != nil || len(now) != 1 || now[0].Value != off.To {
+		return err
+	}
+	_, err = c.SetMSRs([]MSR{{Index: msrTSCDeadline, Value: off.From}})
+	return err
+}
+
+// putOff changes a deadline that is not in the future by so many cycles.
+func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
+	now, err := c.MSRs([]uint32{msrTSC})
+	if err != nil || len(now) != 1 {
+		return PutOff{}, err
+	}
+	until := now[0].Value + quiet
+	if deadline.Value >= until {
+		return PutOff{}, nil
+	}
+	off := PutOff{From: deadline.Value, To: until}
+	deadline.Value = until
+	return off, nil
+}
+
+func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
 	size := len(bytesOf(new(MSR)))
 	if len(b)%size != 0 || len(b)/size > maxMSRs {
 		return fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
@@ -276,15 +313,35 @@ func (c *VCPU) importMSRs(b []byte) error {
 		}
 		msrs = append(msrs, m)
 	}
+	refused, err := c.setMSRs(msrs)
+	if err != nil {
+		return err
+	}
 	// The deadline is compared with the TSC, so it comes after it.
 	if deadline != nil {
-		msrs = append(msrs, *deadline)
+		if quiet > 0 && deadline.Value != 0 {
+			if *off, err = c.putOff(deadline, quiet); err != nil {
+				return err
+			}
+		}
+		more, err := c.setMSRs([]MSR{*deadline})
+		if err != nil {
+			return err
+		}
+		refused = append(refused, more...)
 	}
-	var refused []uint32
+	if refused != nil {
+		return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
+	}
+	return nil
+}
+
+// setMSRs returns the indices of those that the host refuses and that matter.
+func (c *VCPU) setMSRs(msrs []MSR) (refused []uint32, err error) {
 	for len(msrs) > 0 {
 		n, err := c.SetMSRs(msrs)
 		if err != nil {
-			return err
+			return refused, err
 		}
 		if n >= len(msrs) {
 			break
@@ -296,10 +353,7 @@ func (c *VCPU) importMSRs(b []byte) error {
 		}
 		msrs = msrs[n+1:]
 	}
-	if refused != nil {
-		return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
-	}
-	return nil
+	return refused, nil
 }
 
 var errRefusedMSR = errors.New("this host refuses the saved value")

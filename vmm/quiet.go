@@ -1,0 +1,111 @@
+package vmm
+
+import (
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/vmm/kvm"
+)
+
+// When the agent of a saved guest stands by, the first instructions of the restored one
+// are the agent's, and what is asked of it takes a few system calls (package
+// devices/handover). A guest that has slept owes much else, though: its timers have
+// expired, and devices have news. The interrupts for that would come first, and each
+// takes thousands of instructions of its kernel. So they are kept back until the agent
+// has answered, and for quietLimit at most: a guest whose agent does not answer gets them
+// a little late, and loses none. What the agent may wait for itself is not kept back:
+// block devices.
+const quietLimit = 50 * time.Millisecond
+
+type quiet struct {
+	on bool // of a machine that is being restored
+
+	mu    sync.Mutex
+	over  bool
+	limit *time.Timer
+}
+
+// quietCycles is quietLimit in cycles of the guest's TSC; 0 if there is to be no quiet.
+func (c *cpu) quietCycles() uint64 {
+	if !c.m.quiet.on {
+		return 0
+	}
+	khz, err := c.kvm.TSCKHz()
+	if err != nil {
+		return 0
+	}
+	return khz * uint64(quietLimit/time.Millisecond)
+}
+
+// beQuiet keeps the interrupts of devices back. Those of timers have been put off
+// as the vCPUs were restored.
+func (m *Machine) beQuiet() {
+	if !m.quiet.on {
+		return
+	}
+	for _, t := range m.virtio {
+		if t.Device().ID() != blockDevice {
+			t.Hold()
+		}
+	}
+}
+
+// blockDevice is the type of block devices (virtio 1.2, 5).
+const blockDevice = 2
+
+// limitQuiet is called when the guest starts.
+func (m *Machine) limitQuiet() {
+	m.quiet.mu.Lock()
+	defer m.quiet.mu.Unlock()
+	if m.quiet.on && !m.quiet.over {
+		m.quiet.limit = time.AfterFunc(quietLimit, m.endQuiet)
+	}
+}
+
+// endQuiet delivers what has been kept back. It may be called at any time, on any thread.
+func (m *Machine) endQuiet() {
+	m.quiet.mu.Lock()
+	defer m.quiet.mu.Unlock()
+	if !m.quiet.on || m.quiet.over {
+		return
+	}
+	m.quiet.over = true
+	if m.quiet.limit != nil {
+		m.quiet.limit.Stop()
+	}
+	for _, t := range m.virtio {
+		t.Release()
+	}
+	m.gate.mu.Lock()
+	defer m.gate.mu.Unlock()
+	if m.gate.stopped {
+		return
+	}
+	for _, c := range m.cpus {
+		if c.putOff != (kvm.PutOff{}) {
+			c.due = true
+			// If this fails, the timer comes at the end of the quiet time.
+			_ = c.callOut()
+		}
+	}
+}
+
+// dropQuiet is called when nothing will be delivered any more.
+func (m *Machine) dropQuiet() {
+	m.quiet.mu.Lock()
+	defer m.quiet.mu.Unlock()
+	m.quiet.over = true
+	if m.quiet.limit != nil {
+		m.quiet.limit.Stop()
+	}
+}
+
+// timerDue gives a timer that was put off its deadline again. The vCPU is called out, and
+// the gate's lock is held.
+func (c *cpu) timerDue() {
+	if !c.due {
+		return
+	}
+	_ = c.kvm.Undo(c.putOff) // as above
+	c.putOff, c.due = kvm.PutOff{}, false
+}
