@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -14,7 +15,8 @@ import (
 
 // Machine is what the agent changes of the machine as a whole.
 type Machine interface {
-	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds.
+	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds. A clock that
+	// is right to within a millisecond may be left as it is.
 	SetClock(wallNanos int64) error
 	// AddEntropy mixes 32 to 512 bytes into the kernel's random number
 	// generator, credits them in full and reseeds it.
@@ -43,7 +45,9 @@ type Kernel struct {
 
 	frozen  *os.File // open while frozen
 	random  *os.File // kept open for the wake path
+	noRekey bool     // this kernel has no RNDREKEYCRNG
 	entropy randPoolInfo
+	rekey   [rekeySize]byte
 	bootID  string // file mounted over bootIDPath, once there is one
 }
 
@@ -54,10 +58,19 @@ const (
 	nanosPerSec   = 1_000_000_000
 )
 
+// clockSlack is how far the clock may be off and is not set. Where the guest's TSC went on
+// while it slept, as it does if its host is a virtual machine that cannot stop it, the
+// clock is right, and setting it would cost the kernel thousands of instructions: it looks
+// at all timers then.
+const clockSlack = time.Millisecond
+
 // SetClock implements Machine.
 func (k *Kernel) SetClock(wallNanos int64) error {
 	if wallNanos <= 0 {
 		return fmt.Errorf("set the clock to %d ns: %w", wallNanos, unix.EINVAL)
+	}
+	if time.Duration(wallNanos-time.Now().UnixNano()).Abs() < clockSlack {
+		return nil
 	}
 	if errno := rawClockSettime(wallNanos/nanosPerSec, wallNanos%nanosPerSec); errno != 0 {
 		return fmt.Errorf("set the clock: %w", errno)
@@ -78,13 +91,24 @@ func (k *Kernel) Prepare() error {
 	return nil
 }
 
-// AddEntropy implements Machine: RNDADDENTROPY and RNDRESEEDCRNG of random(4).
+// AddEntropy implements Machine: RNDADDENTROPY and RNDRESEEDCRNG of random(4), or for
+// rekeySize bytes, if the kernel has it, RNDREKEYCRNG, which is the same in one step and
+// with a sixth of the work.
 func (k *Kernel) AddEntropy(p []byte) error {
 	if len(p) < agentpb.MinEntropy || len(p) > len(k.entropy.buf) {
 		return fmt.Errorf("add %d bytes of entropy, want %d to %d: %w", len(p), agentpb.MinEntropy, len(k.entropy.buf), unix.EINVAL)
 	}
 	if err := k.Prepare(); err != nil {
 		return err
+	}
+	if len(p) == rekeySize && !k.noRekey {
+		copy(k.rekey[:], p)
+		errno := rawRekey(k.random.Fd(), &k.rekey)
+		clear(k.rekey[:])
+		if errno == 0 {
+			return nil
+		}
+		k.noRekey = errno == unix.EINVAL || errno == unix.ENOTTY
 	}
 	k.entropy.entropyCount = int32(len(p) * 8)
 	k.entropy.bufSize = int32(len(p))
