@@ -42,7 +42,8 @@ type sleeper struct {
 	record *sandbox.Record
 	parts  sandbox.Parts
 	snap   string
-	series *series
+	series *series       // with a warm page cache
+	cold   *series       // and without
 	last   time.Duration // what was measured by the last restore
 	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
@@ -68,6 +69,9 @@ type resumes struct {
 	// use.
 	peers       []string
 	peerUsedMiB int
+	// caches are the states of the page cache to measure in turn, out of Caches; none is
+	// warm alone.
+	caches []string
 }
 
 // then goes on with a guest that was restored, and says when that was done and what it
@@ -118,7 +122,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
 		}
 		for k, v := range vms {
-			if err := v.restore(ctx, dir, i >= r.warmup, r.options, r.then); err != nil {
+			if err := r.run(ctx, v, dir, i >= r.warmup); err != nil {
 				return nil, err
 			}
 			for _, b := range peers[k] {
@@ -129,16 +133,57 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		}
 	}
 	for k, v := range vms {
-		params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": "warm", "pool": false}
-		maps.Copy(params, r.params)
-		row := v.series.row(r.name, params)
-		row.StateMiB = float64(v.state) / pagesPerMiB
-		rows = append(rows, row)
+		for _, cache := range r.states() {
+			params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": cache, "pool": false}
+			maps.Copy(params, r.params)
+			row := v.of(cache).row(r.name, params)
+			row.StateMiB = float64(v.state) / pagesPerMiB
+			rows = append(rows, row)
+		}
 		for _, b := range peers[k] {
 			rows = append(rows, b.rows(r.name)...)
 		}
 	}
 	return rows, nil
+}
+
+func (r resumes) states() []string {
+	if len(r.caches) == 0 {
+		return []string{cacheWarm}
+	}
+	return r.caches
+}
+
+// run restores a VM once for each state of the page cache. What peers are compared with
+// is the first.
+func (r resumes) run(ctx context.Context, v *sleeper, dir string, counts bool) error {
+	var first time.Duration
+	for i, cache := range r.states() {
+		if cache == cacheCold {
+			if err := v.evict(); err != nil {
+				return err
+			}
+		}
+		if err := v.restore(ctx, dir, v.of(cache), counts, r.options, r.then); err != nil {
+			return err
+		}
+		if i == 0 {
+			first = v.last
+		}
+	}
+	v.last = first
+	return nil
+}
+
+// of is the series for a state of the page cache.
+func (v *sleeper) of(cache string) *series {
+	if cache == cacheWarm {
+		return v.series
+	}
+	if v.cold == nil {
+		v.cold = newSeries()
+	}
+	return v.cold
 }
 
 // sleeper boots a VM and puts it to sleep.
@@ -176,9 +221,9 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	return nil
 }
 
-// restore restores the VM once, and records the time until its first KVM_RUN or, if it is
+// restore restores the VM once, and if that counts, records in s the time until its first KVM_RUN or, if it is
 // to do more than that, until its agent answers and until what comes then is done.
-func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbox.RestoreOptions, more then) (err error) {
+func (v *sleeper) restore(ctx context.Context, dir string, s *series, counts bool, o sandbox.RestoreOptions, more then) (err error) {
 	top := filepath.Join(dir, "top")
 	p := v.parts
 	if p.Disk, err = disk.Fork(top, v.parts.Disk, 0); err != nil {
@@ -220,7 +265,6 @@ func (v *sleeper) restore(ctx context.Context, dir string, counts bool, o sandbo
 	if !counts {
 		return nil
 	}
-	s := v.series
 	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
 	var known time.Duration
 	for stage, d := range stages {

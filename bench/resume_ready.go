@@ -27,6 +27,10 @@ type ResumeReadyOptions struct {
 	Peers []string
 	// PeerUsedMiB is how much memory a process in a peer's guest has in use.
 	PeerUsedMiB int
+	// Caches are the states of the page cache to measure in turn, out of the list Caches;
+	// none is warm alone. Peers are measured once in each turn, with theirs warm, and
+	// compared with the first of these.
+	Caches []string
 }
 
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
@@ -74,7 +78,7 @@ func (e Env) startBusy(ctx context.Context, name string) error {
 // ResumeReady measures the time from the call that restores a VM from a snapshot on disk,
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
 // are new. Nothing is made ahead: VM, vCPU, memory, devices and pager are made from
-// nothing, in this process. The page cache is warm. Sizes are interleaved.
+// nothing, in this process. Sizes and states of the page cache are interleaved.
 //
 // A run of each peer follows each run of drowse. QEMU's is the time from the start of its
 // process, with the state that it has migrated to a file, to a byte that a process in the
@@ -83,7 +87,7 @@ func (e Env) startBusy(ctx context.Context, name string) error {
 // that of drowse's run before, once as measured and once without the start of its process,
 // since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB}
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 

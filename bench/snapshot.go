@@ -425,7 +425,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for i := range o.Warmup + o.N {
 		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
 		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
+			if err := vms[d].restore(ctx, dir, vms[d].series, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
 				return nil, err
 			}
 		}

@@ -109,6 +109,11 @@ func (m *benches) ready() *cobra.Command {
 				return nil, usageError{fmt.Errorf("--peer %q: there are %s", p, strings.Join(bench.Peers, ", "))}
 			}
 		}
+		for _, c := range o.Caches {
+			if !slices.Contains(bench.Caches, c) {
+				return nil, usageError{fmt.Errorf("--cache %q: there are %s", c, strings.Join(bench.Caches, ", "))}
+			}
+		}
 		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
 			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
 		}
@@ -119,6 +124,7 @@ func (m *benches) ready() *cobra.Command {
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
+	f.StringSliceVar(&o.Caches, "cache", bench.Caches[:1], "states of the page cache: warm, cold, or both")
 	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
 	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd
