@@ -69,7 +69,7 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				}
 				registersAreSaved(e, "main")
 				before := keep(e, "main")
-				data := make([]byte, 3_000_000)
+				data := make([]byte, 1_000_000)
 				rand.NewChaCha8([32]byte{1}).Read(data)
 				if err := e.Agent("main").WriteFile(t.Context(), "/root/data", bytes.NewReader(data), guest.WriteOptions{}); err != nil {
 					t.Fatal(err)
