@@ -2,6 +2,7 @@ package guest
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -51,7 +52,10 @@ func (c *frameConn) Read(p []byte) (int, error) {
 		return 0, nil
 	}
 	for len(c.pass) == 0 && c.body == 0 {
-		if _, err := io.ReadFull(c.Conn, c.header[:]); err != nil {
+		if n, err := io.ReadFull(c.Conn, c.header[:]); err != nil {
+			if n > 0 {
+				err = lost(err)
+			}
 			return 0, err
 		}
 		length, drop, err := c.check()
@@ -62,7 +66,7 @@ func (c *frameConn) Read(p []byte) (int, error) {
 		}
 		if drop {
 			if _, err := io.CopyN(io.Discard, c.Conn, int64(length)); err != nil {
-				return 0, err
+				return 0, lost(err)
 			}
 			continue
 		}
@@ -75,7 +79,19 @@ func (c *frameConn) Read(p []byte) (int, error) {
 	}
 	n, err := c.Conn.Read(p[:min(uint64(len(p)), uint64(c.body))])
 	c.body -= uint32(n)
+	if err != nil && c.body > 0 {
+		err = lost(err)
+	}
 	return n, err
+}
+
+// lost is the error of a connection that ended in the midst of a message. ttrpc takes the
+// end of one for what it is only between two.
+func lost(err error) error {
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	return fmt.Errorf("%w: %w", ErrConnectionLost, err)
 }
 
 // check decides about the frame whose header has been read: its length, and

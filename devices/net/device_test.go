@@ -446,6 +446,8 @@ func TestBackendThatFailsGivesTheDeviceUp(t *testing.T) {
 	must(t, unix.Dup3(fd, n.w.fd, unix.O_CLOEXEC))
 	n.transmit(nil, frame(1, 100))
 	until(t, "the failure to be reported", func() bool { return n.Status()&devicetest.StatusNeedsReset != 0 })
+	// The owner is told right after the driver.
+	until(t, "the owner to be told", func() bool { return n.HostError() != nil })
 	var failed *BackendError
 	if err := n.HostError(); !errors.As(err, &failed) {
 		t.Errorf("the owner was told %v", err)
