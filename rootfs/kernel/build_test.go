@@ -109,7 +109,7 @@ func TestBuildPublishesKernelAndSecondCallTakesItFromCache(t *testing.T) {
 		!strings.Contains(string(data), "CONFIG_VIRTIO_BLK=y") {
 		t.Errorf("config lacks options of both: %v", err)
 	}
-	want := "check 0/0,unpack 0/0,patch 0/3,patch 1/3,patch 2/3,configure 0/0," +
+	want := "check 0/0,unpack 0/0,patch 0/4,patch 1/4,patch 2/4,patch 3/4,configure 0/0," +
 		"compile 0/1840,compile 1/1840,compile 2/1840,compile 2/2,publish 0/0"
 	if got := strings.Join(stages, ","); got != want {
 		t.Errorf("stages\n%s, want\n%s", got, want)
