@@ -7,6 +7,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
@@ -35,6 +36,9 @@ type ResumeEntryOptions struct {
 	N, Warmup int
 	// MemoryMiB are the sizes of guest RAM to compare.
 	MemoryMiB []int
+	// Pools are whether a restore finds what KVM has of a VM made ahead, to measure in
+	// turn; none is no.
+	Pools []bool
 }
 
 // sleeper is a VM that sleeps, to be restored again and again.
@@ -42,18 +46,17 @@ type sleeper struct {
 	record *sandbox.Record
 	parts  sandbox.Parts
 	snap   string
-	series *series       // with a warm page cache
-	cold   *series       // and without
+	series map[variant]*series
 	last   time.Duration // what was measured by the last restore
 	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
 
 // ResumeEntry measures the time from the call that restores a VM from a snapshot on
-// disk to its first KVM_RUN: KVM's VM and vCPUs, memory, devices and pager are made
-// from nothing, in this process. The guest does not get to run. The page cache is
+// disk to its first KVM_RUN: memory, devices and pager are made from nothing, in this
+// process, and so are KVM's VM and vCPUs, unless they come from a pool. The guest does not get to run. The page cache is
 // warm. Sizes are interleaved, so that what else the machine does hits all alike.
 func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
-	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: sandbox.RestoreOptions{EntryOnly: true}}
+	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: sandbox.RestoreOptions{EntryOnly: true}, pools: o.Pools}
 	return r.measure(ctx, e, e.sleeper)
 }
 
@@ -72,6 +75,14 @@ type resumes struct {
 	// caches are the states of the page cache to measure in turn, out of Caches; none is
 	// warm alone.
 	caches []string
+	// pools are whether there is a pool of shells, to measure in turn; none is no.
+	pools []bool
+}
+
+// variant is a way in which the same VM is restored.
+type variant struct {
+	cache string
+	pool  bool
 }
 
 // then goes on with a guest that was restored, and says when that was done and what it
@@ -133,10 +144,10 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		}
 	}
 	for k, v := range vms {
-		for _, cache := range r.states() {
-			params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": cache, "pool": false}
+		for _, way := range r.variants() {
+			params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": way.cache, "pool": way.pool}
 			maps.Copy(params, r.params)
-			row := v.of(cache).row(r.name, params)
+			row := v.of(way).row(r.name, params)
 			row.StateMiB = float64(v.state) / pagesPerMiB
 			rows = append(rows, row)
 		}
@@ -147,24 +158,32 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	return rows, nil
 }
 
-func (r resumes) states() []string {
-	if len(r.caches) == 0 {
-		return []string{cacheWarm}
+func (r resumes) variants() (all []variant) {
+	caches, pools := r.caches, r.pools
+	if len(caches) == 0 {
+		caches = []string{cacheWarm}
 	}
-	return r.caches
+	if len(pools) == 0 {
+		pools = []bool{false}
+	}
+	for _, cache := range caches {
+		for _, pool := range pools {
+			all = append(all, variant{cache, pool})
+		}
+	}
+	return all
 }
 
-// run restores a VM once for each state of the page cache. What peers are compared with
-// is the first.
+// run restores a VM once in each way. What peers are compared with is the first.
 func (r resumes) run(ctx context.Context, v *sleeper, dir string, counts bool) error {
 	var first time.Duration
-	for i, cache := range r.states() {
-		if cache == cacheCold {
+	for i, way := range r.variants() {
+		if way.cache == cacheCold {
 			if err := v.evict(); err != nil {
 				return err
 			}
 		}
-		if err := v.restore(ctx, dir, v.of(cache), counts, r.options, r.then); err != nil {
+		if err := v.restore(ctx, dir, way, counts, r.options, r.then); err != nil {
 			return err
 		}
 		if i == 0 {
@@ -175,15 +194,15 @@ func (r resumes) run(ctx context.Context, v *sleeper, dir string, counts bool) e
 	return nil
 }
 
-// of is the series for a state of the page cache.
-func (v *sleeper) of(cache string) *series {
-	if cache == cacheWarm {
-		return v.series
+// of is the series for a way of restoring.
+func (v *sleeper) of(way variant) *series {
+	if v.series == nil {
+		v.series = map[variant]*series{}
 	}
-	if v.cold == nil {
-		v.cold = newSeries()
+	if v.series[way] == nil {
+		v.series[way] = newSeries()
 	}
-	return v.cold
+	return v.series[way]
 }
 
 // sleeper boots a VM and puts it to sleep.
@@ -193,7 +212,7 @@ func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
 		return nil, err
 	}
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}, series: newSeries()}
+	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
 	return v, e.sleep(ctx, v)
 }
 
@@ -221,9 +240,11 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	return nil
 }
 
-// restore restores the VM once, and if that counts, records in s the time until its first KVM_RUN or, if it is
-// to do more than that, until its agent answers and until what comes then is done.
-func (v *sleeper) restore(ctx context.Context, dir string, s *series, counts bool, o sandbox.RestoreOptions, more then) (err error) {
+// restore restores the VM once, and if that counts, records the time until its first
+// KVM_RUN or, if it is to do more than that, until its agent answers and until what comes
+// then is done.
+func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts bool, o sandbox.RestoreOptions, more then) (err error) {
+	s := v.of(way)
 	top := filepath.Join(dir, "top")
 	p := v.parts
 	if p.Disk, err = disk.Fork(top, v.parts.Disk, 0); err != nil {
@@ -231,6 +252,21 @@ func (v *sleeper) restore(ctx context.Context, dir string, s *series, counts boo
 	}
 	defer func() { err = errors.Join(err, os.Remove(top)) }()
 	p.Socket = filepath.Join(dir, "vsock.sock")
+	if way.pool {
+		p.Shells, err = sandbox.NewShells(map[sandbox.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, p.Shells.Close()) }()
+		if err := p.Shells.Fill(); err != nil {
+			return err
+		}
+	}
+	// As in a process of the VM's own.
+	sandbox.PrepareProcess()
+	runtime.GC()
+	resume := sandbox.PauseGC()
+	defer resume()
 	begin := time.Now()
 	in, err := sandbox.Restore(ctx, p, v.snap, o)
 	if err != nil {

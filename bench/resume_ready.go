@@ -31,6 +31,8 @@ type ResumeReadyOptions struct {
 	// none is warm alone. Peers are measured once in each turn, with theirs warm, and
 	// compared with the first of these.
 	Caches []string
+	// Pools is as in ResumeEntryOptions.
+	Pools []bool
 }
 
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
@@ -77,8 +79,8 @@ func (e Env) startBusy(ctx context.Context, name string) error {
 
 // ResumeReady measures the time from the call that restores a VM from a snapshot on disk,
 // in which a python3 program is alive, to the agent's answer that clock and random numbers
-// are new. Nothing is made ahead: VM, vCPU, memory, devices and pager are made from
-// nothing, in this process. Sizes and states of the page cache are interleaved.
+// are new. What is made ahead, and what is not, is as for ResumeEntry. Sizes, states of the
+// page cache, and with and without a pool are interleaved.
 //
 // A run of each peer follows each run of drowse. QEMU's is the time from the start of its
 // process, with the state that it has migrated to a file, to a byte that a process in the
@@ -87,7 +89,7 @@ func (e Env) startBusy(ctx context.Context, name string) error {
 // that of drowse's run before, once as measured and once without the start of its process,
 // since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches}
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches, pools: o.Pools}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 
@@ -99,7 +101,7 @@ func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
 
 // sleeperWith is sleeperAt for other programs.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)}}, series: newSeries()}
+	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)}}}
 	name := v.record.Spec.Name
 	e.say("booting a guest of %d MiB", mib)
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {

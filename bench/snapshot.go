@@ -415,7 +415,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 			return nil, err
 		}
 		all[d] = newSeries()
-		vms[d] = &sleeper{record: r, parts: e.Store.Parts(r, st), snap: e.Store.SnapshotDir(keep[d]), series: all[d]}
+		vms[d] = &sleeper{record: r, parts: e.Store.Parts(r, st), snap: e.Store.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
 	}
 	dir, err := os.MkdirTemp("", "drowse-bench-")
 	if err != nil {
@@ -425,7 +425,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for i := range o.Warmup + o.N {
 		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
 		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, vms[d].series, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
+			if err := vms[d].restore(ctx, dir, variant{cache: cacheWarm}, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
 				return nil, err
 			}
 		}

@@ -32,27 +32,14 @@ import (
 
 // Launcher says how a Store starts the processes of VMs.
 type Launcher struct {
-	// Command is the program with its first arguments; it is called with the
-	// arguments of ServeArgs after them and must end up in Store.Serve.
+	// Command is the program with its first arguments; it is called with more after
+	// them, and must give those to ServeProcess.
 	Command []string
 	// Agent is the path of the guest's agent, a static program.
 	Agent string
+	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
+	Pool *Pool
 }
-
-// ServeArgs are the arguments by which a VM's process learns what to do.
-func ServeArgs(dir, name, snapshot string, newIdentity bool) []string {
-	args := []string{"--state", dir, "--name", name}
-	if snapshot != "" {
-		args = append(args, "--snapshot", snapshot)
-	}
-	if newIdentity {
-		args = append(args, "--new-identity")
-	}
-	return args
-}
-
-// ReportFD is the file descriptor on which a VM's process writes its Report.
-const ReportFD = 3
 
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
 // the VM does not come up, nothing is left of it but its logs in the error.
@@ -91,17 +78,17 @@ func (s *Store) checkPaths(name string) error {
 // launchNew makes the record and starts the VM; it leaves nothing when that fails.
 func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string) (Report, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, ServeArgs(s.dir, r.Spec.Name, snapshotID, r.Parent != ""))
+	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""})
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, serve []string, files ...*os.File) (Report, error) {
+func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, files ...*os.File) (Report, error) {
 	lock, err := s.create(r)
 	if err != nil {
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launchWith(ctx, l, r.Spec.Name, serve, files...)
+	rep, err := s.launchWith(ctx, l, ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -393,15 +380,13 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 
 // launch starts the process of a VM and waits for its report.
 func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string, newIdentity bool) (rep Report, err error) {
-	return s.launchWith(ctx, l, name, ServeArgs(s.dir, name, snapshotID, newIdentity))
+	return s.launchWith(ctx, l, order{Name: name, Snapshot: snapshotID, NewIdentity: newIdentity})
 }
 
-// launchWith is launch with the arguments of the process, and files that it gets from
-// ReportFD+1 on.
-func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve []string, files ...*os.File) (rep Report, err error) {
-	if len(l.Command) == 0 {
-		return rep, errors.New("starting a VM: no program is configured for its process")
-	}
+// launchWith is launch for any order, with the files that belong to it after that for
+// the report.
+func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...*os.File) (rep Report, err error) {
+	name := ord.Name
 	logFile, err := os.OpenFile(s.ProcessLog(name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", name, err)
@@ -412,23 +397,15 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve [
 		return rep, fmt.Errorf("starting VM %s: %w", name, err)
 	}
 	defer r.Close()
-	args := append(append([]string(nil), l.Command[1:]...), serve...)
-	cmd := exec.Command(l.Command[0], args...)
-	cmd.Stdout, cmd.Stderr = logFile, logFile
-	cmd.ExtraFiles = append([]*os.File{w}, files...) // ReportFD and up
-	// A session of its own: it outlives the terminal and whoever started it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	err = cmd.Start()
+	proc, exited, err := s.startProcess(l, ord, logFile, append([]*os.File{w}, files...))
 	w.Close()
 	if err != nil {
 		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
 	}
-	exited := make(chan struct{})
-	go func() {
-		_ = cmd.Wait() // so that it does not stay a zombie of a long-lived caller
-		close(exited)
-	}()
-	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill(); r.Close() })
+	if l.Pool != nil {
+		defer l.Pool.started()
+	}
+	stop := context.AfterFunc(ctx, func() { _ = proc.Kill(); r.Close() })
 	defer stop()
 	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
 	switch {
@@ -437,7 +414,7 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve [
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.
-		_ = cmd.Process.Kill()
+		_ = proc.Kill()
 		<-exited
 		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
 	case rep.Error != nil:
@@ -445,6 +422,39 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, name string, serve [
 		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
 	}
 	return rep, nil
+}
+
+// startProcess gives an order, with its files, to a process of the pool's or to a new one.
+// exited is closed when that has ended.
+func (s *Store) startProcess(l Launcher, ord order, log *os.File, files []*os.File) (proc *os.Process, exited <-chan struct{}, err error) {
+	if l.Pool != nil {
+		l.Pool.starts()
+		if ready := l.Pool.take(ord, append([]*os.File{log}, files...)...); ready != nil {
+			return ready.cmd.Process, ready.exited, nil
+		}
+		defer func() {
+			if err != nil {
+				l.Pool.started()
+			}
+		}()
+	}
+	if len(l.Command) == 0 {
+		return nil, nil, errors.New("no program is configured for it")
+	}
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.dir)...)...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.ExtraFiles = files // reportFD and up
+	// A session of its own: it outlives the terminal and whoever started it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return nil, nil, err
+	}
+	done := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // so that it does not stay a zombie of a long-lived caller
+		close(done)
+	}()
+	return cmd.Process, done, nil
 }
 
 // lastLine is the last line of a file, or empty.

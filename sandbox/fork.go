@@ -29,12 +29,6 @@ import (
 // MaxForks is the most children of one fork.
 const MaxForks = 64
 
-// ForkFD is the file descriptor on which the process of a child gets the image of its RAM.
-const ForkFD = 4
-
-// forkArg tells the process of a child that there is one.
-const forkArg = "--fork"
-
 // Origin says of which VM another one is a fork. The snapshot of the fork is
 // Record.Parent.
 type Origin struct {
@@ -222,8 +216,7 @@ func (f *forker) running(ctx context.Context) error {
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
 		r.Disk.Layers = c.first.Layers
-		args := append(ServeArgs(f.store.dir, spec.Name, "", true), forkArg)
-		return f.store.launchNewWith(ctx, f.launcher, r, args, c.image)
+		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, c.image)
 	})
 	if err == nil && f.early {
 		return nil

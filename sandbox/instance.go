@@ -57,6 +57,8 @@ type Parts struct {
 	VM string
 	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
 	RAM *os.File
+	// Shells, if not nil, may have a part of the VM that was made ahead.
+	Shells *Shells
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
 	// Log gets what happens; nil discards it.
@@ -117,7 +119,8 @@ type Instance struct {
 	hookFailures []guest.HookFailure
 }
 
-// begin makes the guest's RAM, and has KVM prepare for it in the background.
+// begin makes the guest's RAM, and has KVM prepare for it in the background, unless that
+// was done ahead.
 func begin(p Parts) (in *Instance, err error) {
 	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty(), assembled: make(chan struct{})}
 	if in.log == nil {
@@ -126,8 +129,14 @@ func begin(p Parts) (in *Instance, err error) {
 	for _, v := range p.Volumes {
 		in.closers = append(in.closers, v)
 	}
+	if p.RAM == nil {
+		if sh, ok := p.Shells.take(p.Spec.shape()); ok {
+			in.mem, in.shell = sh.mem, sh.vm
+			return in, nil
+		}
+	}
 	if in.mem, err = p.memory(); err == nil {
-		in.shell, err = vmm.NewShell(vmm.ShellConfig{VCPUs: p.Spec.VCPUs, Memory: in.mem, TrackDirty: in.tracked})
+		in.shell, err = newShell(in.mem, p.Spec.VCPUs, in.tracked)
 	}
 	if err != nil {
 		return nil, errors.Join(err, in.Close())
@@ -340,41 +349,51 @@ func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions)
 	return in, nil
 }
 
-func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) (err error) {
-	if in.snap, err = snapshot.Open(dir); err != nil {
-		return err
-	}
-	m := in.snap.Manifest()
-	if m.VCPUs != in.parts.Spec.VCPUs || m.RAM() != in.mem.Size() {
-		return fmt.Errorf("restoring %s: %w: it is of a machine with %d vCPUs and %d MiB, this one has %d and %d",
-			dir, ErrSpec, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
-	}
-	if err := in.checkHost(m.Host); err != nil {
-		return fmt.Errorf("restoring %s: %w", dir, err)
-	}
-	if err := in.checkVolumes(m); err != nil {
-		return fmt.Errorf("restoring %s: %w", dir, err)
-	}
-	in.base, in.captured = in.snap, true
-	pages, states, err := takeWorkingSet(in.snap.Payloads())
-	if err != nil {
-		return fmt.Errorf("restoring %s: %w", dir, err)
-	}
-	if states, err = in.takeFreePages(states); err != nil {
-		return fmt.Errorf("restoring %s: %w", dir, err)
-	}
-	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.fail, WorkingSet: pages})
-	if err != nil {
-		return err
-	}
-	in.pager.Start()
-	if err := in.assemble(true); err != nil {
+func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) error {
+	// The machine is put together while its state is being read.
+	assembled := make(chan error, 1)
+	go func() { assembled <- in.assemble(true) }()
+	states, err := in.open(dir)
+	if err := errors.Join(err, <-assembled); err != nil {
 		return err
 	}
 	if err := in.machine.Import(fromPayloads(states)); err != nil {
 		return err
 	}
 	return in.goOn(ctx, o)
+}
+
+// open opens the snapshot in a directory, makes a pager for RAM, and returns the states of
+// the machine's parts.
+func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
+	if in.snap, err = snapshot.Open(dir); err != nil {
+		return nil, err
+	}
+	m := in.snap.Manifest()
+	if m.VCPUs != in.parts.Spec.VCPUs || m.RAM() != in.mem.Size() {
+		return nil, fmt.Errorf("restoring %s: %w: it is of a machine with %d vCPUs and %d MiB, this one has %d and %d",
+			dir, ErrSpec, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
+	}
+	if err := in.checkVolumes(m); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	in.base, in.captured = in.snap, true
+	pages, states, err := takeWorkingSet(in.snap.Payloads())
+	if err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	if states, err = in.takeFreePages(states); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.fail, WorkingSet: pages})
+	if err != nil {
+		return nil, err
+	}
+	in.pager.Start()
+	if err := in.checkHost(m.Host); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	return states, nil
 }
 
 // fail ends the machine, as soon as there is one, since its RAM cannot be had.
@@ -408,6 +427,7 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	if err != nil {
 		return err
 	}
+	in.machine.EndQuiet()
 	if in.net != nil {
 		// Its link is down until its policy is there and it has its identity.
 		if err := in.network.wait(ctx); err != nil {

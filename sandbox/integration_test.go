@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -165,6 +166,33 @@ func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	return e, e.Sleep("base").Snapshot, said
 }
 
+// standbys are the processes that stand by for VMs of a store, and are none's yet.
+func standbys(e *guesttest.Env) (pids []int) {
+	e.T.Helper()
+	records, err := e.Store.List()
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	for _, path := range lines {
+		line, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(line, []byte(e.Store.Dir()+"\x00--standby\x00")) {
+			continue // it has ended
+		}
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+		if err != nil {
+			e.T.Fatal(err)
+		}
+		if !slices.ContainsFunc(records, func(r *sandbox.Record) bool { return r.PID == pid }) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
 func clone(e *guesttest.Env, snap, name string) {
 	e.T.Helper()
 	if _, err := e.Store.Restore(e.T.Context(), e.Launcher, snap, name); err != nil {
@@ -299,6 +327,57 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		if out := e.Sh("d", "ls /root"); strings.Contains(out, "after") {
 			t.Error("a file that was written after the snapshot is there")
+		}
+	})
+	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
+		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shape: sandbox.Shape{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := pool.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		ahead := standbys(e)
+		if len(ahead) != 2 {
+			t.Fatalf("%d processes stand by", len(ahead))
+		}
+		l := pool.Launcher()
+		l.Command = []string{"/bin/false"} // what the pool does not have
+		if _, err := e.Store.Restore(t.Context(), l, snap, "p"); err != nil {
+			t.Fatal(err)
+		}
+		r, err := e.Store.Get("p")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Contains(ahead, r.PID) {
+			t.Errorf("the VM's process is %d, and %v stood by", r.PID, ahead)
+		}
+		// One that ends while it stands by is in nobody's way.
+		if err := pool.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for _, pid := range standbys(e) {
+			if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := e.Store.Restore(t.Context(), pool.Launcher(), snap, "q"); err != nil {
+			t.Fatal(err)
+		}
+		if err := pool.Close(); err != nil {
+			t.Error(err)
+		}
+		if left := standbys(e); len(left) != 0 {
+			t.Errorf("processes %v stand by after the pool's end", left)
+		}
+		for _, name := range []string{"p", "q"} {
+			if got := e.Sh(name, ask); got != said {
+				t.Errorf("the keeper says %q in VM %s, want %q", got, name, said)
+			}
+			if err := e.Store.Remove(t.Context(), name, true); err != nil {
+				t.Error(err)
+			}
 		}
 	})
 	sub("a snapshot of a running VM lets it run on", func(t *testing.T, e *guesttest.Env) {

@@ -64,9 +64,11 @@ type ServeOptions struct {
 	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
 	// were before.
 	NewIdentity bool
-	// Fork, if not nil, is the image that a child is made of; see ForkFD. Serve
-	// closes it.
+	// Fork, if not nil, is the image that a child is made of. Serve closes it.
 	Fork *os.File
+	// Shells, if not nil, may have a part of the VM. Those that it does not need are
+	// closed.
+	Shells *Shells
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(Report)
 	// Log gets the process's log.
@@ -135,6 +137,11 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	defer control.Close()
 	o.Report(p.report())
+	if o.Shells != nil {
+		if err := o.Shells.Close(); err != nil {
+			p.log.Warn("closing what was made ahead and is not needed", "error", err)
+		}
+	}
 	// A VM that has come back is left alone unless it is urgent.
 	if len(p.r.Disk.Layers) > 2*maxStack {
 		p.shortenDisk()
@@ -168,7 +175,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	parts := p.store.Parts(r, st)
-	parts.Console, parts.Log = console, p.log
+	parts.Console, parts.Log, parts.Shells = console, p.log, o.Shells
 	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}

@@ -10,8 +10,6 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/vmm"
-	"github.com/drowse-vm/drowse/vmm/boot"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // Spec says what a VM is. The zero value of a field means its default.
@@ -117,14 +115,13 @@ func (s Spec) withDefaults() (Spec, error) {
 		return bad("host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
 	case s.Image == "":
 		return bad("no image: name one of `drowse image ls`, or build one with `drowse image build`")
-	case s.VCPUs < 1 || s.VCPUs > boot.MaxVCPUs:
-		return bad("%d vCPUs: use 1 to %d", s.VCPUs, boot.MaxVCPUs)
-	case s.MemoryMiB < guestmem.MinSize>>20 || s.MemoryMiB > guestmem.MaxSize>>20:
-		return bad("%d MiB of memory: use %d to %d", s.MemoryMiB, guestmem.MinSize>>20, guestmem.MaxSize>>20)
 	case s.DiskMiB < MinDiskMiB || s.DiskMiB > MaxDiskMiB:
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if err := s.shape().check(); err != nil {
+		return s, err
 	}
 	if err := s.checkPolicy(); err != nil {
 		return s, err

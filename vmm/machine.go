@@ -174,9 +174,8 @@ func (m *Machine) build() error {
 	}
 	m.stages.mark(StageShell)
 	m.vm = m.shell.vm
-	deadline := m.vm.Check(kvm.CapTSCDeadlineTimer) > 0
 	for id, v := range m.shell.vcpus {
-		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: guestCPUID(m.shell.supported, id, len(m.shell.vcpus), deadline)})
+		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: m.shell.cpuid[id]})
 	}
 	m.readTSC()
 	if err := m.buildDevices(); err != nil {
@@ -329,20 +328,31 @@ func (m *Machine) Start() error {
 	}
 	if m.imported {
 		m.beQuiet()
-		// Devices of a saved machine go on before its vCPUs do.
+		// Devices of a saved machine go on before its vCPUs do, but for those that may wait.
 		for _, t := range m.virtio {
-			if err := t.Restore(); err != nil {
-				return fmt.Errorf("restarting %s: %w", t.name, err)
+			if m.mayWait(t) {
+				continue
 			}
-		}
-		if err := m.resumeDevices(); err != nil {
-			return err
+			if err := t.restart(); err != nil {
+				return err
+			}
 		}
 	}
 	m.state = running
 	m.limitQuiet()
 	m.openGate()
 	m.wg.Go(m.watch)
+	return nil
+}
+
+// restart lets the device of a saved machine go on.
+func (t *transport) restart() error {
+	if err := t.Restore(); err != nil {
+		return fmt.Errorf("restarting %s: %w", t.name, err)
+	}
+	if err := t.Resume(); err != nil {
+		return fmt.Errorf("resuming %s: %w", t.name, err)
+	}
 	return nil
 }
 
@@ -365,6 +375,7 @@ func (m *Machine) Pause(ctx context.Context) error {
 	default:
 		return fmt.Errorf("pausing: %w: the machine is not running", ErrConfig)
 	}
+	m.EndQuiet()
 	begin := time.Now()
 	if err := m.pauseVCPUs(ctx); err != nil {
 		m.openGate()
@@ -462,7 +473,8 @@ func (m *Machine) handoverEvent(e handover.Event) {
 		m.stages.since(StageAgentReached)
 	case handover.Answered:
 		m.stages.since(StageAgentAnswer)
-		m.endQuiet()
+		// The vCPU has better things to do.
+		m.wg.Go(m.EndQuiet)
 	}
 }
 

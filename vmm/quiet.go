@@ -13,8 +13,9 @@ import (
 // expired, and devices have news. The interrupts for that would come first, and each
 // takes thousands of instructions of its kernel. So they are kept back until the agent
 // has answered, and for quietLimit at most: a guest whose agent does not answer gets them
-// a little late, and loses none. What the agent may wait for itself is not kept back:
-// block devices.
+// a little late, and loses none. Devices begin to work only then, too: what they do at
+// first is to look at their queues, and the pages of those have to be loaded. What the
+// agent may wait for itself is not kept back: block devices.
 const quietLimit = 50 * time.Millisecond
 
 type quiet struct {
@@ -37,14 +38,14 @@ func (c *cpu) quietCycles() uint64 {
 	return khz * uint64(quietLimit/time.Millisecond)
 }
 
+// mayWait says that a device has nothing to do while the machine is quiet.
+func (m *Machine) mayWait(t *transport) bool { return m.quiet.on && t.Device().ID() != blockDevice }
+
 // beQuiet keeps the interrupts of devices back. Those of timers have been put off
 // as the vCPUs were restored.
 func (m *Machine) beQuiet() {
-	if !m.quiet.on {
-		return
-	}
 	for _, t := range m.virtio {
-		if t.Device().ID() != blockDevice {
+		if m.mayWait(t) {
 			t.Hold()
 		}
 	}
@@ -58,12 +59,14 @@ func (m *Machine) limitQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
 	if m.quiet.on && !m.quiet.over {
-		m.quiet.limit = time.AfterFunc(quietLimit, m.endQuiet)
+		m.quiet.limit = time.AfterFunc(quietLimit, m.EndQuiet)
 	}
 }
 
-// endQuiet delivers what has been kept back. It may be called at any time, on any thread.
-func (m *Machine) endQuiet() {
+// EndQuiet lets a machine that has been restored go on in full, if it does not yet: all
+// devices are at work when it returns. It happens by itself, soon; this is for whoever is about to need
+// them. It may be called at any time, on any goroutine.
+func (m *Machine) EndQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
 	if !m.quiet.on || m.quiet.over {
@@ -74,6 +77,13 @@ func (m *Machine) endQuiet() {
 		m.quiet.limit.Stop()
 	}
 	for _, t := range m.virtio {
+		if !m.mayWait(t) {
+			continue
+		}
+		if err := t.restart(); err != nil {
+			m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
+			return
+		}
 		t.Release()
 	}
 	m.gate.mu.Lock()

@@ -30,12 +30,12 @@ type ShellConfig struct {
 // hosts that shadow the guest's page tables), and who wants a machine has other things to
 // do meanwhile. It belongs to one goroutine, which gives it to New or closes it.
 type Shell struct {
-	cfg       ShellConfig
-	sys       *kvm.System
-	vm        *kvm.VM
-	vcpus     []*kvm.VCPU
-	supported []kvm.CPUIDEntry
-	msrIndex  []uint32
+	cfg      ShellConfig
+	sys      *kvm.System
+	vm       *kvm.VM
+	vcpus    []*kvm.VCPU
+	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows, as long as nothing else is wanted of it
+	msrIndex []uint32
 	// took is what each step took.
 	took map[Stage]time.Duration
 	done sync.WaitGroup
@@ -107,18 +107,26 @@ func (s *Shell) build() (err error) {
 		return err
 	}
 	mark(StageIRQChip)
-	if s.supported, err = s.sys.SupportedCPUID(); err != nil {
+	supported, err := supportedCPUID()
+	if err != nil {
 		return err
 	}
 	if s.msrIndex, err = s.sys.MSRIndexList(); err != nil {
 		return err
 	}
+	deadline := s.vm.Check(kvm.CapTSCDeadlineTimer) > 0
 	for id := range s.cfg.VCPUs {
 		v, err := s.vm.CreateVCPU(id)
 		if err != nil {
 			return err
 		}
 		s.vcpus = append(s.vcpus, v)
+		s.cpuid = append(s.cpuid, guestCPUID(supported, id, s.cfg.VCPUs, deadline))
+		// What a saved machine of this host has, too.
+		if err := v.SetCPUID(s.cpuid[id]); err != nil {
+			return err
+		}
+		_, _ = v.TSCKHz() // it is asked for again; not every host can tell
 	}
 	mark(StageVCPUs)
 	return nil

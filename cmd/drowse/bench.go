@@ -85,21 +85,47 @@ var errRuns = usageError{errors.New("--runs must be 1 or more, --warmup 0 or mor
 
 func (m *benches) entry() *cobra.Command {
 	var o bench.ResumeEntryOptions
+	var pool []string
 	cmd := m.command("resume_entry", "From the call that restores a VM to its first KVM_RUN", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
+		}
+		var err error
+		if o.Pools, err = pools(pool); err != nil {
+			return nil, err
 		}
 		return bench.ResumeEntry(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{256, 4096}, "sizes of RAM in MiB")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{256, 4096, 8192}, "sizes of RAM in MiB")
+	f.StringSliceVar(&pool, "pool", []string{poolNo, poolYes}, poolHelp)
 	return cmd
+}
+
+// Whether what KVM has of a VM is made ahead.
+const (
+	poolNo, poolYes = "no", "yes"
+	poolHelp        = "whether what KVM has of a VM is made ahead: no, yes, or both"
+)
+
+func pools(words []string) (all []bool, err error) {
+	for _, w := range words {
+		if w != poolNo && w != poolYes {
+			return nil, usageError{fmt.Errorf("--pool %q: use %s or %s", w, poolNo, poolYes)}
+		}
+		all = append(all, w == poolYes)
+	}
+	if len(all) == 0 {
+		return nil, errRuns
+	}
+	return all, nil
 }
 
 func (m *benches) ready() *cobra.Command {
 	var o bench.ResumeReadyOptions
+	var pool []string
 	cmd := m.command("resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
@@ -117,6 +143,10 @@ func (m *benches) ready() *cobra.Command {
 		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
 			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
 		}
+		var err error
+		if o.Pools, err = pools(pool); err != nil {
+			return nil, err
+		}
 		return bench.ResumeReady(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
@@ -124,7 +154,8 @@ func (m *benches) ready() *cobra.Command {
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
 	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
-	f.StringSliceVar(&o.Caches, "cache", bench.Caches[:1], "states of the page cache: warm, cold, or both")
+	f.StringSliceVar(&o.Caches, "cache", bench.Caches, "states of the page cache: warm, cold, or both")
+	f.StringSliceVar(&pool, "pool", []string{poolNo}, poolHelp)
 	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
 	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd

@@ -2,8 +2,6 @@ package guesttest
 
 import (
 	"context"
-	"encoding/json"
-	"flag"
 	"fmt"
 	"log/slog"
 	"os"
@@ -42,33 +40,8 @@ func Main(m *testing.M) {
 }
 
 func serve(args []string) int {
-	var (
-		dir, name string
-		fork      bool
-		o         sandbox.ServeOptions
-	)
-	f := flag.NewFlagSet("vmm", flag.ExitOnError)
-	f.StringVar(&dir, "state", "", "")
-	f.StringVar(&name, "name", "", "")
-	f.StringVar(&o.Snapshot, "snapshot", "", "")
-	f.BoolVar(&o.NewIdentity, "new-identity", false, "")
-	f.BoolVar(&fork, "fork", false, "")
-	_ = f.Parse(args)
-	if fork {
-		o.Fork = os.NewFile(sandbox.ForkFD, "fork")
-	}
-	o.Log = slog.New(slog.NewTextHandler(os.Stderr, nil))
-	o.Report = func(r sandbox.Report) {
-		w := os.NewFile(sandbox.ReportFD, "report")
-		_ = json.NewEncoder(w).Encode(r)
-		w.Close()
-	}
-	s, err := sandbox.OpenStore(dir)
-	if err == nil {
-		err = s.Serve(context.Background(), name, o)
-	}
-	if err != nil {
-		o.Log.Error(err.Error())
+	if err := sandbox.ServeProcess(context.Background(), args); err != nil {
+		slog.New(slog.NewTextHandler(os.Stderr, nil)).Error(err.Error())
 		return 1
 	}
 	return 0

@@ -1,0 +1,144 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Shape is what of a VM KVM has to know before there is anything else of it. Its limits are
+// those of a Spec.
+type Shape struct {
+	MemoryMiB int `json:"memory_mib"`
+	VCPUs     int `json:"vcpus"`
+}
+
+func (s Spec) shape() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
+
+// check refuses what no VM can be.
+func (s Shape) check() error {
+	switch {
+	case s.VCPUs < 1 || s.VCPUs > boot.MaxVCPUs:
+		return fmt.Errorf("%w: %d vCPUs: use 1 to %d", ErrSpec, s.VCPUs, boot.MaxVCPUs)
+	case s.MemoryMiB < guestmem.MinSize>>20 || s.MemoryMiB > guestmem.MaxSize>>20:
+		return fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrSpec, s.MemoryMiB, guestmem.MinSize>>20, guestmem.MaxSize>>20)
+	}
+	return nil
+}
+
+// shell is what of a VM can be made before anything is known of it but its shape: RAM,
+// and what KVM has.
+type shell struct {
+	mem *guestmem.Memory
+	vm  *vmm.Shell
+}
+
+// newShell has KVM prepare for a VM with this RAM in the background.
+func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Shell, error) {
+	return vmm.NewShell(vmm.ShellConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked})
+}
+
+func (s shell) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }
+
+// Shells are made ahead of the VMs that will need them, so that a restore finds the part
+// of it done that takes KVM longest. An empty one takes no memory of the guest's and some
+// 100 KiB of KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page
+// tables. The methods may be called from any goroutine.
+type Shells struct {
+	want map[Shape]int
+
+	mu     sync.Mutex
+	ready  map[Shape][]shell
+	closed bool
+	// filling serialises Fill.
+	filling sync.Mutex
+}
+
+// NewShells keeps so many shells of each shape, once Fill has made them.
+func NewShells(want map[Shape]int) (*Shells, error) {
+	for s := range want {
+		if err := s.check(); err != nil {
+			return nil, err
+		}
+	}
+	return &Shells{want: want, ready: map[Shape][]shell{}}, nil
+}
+
+// Fill makes the shells that are missing, and returns when they are there. Nothing else
+// does: whoever has the Shells knows when a processor has time for it.
+func (s *Shells) Fill() error {
+	s.filling.Lock()
+	defer s.filling.Unlock()
+	for shape, n := range s.want {
+		for s.missing(shape, n) {
+			if err := s.add(shape); err != nil {
+				return fmt.Errorf("making a machine of %d MiB with %d vCPUs ahead: %w", shape.MemoryMiB, shape.VCPUs, err)
+			}
+		}
+	}
+	return nil
+}
+
+func (s *Shells) missing(shape Shape, n int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !s.closed && len(s.ready[shape]) < n
+}
+
+func (s *Shells) add(shape Shape) error {
+	mem, err := guestmem.New(Spec{MemoryMiB: shape.MemoryMiB}.memory())
+	if err != nil {
+		return err
+	}
+	vm, err := newShell(mem, shape.VCPUs, trackDirty())
+	if err != nil {
+		return errors.Join(err, mem.Close())
+	}
+	sh := shell{mem: mem, vm: vm}
+	if err := sh.vm.Wait(); err != nil {
+		return errors.Join(err, sh.close())
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return sh.close()
+	}
+	s.ready[shape] = append(s.ready[shape], sh)
+	return nil
+}
+
+// take returns a shell if there is one; nil has none.
+func (s *Shells) take(shape Shape) (shell, bool) {
+	if s == nil {
+		return shell{}, false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := s.ready[shape]
+	if len(all) == 0 {
+		return shell{}, false
+	}
+	last := all[len(all)-1]
+	all[len(all)-1] = shell{}
+	s.ready[shape] = all[:len(all)-1]
+	return last, true
+}
+
+// Close gives back the shells that nobody has taken. VMs that have taken one keep it.
+func (s *Shells) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	var errs []error
+	for _, all := range s.ready {
+		for _, sh := range all {
+			errs = append(errs, sh.close())
+		}
+	}
+	clear(s.ready)
+	return errors.Join(errs...)
+}

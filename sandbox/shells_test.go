@@ -1,0 +1,57 @@
+package sandbox_test
+
+import (
+	"errors"
+	"os"
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func TestShells_of_an_impossible_shape_are_refused(t *testing.T) {
+	t.Parallel()
+	for _, shape := range []sandbox.Shape{{}, {MemoryMiB: 256}, {VCPUs: 1}, {MemoryMiB: 1 << 30, VCPUs: 1}} {
+		if _, err := sandbox.NewShells(map[sandbox.Shape]int{shape: 1}); !errors.Is(err, sandbox.ErrSpec) {
+			t.Errorf("%+v: got %v, want ErrSpec", shape, err)
+		}
+	}
+}
+
+func TestShells_that_nobody_takes_are_given_back(t *testing.T) {
+	if _, err := os.Stat("/dev/kvm"); err != nil {
+		t.Skipf("this host cannot run VMs: %v", err)
+	}
+	open := func() int {
+		fds, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(fds)
+	}
+	before := open()
+	s, err := sandbox.NewShells(map[sandbox.Shape]int{{MemoryMiB: 128, VCPUs: 2}: 2, {MemoryMiB: 256, VCPUs: 1}: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // the second time there is nothing to do
+		if err := s.Fill(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Each has a descriptor of KVM, one of the VM and one for each vCPU.
+	if got, want := open()-before, 2*(2+2)+1*(2+1); got != want {
+		t.Errorf("there are %d more descriptors, want %d", got, want)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if left := open() - before; left != 0 {
+		t.Errorf("%d descriptors are left", left)
+	}
+	if err := s.Fill(); err != nil {
+		t.Errorf("filling after Close: %v", err)
+	}
+	if left := open() - before; left != 0 {
+		t.Errorf("%d descriptors came after Close", left)
+	}
+}

@@ -1,0 +1,205 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/kernel"
+)
+
+// Files that the process of a VM finds open when it is started: where it writes its
+// Report, and the image of RAM that a child of a fork is made of. A process that stands
+// by has its end of a socket instead, see Pool.
+const (
+	reportFD = 3
+	forkFD   = 4
+	poolFD   = 3
+)
+
+// order is what the process of a VM is to do. It comes with files: for the Report and,
+// with Fork, the image.
+type order struct {
+	Name string `json:"name"`
+	// Snapshot is what to restore; empty boots.
+	Snapshot string `json:"snapshot,omitempty"`
+	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
+	// were before.
+	NewIdentity bool `json:"new_identity,omitempty"`
+	// Fork says that it is made of an image.
+	Fork bool `json:"fork,omitempty"`
+}
+
+// args are the order as arguments of a process.
+func (o order) args(dir string) []string {
+	args := []string{"--state", dir, "--name", o.Name}
+	if o.Snapshot != "" {
+		args = append(args, "--snapshot", o.Snapshot)
+	}
+	if o.NewIdentity {
+		args = append(args, "--new-identity")
+	}
+	if o.Fork {
+		args = append(args, "--fork")
+	}
+	return args
+}
+
+// standbyArgs are the arguments of a process that waits for an order.
+func standbyArgs(dir string, s Shape) []string {
+	return []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
+}
+
+// PrepareProcess makes the Go runtime of this process fit for a VM: GOMAXPROCS is 16 at
+// least, if the environment does not say. A vCPU in KVM_RUN, a device's worker that waits for its
+// queue and a page fault's handler in an ioctl are system calls to Go, which takes their
+// processor away from them only after 20 microseconds to 10 milliseconds, one after the
+// other. On a machine with few CPUs, goroutines that are ready would wait for that in the
+// midst of a resume. ServeProcess does this; it is for programs that call Restore
+// themselves.
+func PrepareProcess() {
+	const procs = 16
+	if os.Getenv("GOMAXPROCS") == "" && runtime.GOMAXPROCS(0) < procs {
+		runtime.GOMAXPROCS(procs)
+	}
+}
+
+// maxPause is how long the garbage collector may be kept from its work.
+const maxPause = time.Second
+
+// PauseGC keeps the garbage collector of this process from its work until resume is called,
+// for the time of a restore: it would take a processor from it, and stop it. ServeProcess
+// does this; it is for programs that call Restore themselves. resume may be called more
+// than once; it is called after a second in any case.
+func PauseGC() (resume func()) {
+	percent := debug.SetGCPercent(-1)
+	if percent < 0 {
+		return func() {} // it was off before
+	}
+	var once sync.Once
+	undo := func() { once.Do(func() { debug.SetGCPercent(percent) }) }
+	limit := time.AfterFunc(maxPause, undo)
+	return func() {
+		limit.Stop()
+		undo()
+	}
+}
+
+// ServeProcess is the life of a process that a Launcher has started: args are what
+// follows Launcher.Command. The process belongs to one VM, or will, so this changes things
+// of the whole of it: see PrepareProcess and PauseGC; and, of one that has stood by, where
+// standard output and error go. It returns when the VM has ended or sleeps. When
+// ctx ends the VM is stopped as if its power were cut.
+func ServeProcess(ctx context.Context, args []string) error {
+	PrepareProcess()
+	var (
+		dir     string
+		standby bool
+		shape   Shape
+		ord     order
+	)
+	f := flag.NewFlagSet("the process of a VM", flag.ContinueOnError)
+	f.SetOutput(io.Discard) // the error says it
+	f.StringVar(&dir, "state", "", "the store's directory")
+	f.StringVar(&ord.Name, "name", "", "the VM")
+	f.StringVar(&ord.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
+	f.BoolVar(&ord.NewIdentity, "new-identity", false, "make the guest a machine of its own")
+	f.BoolVar(&ord.Fork, "fork", false, "be a child whose RAM is on a file descriptor")
+	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
+	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
+	f.IntVar(&shape.VCPUs, "vcpus", 0, "vCPUs to prepare for")
+	if err := f.Parse(args); err != nil {
+		return fmt.Errorf("the arguments of a VM's process: %w", err)
+	}
+	if f.NArg() > 0 {
+		return fmt.Errorf("the arguments of a VM's process: %q is one too many", f.Arg(0))
+	}
+	s, err := OpenStore(dir)
+	if err != nil {
+		return err
+	}
+	if standby {
+		return s.standBy(ctx, shape)
+	}
+	var fork *os.File
+	if ord.Fork {
+		fork = os.NewFile(forkFD, "fork")
+	}
+	return s.obey(ctx, ord, os.NewFile(reportFD, "report"), fork, nil)
+}
+
+// obey carries out an order.
+func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shells *Shells) error {
+	log := slog.New(slog.NewTextHandler(os.Stderr, nil)).With("vm", ord.Name)
+	resume := func() {}
+	if ord.Snapshot != "" || ord.Fork {
+		resume = PauseGC()
+	}
+	return s.Serve(ctx, ord.Name, ServeOptions{
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log,
+		Report: func(r Report) {
+			if err := json.NewEncoder(report).Encode(r); err != nil {
+				log.Warn("nobody reads the report", "error", err)
+			}
+			report.Close()
+			resume()
+		},
+	})
+}
+
+// standBy prepares for a VM, says so, and waits for the order. Without one it ends when
+// the other end of the socket is closed.
+func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
+	shells, err := NewShells(map[Shape]int{shape: 1})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shells.Close()) }()
+	if err := shells.Fill(); err != nil {
+		return err
+	}
+	// What a restore would otherwise do for the first time.
+	_, _ = kernel.List(s.KernelDir())
+	runtime.GC()
+	conn, err := fileConn(os.NewFile(poolFD, "pool"))
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	if _, err := conn.Write([]byte(poolReady)); err != nil {
+		return fmt.Errorf("standing by for a VM: %w", err)
+	}
+	ord, files, err := receiveOrder(conn)
+	if errors.Is(err, io.EOF) || err != nil && ctx.Err() != nil {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("standing by for a VM: %w", err)
+	}
+	conn.Close()
+	for fd := 1; fd <= 2; fd++ {
+		if err := unix.Dup2(int(files[0].Fd()), fd); err != nil {
+			return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
+		}
+	}
+	files[0].Close()
+	var fork *os.File
+	if ord.Fork {
+		fork = files[2]
+	}
+	return s.obey(ctx, ord, files[1], fork, shells)
+}
