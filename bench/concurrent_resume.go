@@ -23,6 +23,9 @@ type ConcurrentOptions struct {
 	AtOnce []int
 	// MemoryMiB is the size of each one's RAM.
 	MemoryMiB int
+	// Pools are whether the processes of the VMs are there ahead, to measure in turn;
+	// none is no.
+	Pools []bool
 }
 
 // MaxAtOnce bounds how many VMs are woken at once.
@@ -32,9 +35,10 @@ const MaxAtOnce = 256
 // its own: concurrent_resume is the time from that moment until one is awake, over all of
 // them and all rounds, with the medians over rounds of the first, the median and the last
 // of a round as stages, and cpu, the processor time that the process of one has used by
-// then. concurrent_resume_ratio compares the last of a round with what the machine could
-// do at best if wakes needed nothing but processors: last / (n * cpu / CPUs). A live
-// python3 is in each. The page cache is warm. Numbers are interleaved.
+// then; of one from a pool, it counts from the wake on. concurrent_resume_ratio compares
+// the last of a round with what the machine could do at best if wakes needed nothing but
+// processors: last / (n * cpu / CPUs). A live python3 is in each. The page cache is warm.
+// Numbers are interleaved.
 func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []Row, err error) {
 	most := slices.Max(o.AtOnce)
 	names, remove, err := e.flock(ctx, most, o.MemoryMiB)
@@ -42,34 +46,72 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 	if err != nil {
 		return nil, err
 	}
-	all := map[int]*concurrent{}
+	if len(o.Pools) == 0 {
+		o.Pools = []bool{false}
+	}
+	type way struct {
+		n    int
+		pool bool
+	}
+	var ways []way
+	all := map[way]*concurrent{}
 	for _, n := range o.AtOnce {
-		all[n] = &concurrent{wakes: newSeries(), ratio: newSeries()}
+		for _, pool := range o.Pools {
+			w := way{n, pool}
+			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(), ratio: newSeries()}
+		}
 	}
 	for i := range o.Warmup + o.N {
-		for _, n := range o.AtOnce {
-			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.N, n)
-			wakes, err := e.wakeAtOnce(ctx, names[:n])
+		for _, w := range ways {
+			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.N, w.n)
+			wakes, err := e.round(ctx, names[:w.n], w.pool, o.MemoryMiB)
 			if err != nil {
 				return nil, err
 			}
 			if i >= o.Warmup {
-				if err := all[n].record(wakes); err != nil {
-					return nil, err
-				}
-			}
-			for _, name := range names[:n] {
-				if _, err := e.Store.Sleep(ctx, name); err != nil {
+				if err := all[w].record(wakes); err != nil {
 					return nil, err
 				}
 			}
 		}
 	}
-	for _, n := range o.AtOnce {
-		params := map[string]any{"at_once": n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm"}
-		rows = append(rows, all[n].wakes.row("concurrent_resume", params), all[n].ratio.ratioRow("concurrent_resume_ratio", params))
+	for _, w := range ways {
+		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool}
+		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.ratioRow("concurrent_resume_ratio", params))
 	}
 	return rows, nil
+}
+
+// round wakes VMs, with a pool or without, and puts them to sleep again.
+func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (wakes []oneWake, err error) {
+	before := map[int]time.Duration{}
+	if pooled {
+		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{
+			Processes: len(names), Shape: sandbox.Shape{MemoryMiB: mib, VCPUs: sandbox.DefaultVCPUs},
+		})
+		if err != nil {
+			return nil, err
+		}
+		defer func() { err = errors.Join(err, pool.Close()) }()
+		if err := pool.Wait(ctx); err != nil {
+			return nil, err
+		}
+		for _, pid := range pool.PIDs() {
+			if before[pid], err = cpuTime(pid); err != nil {
+				return nil, err
+			}
+		}
+		e.Launcher = pool.Launcher()
+	}
+	if wakes, err = e.wakeAtOnce(ctx, names, before); err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		if _, err := e.Store.Sleep(ctx, name); err != nil {
+			return nil, err
+		}
+	}
+	return wakes, nil
 }
 
 // flock makes VMs that sleep, all from one snapshot, and a function that removes them,
@@ -120,8 +162,9 @@ func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func
 // oneWake is what a wake took, and the processor time of its process.
 type oneWake struct{ took, cpu time.Duration }
 
-// wakeAtOnce wakes VMs at the same moment. The result is by time.
-func (e Env) wakeAtOnce(ctx context.Context, names []string) ([]oneWake, error) {
+// wakeAtOnce wakes VMs at the same moment. The result is by time. before is the processor
+// time that processes have used already.
+func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time.Duration) ([]oneWake, error) {
 	wakes, errs := make([]oneWake, len(names)), make([]error, len(names))
 	var standing, done sync.WaitGroup
 	start := make(chan struct{})
@@ -141,7 +184,8 @@ func (e Env) wakeAtOnce(ctx context.Context, names []string) ([]oneWake, error) 
 				errs[i] = err
 				return
 			}
-			wakes[i].cpu, errs[i] = cpuTime(r.PID)
+			used, err := cpuTime(r.PID)
+			wakes[i].cpu, errs[i] = used-before[r.PID], err
 		})
 	}
 	standing.Wait()

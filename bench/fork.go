@@ -146,8 +146,8 @@ func (e Env) python(ctx context.Context, name, program string, args ...string) (
 	return c, nil
 }
 
-// DensityOptions say how fork_density is measured.
-type DensityOptions struct {
+// ForkDensityOptions say how fork_density is measured.
+type ForkDensityOptions struct {
 	// Forks is how many children are made at once, up to sandbox.MaxForks.
 	Forks     int
 	MemoryMiB int
@@ -161,12 +161,12 @@ print('ready', flush=True)
 signal.pause()
 `
 
-// Density measures what memory the forks of a guest take in which an interpreter is live:
+// ForkDensity measures what memory the forks of a guest take in which an interpreter is live:
 // fork_density is that which a child's process has to itself, in MiB, and its stages are
 // what of that is the guest's (guest), the proportional share of a process with what all
 // have in common (pss), and for all together pss_total, and image, the memory that the
 // children share. The children are idle, as their agents have just answered.
-func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
+func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, err error) {
 	name := fmt.Sprintf("bench-%d", os.Getpid())
 	e.say("booting a guest of %d MiB", o.MemoryMiB)
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {

@@ -20,7 +20,7 @@ func Example() {
 		log.Fatal(err)
 	}
 	// Each VM gets a process of its own, which outlives this program. `drowse vmm`
-	// is one; a program whose main calls Store.Serve is another.
+	// is one; a program whose main calls ServeProcess is another.
 	launcher := sandbox.Launcher{
 		Command: []string{"/usr/local/bin/drowse", "vmm"},
 		Agent:   "/usr/local/bin/drowse-agent",

@@ -130,6 +130,16 @@ func (p *Pool) Wait(ctx context.Context) error {
 	return nil
 }
 
+// PIDs are the processes that are ready.
+func (p *Pool) PIDs() (pids []int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.ready {
+		pids = append(pids, s.cmd.Process.Pid)
+	}
+	return pids
+}
+
 // Close ends the processes that nobody has taken, and returns when they are gone.
 func (p *Pool) Close() error {
 	p.mu.Lock()

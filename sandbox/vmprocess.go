@@ -143,9 +143,11 @@ func ServeProcess(ctx context.Context, args []string) error {
 // obey carries out an order.
 func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shells *Shells) error {
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil)).With("vm", ord.Name)
-	resume := func() {}
+	ready := func() {}
 	if ord.Snapshot != "" || ord.Fork {
-		resume = PauseGC()
+		calm, collect := beUrgent(), PauseGC()
+		ready = func() { calm(); collect() }
+		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
 		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log,
@@ -154,7 +156,7 @@ func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shel
 				log.Warn("nobody reads the report", "error", err)
 			}
 			report.Close()
-			resume()
+			ready()
 		},
 	})
 }

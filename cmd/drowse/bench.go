@@ -25,7 +25,7 @@ func (a *app) benchCommand() *cobra.Command {
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
 	m := &benches{app: a, env: &e}
 	cmd.AddCommand(
-		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.density(),
+		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
 		m.concurrent(), m.vsock(), m.blk(),
 	)
 	// It knows those above.
@@ -104,10 +104,10 @@ func (m *benches) entry() *cobra.Command {
 	return cmd
 }
 
-// Whether what KVM has of a VM is made ahead.
+// Whether what can be is made ahead: what KVM has of a VM, and its process if it has one of its own.
 const (
 	poolNo, poolYes = "no", "yes"
-	poolHelp        = "whether what KVM has of a VM is made ahead: no, yes, or both"
+	poolHelp        = "whether what can be is made ahead: no, yes, or both"
 )
 
 func pools(words []string) (all []bool, err error) {

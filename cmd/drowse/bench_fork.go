@@ -32,13 +32,13 @@ func (m *benches) fork() *cobra.Command {
 	return cmd
 }
 
-func (m *benches) density() *cobra.Command {
-	var o bench.DensityOptions
+func (m *benches) forkDensity() *cobra.Command {
+	var o bench.ForkDensityOptions
 	cmd := m.command("fork_density", "What memory the forks of a guest with a live interpreter take", func(ctx context.Context) ([]bench.Row, error) {
 		if o.Forks < 1 || o.Forks > sandbox.MaxForks {
 			return nil, usageError{fmt.Errorf("--forks must be 1 to %d", sandbox.MaxForks)}
 		}
-		return bench.Density(ctx, *m.env, o)
+		return bench.ForkDensity(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.Forks, "forks", 50, "children to make")

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -49,6 +50,7 @@ func (m *benches) sleep() *cobra.Command {
 
 func (m *benches) concurrent() *cobra.Command {
 	var o bench.ConcurrentOptions
+	var pool []string
 	cmd := m.command("concurrent_resume", "How long VMs take that are woken at once, and what processors they need for it", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || len(o.AtOnce) == 0 || o.MemoryMiB < 1 {
 			return nil, errRuns
@@ -56,13 +58,38 @@ func (m *benches) concurrent() *cobra.Command {
 		if slices.Min(o.AtOnce) < 1 || slices.Max(o.AtOnce) > bench.MaxAtOnce {
 			return nil, usageError{fmt.Errorf("--at-once must be 1 to %d", bench.MaxAtOnce)}
 		}
+		var err error
+		if o.Pools, err = pools(pool); err != nil {
+			return nil, err
+		}
 		return bench.ConcurrentResume(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "rounds for each number of VMs")
 	f.IntVar(&o.Warmup, "warmup", 1, "rounds before that do not count")
-	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 2, 4, 8}, "numbers of VMs to wake at once")
+	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 4, 20}, "numbers of VMs to wake at once")
+	f.StringSliceVar(&pool, "pool", []string{poolNo, poolYes}, poolHelp)
 	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")
+	return cmd
+}
+
+func (m *benches) density() *cobra.Command {
+	var o bench.DensityOptions
+	cmd := m.command("density", "What VMs cost that sleep, and those that idle", func(ctx context.Context) ([]bench.Row, error) {
+		if o.MemoryMiB < 1 || o.Settle < 0 || o.Idle < time.Second {
+			return nil, usageError{errors.New("--idle must be a second or more, --settle not negative, --memory positive")}
+		}
+		if o.Asleep < 1 || o.Awake < 1 || o.Awake > min(o.Asleep, bench.MaxAtOnce) {
+			return nil, usageError{fmt.Errorf("--awake must be 1 to %d, and not more than --asleep", bench.MaxAtOnce)}
+		}
+		return bench.Density(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.Asleep, "asleep", 100, "VMs that sleep")
+	f.IntVar(&o.Awake, "awake", 50, "how many of them to wake then")
+	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")
+	f.DurationVar(&o.Settle, "settle", time.Minute, "how long those are left alone before they are looked at")
+	f.DurationVar(&o.Idle, "idle", time.Minute, "how long their processor time is counted then")
 	return cmd
 }
 
@@ -110,6 +137,7 @@ var quick = map[string]map[string]string{
 	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
 	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
 	"fork_density":      {"forks": "2", "memory": "256"},
+	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
 	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
 	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
 	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},

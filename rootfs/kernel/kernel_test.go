@@ -178,7 +178,7 @@ func TestDefaultParams(t *testing.T) {
 	}{
 		{Built, Hardware, "console=ttyS0 quiet panic=-1 reboot=k", nil},
 		{Debian, Hardware, "console=ttyS0 quiet panic=-1 reboot=k", nil},
-		{Built, Soft, "console=ttyS0 quiet panic=-1 reboot=k tsc=reliable no_timer_check rodata=off no-kvmapf fault_around_bytes=4096 " + softHostEnv.String(), nil},
+		{Built, Soft, "console=ttyS0 quiet panic=-1 reboot=k tsc=reliable no_timer_check rodata=off no-kvmapf nf_conntrack.hashsize=512 fault_around_bytes=4096 " + softHostEnv.String(), nil},
 		{Debian, Soft, "", ErrUnsupported},
 		{"other", Hardware, "", ErrUnsupported},
 		{Built, "other", "", ErrUnsupported},

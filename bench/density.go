@@ -1,0 +1,201 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// DensityOptions say how density is measured.
+type DensityOptions struct {
+	// Asleep is how many VMs there are, and Awake how many of them are woken: up to
+	// Asleep and MaxAtOnce.
+	Asleep, Awake int
+	// MemoryMiB is the size of each one's RAM.
+	MemoryMiB int
+	// Settle is how long the woken are left alone before they are looked at, and Idle
+	// how long their processor time is counted then.
+	Settle, Idle time.Duration
+}
+
+// Density measures what VMs cost that do nothing, clones of one snapshot with a live
+// python3 in each. density_asleep is the memory of processes that hold anything of a VM's
+// that sleeps open, in MiB, with the number of such processes of all VMs (processes) and what each VM takes on disk
+// (disk, MiB) as stages. density_awake is the memory that the process of a woken one has
+// to itself, in MiB, with its proportional share of what several have (pss) and that of all
+// together (pss_total) as stages. density_cpu is the processor time of its process, guest
+// included, in percent of a CPU, with all together (total) as a stage.
+func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
+	before, err := allocated(e.Store.Dir())
+	if err != nil {
+		return nil, err
+	}
+	names, remove, err := e.flock(ctx, o.Asleep, o.MemoryMiB)
+	defer func() { err = errors.Join(err, remove()) }()
+	if err != nil {
+		return nil, err
+	}
+	after, err := allocated(e.Store.Dir())
+	if err != nil {
+		return nil, err
+	}
+	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "vms": o.Asleep}
+	asleep := newSeries()
+	processes := 0
+	for _, name := range names {
+		pids, err := holders(filepath.Dir(e.Store.VsockPath(name)))
+		if err != nil {
+			return nil, err
+		}
+		total := int64(0)
+		for _, pid := range pids {
+			m, err := memoryOf(pid)
+			if err != nil {
+				return nil, err
+			}
+			processes++
+			total += m.pss
+		}
+		if err := asleep.total.RecordValue(total); err != nil {
+			return nil, err
+		}
+	}
+	row := asleep.mib("density_asleep", params)
+	row.Stages = map[string]float64{"processes": float64(processes), "disk": float64(after-before) / mibBytes / float64(len(names))}
+	rows = append(rows, row)
+	more, err := e.idle(ctx, names[:o.Awake], o)
+	return append(rows, more...), err
+}
+
+// idle wakes VMs and measures them as they idle.
+func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row, error) {
+	e.say("waking %d VMs", len(names))
+	if _, err := e.wakeAtOnce(ctx, names, nil); err != nil {
+		return nil, err
+	}
+	e.say("leaving them alone for %v, and counting for %v", o.Settle, o.Idle)
+	if err := pause(ctx, o.Settle); err != nil {
+		return nil, err
+	}
+	pids := make([]int, len(names))
+	used := make([]time.Duration, len(names))
+	for i, name := range names {
+		r, err := e.Store.Get(name)
+		if err != nil {
+			return nil, err
+		}
+		pids[i] = r.PID
+		if used[i], err = cpuTime(r.PID); err != nil {
+			return nil, fmt.Errorf("VM %s, which was awake: %w", name, err)
+		}
+	}
+	start := time.Now()
+	if err := pause(ctx, o.Idle); err != nil {
+		return nil, err
+	}
+	took := time.Since(start)
+	awake, cpu := newSeries(), newSeries()
+	var pss int64
+	var busy time.Duration
+	for i, pid := range pids {
+		now, err := cpuTime(pid)
+		if err != nil {
+			return nil, fmt.Errorf("VM %s, which was awake: %w", names[i], err)
+		}
+		busy += now - used[i]
+		m, err := memoryOf(pid)
+		if err != nil {
+			return nil, err
+		}
+		pss += m.pss
+		err = errors.Join(cpu.total.RecordValue(int64((now-used[i])*percentScale*100/took)),
+			awake.total.RecordValue(m.private), into(awake.stages, "pss", m.pss))
+		if err != nil {
+			return nil, err
+		}
+	}
+	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
+	memory := awake.mib("density_awake", params)
+	memory.Stages = medians(awake.stages, mibBytes)
+	memory.Stages["pss_total"] = float64(pss) / mibBytes
+	load := cpu.row("density_cpu", params)
+	load.figures(cpu.total, "%", percentScale)
+	load.Stages = map[string]float64{"total": float64(busy) / float64(took) * 100}
+	return []Row{memory, load}, nil
+}
+
+// Percents are recorded in thousandths.
+const percentScale = 1000
+
+// pause waits.
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// allocated is what all files of a tree take on disk, in bytes, those of several names once.
+func allocated(dir string) (total int64, err error) {
+	type inode struct{ dev, ino uint64 }
+	seen := map[inode]bool{}
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		info, err := d.Info()
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // removed meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		st, ok := info.Sys().(*syscall.Stat_t)
+		if !ok || seen[inode{st.Dev, st.Ino}] {
+			return nil
+		}
+		seen[inode{st.Dev, st.Ino}] = true
+		const block = 512 // of st_blocks, stat(2)
+		total += st.Blocks * block
+		return nil
+	})
+	if err != nil {
+		return 0, fmt.Errorf("measuring what %s takes on disk: %w", dir, err)
+	}
+	return total, nil
+}
+
+// holders are the processes that have anything below a directory open.
+func holders(dir string) (pids []int, err error) {
+	links, err := filepath.Glob("/proc/[0-9]*/fd/*")
+	if err != nil {
+		return nil, err
+	}
+	seen := map[int]bool{}
+	for _, link := range links {
+		// A process or descriptor that has gone has nothing open.
+		to, err := os.Readlink(link)
+		if err != nil || to != dir && !strings.HasPrefix(to, dir+"/") {
+			continue
+		}
+		var pid, fd int
+		if _, err := fmt.Sscanf(link, "/proc/%d/fd/%d", &pid, &fd); err != nil {
+			return nil, fmt.Errorf("looking who has %s open: %w", dir, err)
+		}
+		if !seen[pid] {
+			seen[pid] = true
+			pids = append(pids, pid)
+		}
+	}
+	return pids, nil
+}
