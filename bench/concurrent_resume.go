@@ -106,6 +106,9 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (w
 	if wakes, err = e.wakeAtOnce(ctx, names, before); err != nil {
 		return nil, err
 	}
+	last := wakes[len(wakes)-1]
+	e.say("concurrent_resume: %s was the last, after %v: stages in ms %v, %d faults",
+		last.report.Name, last.took.Round(time.Microsecond), last.report.Stages, last.report.Faults)
 	for _, name := range names {
 		if _, err := e.Store.Sleep(ctx, name); err != nil {
 			return nil, err
@@ -159,8 +162,11 @@ func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func
 	return names, remove, e.Store.Stop(ctx, first, true)
 }
 
-// oneWake is what a wake took, and the processor time of its process.
-type oneWake struct{ took, cpu time.Duration }
+// oneWake is what a wake took, the processor time of its process, and what that says of it.
+type oneWake struct {
+	took, cpu time.Duration
+	report    sandbox.Report
+}
 
 // wakeAtOnce wakes VMs at the same moment. The result is by time. before is the processor
 // time that processes have used already.
@@ -174,11 +180,12 @@ func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time
 		done.Go(func() {
 			standing.Done()
 			<-start
-			if _, err := e.Store.Wake(ctx, e.Launcher, name); err != nil {
+			report, err := e.Store.Wake(ctx, e.Launcher, name)
+			if err != nil {
 				errs[i] = err
 				return
 			}
-			wakes[i].took = time.Since(begin)
+			wakes[i].took, wakes[i].report = time.Since(begin), report
 			r, err := e.Store.Get(name)
 			if err != nil {
 				errs[i] = err

@@ -299,7 +299,7 @@ func TestCPUTime_own_process_gives_what_it_has_used(t *testing.T) {
 func TestConcurrent_round_gives_first_last_and_ratio(t *testing.T) {
 	c := &concurrent{wakes: newSeries(), ratio: newSeries()}
 	ms := time.Millisecond
-	if err := c.record([]oneWake{{10 * ms, 4 * ms}, {20 * ms, 4 * ms}, {30 * ms, 4 * ms}}); err != nil {
+	if err := c.record([]oneWake{{took: 10 * ms, cpu: 4 * ms}, {took: 20 * ms, cpu: 4 * ms}, {took: 30 * ms, cpu: 4 * ms}}); err != nil {
 		t.Fatal(err)
 	}
 	r := c.wakes.row("concurrent_resume", nil)
