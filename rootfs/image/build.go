@@ -15,15 +15,18 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
 // Stages of a build, in their order, as Options.Progress is told them. A stage that has nothing to do is left out.
 const (
 	StageWait     = "wait"     // another build of the same spec is under way
 	StageDeps     = "deps"     // installing the build tool
+	StageResolve  = "resolve"  // reading the manifest of an image
 	StagePrepare  = "prepare"  // starting the build tool
 	StageIndex    = "index"    // fetching the package index
-	StageDownload = "download" // downloading packages
+	StageDownload = "download" // downloading packages, or layers: bytes of them
 	StageInstall  = "install"  // unpacking and configuring packages
 	StageRead     = "read"     // reading the root filesystem; bytes of content, total unknown (0)
 	StageWrite    = "write"    // writing the image; bytes of content
@@ -42,7 +45,17 @@ type Options struct {
 	Store   *Store
 	From    string   // see ParseSource
 	Include []string // Debian packages; items may hold several, separated by commas. Of debian: sources only
-	Tag     string   // NAME or NAME:VERSION; default debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest
+	// Tag is NAME or NAME:VERSION. Default: debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest, the
+	// repository and tag of an image of a registry, the name of a file.
+	Tag string
+
+	// Platform chooses among images for several: OS/ARCH or OS/ARCH/VARIANT. Default: linux and the architecture of this program.
+	// Of sources of layers only.
+	Platform string
+	// PlainHTTP talks to the registry without TLS. Those on this host are talked to so in any case.
+	PlainHTTP bool
+	// Stdin is what the path "-" stands for.
+	Stdin io.Reader
 
 	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive (of which the suite and component main
 	// are taken), or a line as in sources.list(5).
@@ -51,15 +64,16 @@ type Options struct {
 	NoDocs bool
 
 	// MaxAge is how old an image of the same spec may be to be used instead of a new build; zero means DefaultMaxAge. The spec
-	// is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directory sources are always read
-	// anew, but equal content gives the same image.
+	// is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directories and tar streams are always
+	// read anew, but equal content gives the same image. Images of layers are asked for anew, and built again only when their
+	// manifest is another one, whatever their age.
 	MaxAge time.Duration
 	// NoCache builds anew in any case.
 	NoCache bool
 
 	// InstallDeps installs a missing build tool with the host's apt. Otherwise that is an ErrToolMissing.
 	InstallDeps bool
-	// MaxBytes bounds the sum of the file sizes of the source; zero means DefaultMaxBytes.
+	// MaxBytes bounds the sum of the file sizes of the source, in all its layers together; zero means DefaultMaxBytes.
 	MaxBytes int64
 	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is called
 	// often, from several goroutines but never from two at once, and must return quickly.
@@ -74,11 +88,13 @@ type buildOptions struct {
 	source   Source
 	packages []string
 	tag      string
+	platform v1.Platform
 	progress func(stage string, done, total int64)
+	pause    func(context.Context, time.Duration) error // between tries of a request
 }
 
 func checkOptions(o Options) (*buildOptions, error) {
-	b := &buildOptions{Options: o}
+	b := &buildOptions{Options: o, pause: sleep}
 	if o.Store == nil {
 		return nil, fmt.Errorf("build an image: %w: no store is given", ErrInvalidOption)
 	}
@@ -91,6 +107,12 @@ func checkOptions(o Options) (*buildOptions, error) {
 	}
 	if b.source.Kind != KindDebian && (len(b.packages) > 0 || len(o.Mirrors) > 0) {
 		return nil, fmt.Errorf("%w: packages and mirrors go with debian: sources only, not with %s", ErrInvalidOption, b.source)
+	}
+	if (o.Platform != "" || o.PlainHTTP) && !b.source.layered() {
+		return nil, fmt.Errorf("%w: a platform and a registry without TLS go with images of layers only, not with %s", ErrInvalidOption, b.source)
+	}
+	if b.platform, err = parsePlatform(o.Platform); err != nil {
+		return nil, err
 	}
 	for _, m := range o.Mirrors {
 		if _, err := parseMirror(m, b.source.Suite); err != nil {
@@ -127,8 +149,8 @@ func checkOptions(o Options) (*buildOptions, error) {
 // recipeVersion is raised when the same options give another image than before, so that older ones are not taken for it.
 const recipeVersion = 1
 
-// spec is a hash of all that decides what is built.
-func (b *buildOptions) spec() (string, error) {
+// spec is a hash of all that decides what is built. content names what the source holds, where that is known beforehand.
+func (b *buildOptions) spec(content string) (string, error) {
 	j, err := json.Marshal(struct {
 		Recipe   int
 		Source   string
@@ -136,7 +158,8 @@ func (b *buildOptions) spec() (string, error) {
 		Mirrors  []string
 		NoDocs   bool
 		Arch     string
-	}{recipeVersion, b.source.String(), b.packages, b.Mirrors, b.NoDocs, runtime.GOARCH})
+		Content  string `json:",omitempty"`
+	}{recipeVersion, b.source.String(), b.packages, b.Mirrors, b.NoDocs, runtime.GOARCH, content})
 	if err != nil {
 		return "", err
 	}
@@ -153,35 +176,53 @@ func newHash() hash.Hash { return sha256.New() }
 // Of several builds of one spec at the same time, in any processes, one does the work and the others take its image.
 //
 // Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may look for: ErrUnsupportedSource,
-// ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge, ErrChanged.
+// ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge, ErrChanged; of archives ErrBadArchive; of
+// layers ErrDigest, ErrBadManifest, ErrNoPlatform, ErrNoSource; of registries ErrAuth, ErrRateLimited, ErrRegistry.
 func Build(ctx context.Context, opts Options) (*Image, error) {
 	o, err := checkOptions(opts)
 	if err != nil {
 		return nil, err
 	}
-	spec, err := o.spec()
+	if o.source.layered() {
+		return o.inTemp(ctx, o.buildLayered)
+	}
+	spec, err := o.spec("")
 	if err != nil {
 		return nil, err
 	}
 	if o.source.Kind == KindDebian && !o.NoCache {
-		l, err := lock(ctx, filepath.Join(o.Store.dir, locksDir, "spec-"+spec[:16]), func() { o.progress(StageWait, 0, 0) })
+		l, err := o.lockSpec(ctx, spec)
 		if err != nil {
-			return nil, fmt.Errorf("wait for another build of %s: %w", o.source, err)
+			return nil, err
 		}
 		defer unlock(l)
-		img, err := o.cached(ctx, spec)
+		img, err := o.cached(ctx, spec, o.MaxAge)
 		if err != nil || img != nil {
 			return img, err
 		}
 	}
-	if _, err := o.Store.Prune(ctx); err != nil {
+	return o.inTemp(ctx, func(ctx context.Context, tmp string) (*Image, error) { return o.build(ctx, spec, tmp) })
+}
+
+// lockSpec waits for other builds of the same spec.
+func (b *buildOptions) lockSpec(ctx context.Context, spec string) (*os.File, error) {
+	l, err := lock(ctx, filepath.Join(b.Store.dir, locksDir, "spec-"+spec[:16]), func() { b.progress(StageWait, 0, 0) })
+	if err != nil {
+		return nil, fmt.Errorf("wait for another build of %s: %w", b.source, err)
+	}
+	return l, nil
+}
+
+// inTemp builds in a temporary folder of the store, which is gone afterwards.
+func (b *buildOptions) inTemp(ctx context.Context, build func(ctx context.Context, tmp string) (*Image, error)) (*Image, error) {
+	if _, err := b.Store.Prune(ctx); err != nil {
 		return nil, err
 	}
-	tmp, err := o.newTemp(ctx)
+	tmp, err := b.newTemp(ctx)
 	if err != nil {
 		return nil, err
 	}
-	img, err := o.build(ctx, spec, tmp.dir)
+	img, err := build(ctx, tmp.dir)
 	if err != nil {
 		return nil, errors.Join(err, tmp.remove())
 	}
@@ -201,8 +242,8 @@ func (b *buildOptions) newTemp(ctx context.Context) (*temp, error) {
 }
 
 // cached gives the newest image of the spec that is not too old and passes the cheap check, with the tag given to it; nil if
-// there is none.
-func (b *buildOptions) cached(ctx context.Context, spec string) (*Image, error) {
+// there is none. With maxAge 0, none is too old.
+func (b *buildOptions) cached(ctx context.Context, spec string, maxAge time.Duration) (*Image, error) {
 	l, err := b.Store.lock(ctx)
 	if err != nil {
 		return nil, err
@@ -211,7 +252,7 @@ func (b *buildOptions) cached(ctx context.Context, spec string) (*Image, error) 
 	all, _ := b.Store.List() // damaged records are no candidates
 	for _, img := range all {
 		age := time.Since(img.Created)
-		if img.Spec != spec || age > b.MaxAge || age < 0 || checkFile(img) != nil {
+		if img.Spec != spec || maxAge > 0 && (age > maxAge || age < 0) || checkFile(img) != nil {
 			continue
 		}
 		if err := b.Store.tag(img, b.tag); err != nil {
@@ -241,14 +282,28 @@ func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*Image, err
 		if t, err = readDir(ctx, b.source.Path, b.MaxBytes, func(n int64) { b.progress(StageRead, n, 0) }); err != nil {
 			return nil, fmt.Errorf("build from %s: %w", b.source, err)
 		}
+	case KindTar:
+		spool, err := newSpool(tmp)
+		if err != nil {
+			return nil, fmt.Errorf("build from %s: %w", b.source, err)
+		}
+		defer func() { _ = spool.Close() }() // thrown away
+		if t, err = b.readTarball(ctx, spool); err != nil {
+			return nil, fmt.Errorf("build from %s: %w", b.source, err)
+		}
 	default:
 		return nil, fmt.Errorf("%w: kind %q", ErrUnsupportedSource, b.source.Kind)
 	}
-	if err = addVMFiles(t, b.source.Kind == KindDebian); err != nil {
+	return b.finish(ctx, t, &Image{Architecture: runtime.GOARCH}, spec, tmp)
+}
+
+// finish makes an image of a tree and publishes it. img has what only its source knows.
+func (b *buildOptions) finish(ctx context.Context, t *tree, img *Image, spec, tmp string) (*Image, error) {
+	if err := addVMFiles(t, b.source.Kind == KindDebian); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	img := &Image{Version: RecordVersion, Source: b.source.String(), Spec: spec, Include: b.packages, Skipped: t.skipped,
-		Architecture: runtime.GOARCH, dir: filepath.Join(tmp, "image")}
+	img.Version, img.Source, img.Spec, img.Include = RecordVersion, b.source.String(), spec, b.packages
+	img.Skipped, img.dir = t.skipped, filepath.Join(tmp, "image")
 	if err := describePackages(t, img); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}

@@ -56,7 +56,7 @@ func writeEROFS(ctx context.Context, t *tree, out *os.File, onWrite func(done, t
 	if err := sw.finish(); err != nil {
 		return fmt.Errorf("write the image: %w", err)
 	}
-	if err := finishEROFS(ctx, out, links); err != nil {
+	if err := finishEROFS(ctx, out, links, t.config); err != nil {
 		return fmt.Errorf("finish the image: %w", err)
 	}
 	if err := out.Sync(); err != nil {

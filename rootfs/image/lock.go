@@ -18,13 +18,16 @@ var errLocked = errors.New("locked")
 
 // tryLock takes an exclusive flock(2) on a file, which is made if needed. Closing the file gives it back, as does the death
 // of the process: locks are no garbage.
-func tryLock(name string) (*os.File, error) {
+func tryLock(name string) (*os.File, error) { return tryLockHow(name, unix.LOCK_EX) }
+
+// tryLockHow is tryLock for a shared lock (unix.LOCK_SH) as well.
+func tryLockHow(name string, how int) (*os.File, error) {
 	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return nil, err
 	}
 	for {
-		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		err = unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
 		if err == nil {
 			return f, nil
 		}
@@ -41,8 +44,12 @@ func tryLock(name string) (*os.File, error) {
 
 // lock is tryLock that waits. onWait, when not nil, is called once if there is a wait.
 func lock(ctx context.Context, name string, onWait func()) (*os.File, error) {
+	return lockHow(ctx, name, unix.LOCK_EX, onWait)
+}
+
+func lockHow(ctx context.Context, name string, how int, onWait func()) (*os.File, error) {
 	for {
-		f, err := tryLock(name)
+		f, err := tryLockHow(name, how)
 		if !errors.Is(err, errLocked) {
 			return f, err
 		}

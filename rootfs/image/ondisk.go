@@ -74,7 +74,7 @@ const nidShift = blockSize / nidUnit
 
 // finishEROFS makes the further names of hard-linked inodes refer to the one inode, moves inode numbers away from 0,
 // corrects the number of inodes, and sets UUID and checksum of the superblock.
-func finishEROFS(ctx context.Context, f *os.File, links []hardLink) error {
+func finishEROFS(ctx context.Context, f *os.File, links []hardLink, config []byte) error {
 	block := make([]byte, blockSize)
 	if _, err := f.ReadAt(block, 0); err != nil {
 		return err
@@ -108,6 +108,7 @@ func finishEROFS(ctx context.Context, f *os.File, links []hardLink) error {
 	// The UUID says which content this is, as far as the metadata tells; it needs no randomness.
 	uuid := sha256.New()
 	uuid.Write(sb)
+	uuid.Write(config) // images that differ in nothing else are two
 	if _, err := io.Copy(uuid, io.NewSectionReader(f, d.meta, math.MaxInt64-d.meta)); err != nil {
 		return err
 	}

@@ -29,14 +29,14 @@ func TestParseSource(t *testing.T) {
 		}
 	}
 	for in, text := range map[string]string{
-		"":                       "debian:SUITE",
-		"bookworm":               "no kind in front",
-		"oci:docker.io/debian:1": "dir:PATH",
-		"debian:":                "suite",
-		"debian:Book worm":       "suite",
-		"debian:-oops":           "suite",
-		"debian:../x":            "suite",
-		"dir:":                   "path is empty",
+		"":                 "debian:SUITE",
+		"bookworm":         "no kind in front",
+		"qcow2:disk":       "dir:PATH",
+		"debian:":          "suite",
+		"debian:Book worm": "suite",
+		"debian:-oops":     "suite",
+		"debian:../x":      "suite",
+		"dir:":             "path is empty",
 	} {
 		if _, err := ParseSource(in); !errors.Is(err, ErrUnsupportedSource) || !strings.Contains(err.Error(), text) {
 			t.Errorf("%q: got %v, want ErrUnsupportedSource with %q", in, err, text)

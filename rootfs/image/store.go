@@ -62,11 +62,14 @@ type Image struct {
 	Architecture string    `json:"architecture"` // as Debian and Go name it: amd64
 	Skipped      Skipped   `json:"skipped"`
 
-	// How to run it, where the source says so. Sources of today do not; empty means the caller's default.
-	Entrypoint []string `json:"entrypoint"`
-	Env        []string `json:"env"`
-	User       string   `json:"user"`
-	Workdir    string   `json:"workdir"`
+	// RunConfig is what the source says about how commands run in it. Those without layers say nothing.
+	RunConfig
+
+	// Of sources of layers; empty of others.
+	Platform string  `json:"platform,omitempty"` // OS/ARCH, as its configuration says
+	Manifest string  `json:"manifest,omitempty"` // digest of the manifest; archives of docker's have none
+	Config   string  `json:"config,omitempty"`   // digest of the configuration
+	Layers   []Layer `json:"layers,omitempty"`   // the lowest first
 
 	// Cached says, of an image that Build returned, that it was there already.
 	Cached bool `json:"-"`
@@ -278,7 +281,7 @@ func (s *Store) untagOthers(keep *Image, tag string) error {
 
 // writeRecord replaces the record of an image atomically.
 func writeRecord(img *Image) error {
-	for _, l := range []*[]string{&img.Tags, &img.Include, &img.Entrypoint, &img.Env} {
+	for _, l := range []*[]string{&img.Tags, &img.Include, &img.Entrypoint, &img.Cmd, &img.Env} {
 		if *l == nil {
 			*l = []string{} // lists are lists for readers of the JSON, also when empty
 		}

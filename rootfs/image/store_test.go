@@ -318,7 +318,7 @@ func TestBadOptionsAreRefused(t *testing.T) {
 		"bad mirror":        {Store: s, From: "debian:sid", Mirrors: []string{"x"}},
 		"negative age":      {Store: s, From: "debian:sid", MaxAge: -1},
 		"negative size":     {Store: s, From: "debian:sid", MaxBytes: -1},
-		"unsupported kind":  {Store: s, From: "oci:x"},
+		"unsupported kind":  {Store: s, From: "qcow2:x"},
 	} {
 		if _, err := Build(t.Context(), o); !errors.Is(err, ErrInvalidOption) && !errors.Is(err, ErrUnsupportedSource) {
 			t.Errorf("%s: got %v", name, err)

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"strings"
+	"time"
 )
 
 // paxXattr is the prefix of PAX records that carry extended attributes, as star, GNU tar and libarchive write them.
@@ -56,13 +57,19 @@ func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, o
 
 var errSpool = errors.New("write the spool file (is the disk of the image store full?)")
 
-func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, maxBytes int64) error {
+// headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It counts in
+// skipped what cannot be kept. Times that EROFS cannot hold are an error, or are clamped and counted.
+func headerInode(h *tar.Header, skipped *Skipped, clampTimes bool) (*inode, error) {
 	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
-		return fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
+		return nil, fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
 	}
 	n := &inode{mode: h.FileInfo().Mode(), uid: uint32(h.Uid), gid: uint32(h.Gid), mtime: h.ModTime}
-	if h.ModTime.Unix() < 0 {
-		return fmt.Errorf("modification time %v is before 1970, which EROFS cannot hold", h.ModTime)
+	if sec := h.ModTime.Unix(); sec < 0 || clampTimes && sec > maxSeconds {
+		if !clampTimes {
+			return nil, fmt.Errorf("modification time %v is before 1970, which EROFS cannot hold", h.ModTime)
+		}
+		skipped.Times++
+		n.mtime = time.Unix(min(max(sec, 0), maxSeconds), 0)
 	}
 	for k, v := range h.PAXRecords {
 		name, ok := strings.CutPrefix(k, paxXattr)
@@ -70,7 +77,7 @@ func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.
 			continue
 		}
 		if !keepXattr(name) {
-			t.skipped.Xattrs++
+			skipped.Xattrs++
 			continue
 		}
 		if n.xattrs == nil {
@@ -82,28 +89,8 @@ func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeGNUSparse, '\x00':
 		n.mode, n.size = perm, h.Size
-		if t.bytes += h.Size; t.bytes > maxBytes {
-			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, maxBytes)
-		}
-		if h.Size > 0 {
-			if err := w.align(); err != nil {
-				return fmt.Errorf("%w: %w", errSpool, err)
-			}
-			n.data = spoolContent{f: spool, off: w.pos(), size: h.Size}
-			got, err := io.Copy(markWriteErrors{w}, data)
-			if err != nil {
-				return err
-			}
-			if got != h.Size {
-				return fmt.Errorf("%d bytes of content where its header says %d", got, h.Size)
-			}
-		}
 	case tar.TypeLink:
-		to := t.lookup(h.Linkname)
-		if to == nil || to.isDir() {
-			return fmt.Errorf("hard link to %q, which no earlier entry made a file", h.Linkname)
-		}
-		n = to
+		n.mode = perm
 	case tar.TypeSymlink:
 		n.mode, n.target = fs.ModeSymlink|0o777, h.Linkname
 	case tar.TypeDir:
@@ -116,16 +103,64 @@ func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.
 			n.mode |= fs.ModeCharDevice
 		}
 		if h.Devmajor < 0 || h.Devminor < 0 || h.Devmajor > 1<<12 || h.Devminor > 1<<20 {
-			return fmt.Errorf("device number %d:%d is out of range", h.Devmajor, h.Devminor)
+			return nil, fmt.Errorf("device number %d:%d is out of range", h.Devmajor, h.Devminor)
 		}
 		var err error
 		if n.rdev, err = encodeDev(uint32(h.Devmajor), uint32(h.Devminor)); err != nil {
+			return nil, err
+		}
+	default:
+		return nil, fmt.Errorf("entry type %q is not known", h.Typeflag)
+	}
+	return n, nil
+}
+
+// maxSeconds is the end of the year 9999. Times beyond it are no times of files.
+const maxSeconds = 253402300799
+
+// spoolFile copies the content of a regular file to the spool.
+func spoolFile(n *inode, data io.Reader, w *sparseWriter, spool *os.File) error {
+	if n.size == 0 {
+		return nil
+	}
+	if n.size >= blockSize { // so that its blocks of zeros become holes
+		if err := w.align(); err != nil {
+			return fmt.Errorf("%w: %w", errSpool, err)
+		}
+	}
+	n.data = spoolContent{f: spool, off: w.pos(), size: n.size}
+	got, err := io.Copy(markWriteErrors{w}, data)
+	if err != nil {
+		return err
+	}
+	if got != n.size {
+		return fmt.Errorf("%d bytes of content where its header says %d", got, n.size)
+	}
+	return nil
+}
+
+func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, maxBytes int64) error {
+	if h.Typeflag == tar.TypeXGlobalHeader {
+		return nil
+	}
+	n, err := headerInode(h, &t.skipped, false)
+	if err != nil {
+		return err
+	}
+	if n.mode.IsRegular() && h.Typeflag != tar.TypeLink {
+		if t.bytes += n.size; t.bytes > maxBytes {
+			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, maxBytes)
+		}
+		if err := spoolFile(n, data, w, spool); err != nil {
 			return err
 		}
-	case tar.TypeXGlobalHeader:
-		return nil
-	default:
-		return fmt.Errorf("entry type %q is not known", h.Typeflag)
+	}
+	if h.Typeflag == tar.TypeLink {
+		to := t.lookup(h.Linkname)
+		if to == nil || to.isDir() {
+			return fmt.Errorf("hard link to %q, which no earlier entry made a file", h.Linkname)
+		}
+		n = to
 	}
 	return t.add(h.Name, n)
 }

@@ -56,6 +56,8 @@ type tree struct {
 	inodes  int
 	bytes   int64 // sum of the sizes of regular files
 	skipped Skipped
+	// config is what the image says about commands, as canonical JSON, if it says anything: a part of the image's id.
+	config []byte
 }
 
 // Skipped counts what a source holds and its image does not.
@@ -63,6 +65,7 @@ type Skipped struct {
 	Sockets int `json:"sockets,omitempty"` // Unix sockets
 	Mounts  int `json:"mounts,omitempty"`  // mount points below a directory source, whose content was left out
 	Xattrs  int `json:"xattrs,omitempty"`  // extended attributes outside user, trusted, security and POSIX ACLs
+	Times   int `json:"times,omitempty"`   // modification times of archives before 1970 or after 9999: the nearest of these instead
 }
 
 func newTree() *tree {

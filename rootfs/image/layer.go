@@ -1,0 +1,207 @@
+package image
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path"
+	"strings"
+	"sync/atomic"
+)
+
+// Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those of a
+// tree (tree.go) hold as well.
+const (
+	maxLayers    = 512     // of an image
+	maxEntries   = 4 << 20 // of all layers of an image
+	maxMetaBytes = 1 << 30 // names, link targets and extended attributes of all layers
+	maxDepth     = 1024    // directories above each other
+	maxLinkHops  = 40      // symlinks on the way of one path, as Linux has it (MAXSYMLINKS)
+	maxFollowed  = 1 << 20 // symlinks on the ways of all paths of an image
+	// What a tar stream may have besides contents: headers and padding, of the largest number of entries.
+	maxTarOverhead = 8 << 30
+	// A PAX record, or another header that extends the next one, is at most 1 MiB: package archive/tar holds that.
+)
+
+// Names of the OCI image specification, "Layer Filesystem Changeset", Whiteouts.
+const (
+	whiteoutPrefix = ".wh."
+	whiteoutMeta   = ".wh..wh." // of AUFS; only the next one means something
+	whiteoutOpaque = ".wh..wh..opq"
+)
+
+// budget is what all layers of an image may have together. Safe for concurrent use.
+type budget struct {
+	maxBytes int64
+	bytes    atomic.Int64 // content of regular files
+	entries  atomic.Int64
+	meta     atomic.Int64
+	onRead   func(n int64) // may be nil; told the content so far
+}
+
+func (b *budget) take(h *tar.Header, size int64) error {
+	meta := int64(len(h.Name) + len(h.Linkname))
+	for k, v := range h.PAXRecords {
+		meta += int64(len(k) + len(v))
+	}
+	if b.entries.Add(1) > maxEntries {
+		return fmt.Errorf("%w: its archives have more than %d entries", ErrTooLarge, maxEntries)
+	}
+	if b.meta.Add(meta) > maxMetaBytes {
+		return fmt.Errorf("%w: names and attributes have more than %d bytes", ErrTooLarge, maxMetaBytes)
+	}
+	// Not by adding first: sizes may be near the end of the range.
+	if size > b.maxBytes || b.bytes.Add(size) > b.maxBytes {
+		return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, b.maxBytes)
+	}
+	return nil
+}
+
+// layer is a read tar stream that is not yet part of a tree. File contents lie in its spool file.
+type layer struct {
+	entries   []layerEntry // in the order of the stream
+	whiteouts []whiteout
+	skipped   Skipped
+}
+
+// named gives the paths that the layer says something of: those of its entries, and of what its whiteouts hide.
+func (l *layer) named() map[string]struct{} {
+	out := make(map[string]struct{}, len(l.entries)+len(l.whiteouts))
+	for _, e := range l.entries {
+		out[e.path] = struct{}{}
+	}
+	for _, w := range l.whiteouts {
+		if w.name != "" {
+			out[path.Join(w.dir, w.name)] = struct{}{}
+		}
+	}
+	return out
+}
+
+type layerEntry struct {
+	path string // components joined by slashes; "" is the root
+	n    *inode
+	link string // of a hard link: the path it refers to, unlike "" for all others
+}
+
+// whiteout hides something of the layers below: one name of a directory, or with name "" all that it has.
+type whiteout struct{ dir, name string }
+
+// readLayer reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as the
+// layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image specification.
+//
+// Errors of r are passed on as they are, and so is ErrTooLarge; a damaged archive, and an entry that has no place in a root
+// filesystem, is ErrBadArchive.
+func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whiteouts bool) (*layer, error) {
+	l := &layer{}
+	w := newSparseWriter(spool)
+	src := &watchedReader{ctx: ctx, r: r}
+	tr := tar.NewReader(src)
+	for {
+		h, err := tr.Next()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			if src.err != nil {
+				return nil, src.err
+			}
+			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
+		}
+		if err := l.addTar(h, tr, w, spool, b, whiteouts); err != nil {
+			switch {
+			case src.err != nil:
+				return nil, src.err
+			case errors.Is(err, ErrTooLarge), errors.Is(err, errSpool):
+				return nil, err
+			}
+			return nil, fmt.Errorf("%w: entry %.200q: %w", ErrBadArchive, h.Name, err)
+		}
+		if b.onRead != nil {
+			b.onRead(b.bytes.Load())
+		}
+	}
+	if err := w.finish(); err != nil {
+		return nil, fmt.Errorf("%w: %w", errSpool, err)
+	}
+	return l, nil
+}
+
+func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, b *budget, whiteouts bool) error {
+	if h.Typeflag == tar.TypeXGlobalHeader {
+		return b.take(h, 0)
+	}
+	parts, err := splitPath(h.Name)
+	if err != nil {
+		return err
+	}
+	if len(parts) > maxDepth {
+		return fmt.Errorf("%d directories above each other, at most %d are possible", len(parts), maxDepth)
+	}
+	if whiteouts {
+		if done, err := l.addWhiteout(parts); done || err != nil {
+			return errors.Join(err, b.take(h, 0))
+		}
+	}
+	n, err := headerInode(h, &l.skipped, true)
+	if err != nil {
+		return err
+	}
+	if err := b.take(h, n.size); err != nil {
+		return err
+	}
+	e := layerEntry{path: strings.Join(parts, "/"), n: n}
+	switch {
+	case h.Typeflag == tar.TypeLink:
+		to, err := splitPath(h.Linkname)
+		if err != nil {
+			return fmt.Errorf("hard link: %w", err)
+		}
+		if len(to) == 0 {
+			return errors.New("hard link to the root")
+		}
+		e.link = strings.Join(to, "/")
+	case n.isDir():
+		n.children = map[string]*inode{}
+	case n.mode.IsRegular():
+		if err := spoolFile(n, data, w, spool); err != nil {
+			return err
+		}
+	}
+	if err := checkInode(n); err != nil {
+		return err
+	}
+	if e.path == "" && !n.isDir() {
+		return errors.New("the root is not a directory")
+	}
+	l.entries = append(l.entries, e)
+	return nil
+}
+
+// addWhiteout takes a name with a meaning of its own. It says whether that is one.
+func (l *layer) addWhiteout(parts []string) (bool, error) {
+	for i, s := range parts {
+		if !strings.HasPrefix(s, whiteoutPrefix) {
+			continue
+		}
+		last := i == len(parts)-1
+		dir := path.Join(parts[:i]...)
+		switch name := s[len(whiteoutPrefix):]; {
+		case s == whiteoutOpaque && last:
+			l.whiteouts = append(l.whiteouts, whiteout{dir: dir})
+		case strings.HasPrefix(s, whiteoutMeta) && s != whiteoutOpaque:
+			// Book-keeping of AUFS, with all below it. No tool has written it for years, none reads it.
+		case !last:
+			return true, errors.New("something below a whiteout")
+		case name == "" || name == "." || name == "..":
+			return true, fmt.Errorf("a whiteout of the name %q", name)
+		default:
+			l.whiteouts = append(l.whiteouts, whiteout{dir: dir, name: name})
+		}
+		return true, nil
+	}
+	return false, nil
+}

@@ -1,0 +1,428 @@
+package image
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"golang.org/x/sys/unix"
+)
+
+// Limits of image archives and layout directories.
+const (
+	maxMembers     = 16 << 10 // files of an archive
+	maxMemberLinks = 8        // links from one to another
+)
+
+// members are the files of an image archive or of a layout directory. Safe for concurrent use.
+type members interface {
+	// open gives a regular file and its size in bytes. The error is fs.ErrNotExist when there is none.
+	open(name string) (io.ReadCloser, int64, error)
+	Close() error
+}
+
+// readMember reads a whole small file.
+func readMember(m members, name string) ([]byte, error) {
+	r, size, err := m.open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = r.Close() }() // only read
+	if size > maxManifestBytes {
+		return nil, fmt.Errorf("%w: %s has %d bytes, at most %d are possible", ErrBadManifest, name, size, maxManifestBytes)
+	}
+	b, err := io.ReadAll(io.LimitReader(r, maxManifestBytes+1))
+	if err == nil && int64(len(b)) != size {
+		err = fmt.Errorf("%w: %s has %d bytes, not %d", ErrChanged, name, len(b), size)
+	}
+	return b, err
+}
+
+// dirMembers are the files of a directory. Nothing outside of it is opened, whatever links it holds.
+type dirMembers struct{ root *os.Root }
+
+func openDirMembers(dir string) (members, error) {
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return nil, err
+	}
+	return dirMembers{root}, nil
+}
+
+func (d dirMembers) open(name string) (io.ReadCloser, int64, error) {
+	// Opening a fifo would wait for a writer.
+	f, err := d.root.OpenFile(filepath.FromSlash(name), os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	if err != nil {
+		return nil, 0, err
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() {
+		err = fmt.Errorf("%w: %s is no regular file", ErrBadManifest, name)
+	}
+	if err != nil {
+		return nil, 0, errors.Join(err, f.Close())
+	}
+	return f, st.Size(), nil
+}
+
+func (d dirMembers) Close() error { return d.root.Close() }
+
+// tarMembers are the files of an uncompressed tar archive.
+type tarMembers struct {
+	f     *os.File
+	files map[string]section
+	links map[string]string // archives of old dockers name layers that are the same by links
+}
+
+type section struct{ off, size int64 }
+
+func (t *tarMembers) open(name string) (io.ReadCloser, int64, error) {
+	name = path.Clean(name)
+	for range maxMemberLinks {
+		if s, ok := t.files[name]; ok {
+			return io.NopCloser(io.NewSectionReader(t.f, s.off, s.size)), s.size, nil
+		}
+		to, ok := t.links[name]
+		if !ok {
+			return nil, 0, fmt.Errorf("%.200q is not in the archive: %w", name, fs.ErrNotExist)
+		}
+		name = to
+	}
+	return nil, 0, fmt.Errorf("%w: more than %d links lead to a file of the archive", ErrBadArchive, maxMemberLinks)
+}
+
+func (t *tarMembers) Close() error { return t.f.Close() }
+
+// openTarMembers reads the table of an archive. It closes f on errors.
+func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
+	defer func() {
+		if err != nil {
+			_ = f.Close() // only read
+		}
+	}()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	t := &tarMembers{f: f, files: map[string]section{}, links: map[string]string{}}
+	tr := tar.NewReader(f) // it seeks over contents
+	for n := 0; ; n++ {
+		if err := context.Cause(ctx); err != nil {
+			return nil, err
+		}
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			return t, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: read its table: %w", ErrBadArchive, err)
+		}
+		if n >= maxMembers {
+			return nil, fmt.Errorf("%w: the archive has more than %d files, which no image archive has", ErrTooLarge, maxMembers)
+		}
+		if len(h.Name) > maxPathBytes || len(h.Linkname) > maxPathBytes {
+			return nil, fmt.Errorf("%w: a name of more than %d bytes", ErrBadArchive, maxPathBytes)
+		}
+		p := path.Clean(h.Name)
+		switch h.Typeflag {
+		case tar.TypeReg:
+			off, err := f.Seek(0, io.SeekCurrent)
+			if err != nil {
+				return nil, err
+			}
+			// Sparse members do not lie in one piece; no tool makes them.
+			if _, sparse := h.PAXRecords["GNU.sparse.major"]; sparse || h.PAXRecords["GNU.sparse.map"] != "" || off > st.Size()-h.Size {
+				return nil, fmt.Errorf("%w: file %.200q does not lie in it in one piece", ErrBadArchive, p)
+			}
+			t.files[p] = section{off, h.Size}
+			delete(t.links, p)
+		case tar.TypeSymlink, tar.TypeLink:
+			to := h.Linkname
+			if h.Typeflag == tar.TypeSymlink {
+				to = path.Join(path.Dir(p), to)
+			}
+			t.links[p] = path.Clean(to)
+			delete(t.files, p)
+		}
+	}
+}
+
+// blobName is where a layout has a blob.
+func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
+
+const refNameAnnotation = "org.opencontainers.image.ref.name"
+
+// loadLayout reads the documents of an OCI image layout (image-layout.md of the OCI image specification). ref is a name that
+// the index gives to an image, or "@" and a digest, or "" for the only one.
+func loadLayout(m members, ref string, want v1.Platform) (*manifest, error) {
+	b, err := readMember(m, "oci-layout")
+	if err != nil {
+		return nil, notLayout(err)
+	}
+	var version struct {
+		Version string `json:"imageLayoutVersion"`
+	}
+	if err := parseJSON("oci-layout", b, &version); err != nil {
+		return nil, err
+	}
+	if !strings.HasPrefix(version.Version, "1.") {
+		return nil, fmt.Errorf("%w: it is a layout of version %.20q, known is 1.0.0", ErrBadManifest, version.Version)
+	}
+	if b, err = readMember(m, "index.json"); err != nil {
+		return nil, notLayout(err)
+	}
+	ix, err := parseIndex(b)
+	if err != nil {
+		return nil, err
+	}
+	d, err := chooseNamed(ix.Manifests, ref, want)
+	if err != nil {
+		return nil, err
+	}
+	get := fetcher(func(d v1.Descriptor) ([]byte, error) {
+		b, err := readMember(m, blobName(d.Digest))
+		return b, missingBlob(d.Digest.String(), err)
+	})
+	return get.image(d, want, func(_ context.Context, d v1.Descriptor) (io.ReadCloser, error) {
+		r, _, err := m.open(blobName(d.Digest))
+		return r, missingBlob(d.Digest.String(), err)
+	})
+}
+
+func notLayout(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: it is no OCI image layout: %w", ErrBadManifest, err)
+	}
+	return err
+}
+
+func missingBlob(name string, err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: it lacks %s: %w", ErrBadManifest, name, err)
+	}
+	return err
+}
+
+// chooseNamed takes the entry of a layout's index that ref means.
+func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descriptor, error) {
+	var found []v1.Descriptor
+	var names []string
+	for _, d := range list {
+		n := d.Annotations[refNameAnnotation]
+		if digest, ok := strings.CutPrefix(ref, "@"); ref == "" || ok && d.Digest.String() == digest || !ok && n == ref {
+			found = append(found, d)
+		}
+		if n != "" && len(names) < 20 {
+			names = append(names, n)
+		}
+	}
+	switch {
+	case len(found) == 1:
+		return found[0], nil
+	case len(found) == 0:
+		return v1.Descriptor{}, fmt.Errorf("%w: %q; it has %q", ErrNoSource, strings.TrimPrefix(ref, "@"), names)
+	}
+	// Several of one name may be for several platforms.
+	d, err := choose(found, want)
+	if err != nil || ref == "" && len(names) > 1 && slices.ContainsFunc(names, func(n string) bool { return n != names[0] }) {
+		return d, fmt.Errorf("%w: it has several; name one of %q behind the path", ErrNoSource, names)
+	}
+	return d, nil
+}
+
+// dockerManifest is an entry of the manifest.json that `docker save` writes.
+type dockerManifest struct {
+	Config   string
+	RepoTags []string
+	Layers   []string
+}
+
+// loadDockerArchive reads the documents of an archive as `docker save` writes it. ref is a tag, or "" for the only image.
+func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, error) {
+	b, err := readMember(m, "manifest.json")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: it has no manifest.json, so `docker save` of docker 1.10 or later has not written it: %w", ErrBadManifest, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	var list []dockerManifest
+	if err := parseJSON("manifest.json", b, &list); err != nil {
+		return nil, err
+	}
+	if len(list) > maxIndexEntries {
+		return nil, fmt.Errorf("%w: it has %d images, at most %d are possible", ErrBadManifest, len(list), maxIndexEntries)
+	}
+	doc, err := chooseTagged(list, ref)
+	if err != nil {
+		return nil, err
+	}
+	if b, err = readMember(m, doc.Config); err != nil {
+		return nil, missingBlob("its configuration", err)
+	}
+	out, diffs, err := parseConfig(b, want)
+	if err != nil {
+		return nil, err
+	}
+	h, _, err := v1.SHA256(strings.NewReader(string(b)))
+	if err != nil {
+		return nil, err
+	}
+	out.config = h.String()
+	// The file's name is the digest of its content, in all versions of this format.
+	if base := strings.TrimSuffix(path.Base(doc.Config), ".json"); idRE.MatchString(base) && base != h.Hex {
+		return nil, fmt.Errorf("%w: the configuration %s has the digest %s", ErrDigest, doc.Config, h)
+	}
+	if len(diffs) != len(doc.Layers) {
+		return nil, fmt.Errorf("%w: it has %d layers, its configuration tells of %d", ErrBadManifest, len(doc.Layers), len(diffs))
+	}
+	for i, file := range doc.Layers {
+		l := Layer{DiffID: diffs[i].String(), Size: -1}
+		if hex, ok := strings.CutPrefix(file, "blobs/sha256/"); ok && idRE.MatchString(hex) {
+			l.Digest = "sha256:" + hex
+		}
+		out.layers = append(out.layers, layerSource{Layer: l, open: func(context.Context) (io.ReadCloser, error) {
+			r, _, err := m.open(file)
+			return r, missingBlob("a layer", err)
+		}})
+	}
+	return out, nil
+}
+
+func chooseTagged(list []dockerManifest, ref string) (dockerManifest, error) {
+	var tags []string
+	var found []dockerManifest
+	for _, d := range list {
+		if ref == "" || slices.ContainsFunc(d.RepoTags, func(t string) bool { return sameTag(t, ref) }) {
+			found = append(found, d)
+		}
+		if len(tags) < 20 {
+			tags = append(tags, d.RepoTags...)
+		}
+	}
+	switch len(found) {
+	case 1:
+		return found[0], nil
+	case 0:
+		return dockerManifest{}, fmt.Errorf("%w: %q; it has %q", ErrNoSource, ref, tags)
+	}
+	return dockerManifest{}, fmt.Errorf("%w: it has several; name one of %q behind the path", ErrNoSource, tags)
+}
+
+// sameTag says that two references mean the same: "debian" is docker.io/library/debian:latest.
+func sameTag(a, b string) bool {
+	if a == b {
+		return true
+	}
+	x, err := name.ParseReference(a)
+	if err != nil {
+		return false
+	}
+	y, err := name.ParseReference(b)
+	return err == nil && x.Name() == y.Name()
+}
+
+// spoolArchive puts a stream, or a compressed archive, into an uncompressed file of the folder tmp, which can be read anywhere
+// in it. The file has no name any more.
+func spoolArchive(ctx context.Context, r io.Reader, tmp string, maxBytes int64, onRead func(int64)) (*os.File, error) {
+	u, err := unpack(&watchedReader{ctx: ctx, r: r}, true, maxBytes+maxTarOverhead)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = u.Close() }() // only read
+	f, err := os.CreateTemp(tmp, "archive-")
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Remove(f.Name()); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	w := newSparseWriter(f)
+	_, err = io.Copy(io.MultiWriter(markWriteErrors{w}, progressWriter(onRead)), u)
+	if err == nil {
+		err = w.finish()
+	}
+	if err == nil {
+		_, err = f.Seek(0, io.SeekStart)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// progressWriter tells how much was written to it altogether.
+func progressWriter(tell func(int64)) io.Writer {
+	var n int64
+	return writerFunc(func(p []byte) (int, error) {
+		if n += int64(len(p)); tell != nil {
+			tell(n)
+		}
+		return len(p), nil
+	})
+}
+
+type writerFunc func(p []byte) (int, error)
+
+func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
+
+// openArchive opens an image archive for reading anywhere in it. file "-" is stdin.
+func openArchive(ctx context.Context, file string, stdin io.Reader, tmp string, maxBytes int64, onRead func(int64)) (members, error) {
+	if file == stdinPath {
+		if stdin == nil {
+			return nil, fmt.Errorf("%w: there is no standard input to read", ErrInvalidOption)
+		}
+		f, err := spoolArchive(ctx, stdin, tmp, maxBytes, onRead)
+		if err != nil {
+			return nil, err
+		}
+		return openTarMembers(ctx, f)
+	}
+	f, err := openRegular(file)
+	if err != nil {
+		return nil, err
+	}
+	u, err := unpack(f, true, maxBytes)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	packed := u.packed
+	_ = u.Close() // it was only a look
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	if !packed {
+		return openTarMembers(ctx, f)
+	}
+	plain, err := spoolArchive(ctx, f, tmp, maxBytes, onRead)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, err
+	}
+	return openTarMembers(ctx, plain)
+}
+
+// openRegular opens a regular file of the host.
+func openRegular(name string) (*os.File, error) {
+	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	if err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() {
+		err = fmt.Errorf("%w: %s is no regular file; use - for standard input", ErrUnsupportedSource, name)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}

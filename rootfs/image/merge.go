@@ -1,0 +1,211 @@
+package image
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+)
+
+// merger puts layers on a tree, the lowest first. It follows the OCI image specification ("Layer Filesystem Changeset",
+// "Applying Changesets"), and where that says nothing does what container runtimes do:
+//
+//   - Whiteouts hide what layers below have, never what their own layer has, wherever in it they stand.
+//   - An entry replaces what is at its path, except that a directory put on a directory keeps what is in it.
+//   - A directory that an entry needs and nobody named is made: mode 0755, owner root, the time of its parent.
+//   - Symlinks on the way to an entry, but not at its end, are followed within the tree: ".." stops at its root, an absolute
+//     target begins there. So no layer reaches anything outside, whatever links an earlier one has left.
+//   - A hard link refers to what earlier entries, or layers below, have put at its target.
+type merger struct {
+	t        *tree
+	followed int // symlinks so far
+}
+
+// place is a directory of the tree and where it is.
+type place struct {
+	dir   *inode
+	depth int // directories above it
+	bytes int // of its path
+}
+
+var errNotThere = errors.New("no such directory")
+
+// find walks from the root along parts to a directory. With make, directories that are missing are made. With replaced (of
+// whiteouts; may be nil), a symlink that stands at one of these paths is no way to anything: the layer replaces it.
+func (m *merger) find(parts []string, create bool, replaced map[string]struct{}) (place, error) {
+	stack := append(make([]place, 0, len(parts)+1), place{dir: m.t.root})
+	todo, hops := parts, 0
+	own := len(parts) // of todo, this many at the end are of parts; the others of link targets
+	for len(todo) > 0 {
+		name := todo[0]
+		todo = todo[1:]
+		if len(todo) < own {
+			own = len(todo)
+		}
+		cur := stack[len(stack)-1]
+		switch name {
+		case "", ".":
+			continue
+		case "..":
+			stack = stack[:max(len(stack)-1, 1)]
+			continue
+		}
+		next := cur.dir.children[name]
+		if next == nil {
+			if !create {
+				return place{}, errNotThere
+			}
+			if len(name) > maxNameBytes {
+				return place{}, fmt.Errorf("a symlink leads to a name of %d bytes", len(name))
+			}
+			if err := m.t.count(1); err != nil {
+				return place{}, err
+			}
+			next = &inode{mode: fs.ModeDir | 0o755, mtime: cur.dir.mtime, children: map[string]*inode{}}
+			cur.dir.children[name] = next
+		}
+		switch {
+		case next.isDir():
+			p := place{dir: next, depth: cur.depth + 1, bytes: cur.bytes + len(name) + 1}
+			if err := p.check(); err != nil {
+				return place{}, err
+			}
+			stack = append(stack, p)
+		case next.mode.Type() == fs.ModeSymlink:
+			if replaced != nil && len(todo) == own {
+				if _, ok := replaced[strings.Join(parts[:len(parts)-own], "/")]; ok {
+					return place{}, errNotThere
+				}
+			}
+			if hops++; hops > maxLinkHops {
+				return place{}, fmt.Errorf("more than %d symlinks lead to it", maxLinkHops)
+			}
+			if m.followed++; m.followed > maxFollowed {
+				return place{}, fmt.Errorf("%w: more than %d symlinks lie on the ways of its paths", ErrTooLarge, maxFollowed)
+			}
+			if strings.HasPrefix(next.target, "/") {
+				stack = stack[:1]
+			}
+			todo = append(strings.Split(next.target, "/"), todo...)
+		default:
+			if !create {
+				return place{}, errNotThere
+			}
+			return place{}, fmt.Errorf("it lies below %.200q, which is not a directory", name)
+		}
+	}
+	return stack[len(stack)-1], nil
+}
+
+// check holds the bounds of a path: links could lead deeper at every entry.
+func (p place) check() error {
+	if p.depth > maxDepth {
+		return fmt.Errorf("more than %d directories above each other", maxDepth)
+	}
+	if p.bytes > maxPathBytes {
+		return fmt.Errorf("its path has more than %d bytes", maxPathBytes)
+	}
+	return nil
+}
+
+// split is splitPath for what has been through it.
+func split(p string) []string {
+	if p == "" {
+		return nil
+	}
+	return strings.Split(p, "/")
+}
+
+// apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge; the tree is of no use then.
+func (m *merger) apply(l *layer) error {
+	m.t.skipped.Xattrs += l.skipped.Xattrs
+	m.t.skipped.Times += l.skipped.Times
+	var named map[string]struct{}
+	if len(l.whiteouts) > 0 {
+		named = l.named()
+	}
+	for _, w := range l.whiteouts {
+		p, err := m.find(split(w.dir), false, named)
+		switch {
+		case errors.Is(err, ErrTooLarge):
+			return err
+		case err != nil:
+			// There is nothing to hide; a loop of links leads to nothing as well.
+		case w.name == "":
+			clear(p.dir.children)
+		default:
+			delete(p.dir.children, w.name)
+		}
+	}
+	for _, e := range l.entries {
+		if err := m.put(e); err != nil {
+			if errors.Is(err, ErrTooLarge) {
+				return err
+			}
+			return fmt.Errorf("%w: entry %.200q: %w", ErrBadArchive, e.path, err)
+		}
+	}
+	return nil
+}
+
+func (m *merger) put(e layerEntry) error {
+	if e.path == "" {
+		e.n.children = m.t.root.children
+		m.t.root = e.n
+		return nil
+	}
+	parts := split(e.path)
+	name := parts[len(parts)-1]
+	p, err := m.find(parts[:len(parts)-1], true, nil)
+	if err != nil {
+		return err
+	}
+	if err := (place{depth: p.depth + 1, bytes: p.bytes + len(name) + 1}).check(); err != nil {
+		return err
+	}
+	n := e.n
+	if e.link != "" {
+		if n, err = m.linkTarget(e.link); err != nil {
+			return err
+		}
+	}
+	if old := p.dir.children[name]; old != nil && old.isDir() && n.isDir() {
+		n.children = old.children
+	}
+	if err := m.t.count(1); err != nil {
+		return err
+	}
+	p.dir.children[name] = n
+	return nil
+}
+
+// linkTarget finds the inode that a hard link refers to.
+func (m *merger) linkTarget(link string) (*inode, error) {
+	parts := split(link)
+	p, err := m.find(parts[:len(parts)-1], false, nil)
+	if errors.Is(err, ErrTooLarge) {
+		return nil, err
+	}
+	var to *inode
+	if err == nil {
+		to = p.dir.children[parts[len(parts)-1]]
+	}
+	switch {
+	case to == nil:
+		return nil, fmt.Errorf("hard link to %.200q, which no earlier entry or layer has made", link)
+	case to.isDir():
+		return nil, fmt.Errorf("hard link to %.200q, which is a directory", link)
+	}
+	return to, nil
+}
+
+// ensureDir makes a directory, and those above it, if there is nothing at its path. It says nothing of other files there.
+func (m *merger) ensureDir(p string) error {
+	parts, err := splitPath(p)
+	if err != nil {
+		return err
+	}
+	_, err = m.find(slices.Clip(parts), true, nil)
+	return err
+}

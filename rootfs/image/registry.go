@@ -1,0 +1,379 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"net"
+	"net/http"
+	"path"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/authn"
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
+	"golang.org/x/sync/errgroup"
+)
+
+// How patient a build is with a registry.
+const (
+	maxTries    = 4                // of a request that is limited or fails for the moment, and of a layer
+	firstPause  = time.Second      // before the second try; doubled each time
+	maxPause    = time.Minute      // that a registry may ask for
+	maxStall    = 2 * time.Minute  // without a byte
+	dialTimeout = 30 * time.Second // also of a TLS handshake
+	fetchAtOnce = 4                // layers
+	maxDrain    = 64 << 10         // bytes of an answer that is thrown away
+	userAgent   = "drowse"
+)
+
+// registry is one image of a registry.
+type registry struct {
+	ref    name.Reference
+	puller *remote.Puller
+	web    *http.Transport
+	pause  func(context.Context, time.Duration) error
+}
+
+// sleep waits, or ends with the context.
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// parseReference reads a reference as docker does: debian, ghcr.io/me/app:v1, localhost:5000/app@sha256:...
+func parseReference(s string, plainHTTP bool) (name.Reference, error) {
+	var o []name.Option
+	if plainHTTP {
+		o = append(o, name.Insecure)
+	}
+	return name.ParseReference(s, o...)
+}
+
+// newRegistry prepares for a reference. Credentials come from docker's configuration ($DOCKER_CONFIG, ~/.docker/config.json,
+// its helpers), or podman's. Close must be called.
+func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Duration) error) (*registry, error) {
+	r := &registry{pause: pause}
+	var err error
+	if r.ref, err = parseReference(ref, plainHTTP); err != nil {
+		return nil, fmt.Errorf("%w %q: %w", ErrUnsupportedSource, ref, err)
+	}
+	r.web = &http.Transport{
+		Proxy:                 http.ProxyFromEnvironment,
+		DialContext:           (&net.Dialer{Timeout: dialTimeout}).DialContext,
+		ForceAttemptHTTP2:     true,
+		TLSHandshakeTimeout:   dialTimeout,
+		ResponseHeaderTimeout: maxStall,
+		IdleConnTimeout:       dialTimeout,
+		MaxIdleConnsPerHost:   fetchAtOnce,
+	}
+	r.puller, err = remote.NewPuller(
+		remote.WithTransport(&patient{inner: r.web, pause: pause}),
+		remote.WithAuthFromKeychain(authn.DefaultKeychain),
+		remote.WithUserAgent(userAgent),
+		remote.WithJobs(fetchAtOnce),
+		// patient tries again, as it is told to.
+		remote.WithRetryStatusCodes(), remote.WithRetryPredicate(func(error) bool { return false }),
+	)
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// Close gives up connections.
+func (r *registry) Close() error {
+	r.web.CloseIdleConnections()
+	return nil
+}
+
+// image reads the documents of the image.
+func (r *registry) image(ctx context.Context, want v1.Platform) (*manifest, error) {
+	top, err := r.puller.Get(ctx, r.ref)
+	if err != nil {
+		return nil, registryError(ctx, err)
+	}
+	if d, ok := r.ref.(name.Digest); ok && top.Digest.String() != d.DigestStr() {
+		return nil, fmt.Errorf("%w: asked for %s, got %s", ErrDigest, d.DigestStr(), top.Digest)
+	}
+	get := fetcher(func(d v1.Descriptor) ([]byte, error) {
+		if d.Digest == top.Digest {
+			return top.Manifest, nil
+		}
+		if d.MediaType.IsIndex() || d.MediaType.IsImage() {
+			sub, err := r.puller.Get(ctx, r.ref.Context().Digest(d.Digest.String()))
+			if err != nil {
+				return nil, registryError(ctx, err)
+			}
+			return sub.Manifest, nil
+		}
+		body, err := r.blob(ctx, d)
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = body.Close() }() // only read
+		b, err := io.ReadAll(io.LimitReader(body, maxManifestBytes+1))
+		if err != nil && int64(len(b)) != d.Size { // else it is whole, and its digest is checked next
+			return nil, registryError(ctx, err)
+		}
+		return b, nil
+	})
+	if top.MediaType.IsSchema1() {
+		return nil, fmt.Errorf("%w: it is a manifest of schema 1, which was given up in 2017: push the image again", ErrBadManifest)
+	}
+	return get.image(top.Descriptor, want, nil)
+}
+
+// blob opens a blob as the registry sends it. The reader checks its digest too.
+func (r *registry) blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error) {
+	l, err := r.puller.Layer(ctx, r.ref.Context().Digest(d.Digest.String()))
+	if err != nil {
+		return nil, registryError(ctx, err)
+	}
+	body, err := l.Compressed()
+	if err != nil {
+		return nil, registryError(ctx, err)
+	}
+	return body, nil
+}
+
+// fetch puts the layers that are not there into the store, several at once, and makes m read them from there. Each is checked
+// before it is one of the store's. The lock of shareBlobs must be held.
+func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string, max int64, progress func(done, total int64)) error {
+	var total int64
+	var todo []v1.Descriptor
+	seen := map[v1.Hash]int64{}
+	for i := range m.layers {
+		l := &m.layers[i]
+		h, err := v1.NewHash(l.Digest)
+		if err != nil {
+			return fmt.Errorf("%w: digest %.100q: %w", ErrBadManifest, l.Digest, err)
+		}
+		l.open = func(context.Context) (io.ReadCloser, error) { return openRegular(s.blobPath(h)) }
+		if size, ok := seen[h]; ok {
+			if size != l.Size {
+				return fmt.Errorf("%w: %s has %d and %d bytes", ErrBadManifest, h, size, l.Size)
+			}
+			continue
+		}
+		seen[h] = l.Size
+		if s.hasBlob(h, l.Size) {
+			continue
+		}
+		if total += l.Size; l.Size > max || total > max {
+			return fmt.Errorf("%w: its layers have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, max)
+		}
+		todo = append(todo, v1.Descriptor{Digest: h, Size: l.Size})
+	}
+	if len(todo) == 0 {
+		return nil
+	}
+	var done atomic.Int64
+	tell := func(n int64) { progress(done.Add(n), total) }
+	tell(0)
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(fetchAtOnce)
+	for _, d := range todo {
+		g.Go(func() error { return r.fetchOne(ctx, d, s, tmp, tell) })
+	}
+	return g.Wait()
+}
+
+// fetchOne gets one layer. A connection that breaks, and content that is not what it should be, get a second chance.
+func (r *registry) fetchOne(ctx context.Context, d v1.Descriptor, s *Store, tmp string, tell func(int64)) error {
+	wait := firstPause
+	for try := 1; ; try++ {
+		var got int64
+		err := s.putBlob(d.Digest, d.Size, tmp, func(w io.Writer) error {
+			return r.copyBlob(ctx, d, w, func(n int64) { got += n; tell(n) })
+		})
+		if err == nil {
+			return nil
+		}
+		tell(-got)
+		again := errors.Is(err, ErrRegistry) || errors.Is(err, ErrDigest)
+		if !again || try == maxTries || ctx.Err() != nil {
+			return fmt.Errorf("fetch layer %s: %w", d.Digest, err)
+		}
+		if err := r.pause(ctx, wait); err != nil {
+			return err
+		}
+		wait *= 2
+	}
+}
+
+func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, tell func(int64)) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	stall := time.AfterFunc(maxStall, func() { cancel(fmt.Errorf("%w: no byte has come for %v", ErrRegistry, maxStall)) })
+	defer stall.Stop()
+	body, err := r.blob(ctx, d)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = body.Close() }() // only read
+	buf := make([]byte, 256<<10)
+	for left := d.Size; ; {
+		n, err := body.Read(buf)
+		stall.Reset(maxStall)
+		if left -= int64(n); left < 0 {
+			return fmt.Errorf("%w: it is longer than the %d bytes that its descriptor says", ErrDigest, d.Size)
+		}
+		if _, werr := w.Write(buf[:n]); werr != nil {
+			return werr
+		}
+		tell(int64(n))
+		if errors.Is(err, io.EOF) {
+			return nil // who asked checks what it is
+		}
+		if err != nil {
+			// The reader of the registry's also checks the digest, and says so by an error. What has come is whole then.
+			if left == 0 {
+				return nil
+			}
+			return registryError(ctx, err)
+		}
+	}
+}
+
+// registryError makes an error of a registry one of this package's.
+func registryError(ctx context.Context, err error) error {
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
+	for _, known := range []error{ErrRateLimited, ErrRegistry, ErrDigest, ErrBadManifest} {
+		if errors.Is(err, known) {
+			return err
+		}
+	}
+	var answer *transport.Error
+	if errors.As(err, &answer) {
+		switch answer.StatusCode {
+		case http.StatusUnauthorized, http.StatusForbidden:
+			return fmt.Errorf("%w: %w; log in with `docker login`, or name its configuration in $DOCKER_CONFIG (registries answer so, too, "+
+				"when there is no such repository)", ErrAuth, err)
+		case http.StatusNotFound:
+			return fmt.Errorf("%w: %w", ErrNoSource, err)
+		case http.StatusTooManyRequests:
+			return fmt.Errorf("%w: %w", ErrRateLimited, err)
+		}
+	}
+	return fmt.Errorf("%w: %w", ErrRegistry, err)
+}
+
+// patient tries requests again that a registry has put off (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or failed to answer
+// for the moment. Requests of a build have no body.
+type patient struct {
+	inner http.RoundTripper
+	pause func(context.Context, time.Duration) error
+}
+
+// RoundTrip implements http.RoundTripper.
+func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
+	wait := firstPause
+	for try := 1; ; try++ {
+		resp, err := p.inner.RoundTrip(req)
+		if err != nil {
+			return nil, err
+		}
+		if !retryable(resp.StatusCode) || req.Body != nil && req.Body != http.NoBody {
+			return checkedManifest(req, resp), nil
+		}
+		asked, ok := retryAfter(resp.Header.Get("Retry-After"), time.Now())
+		if ok && asked > maxPause {
+			drain(resp)
+			return nil, fmt.Errorf("%w: %s wants to be asked again in %v; log in for a higher limit, or come back then",
+				ErrRateLimited, req.URL.Host, asked.Round(time.Second))
+		}
+		if try == maxTries {
+			return resp, nil // the caller reads what it says
+		}
+		drain(resp)
+		if !ok {
+			asked = wait
+		}
+		if err := p.pause(req.Context(), asked); err != nil {
+			return nil, err
+		}
+		wait *= 2
+	}
+}
+
+// checkedManifest bounds the answer to a request for a manifest, and checks its digest when it was asked for by that.
+func checkedManifest(req *http.Request, resp *http.Response) *http.Response {
+	if req.Method != http.MethodGet || resp.StatusCode != http.StatusOK || path.Base(path.Dir(req.URL.Path)) != "manifests" {
+		return resp
+	}
+	m := &manifestBody{ReadCloser: resp.Body}
+	if h, err := v1.NewHash(path.Base(req.URL.Path)); err == nil {
+		if hash, err := v1.Hasher(h.Algorithm); err == nil {
+			m.want, m.hash = h, hash
+		}
+	}
+	resp.Body = m
+	return resp
+}
+
+type manifestBody struct {
+	io.ReadCloser
+	n    int64
+	want v1.Hash
+	hash hash.Hash // nil: asked for by a tag
+}
+
+func (m *manifestBody) Read(p []byte) (int, error) {
+	n, err := m.ReadCloser.Read(p)
+	if m.n += int64(n); m.n > maxManifestBytes {
+		return 0, fmt.Errorf("%w: it has more than %d bytes", ErrBadManifest, maxManifestBytes)
+	}
+	if m.hash != nil {
+		m.hash.Write(p[:n])
+		if errors.Is(err, io.EOF) {
+			if got := fmt.Sprintf("%x", m.hash.Sum(nil)); got != m.want.Hex {
+				return n, fmt.Errorf("%w: the manifest %s has the digest %s:%s", ErrDigest, m.want, m.want.Algorithm, got)
+			}
+		}
+	}
+	return n, err
+}
+
+func retryable(status int) bool {
+	switch status {
+	case http.StatusTooManyRequests, http.StatusRequestTimeout, http.StatusInternalServerError, http.StatusBadGateway,
+		http.StatusServiceUnavailable, http.StatusGatewayTimeout:
+		return true
+	}
+	return false
+}
+
+// drain reads an answer that nobody wants, so that its connection can be used again.
+func drain(resp *http.Response) {
+	_, _ = io.CopyN(io.Discard, resp.Body, maxDrain)
+	_ = resp.Body.Close()
+}
+
+// retryAfter reads a Retry-After header: seconds, or a date.
+func retryAfter(s string, now time.Time) (time.Duration, bool) {
+	if s == "" {
+		return 0, false
+	}
+	if n, err := strconv.ParseUint(s, 10, 31); err == nil {
+		return time.Duration(n) * time.Second, true
+	}
+	if t, err := http.ParseTime(s); err == nil {
+		return max(t.Sub(now), 0), true
+	}
+	return 0, false
+}

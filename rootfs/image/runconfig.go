@@ -1,0 +1,100 @@
+package image
+
+import (
+	"encoding/json"
+	"fmt"
+	"path"
+	"strings"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+)
+
+// Limits of what a configuration says about commands. The agent takes 4096 variables and 1 MiB of arguments and environment.
+const (
+	maxConfigItems = 1024      // variables, arguments, labels: of each
+	maxConfigBytes = 256 << 10 // of all of them together
+	maxUserBytes   = 256
+)
+
+// RunConfig is what an image says about how commands run in it: the part of an OCI image configuration that a VM can follow.
+// Empty fields leave it to the caller.
+type RunConfig struct {
+	// Entrypoint and Cmd are what the image would start. Nothing starts them by itself: a VM has an init of its own.
+	Entrypoint []string `json:"entrypoint"`
+	Cmd        []string `json:"cmd"`
+	Env        []string `json:"env"`     // KEY=VALUE
+	User       string   `json:"user"`    // name or uid, with ":group" or ":gid" if need be
+	Workdir    string   `json:"workdir"` // absolute and clean
+	// StopSignal and Labels are kept to be looked at.
+	StopSignal string            `json:"stop_signal,omitempty"`
+	Labels     map[string]string `json:"labels,omitempty"`
+}
+
+// empty says that the image says nothing.
+func (c RunConfig) empty() bool {
+	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""
+}
+
+// canonical gives the same bytes for the same configuration; nil when it says nothing.
+func (c RunConfig) canonical() ([]byte, error) {
+	if c.empty() {
+		return nil, nil
+	}
+	return json.Marshal(c) // maps are sorted
+}
+
+// runConfig takes over what a configuration says. Variables without a value or a name are left out: no process can have them.
+func runConfig(in v1.Config) (RunConfig, error) {
+	out := RunConfig{User: in.User, StopSignal: in.StopSignal}
+	total := len(in.User) + len(in.WorkingDir) + len(in.StopSignal)
+	count := func(what string, list []string) error {
+		if len(list) > maxConfigItems {
+			return fmt.Errorf("%w: its configuration has %d %s, at most %d are possible", ErrBadManifest, len(list), what, maxConfigItems)
+		}
+		for _, s := range list {
+			if strings.IndexByte(s, 0) >= 0 {
+				return fmt.Errorf("%w: its configuration has a zero byte in %s", ErrBadManifest, what)
+			}
+			total += len(s) + 1
+		}
+		return nil
+	}
+	var labels []string
+	for k, v := range in.Labels {
+		labels = append(labels, k+"="+v)
+	}
+	for _, l := range []struct {
+		what string
+		list []string
+	}{
+		{"arguments", in.Entrypoint}, {"arguments", in.Cmd}, {"variables", in.Env}, {"labels", labels},
+		{"user, directory or signal", []string{in.User, in.WorkingDir, in.StopSignal}},
+	} {
+		if err := count(l.what, l.list); err != nil {
+			return RunConfig{}, err
+		}
+	}
+	switch {
+	case total > maxConfigBytes:
+		return RunConfig{}, fmt.Errorf("%w: its configuration has %d bytes of variables, arguments and labels, at most %d are possible",
+			ErrBadManifest, total, maxConfigBytes)
+	case len(in.User) > maxUserBytes:
+		return RunConfig{}, fmt.Errorf("%w: its configuration names a user of %d bytes", ErrBadManifest, len(in.User))
+	}
+	out.Entrypoint, out.Cmd = in.Entrypoint, in.Cmd
+	for _, kv := range in.Env {
+		if key, _, ok := strings.Cut(kv, "="); ok && key != "" {
+			out.Env = append(out.Env, kv)
+		}
+	}
+	if len(in.Labels) > 0 {
+		out.Labels = in.Labels
+	}
+	if in.WorkingDir != "" {
+		out.Workdir = path.Clean("/" + in.WorkingDir)
+		if _, err := splitPath(out.Workdir); err != nil {
+			return RunConfig{}, fmt.Errorf("%w: its working directory: %w", ErrBadManifest, err)
+		}
+	}
+	return out, nil
+}
