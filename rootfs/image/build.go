@@ -80,6 +80,9 @@ type Options struct {
 	Progress func(stage string, done, total int64)
 	// Log takes the messages of the build tool. It need not be safe for concurrent use.
 	Log io.Writer
+
+	// pause waits between tries of a request; nil waits by the clock.
+	pause func(context.Context, time.Duration) error
 }
 
 // buildOptions is Options, checked and completed.
@@ -90,11 +93,10 @@ type buildOptions struct {
 	tag      string
 	platform v1.Platform
 	progress func(stage string, done, total int64)
-	pause    func(context.Context, time.Duration) error // between tries of a request
 }
 
 func checkOptions(o Options) (*buildOptions, error) {
-	b := &buildOptions{Options: o, pause: sleep}
+	b := &buildOptions{Options: o}
 	if o.Store == nil {
 		return nil, fmt.Errorf("build an image: %w: no store is given", ErrInvalidOption)
 	}
@@ -128,6 +130,9 @@ func checkOptions(o Options) (*buildOptions, error) {
 	}
 	if o.MaxAge < 0 || o.MaxBytes < 0 {
 		return nil, fmt.Errorf("%w: MaxAge %v and MaxBytes %d must not be negative", ErrInvalidOption, o.MaxAge, o.MaxBytes)
+	}
+	if b.pause == nil {
+		b.pause = sleep
 	}
 	if b.MaxAge == 0 {
 		b.MaxAge = DefaultMaxAge
