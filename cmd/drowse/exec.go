@@ -47,6 +47,7 @@ func (a *app) execCommand() *cobra.Command {
 	var (
 		c           guest.Cmd
 		tty, interA bool
+		noConfig    bool
 		timeout     time.Duration
 	)
 	cmd := &cobra.Command{
@@ -54,7 +55,11 @@ func (a *app) execCommand() *cobra.Command {
 		Short: "Run a command in a VM; one that sleeps is woken",
 		Long: `Run a command in a VM; one that sleeps is woken. The exit status is the command's;
 125 when drowse itself failed, 124 when --timeout was up, 126 and 127 when the command
-could not be started, 128 and the signal's number when a signal ended it.`,
+could not be started, 128 and the signal's number when a signal ended it.
+
+User, working directory and variables are those that the VM's image says, where the flags
+say nothing else; an image from Debian packages or a directory says nothing, and then they
+are root, / and the least that a program needs.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
@@ -74,6 +79,11 @@ could not be started, 128 and the signal's number when a signal ended it.`,
 			}
 			defer client.Close()
 			c.Timeout = timeout
+			if !noConfig {
+				if c, err = s.Command(args[0], c); err != nil {
+					return err
+				}
+			}
 			if a.json() {
 				return a.execJSON(cmd.Context(), client, c)
 			}
@@ -98,8 +108,9 @@ could not be started, 128 and the signal's number when a signal ended it.`,
 	f.BoolVarP(&interA, "interactive", "i", false, "pass stdin on")
 	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
 	f.StringArrayVarP(&c.Env, "env", "e", nil, "set a variable, KEY=VALUE")
-	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory")
-	f.StringVarP(&c.User, "user", "u", "", "user, or user:group")
+	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
+	f.StringVarP(&c.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
+	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
 	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
 	return cmd
 }

@@ -226,6 +226,15 @@ func (s *Store) Find(ref string) (*Image, error) {
 	return nil, fmt.Errorf("find image %q in %s: %w; list the images to see what there is, or build it", ref, s.dir, ErrNotFound)
 }
 
+// ByID gives the image of a full id, and reads no record but its own. Errors are ErrNotFound and ErrCorrupt.
+func (s *Store) ByID(id string) (*Image, error) {
+	dir := filepath.Join(s.dir, imagesDir, id)
+	if !idRE.MatchString(id) || !exists(dir) {
+		return nil, fmt.Errorf("find image %.64q in %s: %w", id, s.dir, ErrNotFound)
+	}
+	return readRecord(dir)
+}
+
 // Tag gives a tag to an image. If another image has it, it moves.
 func (s *Store) Tag(ctx context.Context, ref, tag string) error {
 	tag, err := NormalizeTag(tag)
