@@ -5,6 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"text/tabwriter"
 
@@ -16,10 +20,10 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	cmd := &cobra.Command{
-		Use: "image", Short: "Build, list and remove root file systems", Args: cobra.NoArgs,
+		Use: "image", Short: "Build, list, inspect, export and remove root file systems", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(a.imageBuildCommand(), a.imageListCommand(), a.imageRemoveCommand())
+	cmd.AddCommand(a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 	return cmd
 }
 
@@ -45,26 +49,38 @@ func (a *app) imageBuildCommand() *cobra.Command {
 	var o image.Options
 	cmd := &cobra.Command{
 		Use:   "build --from SOURCE",
-		Short: "Make an image from Debian packages or a directory",
-		Long: `Make an image from Debian packages or a directory. SOURCE is one of
+		Short: "Make an image from Debian packages, a container image, a tar file or a directory",
+		Long: `Make an image from Debian packages, a container image, a tar file or a directory.
+SOURCE is one of
 
-  debian:SUITE   a minimal Debian, such as debian:bookworm, with the packages of --include
-  dir:PATH       a directory tree of this host
+  debian:SUITE                 a minimal Debian, such as debian:bookworm, with the packages
+                               of --include
+  docker://REFERENCE           an image of a registry; docker's credentials are used
+  docker-archive:FILE[:NAME]   what docker save has written
+  oci:PATH[:NAME]              a directory with an OCI image layout
+  oci-archive:FILE[:NAME]      a tar archive of one
+  tar:FILE                     a tar archive of a whole root file system
+  dir:PATH                     a directory tree of this host
+
+FILE may be -, the standard input, and compressed. NAME, or @DIGEST in place of :NAME,
+chooses one of several images.
 
 An image of the same Debian source that is younger than --max-age is used instead of
-building a new one.`,
-		Example: "  drowse image build --from debian:bookworm --include python3,git --tag dev",
-		Args:    cobra.NoArgs,
+building a new one; a container image is built anew when it has changed.`,
+		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
+  drowse image build --from docker://ghcr.io/me/app:v1
+  docker save app | drowse image build --from docker-archive:- --tag app`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.From == "" {
-				return usageError{errors.New("no source given: use --from debian:SUITE or --from dir:PATH")}
+				return usageError{errors.New("no source given: use --from debian:SUITE, docker://REFERENCE or another that `drowse image build --help` lists")}
 			}
 			s, err := a.images()
 			if err != nil {
 				return err
 			}
 			p := a.newProgress("image build", countsBytes)
-			o.Store, o.Progress, o.Log = s, p.report, p.toolLog(a)
+			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), os.Stdin
 			img, err := image.Build(cmd.Context(), o)
 			p.finish(err)
 			if errors.Is(err, image.ErrInvalidOption) || errors.Is(err, image.ErrUnsupportedSource) {
@@ -77,13 +93,15 @@ building a new one.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&o.From, "from", "", "what to make it from: debian:SUITE or dir:PATH")
+	f.StringVar(&o.From, "from", "", "what to make it from: see above")
 	f.StringSliceVar(&o.Include, "include", nil, "Debian packages to put in, separated by commas; repeatable")
 	f.StringVarP(&o.Tag, "tag", "t", "", "NAME or NAME:VERSION (default: made from the source, such as debian-python:latest)")
 	f.BoolVar(&o.NoCache, "no-cache", false, "build anew in any case")
 	f.DurationVar(&o.MaxAge, "max-age", image.DefaultMaxAge, "use an image of the same source up to this age")
 	f.BoolVar(&o.NoDocs, "no-docs", false, "leave out documentation, manual and info pages")
 	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or line as in sources.list, to use instead of the host's; repeatable")
+	f.StringVar(&o.Platform, "platform", "", "of a container image for several: OS/ARCH (default: linux and this host's architecture)")
+	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd
 }
@@ -168,6 +186,194 @@ of an id. A tag of an image that has others is only taken away.`,
 				}
 			})
 			return errors.Join(append(errs, perr)...)
+		},
+	}
+}
+
+func (a *app) imageInspectCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect REF", Short: "Print what is known of an image: source, layers, digests, configuration",
+		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeImage,
+		RunE: func(_ *cobra.Command, args []string) error {
+			s, err := a.images()
+			if err != nil {
+				return err
+			}
+			img, err := s.Find(args[0])
+			if err != nil {
+				return err
+			}
+			return a.print(infoOf(img), func(w io.Writer) { printImage(w, img) })
+		},
+	}
+}
+
+// printImage prints an image for people. What somebody else has written is quoted.
+func printImage(w io.Writer, i *image.Image) {
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
+	list := func(name string, items []string) {
+		for _, s := range items {
+			row(name, "%q", s)
+			name = ""
+		}
+	}
+	row("id", "%s", i.ID)
+	row("tags", "%s", strings.Join(i.Tags, " "))
+	row("source", "%s", i.Source)
+	row("created", "%s", i.Created.Local().Format("2006-01-02 15:04"))
+	row("architecture", "%q", i.Architecture)
+	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
+	row("inodes", "%d", i.Inodes)
+	row("packages", "%d", len(i.Packages))
+	if i.Manifest != "" {
+		row("manifest", "%s", i.Manifest)
+	}
+	if i.Config != "" {
+		row("configuration", "%s", i.Config)
+	}
+	name := "layers"
+	for _, l := range i.Layers {
+		digest, size := l.Digest, "size not said"
+		if digest == "" {
+			digest = l.DiffID
+		}
+		if l.Size >= 0 {
+			size = bytesText(l.Size)
+		}
+		row(name, "%s (%s)", digest, size)
+		name = ""
+	}
+	list("entrypoint", i.Entrypoint)
+	list("cmd", i.Cmd)
+	list("env", i.Env)
+	if i.User != "" {
+		row("user", "%q", i.User)
+	}
+	if i.Workdir != "" {
+		row("working directory", "%q", i.Workdir)
+	}
+	if i.StopSignal != "" {
+		row("stop signal", "%q", i.StopSignal)
+	}
+	name = "labels"
+	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
+		row(name, "%q = %q", k, i.Labels[k])
+		name = ""
+	}
+	t.Flush()
+}
+
+func (a *app) imageExportCommand() *cobra.Command {
+	var format string
+	cmd := &cobra.Command{
+		Use: "export REF FILE", Short: "Write an image to a file, or to stdout",
+		Long: `Write an image to a file, or to stdout when FILE is -. The formats are
+
+  erofs         the image as it is (the default)
+  tar           its files as a tar archive
+  oci-archive   a container image of one layer with its configuration; "docker load",
+                podman and skopeo read it
+
+The same image gives the same bytes.`,
+		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if args[1] == "-" && a.json() {
+				return usageError{errors.New("stdout cannot have both the image and a JSON document: name a file")}
+			}
+			s, err := a.images()
+			if err != nil {
+				return err
+			}
+			img, err := s.Find(args[0])
+			if err != nil {
+				return err
+			}
+			p := a.newProgress("image export", func(string) bool { return true })
+			write := func(w io.Writer) error {
+				return s.Export(cmd.Context(), img, image.Format(format), w, func(done, total int64) { p.report("write", done, total) })
+			}
+			if args[1] == "-" {
+				err = write(a.stdout)
+			} else {
+				err = writeWhole(args[1], write)
+			}
+			p.finish(err)
+			if errors.Is(err, image.ErrInvalidOption) {
+				return usageError{err}
+			}
+			if err != nil || args[1] == "-" {
+				return err
+			}
+			st, err := os.Stat(args[1])
+			if err != nil {
+				return err
+			}
+			out := struct {
+				ID     string `json:"id"`
+				Format string `json:"format"`
+				File   string `json:"file"`
+				Size   int64  `json:"size"`
+			}{img.ID, format, args[1], st.Size()}
+			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
+		},
+	}
+	cmd.Flags().StringVar(&format, "format", string(image.FormatEROFS), "erofs, tar or oci-archive")
+	return cmd
+}
+
+// writeWhole writes a file under another name first: under its own it is whole or not there.
+func writeWhole(name string, write func(io.Writer) error) error {
+	f, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+".*")
+	if err != nil {
+		return fmt.Errorf("writing %s: %w", name, err)
+	}
+	err = write(f)
+	if err == nil {
+		err = errors.Join(f.Chmod(0o644), f.Sync())
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(f.Name(), name)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	d, err := os.Open(filepath.Dir(name))
+	if err != nil {
+		return fmt.Errorf("writing %s: %w", name, err)
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func (a *app) imagePruneCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "prune", Short: "Remove downloaded layers that belong to no image, and what builds that died left",
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			s, err := a.images()
+			if err != nil {
+				return err
+			}
+			n, err := s.Prune(cmd.Context())
+			if err != nil {
+				return err
+			}
+			freed, err := s.PruneBlobs(cmd.Context())
+			if err != nil {
+				return err
+			}
+			if freed.Busy {
+				fmt.Fprintln(a.stderr, "drowse: a build from a registry is under way: no layer was removed")
+			}
+			out := struct {
+				Builds int   `json:"builds"`
+				Layers int   `json:"layers"`
+				Bytes  int64 `json:"bytes"`
+				Busy   bool  `json:"busy"`
+			}{n, freed.Blobs, freed.Bytes, freed.Busy}
+			return a.print(out, func(w io.Writer) {
+				fmt.Fprintf(w, "%d layers (%s) and %d unfinished builds removed\n", out.Layers, bytesText(out.Bytes), out.Builds)
+			})
 		},
 	}
 }

@@ -1,7 +1,10 @@
 package main
 
 import (
+	"archive/tar"
+	"bytes"
 	"encoding/json"
+	"errors"
 	"io"
 	"os"
 	"path/filepath"
@@ -32,7 +35,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"kernel bogus", exitUsage, "bogus"},
 		{"kernel build --jobs -1", exitUsage, "--jobs -1"},
 		{"image build", exitUsage, "--from debian:SUITE"},
-		{"image build --from oci:x", exitUsage, "unsupported image source"},
+		{"image build --from qcow2:x", exitUsage, "unsupported image source"},
 		{"image build --from nothing", exitUsage, "unsupported image source"},
 		{"image build --from dir:/ --include git", exitUsage, "debian: sources only"},
 		{"image build --from debian:bookworm --tag B/A/D::", exitUsage, "tag"},
@@ -227,5 +230,107 @@ func TestProgressOffTerminalsIsALineForEachStage(t *testing.T) {
 	p.report("late", 1, 1)
 	if got, want := out.String(), "work: read\nwork: write\n"; got != want {
 		t.Errorf("printed %q, want %q", got, want)
+	}
+}
+
+// withStdin runs f with a file as standard input.
+func withStdin(t *testing.T, content []byte, f func()) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "stdin")
+	if err := os.WriteFile(file, content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	in, err := os.Open(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	old := os.Stdin
+	os.Stdin = in
+	defer func() { os.Stdin = old }()
+	f()
+}
+
+func TestImage_from_stdin_inspected_and_exported(t *testing.T) {
+	state, dir := t.TempDir(), t.TempDir()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	if err := errors.Join(w.WriteHeader(&tar.Header{Name: "hello", Mode: 0o644, Size: 5}), second(w.Write([]byte("world"))), w.Close()); err != nil {
+		t.Fatal(err)
+	}
+	id := ""
+	withStdin(t, b.Bytes(), func() {
+		code, stdout, stderr := drowse(t, state, "image", "build", "--from", "tar:-", "--tag", "mine", "-o", "json")
+		var built struct{ ID string }
+		if decode(t, stdout, &built); code != 0 || !strings.Contains(stderr, "image build: read\n") {
+			t.Fatalf("exit status %d, stderr %q", code, stderr)
+		}
+		id = built.ID
+	})
+	code, stdout, stderr := drowse(t, state, "image", "inspect", "mine")
+	if code != 0 || !strings.Contains(stdout, id) || !strings.Contains(stdout, "tar:-") {
+		t.Errorf("inspect: exit status %d, %q, stderr %q", code, stdout, stderr)
+	}
+	archive := filepath.Join(dir, "mine.oci")
+	if code, _, stderr = drowse(t, state, "image", "export", "mine", archive, "--format", "oci-archive"); code != 0 {
+		t.Fatalf("export: exit status %d, stderr %q", code, stderr)
+	}
+	code, stdout, stderr = drowse(t, state, "image", "build", "--from", "oci-archive:"+archive, "-o", "json")
+	var again struct {
+		ID       string
+		Tags     []string
+		Manifest string
+		Layers   []struct {
+			DiffID string `json:"diff_id"`
+		}
+	}
+	if decode(t, stdout, &again); code != 0 || again.ID != id || len(again.Layers) != 1 || again.Manifest == "" {
+		t.Errorf("build again: exit status %d, %+v, want %s, stderr %q", code, again, id, stderr)
+	}
+	if code, stdout, _ = drowse(t, state, "image", "inspect", "mine"); code != 0 || !strings.Contains(stdout, again.Layers[0].DiffID[:7]) || !strings.Contains(stdout, "manifest") {
+		t.Errorf("inspect again: exit status %d, %q", code, stdout)
+	}
+	if code, stdout, _ = drowse(t, state, "image", "export", "mine", "-", "--format", "tar"); code != 0 || !strings.Contains(stdout, "world") {
+		t.Errorf("export to stdout: exit status %d, %d bytes", code, len(stdout))
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 {
+		t.Errorf("beside the archive there is %v (%v)", entries, err)
+	}
+	code, stdout, stderr = drowse(t, state, "image", "prune", "-o", "json")
+	var pruned struct{ Builds, Layers *int }
+	if decode(t, stdout, &pruned); code != 0 || pruned.Layers == nil || *pruned.Layers != 0 {
+		t.Errorf("prune: exit status %d, %q, stderr %q", code, stdout, stderr)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestImage_export_that_fails_leaves_no_file(t *testing.T) {
+	state, dir := t.TempDir(), t.TempDir()
+	tree := t.TempDir()
+	if err := os.WriteFile(filepath.Join(tree, "hello"), []byte("world"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if code, _, stderr := drowse(t, state, "image", "build", "--from", "dir:"+tree, "--tag", "mine"); code != 0 {
+		t.Fatal(stderr)
+	}
+	for _, c := range []struct {
+		args []string
+		want int
+	}{
+		{[]string{"image", "export", "mine", filepath.Join(dir, "x"), "--format", "iso"}, exitUsage},
+		{[]string{"image", "export", "other", filepath.Join(dir, "x")}, exitFailed},
+		{[]string{"image", "export", "mine", "-", "-o", "json"}, exitUsage},
+		{[]string{"image", "inspect", "other"}, exitFailed},
+		{[]string{"image", "build", "--from", "docker:debian"}, exitUsage},
+		{[]string{"image", "build", "--from", "dir:/", "--platform", "linux/amd64"}, exitUsage},
+		{[]string{"image", "build", "--from", "oci-archive:" + filepath.Join(dir, "nothing")}, exitFailed},
+	} {
+		if code, _, stderr := drowse(t, state, c.args...); code != c.want || !strings.Contains(stderr, "drowse: ") {
+			t.Errorf("%v: exit status %d, want %d, stderr %q", c.args, code, c.want, stderr)
+		}
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 0 {
+		t.Errorf("left: %v (%v)", entries, err)
 	}
 }

@@ -1,0 +1,91 @@
+package image
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+)
+
+// export gives an image of a store of its own in a format.
+func export(t *testing.T, img *Image, f Format) []byte {
+	t.Helper()
+	s := must(OpenStore(filepath.Dir(filepath.Dir(img.dir))))
+	var out bytes.Buffer
+	var last, all int64
+	if err := s.Export(t.Context(), img, f, &out, func(done, total int64) { last, all = done, total }); err != nil {
+		t.Fatal(err)
+	}
+	if last != all || all == 0 {
+		t.Errorf("%s: told of %d bytes of %d", f, last, all)
+	}
+	return out.Bytes()
+}
+
+func TestExport_and_build_again_gives_the_same_image(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "all.tar")
+	write(t, file, string(everything(t)))
+	plain := buildTarFile(t, file, nil)
+	r := recipe{layers: [][]byte{everything(t)}, config: small(t).config}
+	configured := build(t, "oci:"+r.layout(t).dir(t))
+	for name, img := range map[string]*Image{"plain": plain, "with a configuration": configured} {
+		if b := export(t, img, FormatEROFS); !bytes.Equal(b, must(os.ReadFile(img.Path()))) {
+			t.Errorf("%s: erofs differs", name)
+		}
+		stream := export(t, img, FormatTar)
+		compare(t, name+", tar", must2(dumpImage(t, img.Path())), dumpTar(t, bytes.NewReader(stream)))
+		again := buildTarFile(t, "-", bytes.NewReader(stream))
+		if img == plain && again.ID != img.ID {
+			t.Errorf("%s: built again from its tar: %s, want %s", name, again.ID, img.ID)
+		}
+		archive := export(t, img, FormatOCIArchive)
+		if !bytes.Equal(archive, export(t, img, FormatOCIArchive)) {
+			t.Errorf("%s: two archives of one image differ", name)
+		}
+		oci, err := Build(t.Context(), Options{Store: newStore(t), From: "oci-archive:-", Stdin: bytes.NewReader(archive)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if oci.ID != img.ID || !slices.Equal(oci.Env, img.Env) || oci.User != img.User {
+			t.Errorf("%s: built again from its archive: %s %v, want %s", name, oci.ID, oci.RunConfig, img.ID)
+		}
+	}
+}
+
+func must2[T, U any](v T, _ U) T { return v }
+
+func TestExport_refuses(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "x.tar")
+	write(t, file, string(layerOf(t, reg("d/.wh.f=1"))))
+	img := buildTarFile(t, file, nil)
+	s := must(OpenStore(filepath.Dir(filepath.Dir(img.dir))))
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cause := errors.New("enough")
+	cancel(cause)
+	for name, c := range map[string]struct {
+		ctx    context.Context
+		format Format
+		want   error
+	}{
+		"a format that is not there":   {t.Context(), "iso", ErrInvalidOption},
+		"a whiteout's name in a layer": {t.Context(), FormatOCIArchive, ErrInvalidOption},
+		"what was cancelled":           {ctx, FormatTar, cause},
+		"what was cancelled, as erofs": {ctx, FormatEROFS, cause},
+	} {
+		if err := s.Export(c.ctx, img, c.format, &bytes.Buffer{}, nil); !errors.Is(err, c.want) {
+			t.Errorf("%s: got %v, want %v", name, err, c.want)
+		}
+	}
+	if err := os.Truncate(img.Path(), img.Size-1); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Export(t.Context(), img, FormatTar, &bytes.Buffer{}, nil); !errors.Is(err, ErrTruncated) {
+		t.Errorf("a cut image: %v", err)
+	}
+	if left := must(os.ReadDir(filepath.Join(s.dir, tmpDir))); len(left) != 0 {
+		t.Errorf("left in tmp: %v", left)
+	}
+}
