@@ -14,11 +14,26 @@ func TestParseSource(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	digest := "sha256:" + strings.Repeat("0a", 32)
 	for in, want := range map[string]Source{
 		"debian:bookworm": {Kind: KindDebian, Suite: "bookworm"},
 		"debian:sid":      {Kind: KindDebian, Suite: "sid"},
 		"dir:/srv/root/":  {Kind: KindDir, Path: "/srv/root"},
 		"dir:sub/../x:y":  {Kind: KindDir, Path: filepath.Join(wd, "x:y")},
+
+		"tar:x:y.tar.gz":                       {Kind: KindTar, Path: filepath.Join(wd, "x:y.tar.gz")},
+		"tar:-":                                {Kind: KindTar, Path: "-"},
+		"oci:/x":                               {Kind: KindOCI, Path: "/x"},
+		"oci:x:v1":                             {Kind: KindOCI, Path: filepath.Join(wd, "x"), Ref: "v1"},
+		"oci:-":                                {Kind: KindOCI, Path: filepath.Join(wd, "-")},
+		"oci:/x@" + digest:                     {Kind: KindOCI, Path: "/x", Ref: "@" + digest},
+		"oci-archive:-":                        {Kind: KindOCIArchive, Path: "-"},
+		"oci-archive:/x.tar:ghcr.io/me/app:v1": {Kind: KindOCIArchive, Path: "/x.tar", Ref: "ghcr.io/me/app:v1"},
+		"docker-archive:/x.tar:me/app:v1":      {Kind: KindDockerArchive, Path: "/x.tar", Ref: "me/app:v1"},
+		"docker-archive:-:app":                 {Kind: KindDockerArchive, Path: "-", Ref: "app"},
+		"docker://debian":                      {Kind: KindRegistry, Ref: "index.docker.io/library/debian:latest"},
+		"docker://ghcr.io/me/app@" + digest:    {Kind: KindRegistry, Ref: "ghcr.io/me/app@" + digest},
+		"docker://localhost:5000/app:v1":       {Kind: KindRegistry, Ref: "localhost:5000/app:v1"},
 	} {
 		got, err := ParseSource(in)
 		if err != nil || got != want {
@@ -27,6 +42,9 @@ func TestParseSource(t *testing.T) {
 		if again, err := ParseSource(got.String()); err != nil || again != got {
 			t.Errorf("%q does not survive String: %+v (%v)", in, again, err)
 		}
+	}
+	if a, err := ParseSource("registry:debian"); err != nil || a.String() != "docker://index.docker.io/library/debian:latest" {
+		t.Errorf("registry:debian: %v (%v)", a, err)
 	}
 	for in, text := range map[string]string{
 		"":                 "debian:SUITE",
@@ -89,6 +107,15 @@ func TestTags(t *testing.T) {
 		{"debian:sid", []string{"git=1:2.3"}, "debian-git:latest"},
 		{"dir:/srv/My Root_1", nil, "dir-my-root-1:latest"},
 		{"dir:/", nil, "dir:latest"},
+		{"tar:/x/Root FS.tar.gz", nil, "root-fs:latest"},
+		{"tar:-", nil, "image:latest"},
+		{"oci:/x/app:v1", nil, "app:v1"},
+		{"oci-archive:/x/app.tar:ghcr.io/me/app:v1", nil, "app:latest"},
+		{"docker-archive:/x/all.tar:me/app:v1", nil, "me/app:v1"},
+		{"docker-archive:-", nil, "image:latest"},
+		{"docker://debian:bookworm", nil, "debian:bookworm"},
+		{"docker://ghcr.io/me/app", nil, "me/app:latest"},
+		{"docker://ghcr.io/me/app@sha256:" + strings.Repeat("0a", 32), nil, "me/app:latest"},
 	} {
 		s, err := ParseSource(c.from)
 		if err != nil {
