@@ -272,8 +272,8 @@ func (a *app) imageExportCommand() *cobra.Command {
 
   erofs         the image as it is (the default)
   tar           its files as a tar archive
-  oci-archive   a container image of one layer with its configuration; "docker load",
-                podman and skopeo read it
+  oci-archive   a container image of one layer with its configuration, by the OCI
+                image specification
 
 The same image gives the same bytes.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
