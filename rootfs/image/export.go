@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash"
 	"io"
 	"io/fs"
 	"os"
@@ -223,10 +224,7 @@ func (s *Store) exportOCI(ctx context.Context, img *Image, f *os.File, w io.Writ
 // hashedWriter hashes and counts what is written through it.
 type hashedWriter struct {
 	w io.Writer
-	h interface {
-		io.Writer
-		Sum([]byte) []byte
-	}
+	h hash.Hash
 	n int64
 }
 

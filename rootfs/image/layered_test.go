@@ -597,6 +597,37 @@ func TestBuild_image_of_several_platforms_is_chosen(t *testing.T) {
 	}
 }
 
+func TestBuild_layout_of_several_images_wants_a_name(t *testing.T) {
+	f := ociFiles{"oci-layout": []byte(`{"imageLayoutVersion":"1.0.0"}`)}
+	var list []doc
+	for _, tag := range []string{"one", "two"} {
+		list = append(list, recipe{layers: [][]byte{layerOf(t, reg(tag+"=1"))}, tag: tag}.manifest(t, f))
+	}
+	named := recipe{layers: [][]byte{layerOf(t, reg("three=1"))}}.manifest(t, f)
+	named["annotations"] = doc{"io.containerd.image.name": "docker.io/me/three:latest"}
+	named["platform"] = doc{"os": "linux", "architecture": "amd64"}
+	other := recipe{layers: [][]byte{layerOf(t, reg("arm=1"))}, tag: "one", arch: "arm64"}.manifest(t, f)
+	other["platform"] = doc{"os": "linux", "architecture": "arm64"}
+	list[0]["platform"] = doc{"os": "linux", "architecture": "amd64"}
+	f["index.json"] = jsonOf(t, doc{"schemaVersion": 2, "manifests": append(list, named, other)})
+	dir := f.dir(t)
+	for from, want := range map[string]string{"": "", ":one": "one", ":two": "two", ":me/three": "three", ":four": "", "@" + list[1]["digest"].(string): "two"} {
+		img, err := Build(t.Context(), Options{Store: newStore(t), From: "oci:" + dir + from, Platform: "linux/amd64"})
+		switch {
+		case want == "":
+			if !errors.Is(err, ErrNoSource) || !strings.Contains(err.Error(), "two") {
+				t.Errorf("%q: got %v, want that a name is missing", from, err)
+			}
+		case err != nil:
+			t.Errorf("%q: %v", from, err)
+		default:
+			if got, _ := dumpImage(t, img.Path()); got[want].size != 1 {
+				t.Errorf("%q: got %v", from, got)
+			}
+		}
+	}
+}
+
 func TestUnpack_bombs_are_stopped(t *testing.T) {
 	bomb := func(n int64) io.Reader {
 		r, w := io.Pipe()

@@ -213,29 +213,38 @@ func missingBlob(name string, err error) error {
 	return err
 }
 
-// chooseNamed takes the entry of a layout's index that ref means.
+// chooseNamed takes the entry of a layout's index that ref means: by the name that the specification knows, or the one that
+// containerd writes.
 func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descriptor, error) {
 	var found []v1.Descriptor
 	var names []string
 	for _, d := range list {
 		n := d.Annotations[refNameAnnotation]
-		if digest, ok := strings.CutPrefix(ref, "@"); ref == "" || ok && d.Digest.String() == digest || !ok && n == ref {
+		full := d.Annotations["io.containerd.image.name"]
+		digest, byDigest := strings.CutPrefix(ref, "@")
+		switch {
+		case ref == "", byDigest && d.Digest.String() == digest, !byDigest && (n == ref || full != "" && sameTag(full, ref)):
 			found = append(found, d)
 		}
-		if n != "" && len(names) < 20 {
+		if n != "" && len(names) < 20 && !slices.Contains(names, n) {
 			names = append(names, n)
 		}
 	}
 	switch {
-	case len(found) == 1:
-		return found[0], nil
 	case len(found) == 0:
 		return v1.Descriptor{}, fmt.Errorf("%w: %q; it has %q", ErrNoSource, strings.TrimPrefix(ref, "@"), names)
+	case len(found) == 1:
+		return found[0], nil
 	}
-	// Several of one name may be for several platforms.
+	// Several of one name, or without any, may be for several platforms.
 	d, err := choose(found, want)
-	if err != nil || ref == "" && len(names) > 1 && slices.ContainsFunc(names, func(n string) bool { return n != names[0] }) {
-		return d, fmt.Errorf("%w: it has several; name one of %q behind the path", ErrNoSource, names)
+	if err != nil {
+		return d, err
+	}
+	for _, other := range found {
+		if other.Digest != d.Digest && (other.Platform == nil || fits(*other.Platform, want)) {
+			return d, fmt.Errorf("%w: it has several; name one of %q, or @DIGEST, behind the path", ErrNoSource, names)
+		}
 	}
 	return d, nil
 }

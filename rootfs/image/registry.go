@@ -151,7 +151,7 @@ func (r *registry) blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, er
 
 // fetch puts the layers that are not there into the store, several at once, and makes m read them from there. Each is checked
 // before it is one of the store's. The lock of shareBlobs must be held.
-func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string, max int64, progress func(done, total int64)) error {
+func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string, most int64, progress func(done, total int64)) error {
 	var total int64
 	var todo []v1.Descriptor
 	seen := map[v1.Hash]int64{}
@@ -172,8 +172,8 @@ func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string,
 		if s.hasBlob(h, l.Size) {
 			continue
 		}
-		if total += l.Size; l.Size > max || total > max {
-			return fmt.Errorf("%w: its layers have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, max)
+		if total += l.Size; l.Size > most || total > most {
+			return fmt.Errorf("%w: its layers have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, most)
 		}
 		todo = append(todo, v1.Descriptor{Digest: h, Size: l.Size})
 	}

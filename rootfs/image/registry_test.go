@@ -164,6 +164,46 @@ func TestRegistry_image_is_that_of_its_layout(t *testing.T) {
 	}
 }
 
+func TestRegistry_layers_that_come_in_another_order_give_the_same_id(t *testing.T) {
+	h := newHub(t)
+	r := recipe{layers: generate(t, 5, 300, fetchAtOnce), pack: []string{"gzip", "zstd", "", "gzip"}}
+	h.push(t, "a", "latest", r)
+	want := build(t, "oci:"+r.layout(t).dir(t)).ID
+	digests := make([]string, len(r.layers))
+	for i, l := range r.layers {
+		digests[i] = digestOf(pack(t, r.pack[i], l))
+	}
+	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {2, 0, 3, 1}} {
+		served := make([]chan struct{}, len(order))
+		for i := range served {
+			served[i] = make(chan struct{})
+		}
+		h.set(func(w http.ResponseWriter, req *http.Request, next http.Handler) {
+			place := slices.IndexFunc(order, func(i int) bool { return strings.HasSuffix(req.URL.Path, digests[i]) })
+			if place < 0 {
+				next.ServeHTTP(w, req)
+				return
+			}
+			if place > 0 {
+				select {
+				case <-served[place-1]:
+				case <-req.Context().Done():
+					return
+				}
+			}
+			next.ServeHTTP(w, req)
+			close(served[place])
+		})
+		img, err := Build(t.Context(), Options{Store: newStore(t), From: "docker://" + h.host() + "/a", Platform: "linux/amd64"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if img.ID != want {
+			t.Errorf("in the order %v: id %s, want %s", order, img.ID, want)
+		}
+	}
+}
+
 func TestPruneBlobs_removes_what_no_image_names(t *testing.T) {
 	h := newHub(t)
 	a := small(t)

@@ -44,15 +44,15 @@ type unpacked struct {
 }
 
 // unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by these.
-// max bounds what comes out, in bytes. Close frees memory, and leaves r open.
-func unpack(r io.Reader, all bool, max int64) (*unpacked, error) {
+// most bounds what comes out, in bytes. Close frees memory, and leaves r open.
+func unpack(r io.Reader, all bool, most int64) (*unpacked, error) {
 	src := &countedReader{r: r}
 	b := bufio.NewReaderSize(src, 64<<10)
 	head, err := b.Peek(6)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
-	u := &unpacked{src: src, r: b, close: func() {}, packed: true, max: max}
+	u := &unpacked{src: src, r: b, close: func() {}, packed: true, max: most}
 	switch {
 	case bytes.HasPrefix(head, magicGzip):
 		z, err := gzip.NewReader(b)
@@ -104,7 +104,7 @@ func (u *unpacked) Read(p []byte) (int, error) {
 		err = fmt.Errorf("%w: it expands to more than %d times its size; unpack it first if it is what it should be", ErrTooLarge, maxExpansion)
 	case err != nil && !errors.Is(err, io.EOF):
 		err = u.failed("damaged", err)
-	case err == io.EOF && u.src.err != nil:
+	case errors.Is(err, io.EOF) && u.src.err != nil:
 		err = u.src.err
 	}
 	u.failure = err
