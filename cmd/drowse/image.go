@@ -45,8 +45,14 @@ func countsBytes(stage string) bool {
 	return false
 }
 
+// maxImageMiB is what an EROFS of 32-bit block numbers can hold.
+const maxImageMiB = 16 << 20
+
 func (a *app) imageBuildCommand() *cobra.Command {
-	var o image.Options
+	var (
+		o      image.Options
+		maxMiB int
+	)
 	cmd := &cobra.Command{
 		Use:   "build --from SOURCE",
 		Short: "Make an image from Debian packages, a container image, a tar file or a directory",
@@ -75,6 +81,10 @@ building a new one; a container image is built anew when it has changed.`,
 			if o.From == "" {
 				return usageError{errors.New("no source given: use --from debian:SUITE, docker://REFERENCE or another that `drowse image build --help` lists")}
 			}
+			if maxMiB < 1 || maxMiB > maxImageMiB {
+				return usageError{fmt.Errorf("--max-size %d: use 1 to %d MiB", maxMiB, maxImageMiB)}
+			}
+			o.MaxBytes = int64(maxMiB) << 20
 			s, err := a.images()
 			if err != nil {
 				return err
@@ -102,6 +112,7 @@ building a new one; a container image is built anew when it has changed.`,
 	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or line as in sources.list, to use instead of the host's; repeatable")
 	f.StringVar(&o.Platform, "platform", "", "of a container image for several: OS/ARCH (default: linux and this host's architecture)")
 	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
+	f.IntVar(&maxMiB, "max-size", image.DefaultMaxBytes>>20, "refuse sources with more MiB of files than this")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd
 }

@@ -323,6 +323,7 @@ func TestImage_export_that_fails_leaves_no_file(t *testing.T) {
 		{[]string{"image", "export", "mine", "-", "-o", "json"}, exitUsage},
 		{[]string{"image", "inspect", "other"}, exitFailed},
 		{[]string{"image", "build", "--from", "docker:debian"}, exitUsage},
+		{[]string{"image", "build", "--from", "dir:" + tree, "--max-size", "0"}, exitUsage},
 		{[]string{"image", "build", "--from", "dir:/", "--platform", "linux/amd64"}, exitUsage},
 		{[]string{"image", "build", "--from", "oci-archive:" + filepath.Join(dir, "nothing")}, exitFailed},
 	} {

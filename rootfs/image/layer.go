@@ -55,7 +55,7 @@ func (b *budget) take(h *tar.Header, size int64) error {
 	}
 	// Not by adding first: sizes may be near the end of the range.
 	if size > b.maxBytes || b.bytes.Add(size) > b.maxBytes {
-		return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, b.maxBytes)
+		return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, b.maxBytes)
 	}
 	return nil
 }

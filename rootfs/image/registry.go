@@ -173,7 +173,7 @@ func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string,
 			continue
 		}
 		if total += l.Size; l.Size > most || total > most {
-			return fmt.Errorf("%w: its layers have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, most)
+			return fmt.Errorf("%w: its layers have more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, most)
 		}
 		todo = append(todo, v1.Descriptor{Digest: h, Size: l.Size})
 	}

@@ -382,9 +382,17 @@ func TestRegistry_that_fails(t *testing.T) {
 				ref = "me/app:v1"
 			}
 			var p noPause
-			_, err := Build(t.Context(), Options{Store: s, From: "docker://" + h.host() + "/" + strings.Replace(ref, "DIGEST", digest, 1), Platform: "linux/amd64", pause: p.pause})
+			_, err := Build(t.Context(), Options{Store: s, From: "docker://" + h.host() + "/" + strings.Replace(ref, "DIGEST", digest, 1), Platform: "linux/amd64", pause: p.pause,
+				Progress: func(stage string, done, total int64) {
+					if stage == StageDownload && (done < 0 || done > total) {
+						t.Errorf("downloaded %d of %d", done, total)
+					}
+				}})
 			if !errors.Is(err, c.want) || c.want == nil && err != nil {
 				t.Errorf("got %v, want %v", err, c.want)
+			}
+			if c.want == ErrRateLimited && c.pauses == 0 && len(p.list) > 0 {
+				t.Errorf("waited for %v", p.list)
 			}
 			if len(p.list) < c.pauses || c.asked > 0 && p.list[len(p.list)-1] != c.asked {
 				t.Errorf("pauses %v, want %d at least, of %v", p.list, c.pauses, c.asked)

@@ -149,7 +149,7 @@ func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.
 	}
 	if n.mode.IsRegular() && h.Typeflag != tar.TypeLink {
 		if t.bytes += n.size; t.bytes > maxBytes {
-			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes to take it", ErrTooLarge, maxBytes)
+			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, maxBytes)
 		}
 		if err := spoolFile(n, data, w, spool); err != nil {
 			return err

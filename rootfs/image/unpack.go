@@ -99,7 +99,7 @@ func (u *unpacked) Read(p []byte) (int, error) {
 	u.out += int64(n)
 	switch {
 	case u.out > u.max:
-		err = fmt.Errorf("%w: it unpacks to more than %d bytes; raise MaxBytes to take it", ErrTooLarge, u.max)
+		err = fmt.Errorf("%w: it unpacks to more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, u.max)
 	case u.packed && u.out > freeBytes && u.out/maxExpansion > u.src.n:
 		err = fmt.Errorf("%w: it expands to more than %d times its size; unpack it first if it is what it should be", ErrTooLarge, maxExpansion)
 	case err != nil && !errors.Is(err, io.EOF):
