@@ -439,6 +439,36 @@ func TestRegistry_credentials_are_those_of_the_docker_config(t *testing.T) {
 	}
 }
 
+func TestRegistry_token_is_fetched_with_the_credentials(t *testing.T) {
+	h := newHub(t)
+	h.push(t, "me/app", "v1", small(t))
+	config := t.TempDir()
+	t.Setenv("DOCKER_CONFIG", config)
+	write(t, filepath.Join(config, "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"me","password":"secret"}}}`, h.host()))
+	h.set(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
+		user, pass, _ := r.BasicAuth()
+		switch {
+		case r.URL.Path == "/token" && user == "me" && pass == "secret" && r.URL.Query().Get("scope") == "repository:me/app:pull":
+			fmt.Fprint(w, `{"token":"for this one"}`)
+		case r.URL.Path == "/token":
+			w.WriteHeader(http.StatusUnauthorized)
+		case r.Header.Get("Authorization") == "Bearer for this one":
+			next.ServeHTTP(w, r)
+		default:
+			w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm="http://%s/token",service="test"`, r.Host))
+			w.WriteHeader(http.StatusUnauthorized)
+		}
+	})
+	o := Options{Store: newStore(t), From: "docker://" + h.host() + "/me/app:v1", Platform: "linux/amd64", pause: (&noPause{}).pause}
+	if _, err := Build(t.Context(), o); err != nil {
+		t.Errorf("with the right password: %v", err)
+	}
+	write(t, filepath.Join(config, "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"me","password":"other"}}}`, h.host()))
+	if _, err := Build(t.Context(), o); !errors.Is(err, ErrAuth) {
+		t.Errorf("with a wrong password: %v", err)
+	}
+}
+
 func TestRegistry_build_ends_with_its_context(t *testing.T) {
 	h := newHub(t)
 	h.push(t, "me/app", "v1", small(t))
