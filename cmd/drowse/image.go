@@ -284,7 +284,7 @@ func (a *app) imageExportCommand() *cobra.Command {
   erofs         the image as it is (the default)
   tar           its files as a tar archive
   oci-archive   a container image of one layer with its configuration, by the OCI
-                image specification
+                image specification, and in the form that docker load reads
 
 The same image gives the same bytes.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,

@@ -31,7 +31,7 @@ type Format string
 const (
 	FormatEROFS      Format = "erofs"       // the image file as it is
 	FormatTar        Format = "tar"         // its files as a PAX archive, uncompressed
-	FormatOCIArchive Format = "oci-archive" // an OCI image of one layer with its configuration, as a tar archive
+	FormatOCIArchive Format = "oci-archive" // an OCI image of one layer with its configuration, as a tar archive that docker loads too
 )
 
 // Export writes an image to w. progress (may be nil) is told the bytes of file content that are done, and their total.
@@ -290,6 +290,14 @@ func writeOCI(w io.Writer, img *Image, layer *hashedWriter, diff v1.Hash, conten
 		return err
 	}
 	if err := put("index.json", int64(len(index)), strings.NewReader(string(index))); err != nil {
+		return err
+	}
+	// As `docker save` does: the same blobs once more, for readers of its own format.
+	docker, err := json.Marshal([]dockerManifest{{Config: blobName(config.Digest), RepoTags: img.Tags, Layers: []string{blobName(d.Digest)}}})
+	if err != nil {
+		return err
+	}
+	if err := put("manifest.json", int64(len(docker)), strings.NewReader(string(docker))); err != nil {
 		return err
 	}
 	return tw.Close()

@@ -49,6 +49,9 @@ func TestExport_and_build_again_gives_the_same_image(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if docker, err := Build(t.Context(), Options{Store: newStore(t), From: "docker-archive:-:" + img.Tags[0], Stdin: bytes.NewReader(archive)}); err != nil || docker.ID != img.ID {
+			t.Errorf("%s: built again from its archive as one of docker's: %v", name, err)
+		}
 		if oci.ID != img.ID || !slices.Equal(oci.Env, img.Env) || oci.User != img.User {
 			t.Errorf("%s: built again from its archive: %s %v, want %s", name, oci.ID, oci.RunConfig, img.ID)
 		}

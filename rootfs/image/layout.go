@@ -260,7 +260,7 @@ type dockerManifest struct {
 func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, error) {
 	b, err := readMember(m, "manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: it has no manifest.json, so `docker save` of docker 1.10 or later has not written it: %w", ErrBadManifest, err)
+		return nil, fmt.Errorf("%w: it has no manifest.json, so `docker save` of docker 1.10 or later has not written it; an OCI layout is read by oci-archive: %w", ErrBadManifest, err)
 	}
 	if err != nil {
 		return nil, err
