@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"path"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -26,7 +28,7 @@ const (
 	maxTries    = 4                // of a request that is limited or fails for the moment, and of a layer
 	firstPause  = time.Second      // before the second try; doubled each time
 	maxPause    = time.Minute      // that a registry may ask for
-	maxStall    = 2 * time.Minute  // without a byte
+	maxStall    = 2 * time.Minute  // without a byte, also of the headers
 	dialTimeout = 30 * time.Second // also of a TLS handshake
 	fetchAtOnce = 4                // layers
 	maxDrain    = 64 << 10         // bytes of an answer that is thrown away
@@ -80,7 +82,7 @@ func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Du
 		MaxIdleConnsPerHost:   fetchAtOnce,
 	}
 	r.puller, err = remote.NewPuller(
-		remote.WithTransport(&patient{inner: r.web, pause: pause}),
+		remote.WithTransport(&patient{inner: r.web, pause: pause, plainHTTP: plainHTTP, stall: maxStall}),
 		remote.WithAuthFromKeychain(authn.DefaultKeychain),
 		remote.WithUserAgent(userAgent),
 		remote.WithJobs(fetchAtOnce),
@@ -123,12 +125,12 @@ func (r *registry) image(ctx context.Context, want v1.Platform) (*manifest, erro
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = body.Close() }() // only read
-		b, err := io.ReadAll(io.LimitReader(body, maxManifestBytes+1))
-		if err != nil && int64(len(b)) != d.Size { // else it is whole, and its digest is checked next
+		defer func() { _ = body.Close() }()                  // only read
+		b, err := io.ReadAll(io.LimitReader(body, d.Size+1)) // a document's size has a bound
+		if err != nil && int64(len(b)) < d.Size {
 			return nil, registryError(ctx, err)
 		}
-		return b, nil
+		return b, nil // its length and digest are checked next
 	})
 	if top.MediaType.IsSchema1() {
 		return nil, fmt.Errorf("%w: it is a manifest of schema 1, which was given up in 2017: push the image again", ErrBadManifest)
@@ -215,10 +217,6 @@ func (r *registry) fetchOne(ctx context.Context, d v1.Descriptor, s *Store, tmp 
 }
 
 func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, tell func(int64)) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	stall := time.AfterFunc(maxStall, func() { cancel(fmt.Errorf("%w: no byte has come for %v", ErrRegistry, maxStall)) })
-	defer stall.Stop()
 	body, err := r.blob(ctx, d)
 	if err != nil {
 		return err
@@ -227,7 +225,6 @@ func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, t
 	buf := make([]byte, 256<<10)
 	for left := d.Size; ; {
 		n, err := body.Read(buf)
-		stall.Reset(maxStall)
 		if left -= int64(n); left < 0 {
 			return fmt.Errorf("%w: it is longer than the %d bytes that its descriptor says", ErrDigest, d.Size)
 		}
@@ -274,22 +271,32 @@ func registryError(ctx context.Context, err error) error {
 }
 
 // patient tries requests again that a registry has put off (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or failed to answer
-// for the moment. Requests of a build have no body.
+// for the moment. It bounds answers, gives up those that stand still, and asks nobody without TLS who is not on this host,
+// whatever a registry or a redirect says, unless plainHTTP is set.
 type patient struct {
-	inner http.RoundTripper
-	pause func(context.Context, time.Duration) error
+	inner     http.RoundTripper
+	pause     func(context.Context, time.Duration) error
+	plainHTTP bool
+	stall     time.Duration
 }
 
 // RoundTrip implements http.RoundTripper.
 func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
+	withBody := req.Body != nil && req.Body != http.NoBody // of exchanges of tokens only
+	if req.URL.Scheme != "https" && !p.plainHTTP && !onThisHost(req.URL.Hostname()) {
+		if withBody {
+			_ = req.Body.Close() // as RoundTripper wants it
+		}
+		return nil, fmt.Errorf("%w: %s would be asked without TLS; use --plain-http (PlainHTTP) if its network can be trusted", ErrRegistry, req.URL.Host)
+	}
 	wait := firstPause
 	for try := 1; ; try++ {
-		resp, err := p.inner.RoundTrip(req)
+		resp, err := p.once(req)
 		if err != nil {
 			return nil, err
 		}
-		if !retryable(resp.StatusCode) || req.Body != nil && req.Body != http.NoBody {
-			return checkedManifest(req, resp), nil
+		if !retryable(resp.StatusCode) || withBody {
+			return resp, nil
 		}
 		asked, ok := retryAfter(resp.Header.Get("Retry-After"), time.Now())
 		if ok && asked > maxPause {
@@ -311,42 +318,81 @@ func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 }
 
-// checkedManifest bounds the answer to a request for a manifest, and checks its digest when it was asked for by that.
-func checkedManifest(req *http.Request, resp *http.Response) *http.Response {
-	if req.Method != http.MethodGet || resp.StatusCode != http.StatusOK || path.Base(path.Dir(req.URL.Path)) != "manifests" {
-		return resp
+// onThisHost says that a host name means this host (RFC 6761, 6.3, and loopback addresses).
+func onThisHost(name string) bool {
+	if name == "localhost" || strings.HasSuffix(name, ".localhost") {
+		return true
 	}
-	m := &manifestBody{ReadCloser: resp.Body}
-	if h, err := v1.NewHash(path.Base(req.URL.Path)); err == nil {
-		if hash, err := v1.Hasher(h.Algorithm); err == nil {
-			m.want, m.hash = h, hash
+	ip := net.ParseIP(name)
+	return ip != nil && ip.IsLoopback()
+}
+
+// once asks once.
+func (p *patient) once(req *http.Request) (*http.Response, error) {
+	ctx, cancel := context.WithCancelCause(req.Context())
+	resp, err := p.inner.RoundTrip(req.WithContext(ctx))
+	if err != nil {
+		cancel(nil)
+		return nil, err
+	}
+	// What was asked for first tells what the answer to a redirect is.
+	first := req
+	for first.Response != nil && first.Response.Request != nil {
+		first = first.Response.Request
+	}
+	kind, last := path.Base(path.Dir(first.URL.Path)), path.Base(first.URL.Path)
+	a := &answer{ReadCloser: resp.Body, ctx: ctx, cancel: cancel, stall: p.stall, left: maxManifestBytes}
+	switch {
+	case req.Method != http.MethodGet || resp.StatusCode != http.StatusOK:
+	case kind == "blobs":
+		a.left = math.MaxInt64 // who reads it knows how long it is
+	case kind == "manifests":
+		if h, err := v1.NewHash(last); err == nil {
+			if hash, err := v1.Hasher(h.Algorithm); err == nil {
+				a.want, a.hash = h, hash
+			}
 		}
 	}
-	resp.Body = m
-	return resp
+	resp.Body = a
+	return resp, nil
 }
 
-type manifestBody struct {
+// answer is the body of an answer, with its bounds.
+type answer struct {
 	io.ReadCloser
-	n    int64
-	want v1.Hash
-	hash hash.Hash // nil: asked for by a tag
+	ctx    context.Context // of the request
+	cancel context.CancelCauseFunc
+	stall  time.Duration
+	left   int64
+	want   v1.Hash
+	hash   hash.Hash // nil: nothing to compare
 }
 
-func (m *manifestBody) Read(p []byte) (int, error) {
-	n, err := m.ReadCloser.Read(p)
-	if m.n += int64(n); m.n > maxManifestBytes {
-		return 0, fmt.Errorf("%w: it has more than %d bytes", ErrBadManifest, maxManifestBytes)
+func (a *answer) Read(p []byte) (int, error) {
+	stall := time.AfterFunc(a.stall, func() { a.cancel(fmt.Errorf("%w: no byte has come for %v", ErrRegistry, a.stall)) })
+	n, err := a.ReadCloser.Read(p)
+	if !stall.Stop() && err != nil && err != io.EOF {
+		err = context.Cause(a.ctx)
 	}
-	if m.hash != nil {
-		m.hash.Write(p[:n])
+	if a.left -= int64(n); a.left < 0 {
+		return 0, fmt.Errorf("%w: an answer of the registry has more than %d bytes", ErrBadManifest, maxManifestBytes)
+	}
+	if a.hash != nil {
+		a.hash.Write(p[:n])
 		if errors.Is(err, io.EOF) {
-			if got := fmt.Sprintf("%x", m.hash.Sum(nil)); got != m.want.Hex {
-				return n, fmt.Errorf("%w: the manifest %s has the digest %s:%s", ErrDigest, m.want, m.want.Algorithm, got)
+			if got := fmt.Sprintf("%x", a.hash.Sum(nil)); got != a.want.Hex {
+				return n, fmt.Errorf("%w: the manifest %s has the digest %s:%s", ErrDigest, a.want, a.want.Algorithm, got)
 			}
 		}
 	}
 	return n, err
+}
+
+// Close gives up what was not read.
+func (a *answer) Close() error {
+	err := a.ReadCloser.Close()
+	a.cancel(nil)
+	return err
 }
 
 func retryable(status int) bool {
