@@ -10,7 +10,9 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
+	"unicode"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
@@ -68,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	case errors.As(err, &status):
 		return int(status)
 	}
-	fmt.Fprintln(stderr, "drowse: "+err.Error())
+	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
 	var usage usageError
 	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) {
 		return exitUsage
@@ -77,6 +79,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return exitExec
 	}
 	return exitFailed
+}
+
+// printable leaves nothing in a message that a terminal takes for a command: pieces of it may come from a registry, an
+// archive or a guest.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r != '\n' && r != '\t' && !unicode.IsPrint(r) {
+			return unicode.ReplacementChar
+		}
+		return r
+	}, s)
 }
 
 func (a *app) root() *cobra.Command {

@@ -335,3 +335,16 @@ func TestImage_export_that_fails_leaves_no_file(t *testing.T) {
 		t.Errorf("left: %v (%v)", entries, err)
 	}
 }
+
+func TestPrintable_leaves_no_commands_for_a_terminal(t *testing.T) {
+	for in, want := range map[string]string{
+		"two\nlines\tand Größe": "two\nlines\tand Größe",
+		"\x1b[2J\r\x07a":        "\ufffd[2J\ufffd\ufffda",
+		"\u202egnp.exe":         "\ufffdgnp.exe",
+		"\xff":                  "\ufffd",
+	} {
+		if got := printable(in); got != want {
+			t.Errorf("%q: got %q, want %q", in, got, want)
+		}
+	}
+}
