@@ -112,6 +112,7 @@ building a new one; a container image is built anew when it has changed.`,
 	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or line as in sources.list, to use instead of the host's; repeatable")
 	f.StringVar(&o.Platform, "platform", "", "of a container image for several: OS/ARCH (default: linux and this host's architecture)")
 	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
+	f.IntVar(&o.MaxFiles, "max-files", image.DefaultMaxFiles, "refuse archives with more entries than this; each takes up to 2 KiB of memory")
 	f.IntVar(&maxMiB, "max-size", image.DefaultMaxBytes>>20, "refuse sources with more MiB of files than this")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd

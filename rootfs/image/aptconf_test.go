@@ -190,7 +190,7 @@ func TestHostSuite(t *testing.T) {
 }
 
 func TestDpkgStatusGivesInstalledPackages(t *testing.T) {
-	got := parseDpkgStatus(`Package: git
+	got, err := parseDpkgStatus(`Package: git
 Status: install ok installed
 Architecture: amd64
 Version: 1:2.39.5-0+deb12u2
@@ -209,7 +209,7 @@ Architecture: all
 Version: 2
 `)
 	want := []Package{{"git", "1:2.39.5-0+deb12u2", "amd64"}, {"held", "2", "all"}}
-	if !reflect.DeepEqual(got, want) {
-		t.Errorf("got %+v, want %+v", got, want)
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("got %+v (%v), want %+v", got, err, want)
 	}
 }

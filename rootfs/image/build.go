@@ -11,6 +11,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"strings"
 	"sync"
@@ -38,6 +39,7 @@ const (
 const (
 	DefaultMaxAge   = 24 * time.Hour
 	DefaultMaxBytes = 64 << 30
+	DefaultMaxFiles = 1 << 20
 )
 
 // Options says what to build and where to. Store and From are needed, the rest may be zero.
@@ -75,6 +77,9 @@ type Options struct {
 	InstallDeps bool
 	// MaxBytes bounds the sum of the file sizes of the source, in all its layers together; zero means DefaultMaxBytes.
 	MaxBytes int64
+	// MaxFiles bounds the entries of archives, in all layers together, and the directories that they imply; zero means
+	// DefaultMaxFiles, the most is 8,388,608. A build takes about 2 KiB of memory for each at worst. Of sources of layers and tar streams.
+	MaxFiles int
 	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is called
 	// often, from several goroutines but never from two at once, and must return quickly.
 	Progress func(stage string, done, total int64)
@@ -130,6 +135,12 @@ func checkOptions(o Options) (*buildOptions, error) {
 	}
 	if o.MaxAge < 0 || o.MaxBytes < 0 {
 		return nil, fmt.Errorf("%w: MaxAge %v and MaxBytes %d must not be negative", ErrInvalidOption, o.MaxAge, o.MaxBytes)
+	}
+	if o.MaxFiles < 0 || o.MaxFiles > maxInodes {
+		return nil, fmt.Errorf("%w: MaxFiles %d is not between 0 and %d", ErrInvalidOption, o.MaxFiles, maxInodes)
+	}
+	if b.MaxFiles == 0 {
+		b.MaxFiles = DefaultMaxFiles
 	}
 	if b.pause == nil {
 		b.pause = sleep
@@ -348,8 +359,15 @@ func (b *buildOptions) write(ctx context.Context, t *tree, img *Image) error {
 	return nil
 }
 
-// maxStatusBytes bounds dpkg's database, which is read into memory.
-const maxStatusBytes = 128 << 20
+// Limits of dpkg's database, which anybody may have written. The record of an image must stay below maxRecordBytes with what
+// is taken from it; Debian's whole archive has 65,000 packages, and no system a tenth of them.
+const (
+	maxStatusBytes   = 32 << 20 // it is read into memory
+	maxInstalled     = 32 << 10 // packages
+	maxInstalledText = 1 << 20  // bytes of their names, versions and architectures
+)
+
+var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
 
 // describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it has one.
 func describePackages(t *tree, img *Image) error {
@@ -357,12 +375,15 @@ func describePackages(t *tree, img *Image) error {
 	if err != nil {
 		return err
 	}
-	img.Packages = parseDpkgStatus(status)
+	if img.Packages, err = parseDpkgStatus(status); err != nil {
+		return err
+	}
 	arch, err := t.readText("var/lib/dpkg/arch")
 	if err != nil {
 		return err
 	}
-	if native, _, _ := strings.Cut(strings.TrimSpace(arch), "\n"); native != "" {
+	// The configuration of an image of layers has said for what it is.
+	if native, _, _ := strings.Cut(strings.TrimSpace(arch), "\n"); img.Platform == "" && archRE.MatchString(native) {
 		img.Architecture = native
 	}
 	return nil
@@ -390,13 +411,51 @@ func (t *tree) readText(p string) (string, error) {
 }
 
 // parseDpkgStatus gives the installed packages of a dpkg status file, in its order.
-func parseDpkgStatus(text string) []Package {
-	var out []Package
-	for _, st := range parseStanzas(text) {
-		if st["status"] != "install ok installed" && st["status"] != "hold ok installed" {
+func parseDpkgStatus(text string) ([]Package, error) {
+	var (
+		out    []Package
+		cur    Package
+		status string
+		total  int
+	)
+	flush := func() error {
+		p := cur
+		installed := status == "install ok installed" || status == "hold ok installed"
+		cur, status = Package{}, ""
+		if !installed {
+			return nil
+		}
+		total += len(p.Name) + len(p.Version) + len(p.Architecture)
+		if len(out) >= maxInstalled || total > maxInstalledText {
+			return fmt.Errorf("%w: its dpkg database names more than %d packages, or has more than %d bytes of names", ErrTooLarge, maxInstalled, maxInstalledText)
+		}
+		// Not as pieces of the text, which would stay.
+		out = append(out, Package{strings.Clone(p.Name), strings.Clone(p.Version), strings.Clone(p.Architecture)})
+		return nil
+	}
+	for line := range strings.Lines(text) {
+		line = strings.TrimSuffix(line, "\n")
+		if strings.TrimSpace(line) == "" {
+			if err := flush(); err != nil {
+				return nil, err
+			}
 			continue
 		}
-		out = append(out, Package{Name: st["package"], Version: st["version"], Architecture: st["architecture"]})
+		k, v, ok := strings.Cut(line, ":")
+		if !ok || line[0] == ' ' || line[0] == '\t' || line[0] == '#' {
+			continue // a further line of a field, or a comment
+		}
+		v = strings.TrimSpace(v)
+		switch strings.ToLower(strings.TrimSpace(k)) {
+		case "package":
+			cur.Name = v
+		case "version":
+			cur.Version = v
+		case "architecture":
+			cur.Architecture = v
+		case "status":
+			status = v
+		}
 	}
-	return out
+	return out, flush()
 }

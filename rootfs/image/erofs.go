@@ -98,6 +98,9 @@ func (f *treeFS) ReadLink(p string) (string, error) {
 
 // ReadDir implements fs.ReadDirFS.
 func (f *treeFS) ReadDir(p string) ([]fs.DirEntry, error) {
+	if err := context.Cause(f.ctx); err != nil {
+		return nil, err
+	}
 	n := f.t.lookup(p)
 	if n == nil {
 		return nil, fs.ErrNotExist

@@ -26,8 +26,8 @@ func memFile(t *testing.T) *os.File {
 func FuzzLayers(f *testing.F) {
 	f.Fuzz(func(t *testing.T, lower, upper []byte) {
 		const most = 1 << 20
-		m := &merger{t: newTree()}
-		lim := &budget{maxBytes: most}
+		m := newMerger(DefaultMaxFiles)
+		lim := newBudget(most, DefaultMaxFiles)
 		for _, stream := range [][]byte{lower, upper} {
 			spool := memFile(t)
 			defer spool.Close()
@@ -38,7 +38,7 @@ func FuzzLayers(f *testing.F) {
 				u.Close()
 			}
 			if err == nil {
-				err = m.apply(l)
+				err = m.apply(context.Background(), l)
 			}
 			if err != nil {
 				if !errors.Is(err, ErrBadArchive) && !errors.Is(err, ErrTooLarge) {

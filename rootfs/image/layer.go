@@ -15,12 +15,15 @@ import (
 // Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those of a
 // tree (tree.go) hold as well.
 const (
-	maxLayers    = 512     // of an image
-	maxEntries   = 4 << 20 // of all layers of an image
-	maxMetaBytes = 1 << 30 // names, link targets and extended attributes of all layers
-	maxDepth     = 1024    // directories above each other
-	maxLinkHops  = 40      // symlinks on the way of one path, as Linux has it (MAXSYMLINKS)
-	maxFollowed  = 1 << 20 // symlinks on the ways of all paths of an image
+	maxLayers = 512 // of an image
+	// For each file that an image may have (Options.MaxFiles), all may have so many bytes together: of names, link targets and
+	// extended attributes in the archives, and of whole paths in the image, which the writer keeps.
+	metaPerFile = 256
+	pathPerFile = 256
+	leastMeta   = 64 << 20 // bytes of each that are possible in any case
+	maxDepth    = 1024     // directories above each other
+	maxLinkHops = 40       // symlinks on the way of one path, as Linux has it (MAXSYMLINKS)
+	maxFollowed = 16 << 20 // components of the targets of symlinks on the ways of all paths of an image
 	// What a tar stream may have besides contents: headers and padding, of the largest number of entries.
 	maxTarOverhead = 8 << 30
 	// A PAX record, or another header that extends the next one, is at most 1 MiB: package archive/tar holds that.
@@ -36,10 +39,19 @@ const (
 // budget is what all layers of an image may have together. Safe for concurrent use.
 type budget struct {
 	maxBytes int64
+	maxFiles int64
 	bytes    atomic.Int64 // content of regular files
 	entries  atomic.Int64
 	meta     atomic.Int64
 	onRead   func(n int64) // may be nil; told the content so far
+}
+
+func newBudget(maxBytes int64, maxFiles int) *budget {
+	return &budget{maxBytes: maxBytes, maxFiles: int64(maxFiles)}
+}
+
+func tooManyFiles(most int64) error {
+	return fmt.Errorf("%w: its archives have more than %d files, or as many with the directories that they imply; raise MaxFiles (--max-files) to take it", ErrTooLarge, most)
 }
 
 func (b *budget) take(h *tar.Header, size int64) error {
@@ -47,11 +59,11 @@ func (b *budget) take(h *tar.Header, size int64) error {
 	for k, v := range h.PAXRecords {
 		meta += int64(len(k) + len(v))
 	}
-	if b.entries.Add(1) > maxEntries {
-		return fmt.Errorf("%w: its archives have more than %d entries", ErrTooLarge, maxEntries)
+	if b.entries.Add(1) > b.maxFiles {
+		return tooManyFiles(b.maxFiles)
 	}
-	if b.meta.Add(meta) > maxMetaBytes {
-		return fmt.Errorf("%w: names and attributes have more than %d bytes", ErrTooLarge, maxMetaBytes)
+	if most := max(metaPerFile*b.maxFiles, leastMeta); b.meta.Add(meta) > most {
+		return fmt.Errorf("%w: names and attributes have more than %d bytes; raise MaxFiles (--max-files) to take it", ErrTooLarge, most)
 	}
 	// Not by adding first: sizes may be near the end of the range.
 	if size > b.maxBytes || b.bytes.Add(size) > b.maxBytes {
@@ -100,6 +112,7 @@ func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whit
 	w := newSparseWriter(spool)
 	src := &watchedReader{ctx: ctx, r: r}
 	tr := tar.NewReader(src)
+	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
@@ -111,10 +124,13 @@ func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whit
 			}
 			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
 		}
-		if err := l.addTar(h, tr, w, spool, b, whiteouts); err != nil {
+		if err := l.addTar(h, data, w, spool, b, whiteouts); err != nil {
+			cause := context.Cause(ctx)
 			switch {
 			case src.err != nil:
 				return nil, src.err
+			case cause != nil:
+				return nil, cause
 			case errors.Is(err, ErrTooLarge), errors.Is(err, errSpool):
 				return nil, err
 			}
@@ -153,7 +169,7 @@ func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os
 	if err := b.take(h, n.size); err != nil {
 		return err
 	}
-	e := layerEntry{path: strings.Join(parts, "/"), n: n}
+	e := layerEntry{path: strings.Clone(strings.Join(parts, "/")), n: n} // a single part is not copied by Join: see headerInode
 	switch {
 	case h.Typeflag == tar.TypeLink:
 		to, err := splitPath(h.Linkname)
@@ -163,7 +179,7 @@ func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os
 		if len(to) == 0 {
 			return errors.New("hard link to the root")
 		}
-		e.link = strings.Join(to, "/")
+		e.link = strings.Clone(strings.Join(to, "/"))
 	case n.isDir():
 		n.children = map[string]*inode{}
 	case n.mode.IsRegular():
@@ -188,7 +204,7 @@ func (l *layer) addWhiteout(parts []string) (bool, error) {
 			continue
 		}
 		last := i == len(parts)-1
-		dir := path.Join(parts[:i]...)
+		dir := strings.Clone(path.Join(parts[:i]...))
 		switch name := s[len(whiteoutPrefix):]; {
 		case s == whiteoutOpaque && last:
 			l.whiteouts = append(l.whiteouts, whiteout{dir: dir})
@@ -199,7 +215,7 @@ func (l *layer) addWhiteout(parts []string) (bool, error) {
 		case name == "" || name == "." || name == "..":
 			return true, fmt.Errorf("a whiteout of the name %q", name)
 		default:
-			l.whiteouts = append(l.whiteouts, whiteout{dir: dir, name: name})
+			l.whiteouts = append(l.whiteouts, whiteout{dir: dir, name: strings.Clone(name)})
 		}
 		return true, nil
 	}

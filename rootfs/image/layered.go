@@ -98,9 +98,10 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 		}
 	}()
 	if err != nil && src.reg != nil && errors.Is(err, ErrDigest) {
-		// A layer was right when it came, so it has been damaged where it is kept.
-		src.dropDamaged(b.Store)
-		err = fmt.Errorf("%w; it was damaged in the image store, and is fetched again by the next build", err)
+		// A layer was right when it came: either it has been damaged where it is kept, or the configuration says another diff_id.
+		if src.dropDamaged(b.Store) {
+			err = fmt.Errorf("%w; it was damaged in the image store, and is fetched again by the next build", err)
+		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
@@ -115,8 +116,8 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 	return b.finish(ctx, t, described, spec, tmp)
 }
 
-// dropDamaged removes the layers of the image whose bytes are not what they should be.
-func (s *layeredSource) dropDamaged(store *Store) {
+// dropDamaged removes the layers of the image whose bytes are not what they should be. It says whether there were any.
+func (s *layeredSource) dropDamaged(store *Store) (dropped bool) {
 	for _, l := range s.layers {
 		h, err := v1.NewHash(l.Digest)
 		if err != nil {
@@ -128,11 +129,12 @@ func (s *layeredSource) dropDamaged(store *Store) {
 		}
 		if hash, err := v1.Hasher(h.Algorithm); err == nil {
 			if _, err := io.Copy(hash, f); err == nil && fmt.Sprintf("%x", hash.Sum(nil)) != h.Hex {
-				_ = os.Remove(store.blobPath(h)) // another build tells again
+				dropped = os.Remove(store.blobPath(h)) == nil || dropped // if it stays, another build tells again
 			}
 		}
 		_ = f.Close() // only read
 	}
+	return dropped
 }
 
 // readLayers reads all layers, several at once, and puts them on each other. The spools hold the contents of the tree's files
@@ -146,7 +148,7 @@ func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) 
 		}
 		spools = append(spools, f)
 	}
-	lim := &budget{maxBytes: b.MaxBytes, onRead: func(n int64) { b.progress(StageRead, n, 0) }}
+	lim := b.newBudget()
 	layers := make([]*layer, len(m.layers))
 	g, gctx := errgroup.WithContext(ctx)
 	g.SetLimit(max(min(runtime.GOMAXPROCS(0), readAtOnce), 1))
@@ -165,15 +167,15 @@ func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) 
 		}
 		return nil, spools, err
 	}
-	into := &merger{t: newTree()}
+	into := newMerger(b.MaxFiles)
 	for i, l := range layers {
-		if err := into.apply(l); err != nil {
+		if err := into.apply(ctx, l); err != nil {
+			if cause := context.Cause(ctx); cause != nil {
+				return nil, spools, cause
+			}
 			return nil, spools, fmt.Errorf("layer %d of %d (%s): %w", i+1, len(m.layers), m.layers[i].name(), err)
 		}
 		layers[i] = nil
-		if err := context.Cause(ctx); err != nil {
-			return nil, spools, err
-		}
 	}
 	if m.run.Workdir != "" {
 		if err := into.ensureDir(m.run.Workdir); err != nil {
@@ -181,6 +183,12 @@ func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) 
 		}
 	}
 	return into.t, spools, nil
+}
+
+func (b *buildOptions) newBudget() *budget {
+	lim := newBudget(b.MaxBytes, b.MaxFiles)
+	lim.onRead = func(n int64) { b.progress(StageRead, n, 0) }
+	return lim
 }
 
 // newSpool makes a file without a name.
@@ -298,8 +306,7 @@ func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *tree
 		return nil, err
 	}
 	defer func() { _ = u.Close() }() // only read
-	lim := &budget{maxBytes: b.MaxBytes, onRead: func(n int64) { b.progress(StageRead, n, 0) }}
-	l, err := readLayer(ctx, u, spool, lim, false)
+	l, err := readLayer(ctx, u, spool, b.newBudget(), false)
 	if err != nil {
 		return nil, err
 	}
@@ -310,8 +317,8 @@ func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *tree
 	if _, err := io.Copy(io.Discard, u); err != nil {
 		return nil, err
 	}
-	m := &merger{t: newTree()}
-	if err := m.apply(l); err != nil {
+	m := newMerger(b.MaxFiles)
+	if err := m.apply(ctx, l); err != nil {
 		return nil, err
 	}
 	return m.t, nil

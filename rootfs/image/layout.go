@@ -133,7 +133,7 @@ func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
 		if len(h.Name) > maxPathBytes || len(h.Linkname) > maxPathBytes {
 			return nil, fmt.Errorf("%w: a name of more than %d bytes", ErrBadArchive, maxPathBytes)
 		}
-		p := path.Clean(h.Name)
+		p := strings.Clone(path.Clean(h.Name)) // of a PAX record: see headerInode
 		switch h.Typeflag {
 		case tar.TypeReg:
 			off, err := f.Seek(0, io.SeekCurrent)
@@ -151,7 +151,7 @@ func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
 			if h.Typeflag == tar.TypeSymlink {
 				to = path.Join(path.Dir(p), to)
 			}
-			t.links[p] = path.Clean(to)
+			t.links[p] = strings.Clone(path.Clean(to))
 			delete(t.files, p)
 		}
 	}

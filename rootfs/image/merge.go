@@ -1,6 +1,7 @@
 package image
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -19,7 +20,24 @@ import (
 //   - A hard link refers to what earlier entries, or layers below, have put at its target.
 type merger struct {
 	t        *tree
-	followed int // symlinks so far
+	maxFiles int64
+	files    int64 // put so far, those replaced again included
+	paths    int64 // bytes of their paths
+	followed int   // components of symlinks so far
+}
+
+func newMerger(maxFiles int) *merger { return &merger{t: newTree(), maxFiles: int64(maxFiles)} }
+
+// count takes a file into account that is to be put at a path of so many bytes.
+func (m *merger) count(pathBytes int) error {
+	if m.files++; m.files > m.maxFiles {
+		return tooManyFiles(m.maxFiles)
+	}
+	if most := max(pathPerFile*m.maxFiles, leastMeta); m.paths+int64(pathBytes) > most {
+		return fmt.Errorf("%w: the paths of its files have more than %d bytes; raise MaxFiles (--max-files) to take it", ErrTooLarge, most)
+	}
+	m.paths += int64(pathBytes)
+	return m.t.count(1)
 }
 
 // place is a directory of the tree and where it is.
@@ -59,7 +77,7 @@ func (m *merger) find(parts []string, create bool, replaced map[string]struct{})
 			if len(name) > maxNameBytes {
 				return place{}, fmt.Errorf("a symlink leads to a name of %d bytes", len(name))
 			}
-			if err := m.t.count(1); err != nil {
+			if err := m.count(cur.bytes + len(name) + 1); err != nil {
 				return place{}, err
 			}
 			next = &inode{mode: fs.ModeDir | 0o755, mtime: cur.dir.mtime, children: map[string]*inode{}}
@@ -81,13 +99,14 @@ func (m *merger) find(parts []string, create bool, replaced map[string]struct{})
 			if hops++; hops > maxLinkHops {
 				return place{}, fmt.Errorf("more than %d symlinks lead to it", maxLinkHops)
 			}
-			if m.followed++; m.followed > maxFollowed {
-				return place{}, fmt.Errorf("%w: more than %d symlinks lie on the ways of its paths", ErrTooLarge, maxFollowed)
+			target := strings.Split(next.target, "/")
+			if m.followed += len(target); m.followed > maxFollowed {
+				return place{}, fmt.Errorf("%w: the symlinks on the ways of its paths have more than %d components", ErrTooLarge, maxFollowed)
 			}
 			if strings.HasPrefix(next.target, "/") {
 				stack = stack[:1]
 			}
-			todo = append(strings.Split(next.target, "/"), todo...)
+			todo = append(target, todo...)
 		default:
 			if !create {
 				return place{}, errNotThere
@@ -117,8 +136,8 @@ func split(p string) []string {
 	return strings.Split(p, "/")
 }
 
-// apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge; the tree is of no use then.
-func (m *merger) apply(l *layer) error {
+// apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's; the tree is of no use then.
+func (m *merger) apply(ctx context.Context, l *layer) error {
 	m.t.skipped.Xattrs += l.skipped.Xattrs
 	m.t.skipped.Times += l.skipped.Times
 	var named map[string]struct{}
@@ -126,6 +145,9 @@ func (m *merger) apply(l *layer) error {
 		named = l.named()
 	}
 	for _, w := range l.whiteouts {
+		if err := context.Cause(ctx); err != nil {
+			return err
+		}
 		p, err := m.find(split(w.dir), false, named)
 		switch {
 		case errors.Is(err, ErrTooLarge):
@@ -139,6 +161,9 @@ func (m *merger) apply(l *layer) error {
 		}
 	}
 	for _, e := range l.entries {
+		if err := context.Cause(ctx); err != nil {
+			return err
+		}
 		if err := m.put(e); err != nil {
 			if errors.Is(err, ErrTooLarge) {
 				return err
@@ -161,7 +186,8 @@ func (m *merger) put(e layerEntry) error {
 	if err != nil {
 		return err
 	}
-	if err := (place{depth: p.depth + 1, bytes: p.bytes + len(name) + 1}).check(); err != nil {
+	at := place{depth: p.depth + 1, bytes: p.bytes + len(name) + 1}
+	if err := at.check(); err != nil {
 		return err
 	}
 	n := e.n
@@ -173,7 +199,7 @@ func (m *merger) put(e layerEntry) error {
 	if old := p.dir.children[name]; old != nil && old.isDir() && n.isDir() {
 		n.children = old.children
 	}
-	if err := m.t.count(1); err != nil {
+	if err := m.count(at.bytes); err != nil {
 		return err
 	}
 	p.dir.children[name] = n

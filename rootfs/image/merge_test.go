@@ -15,14 +15,14 @@ import (
 // mergeAll puts tar streams on each other.
 func mergeAll(t *testing.T, streams ...[]byte) (*tree, error) {
 	t.Helper()
-	m := &merger{t: newTree()}
-	lim := &budget{maxBytes: DefaultMaxBytes}
+	m := newMerger(DefaultMaxFiles)
+	lim := newBudget(DefaultMaxBytes, DefaultMaxFiles)
 	for _, s := range streams {
 		l, err := readLayer(t.Context(), bytes.NewReader(s), tempFile(t), lim, true)
 		if err != nil {
 			return nil, err
 		}
-		if err := m.apply(l); err != nil {
+		if err := m.apply(t.Context(), l); err != nil {
 			return nil, err
 		}
 	}
@@ -273,7 +273,7 @@ func TestReadLayer_stream_that_lies_is_refused(t *testing.T) {
 			if c.max == 0 {
 				c.max = DefaultMaxBytes
 			}
-			_, err := readLayer(t.Context(), bytes.NewReader(c.stream), tempFile(t), &budget{maxBytes: c.max}, true)
+			_, err := readLayer(t.Context(), bytes.NewReader(c.stream), tempFile(t), newBudget(c.max, DefaultMaxFiles), true)
 			if !errors.Is(err, c.want) {
 				t.Errorf("got %v, want %v", err, c.want)
 			}
@@ -306,29 +306,30 @@ func TestReadLayer_sparse_file_has_its_holes(t *testing.T) {
 }
 
 func TestBudget_counts_entries_and_names_of_all_layers(t *testing.T) {
-	b := &budget{maxBytes: 10}
+	b := newBudget(10, DefaultMaxFiles)
 	h := &tar.Header{Name: "n"}
-	b.entries.Store(maxEntries - 1)
+	b.entries.Store(DefaultMaxFiles - 1)
 	if err := b.take(h, 0); err != nil {
 		t.Error(err)
 	}
 	if err := b.take(h, 0); !errors.Is(err, ErrTooLarge) {
 		t.Errorf("an entry too many: %v", err)
 	}
-	b = &budget{maxBytes: 10}
-	b.meta.Store(maxMetaBytes - 3)
+	b = newBudget(10, DefaultMaxFiles)
+	b.meta.Store(metaPerFile*DefaultMaxFiles - 3)
 	if err := b.take(&tar.Header{Name: "n", PAXRecords: map[string]string{"k": "vvv"}}, 0); !errors.Is(err, ErrTooLarge) {
 		t.Errorf("names and attributes: %v", err)
 	}
 }
 
 func TestMerge_too_many_links_altogether_are_refused(t *testing.T) {
-	m := &merger{t: newTree(), followed: maxFollowed}
-	l, err := readLayer(t.Context(), bytes.NewReader(layerOf(t, sym("s", "/"), reg("s/f=1"))), tempFile(t), &budget{maxBytes: 10}, true)
+	m := newMerger(DefaultMaxFiles)
+	m.followed = maxFollowed - 1 // and "/" has two components
+	l, err := readLayer(t.Context(), bytes.NewReader(layerOf(t, sym("s", "/"), reg("s/f=1"))), tempFile(t), newBudget(10, DefaultMaxFiles), true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := m.apply(l); !errors.Is(err, ErrTooLarge) {
+	if err := m.apply(t.Context(), l); !errors.Is(err, ErrTooLarge) {
 		t.Errorf("got %v", err)
 	}
 }

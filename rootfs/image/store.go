@@ -302,6 +302,9 @@ func writeRecord(img *Image) error {
 	if err != nil {
 		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), err)
 	}
+	if len(b) >= maxRecordBytes {
+		return fmt.Errorf("write the record of image %s: %w: it would have %d bytes", img.ShortID(), ErrTooLarge, len(b))
+	}
 	name := filepath.Join(img.dir, recordName)
 	f, err := os.CreateTemp(img.dir, "."+recordName+".*")
 	if err != nil {

@@ -83,7 +83,8 @@ func headerInode(h *tar.Header, skipped *Skipped, clampTimes bool) (*inode, erro
 		if n.xattrs == nil {
 			n.xattrs = map[string]string{}
 		}
-		n.xattrs[name] = v
+		// Records are pieces of one string of up to 1 MiB, which stays as long as any piece of it.
+		n.xattrs[strings.Clone(name)] = strings.Clone(v)
 	}
 	perm := n.mode &^ fs.ModeType
 	switch h.Typeflag {
@@ -92,7 +93,7 @@ func headerInode(h *tar.Header, skipped *Skipped, clampTimes bool) (*inode, erro
 	case tar.TypeLink:
 		n.mode = perm
 	case tar.TypeSymlink:
-		n.mode, n.target = fs.ModeSymlink|0o777, h.Linkname
+		n.mode, n.target = fs.ModeSymlink|0o777, strings.Clone(h.Linkname)
 	case tar.TypeDir:
 		n.mode = perm | fs.ModeDir
 	case tar.TypeFifo:

@@ -230,6 +230,13 @@ type hardLink struct{ path, primary string }
 
 // finish computes link counts, the number of inodes and of bytes, and the hard links, after the last change of the tree.
 func (t *tree) finish() ([]hardLink, error) {
+	// Paths are kept of those inodes only that have several: of all of them they could take gigabytes.
+	if err := t.walk(func(_ string, n *inode) error { n.nlink = 0; return nil }); err != nil {
+		return nil, err
+	}
+	if err := t.walk(func(_ string, n *inode) error { n.nlink++; return nil }); err != nil {
+		return nil, err
+	}
 	first := map[*inode]string{}
 	var links []hardLink
 	t.inodes, t.bytes = 0, 0
@@ -238,12 +245,12 @@ func (t *tree) finish() ([]hardLink, error) {
 			if n.isDir() {
 				return fmt.Errorf("directory %q has a second name %q", prev, p)
 			}
-			n.nlink++
 			links = append(links, hardLink{path: p, primary: prev})
 			return nil
 		}
-		first[n] = p
-		n.nlink = 1
+		if n.nlink > 1 {
+			first[n] = p
+		}
 		t.inodes++
 		t.bytes += n.size
 		if n.isDir() {
