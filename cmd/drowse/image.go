@@ -13,6 +13,7 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -47,6 +48,29 @@ func countsBytes(stage string) bool {
 
 // maxImageMiB is what an EROFS of 32-bit block numbers can hold.
 const maxImageMiB = 16 << 20
+
+// patientReader waits for input, until the context ends: a read that has begun cannot be called back.
+type patientReader struct {
+	ctx context.Context
+	f   *os.File
+}
+
+func (r *patientReader) Read(p []byte) (int, error) {
+	const look = 200 // milliseconds between looks at the context
+	for {
+		if err := context.Cause(r.ctx); err != nil {
+			return 0, err
+		}
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(r.f.Fd()), Events: unix.POLLIN}}, look)
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return 0, fmt.Errorf("waiting for input: %w", err)
+		case n > 0:
+			return r.f.Read(p)
+		}
+	}
+}
 
 func (a *app) imageBuildCommand() *cobra.Command {
 	var (
@@ -90,7 +114,7 @@ building a new one; a container image is built anew when it has changed.`,
 				return err
 			}
 			p := a.newProgress("image build", countsBytes)
-			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), os.Stdin
+			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), &patientReader{cmd.Context(), os.Stdin}
 			img, err := image.Build(cmd.Context(), o)
 			p.finish(err)
 			if errors.Is(err, image.ErrInvalidOption) || errors.Is(err, image.ErrUnsupportedSource) {

@@ -3,6 +3,7 @@ package main
 import (
 	"archive/tar"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"io"
@@ -346,5 +347,38 @@ func TestPrintable_leaves_no_commands_for_a_terminal(t *testing.T) {
 		if got := printable(in); got != want {
 			t.Errorf("%q: got %q, want %q", in, got, want)
 		}
+	}
+}
+
+func TestPatientReader_gives_up_with_the_context(t *testing.T) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	in := &patientReader{ctx, r}
+	if _, err := w.WriteString("x"); err != nil {
+		t.Fatal(err)
+	}
+	b := make([]byte, 10)
+	if n, err := in.Read(b); n != 1 || err != nil {
+		t.Fatalf("read %d bytes: %v", n, err)
+	}
+	cause := errors.New("enough")
+	done := make(chan error)
+	go func() {
+		_, err := in.Read(b) // nothing is there
+		done <- err
+	}()
+	cancel(cause)
+	if err := <-done; !errors.Is(err, cause) {
+		t.Errorf("got %v, want %v", err, cause)
+	}
+	in.ctx = t.Context()
+	w.Close()
+	if n, err := in.Read(b); n != 0 || !errors.Is(err, io.EOF) {
+		t.Errorf("at the end: %d bytes, %v", n, err)
 	}
 }

@@ -223,3 +223,21 @@ func TestBuild_architecture_is_not_any_text(t *testing.T) {
 		t.Errorf("of layers: %q", img.Architecture)
 	}
 }
+
+func TestBuild_tar_of_an_image_archive_says_which_kind_it_is(t *testing.T) {
+	r := small(t)
+	for name, c := range map[string]struct {
+		stream []byte
+		says   string // "" when it is taken
+	}{
+		"of an OCI layout":                        {r.layout(t).tar(t), "oci-archive:"},
+		"of docker's":                             {r.dockerArchive(t, "a:b").tar(t), "docker-archive:"},
+		"a root filesystem with such names":       {layerOf(t, reg("oci-layout"), reg("index.json"), reg("manifest.json"), reg("etc/f")), ""},
+		"a root filesystem without the usual one": {layerOf(t, reg("app/index.json"), reg("oci-layout")), ""},
+	} {
+		_, err := Build(t.Context(), Options{Store: newStore(t), From: "tar:-", Stdin: bytes.NewReader(c.stream)})
+		if c.says == "" && err != nil || c.says != "" && (!errors.Is(err, ErrUnsupportedSource) || !strings.Contains(err.Error(), c.says)) {
+			t.Errorf("%s: got %v, want %q", name, err, c.says)
+		}
+	}
+}

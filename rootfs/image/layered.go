@@ -321,5 +321,21 @@ func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *tree
 	if err := m.apply(ctx, l); err != nil {
 		return nil, err
 	}
-	return m.t, nil
+	return m.t, notImageArchive(m.t)
+}
+
+// notImageArchive is an error for what docker or skopeo has saved: as a root filesystem it is of no use to anybody.
+func notImageArchive(t *tree) error {
+	for _, dir := range []string{"bin", "etc", "sbin", "usr"} {
+		if t.lookup(dir) != nil {
+			return nil
+		}
+	}
+	kind := KindDockerArchive
+	if t.lookup("oci-layout") != nil && t.lookup("index.json") != nil {
+		kind = KindOCIArchive
+	} else if t.lookup("manifest.json") == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: it is an archive of container images, not of a root filesystem: use %s:FILE", ErrUnsupportedSource, kind)
 }
