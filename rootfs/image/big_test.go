@@ -241,7 +241,7 @@ func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 	return out
 }
 
-func TestLayers_of_50000_files_become_what_the_specification_says(t *testing.T) {
+func TestLayers_of_many_files_become_what_the_specification_says(t *testing.T) {
 	const layers = 5
 	files := 50_000
 	if raceEnabled {

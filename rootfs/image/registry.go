@@ -371,7 +371,7 @@ type answer struct {
 func (a *answer) Read(p []byte) (int, error) {
 	stall := time.AfterFunc(a.stall, func() { a.cancel(fmt.Errorf("%w: no byte has come for %v", ErrRegistry, a.stall)) })
 	n, err := a.ReadCloser.Read(p)
-	if !stall.Stop() && err != nil && err != io.EOF {
+	if !stall.Stop() && err != nil && !errors.Is(err, io.EOF) {
 		err = context.Cause(a.ctx)
 	}
 	if a.left -= int64(n); a.left < 0 {
