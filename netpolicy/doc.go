@@ -153,10 +153,20 @@
 // # What it needs
 //
 // Linux 6.1 or later with BTF (/sys/kernel/btf/vmlinux); root, or CAP_BPF, CAP_PERFMON,
-// CAP_NET_ADMIN and a BPF file system. With TCX (6.6) the programs are attached as links,
-// before that as filters of a clsact qdisc. A kernel that is locked down for
-// confidentiality refuses them, and Attach fails. Packets that do not come over the TAP
+// CAP_NET_ADMIN and a BPF file system. The programs are filters of a clsact qdisc. A kernel
+// that is locked down for confidentiality refuses them, and Attach fails. Packets that do not come over the TAP
 // device, such as those of vsock, are not judged.
+//
+// # What agents share
+//
+// The kernel verifies the programs once for a host and version of drowse, which takes some
+// 60 ms, and all agents share them. An agent has a small program of its own for each direction
+// on its device: it says which slot of the host's maps is the agent's and by what number (its
+// claim) the table there has to call itself, and calls the program that is shared.
+// Flows, pinned names, counters and events are in maps of the agent's own, in its slot.
+// Without the shared program, a map or a table that says the same claim, nothing
+// passes. The pins of what is shared only serve those who come later: an agent's
+// pins hold all that it needs.
 //
 // # Reject
 //

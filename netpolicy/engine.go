@@ -2,20 +2,17 @@ package netpolicy
 
 import (
 	"cmp"
-	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/btf"
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
@@ -31,55 +28,108 @@ var ErrPinsFull = errors.New("too many addresses are pinned")
 // for those of two generations.
 const maxPins = 4096
 
-// collection reads the objects once for each process.
-var collection = sync.OnceValues(bpf.LoadAgent)
-
-// kernelTypes keeps what has been read of the kernel's BTF, which is much.
-var kernelTypes = btf.NewCache()
-
-// engine is the programs of one agent and their maps. With no table in them they deny
-// everything.
+// engine is the state of one agent, in maps of its own, and its own programs, which call
+// those of the host. With no table they deny everything.
 type engine struct {
-	objs bpf.AgentObjects
+	place  place
+	shared *programs
+	// The agent's own.
+	flows, pinned, counts, events *ebpf.Map
+	entries                       [2]*ebpf.Program // by direction
 
-	mu   sync.Mutex // guards what follows
-	gen  uint32
-	spec *Spec
-	pins map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	wg sync.WaitGroup // for writers into the slot, who take some time to end
+
+	mu    sync.Mutex // guards what follows
+	gen   uint32
+	spec  *Spec
+	names map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
 }
 
-// loadEngine loads the programs. Under test their clock stands until it is set.
-func loadEngine(flows int, testing bool) (*engine, error) {
-	shared, err := collection()
-	if err != nil {
-		return nil, fmt.Errorf("reading the eBPF objects: %w", err)
-	}
-	spec := shared.Copy()
-	spec.Maps["flows"].MaxEntries = uint32(flows)
-	if testing {
-		if err := spec.Variables["testing"].Set(uint32(1)); err != nil {
-			return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
+// eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
+const eventBytes = 32 << 10
+
+// newEngine makes the maps of an agent and puts them into its slot. It takes over the
+// programs, also if it fails. With a policy, start has to follow; without, everything is denied.
+func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
+	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, e.close())
+		}
+	}()
+	for _, m := range []struct {
+		to         **ebpf.Map
+		name       string
+		kind       ebpf.MapType
+		key, value any
+		entries    int
+		flags      uint32
+	}{
+		{&e.flows, "flows", ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, flows, 0},
+		{&e.pinned, "pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * maxPins, unix.BPF_F_NO_PREALLOC},
+		{&e.counts, "counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, len(directions) * len(verdicts) * maxReason, 0},
+		{&e.events, "events", ebpf.RingBuf, nil, nil, eventBytes, 0},
+	} {
+		spec := &ebpf.MapSpec{Name: m.name, Type: m.kind, MaxEntries: uint32(m.entries), Flags: m.flags}
+		if m.key != nil {
+			spec.KeySize, spec.ValueSize = uint32(binary.Size(m.key)), uint32(binary.Size(m.value))
+		}
+		if *m.to, err = ebpf.NewMap(spec); err != nil {
+			return nil, fmt.Errorf("making the map of an agent's %s: %w", m.name, err)
 		}
 	}
-	// Nobody but the host marks packets; a random mark keeps it from doing so by chance.
-	var mark [4]byte
-	if _, err := rand.Read(mark[:]); err != nil {
-		return nil, fmt.Errorf("choosing a mark: %w", err)
-	}
-	if err := spec.Variables["answer_mark"].Set(binary.NativeEndian.Uint32(mark[:]) | 1); err != nil {
-		return nil, fmt.Errorf("preparing the eBPF objects: %w", err)
-	}
-	e := &engine{pins: map[netip.Addr]map[string]uint64{}}
-	if err := spec.LoadAndAssign(&e.objs, &ebpf.CollectionOptions{Cache: kernelTypes}); err != nil {
-		if errors.Is(err, os.ErrPermission) {
-			err = fmt.Errorf("%w: run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN", err)
+	for d := range e.entries {
+		if e.entries[d], err = entry(p.calls, d, at.slot, at.claim); err != nil {
+			return nil, err
 		}
-		return nil, fmt.Errorf("loading the eBPF programs: %w: %w", ErrKernel, err)
+	}
+	if err := p.resetUsage(at.slot); err != nil {
+		return nil, err
 	}
 	return e, nil
 }
 
-func (e *engine) close() error { return e.objs.Close() }
+func (e *engine) close() error {
+	e.wg.Wait()
+	errs := []error{e.shared.close()}
+	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events} {
+		errs = append(errs, m.Close())
+	}
+	for _, p := range e.entries {
+		errs = append(errs, p.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// start puts the agent's maps and its first table into its slot. Nothing is judged
+// before, so no packet is waited for. With keep, all that agents share stays open; otherwise only
+// what is needed from now on: the tables, and the use of limits.
+func (e *engine) start(s *Spec, keep bool) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	table, err := e.build(s, e.gen+1)
+	if err != nil {
+		return err
+	}
+	p := e.shared
+	wait, err := publish(e.place.slot, []slotMap{
+		{p.flows, e.flows}, {p.pins, e.pinned}, {p.counters, e.counts}, {p.stream, e.events}, {p.policies, table},
+	})
+	if err != nil {
+		return errors.Join(err, table.Close())
+	}
+	e.gen++
+	e.spec = s
+	e.wg.Go(func() {
+		// What the writers have to say was said when their maps were seen to be there.
+		_ = wait()
+		table.Close()
+		if !keep {
+			_ = p.closeShared()
+		}
+	})
+	return nil
+}
 
 // install makes all packets from now on be judged by a new table. Each packet is
 // judged by exactly one: the programs read the pointer to it once, and the kernel keeps
@@ -96,7 +146,7 @@ func (e *engine) install(s *Spec) error {
 	if err := e.repin(s); err != nil {
 		return err
 	}
-	if err := e.objs.Policy.Put(uint32(0), table); err != nil {
+	if err := e.shared.policies.Put(e.place.slot, table); err != nil {
 		return fmt.Errorf("installing a policy: %w", err)
 	}
 	e.spec = s
@@ -111,6 +161,7 @@ func (e *engine) build(s *Spec, gen uint32) (*ebpf.Map, error) {
 		keys[i] = uint32(i)
 	}
 	binary.LittleEndian.PutUint32(rows[0][genAt:], gen)
+	binary.LittleEndian.PutUint32(rows[0][claimAt:], e.place.claim)
 	m, err := ebpf.NewMap(&ebpf.MapSpec{
 		Name: "table", Type: ebpf.Array, KeySize: 4, ValueSize: rowSize, MaxEntries: uint32(len(s.rows)),
 		Flags: unix.BPF_F_INNER_MAP,
@@ -177,14 +228,14 @@ func pinKey(a netip.Addr, gen uint32) bpf.AgentPinKey {
 // repin puts what the resolver has pinned into the map for the next generation.
 func (e *engine) repin(s *Spec) error {
 	now := ktime()
-	for a, names := range e.pins {
+	for a, names := range e.names {
 		for n, until := range names {
 			if until <= now {
 				delete(names, n)
 			}
 		}
 		if len(names) == 0 {
-			delete(e.pins, a)
+			delete(e.names, a)
 			continue
 		}
 		if err := e.writePin(s, a, names); err != nil {
@@ -199,7 +250,7 @@ func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error 
 	if !ok {
 		return nil
 	}
-	if err := e.objs.Pins.Put(pinKey(a, e.gen), &v); err != nil {
+	if err := e.pinned.Put(pinKey(a, e.gen), &v); err != nil {
 		return fmt.Errorf("pinning %v: %w", a, err)
 	}
 	return nil
@@ -210,13 +261,13 @@ func (e *engine) unpinOld() error {
 	var k bpf.AgentPinKey
 	var v bpf.AgentPin
 	var old []bpf.AgentPinKey
-	for it := e.objs.Pins.Iterate(); it.Next(&k, &v); {
+	for it := e.pinned.Iterate(); it.Next(&k, &v); {
 		if k.Gen != e.gen {
 			old = append(old, k)
 		}
 	}
 	for _, k := range old {
-		if err := e.objs.Pins.Delete(k); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		if err := e.pinned.Delete(k); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 			return fmt.Errorf("removing pinned addresses of an old policy: %w", err)
 		}
 	}
@@ -230,16 +281,16 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 	if e.spec == nil {
 		return errors.New("pinning an address: there is no policy")
 	}
-	names := e.pins[a]
+	names := e.names[a]
 	if names == nil {
-		if len(e.pins) >= maxPins {
+		if len(e.names) >= maxPins {
 			e.expire()
 		}
-		if len(e.pins) >= maxPins {
+		if len(e.names) >= maxPins {
 			return fmt.Errorf("pinning %v: %w (%d)", a, ErrPinsFull, maxPins)
 		}
 		names = map[string]uint64{}
-		e.pins[a] = names
+		e.names[a] = names
 	}
 	if _, ok := names[name]; !ok && len(names) >= 64 {
 		return fmt.Errorf("pinning %v: %w: it has 64 names", a, ErrPinsFull)
@@ -251,16 +302,16 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 // expire forgets pins whose time is up.
 func (e *engine) expire() {
 	now := ktime()
-	for a, names := range e.pins {
+	for a, names := range e.names {
 		for n, until := range names {
 			if until <= now {
 				delete(names, n)
 			}
 		}
 		if len(names) == 0 {
-			delete(e.pins, a)
+			delete(e.names, a)
 			// If it is not there, it has been removed with an old policy.
-			_ = e.objs.Pins.Delete(pinKey(a, e.gen))
+			_ = e.pinned.Delete(pinKey(a, e.gen))
 		}
 	}
 }
@@ -301,7 +352,7 @@ func (e *engine) counters() ([]Counter, error) {
 		for v, verdict := range verdicts {
 			for r := range maxReason {
 				var per []bpf.AgentCounter
-				if err := e.objs.Counters.Lookup(uint32((d*len(verdicts)+v)*maxReason+r), &per); err != nil {
+				if err := e.counts.Lookup(uint32((d*len(verdicts)+v)*maxReason+r), &per); err != nil {
 					return nil, fmt.Errorf("reading counters: %w", err)
 				}
 				c := Counter{Direction: dir, Verdict: verdict, Reason: Reason(r)}
@@ -327,12 +378,12 @@ type Usage struct {
 }
 
 func (e *engine) usage(d Direction) (Usage, error) {
-	i := uint32(0)
+	i := e.place.slot * 2
 	if d == Ingress {
-		i = 1
+		i++
 	}
 	var u bpf.AgentUsage
-	if err := e.objs.Usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
+	if err := e.shared.usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
 		return Usage{}, fmt.Errorf("reading the use of the network: %w", err)
 	}
 	out := Usage{Bytes: u.Used, Idle: -1}

@@ -3,33 +3,49 @@ package netpolicy
 import (
 	"encoding/binary"
 	"net/netip"
+	"os"
+	"path/filepath"
 
 	"github.com/cilium/ebpf"
 )
 
 // Engine is the programs without a TAP device, with a clock that tests set.
-type Engine struct{ *engine }
+type Engine struct {
+	*engine
+	clock *ebpf.Variable
+}
 
 func NewEngine(flows int, testing bool) (*Engine, error) {
-	e, err := loadEngine(flows, testing)
+	p, clock, err := loadPrograms(testing)
 	if err != nil {
 		return nil, err
 	}
-	return &Engine{e}, nil
+	e, err := newEngine(p, place{digest(), 5, 77}, flows)
+	if err != nil {
+		return nil, err
+	}
+	return &Engine{e, clock}, nil
 }
 
 func (e *Engine) Close() error                 { return e.close() }
-func (e *Engine) Install(s *Spec) error        { return e.install(s) }
-func (e *Engine) SetTime(now uint64) error     { return e.objs.TestNow.Set(now) }
+func (e *Engine) SetTime(now uint64) error     { return e.clock.Set(now) }
 func (e *Engine) Counters() ([]Counter, error) { return e.counters() }
 func (e *Engine) Pin(name string, a netip.Addr, until uint64) error {
 	return e.pin(name, a, until)
 }
 func (e *Engine) Program(d Direction) *ebpf.Program {
 	if d == Egress {
-		return e.objs.FromGuest
+		return e.entries[0]
 	}
-	return e.objs.ToGuest
+	return e.entries[1]
+}
+
+// Install is the first installation, or a swap.
+func (e *Engine) Install(s *Spec) error {
+	if e.spec == nil {
+		return e.start(s, true)
+	}
+	return e.install(s)
 }
 
 // Table fills the map of a table, and drops it.
@@ -44,8 +60,8 @@ func (e *Engine) Table(s *Spec) error {
 // ForgetFlows drops all flows.
 func (e *Engine) ForgetFlows() error {
 	var k [24]byte
-	for e.objs.Flows.NextKey(nil, &k) == nil {
-		if err := e.objs.Flows.Delete(k); err != nil {
+	for e.flows.NextKey(nil, &k) == nil {
+		if err := e.flows.Delete(k); err != nil {
 			return err
 		}
 	}
@@ -57,19 +73,14 @@ func (e *Engine) ForgetState() error {
 	if err := e.ForgetFlows(); err != nil {
 		return err
 	}
-	clear(e.pins)
+	clear(e.names)
 	e.gen++ // makes them old for a moment
 	err := e.unpinOld()
 	e.gen--
 	if err != nil {
 		return err
 	}
-	for i := range uint32(2) {
-		if err := e.objs.Usages.Put(i, make([]byte, e.objs.Usages.ValueSize())); err != nil {
-			return err
-		}
-	}
-	return nil
+	return e.shared.resetUsage(e.place.slot)
 }
 
 // Context is struct __sk_buff as far as tests use it.
@@ -100,7 +111,7 @@ func (e *Engine) Run(d Direction, frame []byte, gsoSize int) (Ran, error) {
 		return Ran{}, err
 	}
 	cb := func(i int) uint32 { return binary.LittleEndian.Uint32(out[ctxCB+4*i:]) }
-	r := Ran{Reason: Reason(cb(0)), Verdict: verdicts[cb(1)], Rule: int(cb(2)), Action: action, Bytes: o.DataOut}
+	r := Ran{Reason: Reason(cb(2)), Verdict: verdicts[cb(3)], Rule: int(cb(4)), Action: action, Bytes: o.DataOut}
 	if r.Rule == 0xffff {
 		r.Rule = -1
 	}
@@ -109,3 +120,35 @@ func (e *Engine) Run(d Direction, frame []byte, gsoSize int) (Ran, error) {
 
 // Implicit is how many rules of the table come before the policy's.
 func (p *Policy) Implicit() int { return p.implicit() }
+
+// SlotsUsed says whether a live agent has a slot of this version's programs.
+func SlotsUsed(root string) (bool, error) {
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return false, err
+	}
+	defer s.unlock()
+	return s.used()
+}
+
+// TakeSlot makes an agent that has a slot and nothing else, beginning to look at one.
+func TakeSlot(root, agent string, first uint32) (uint32, error) {
+	if err := os.MkdirAll(filepath.Join(root, agent), bpffsMode); err != nil {
+		return 0, err
+	}
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return 0, err
+	}
+	defer s.unlock()
+	at, err := s.takeFrom(agent, first)
+	return at.slot, err
+}
+
+// InstallFor installs a table that says it is of another claim.
+func (e *Engine) InstallFor(s *Spec, claim uint32) error {
+	mine := e.place.claim
+	e.place.claim = claim
+	defer func() { e.place.claim = mine }()
+	return e.install(s)
+}

@@ -11,11 +11,9 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"sync"
 	"time"
 
 	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/link"
 	"github.com/cilium/ebpf/ringbuf"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -30,8 +28,8 @@ var (
 	ErrName = errors.New("unusable name of an agent")
 )
 
-// DefaultRoot is where agents have their pins: a directory each, with their maps,
-// programs and links.
+// DefaultRoot is where agents have their pins: a directory each, with their maps and
+// programs; and where the programs are that they share.
 const DefaultRoot = bpffs + "/drowse"
 
 const bpffs = "/sys/fs/bpf"
@@ -50,12 +48,14 @@ type LinkConfig struct {
 	Root string
 }
 
-func (c LinkConfig) dir() string {
+func (c LinkConfig) root() string {
 	if c.Root == "" {
-		c.Root = DefaultRoot
+		return DefaultRoot
 	}
-	return filepath.Join(c.Root, c.Agent)
+	return c.Root
 }
+
+func (c LinkConfig) dir() string { return filepath.Join(c.root(), c.Agent) }
 
 // Link is the programs on an agent's TAP device. They stay there, with the last
 // policy, when the process that made them ends in any way; Adopt takes them over, and
@@ -66,27 +66,22 @@ type Link struct {
 	index int
 	eng   *engine
 	lock  *os.File // held as long as the Link is open
-
-	mu    sync.Mutex // guards links
-	links []link.Link
 }
 
-// Names of the pins. The links are there where the kernel has TCX (6.6).
 const (
-	pinFromGuest = "from_guest"
-	pinToGuest   = "to_guest"
-	pinLinkIn    = "link_from_guest"
-	pinLinkOut   = "link_to_guest"
 	filterName   = "drowse"
 	filterHandle = 0x6472
 	filterPrio   = 1
 	bpffsMode    = 0o700
 )
 
-// Attach loads the programs with a policy and puts them on an interface, which has to be
-// down: nothing may pass before they are there. It gives the interface the gateway's
-// MAC. What a dead process has left under the agent's name is removed. If Attach
-// fails, the interface stays down.
+// pinEntries are the names of an agent's own programs, by direction.
+var pinEntries = [2]string{"from_guest", "to_guest"}
+
+// Attach puts programs with a policy on an interface, which has to be down: nothing may
+// pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
+// agent's name is removed. If Attach fails, the interface stays down. The first call on
+// a host has the kernel verify the programs that all agents share.
 func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
 	if err := prepare(cfg); err != nil {
 		return nil, err
@@ -110,22 +105,14 @@ func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
 			err = errors.Join(err, l.Remove())
 		}
 	}()
-	if err := clearPins(cfg.dir()); err != nil {
+	if err := clearAgent(cfg); err != nil {
 		return nil, err
 	}
 	if err := netlink.LinkSetHardwareAddr(nl, TheWire.GatewayMAC[:]); err != nil {
 		return nil, fmt.Errorf("giving %q the gateway's MAC: %w", cfg.Interface, err)
 	}
-	if l.eng, err = loadEngine(spec.flows, false); err != nil {
+	if err := l.load(spec); err != nil {
 		return nil, err
-	}
-	if err := l.eng.install(spec); err != nil {
-		return nil, err
-	}
-	for name, p := range l.eng.pinned() {
-		if err := p.Pin(filepath.Join(cfg.dir(), name)); err != nil {
-			return nil, fmt.Errorf("pinning %s of agent %s: %w", name, cfg.Agent, err)
-		}
 	}
 	if err := l.attach(nl); err != nil {
 		return nil, err
@@ -133,25 +120,97 @@ func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
 	return l, nil
 }
 
+// load takes a slot of the host's programs, fills it and pins what has to outlive the process.
+func (l *Link) load(spec *Spec) error {
+	p, at, err := l.place()
+	if err != nil {
+		return err
+	}
+	if l.eng, err = newEngine(p, at, spec.flows); err != nil {
+		return err
+	}
+	// The map of calls is pinned for its own sake: the kernel empties it when nobody has it.
+	// Pin would move the pin of one that is pinned.
+	calls, err := p.calls.Clone()
+	if err != nil {
+		return fmt.Errorf("pinning the programs for agent %s: %w", l.cfg.Agent, err)
+	}
+	defer calls.Close()
+	for name, x := range l.eng.own(calls) {
+		if err := x.Pin(filepath.Join(l.cfg.dir(), name)); err != nil {
+			return fmt.Errorf("pinning %s of agent %s: %w", name, l.cfg.Agent, err)
+		}
+	}
+	// The use of others' limits is nothing that this process should be able to change.
+	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
+	if err != nil {
+		return err
+	}
+	err = p.usages.Close()
+	p.usages = usages
+	return errors.Join(err, l.eng.start(spec, false))
+}
+
+func openUsages(dir string) (*ebpf.Map, error) {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinUsages), &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("opening the use of the network: %w", err)
+	}
+	return m, nil
+}
+
+// own is what is pinned for an agent, by the names of the pins.
+func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
+	return map[string]pinnable{
+		pinCalls: calls, "flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events,
+		pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
+	}
+}
+
+// place takes a slot.
+func (l *Link) place() (*programs, place, error) {
+	s, err := lockShared(l.cfg.root(), digest())
+	if err != nil {
+		return nil, place{}, err
+	}
+	p, first, err := s.openOrLoad()
+	var at place
+	if err == nil {
+		if at, err = s.take(l.cfg.Agent); err != nil {
+			err = errors.Join(err, p.close())
+		}
+	}
+	s.unlock()
+	if err == nil && first {
+		// What other versions of drowse have left, and nobody uses.
+		if err = unloadIdle(l.cfg.root(), digest()); err != nil {
+			err = errors.Join(err, p.close())
+		}
+	}
+	return p, at, err
+}
+
 // pinnable is a map or a program.
 type pinnable interface {
 	Pin(string) error
 }
 
-// pinned is what has to outlive the process, by the names of its pins.
-func (e *engine) pinned() map[string]pinnable {
-	o := &e.objs
-	return map[string]pinnable{
-		"policy": o.Policy, "pins": o.Pins, "flows": o.Flows, "usages": o.Usages, "counters": o.Counters, "events": o.Events,
-		pinFromGuest: o.FromGuest, pinToGuest: o.ToGuest,
-	}
-}
-
-// prepare checks the name and mounts the BPF file system.
+// prepare checks the name, mounts the BPF file system and makes the root of pins.
 func prepare(cfg LinkConfig) error {
 	if !agentName.MatchString(cfg.Agent) {
 		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Agent)
 	}
+	if err := mountBPFFS(); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(cfg.root(), bpffsMode); err != nil {
+		return fmt.Errorf("making the directory of pins: %w", err)
+	}
+	// Whoever can change it can exchange the programs of agents that are yet to come.
+	return ownedByUs(cfg.root())
+}
+
+func mountBPFFS() error {
 	is, err := isBPFFS(bpffs)
 	if err != nil {
 		return fmt.Errorf("looking for the BPF file system: %w", err)
@@ -214,40 +273,16 @@ func clearPins(dir string) error {
 	return nil
 }
 
-// attach puts both programs on the interface: as TCX links, or as filters of a clsact
-// qdisc where the kernel has no TCX.
-func (l *Link) attach(nl netlink.Link) error {
-	for _, side := range []struct {
-		prog *ebpf.Program
-		at   ebpf.AttachType
-		pin  string
-	}{
-		{l.eng.objs.FromGuest, ebpf.AttachTCXIngress, pinLinkIn},
-		{l.eng.objs.ToGuest, ebpf.AttachTCXEgress, pinLinkOut},
-	} {
-		tcx, err := link.AttachTCX(link.TCXOptions{Interface: l.index, Program: side.prog, Attach: side.at, Anchor: link.Head()})
-		if errors.Is(err, ebpf.ErrNotSupported) {
-			return l.attachFilters(nl)
-		}
-		if err != nil {
-			return fmt.Errorf("attaching a program to %q: %w", l.cfg.Interface, err)
-		}
-		l.mu.Lock()
-		l.links = append(l.links, tcx)
-		l.mu.Unlock()
-		if err := tcx.Pin(filepath.Join(l.cfg.dir(), side.pin)); err != nil {
-			return fmt.Errorf("pinning a link of agent %s: %w", l.cfg.Agent, err)
-		}
-	}
-	return nil
-}
-
 // sides are the programs and the hooks of clsact.
 func (e *engine) sides() map[uint32]*ebpf.Program {
-	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.objs.FromGuest, netlink.HANDLE_MIN_EGRESS: e.objs.ToGuest}
+	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.entries[0], netlink.HANDLE_MIN_EGRESS: e.entries[1]}
 }
 
-func (l *Link) attachFilters(nl netlink.Link) error {
+// attach puts both programs on the interface, as filters of a clsact qdisc. They stay as
+// long as the interface does, whoever ends. TCX links would too, but to attach one the kernel waits until
+// all processors have passed through a quiet state, holding the lock of all its network
+// configuration: 20 ms for both, against less than 1 ms.
+func (l *Link) attach(nl netlink.Link) error {
 	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
 		LinkIndex: l.index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
 	}}
@@ -272,24 +307,6 @@ func (l *Link) attachFilters(nl netlink.Link) error {
 func (l *Link) check() error {
 	gone := func(why string) error {
 		return fmt.Errorf("agent %s on %q: %w: %s", l.cfg.Agent, l.cfg.Interface, ErrGone, why)
-	}
-	l.mu.Lock()
-	links := l.links
-	l.mu.Unlock()
-	if len(links) > 0 {
-		for _, x := range links {
-			info, err := x.Info()
-			if err != nil {
-				return fmt.Errorf("looking at a link of agent %s: %w", l.cfg.Agent, err)
-			}
-			if tcx := info.TCX(); tcx == nil || int(tcx.Ifindex) != l.index {
-				return gone("the interface is another one")
-			}
-		}
-		if len(links) != 2 {
-			return gone("one of two is missing")
-		}
-		return nil
 	}
 	nl, err := netlink.LinkByIndex(l.index)
 	if err != nil {
@@ -325,7 +342,7 @@ func Adopt(cfg LinkConfig) (_ *Link, err error) {
 	if err := prepare(cfg); err != nil {
 		return nil, err
 	}
-	l := &Link{cfg: cfg, eng: &engine{pins: map[netip.Addr]map[string]uint64{}}}
+	l := &Link{cfg: cfg}
 	if l.lock, err = lockDir(cfg.dir()); err != nil {
 		return nil, err
 	}
@@ -339,54 +356,62 @@ func Adopt(cfg LinkConfig) (_ *Link, err error) {
 		return nil, err
 	}
 	l.index = nl.Attrs().Index
-	if err := l.eng.adopt(cfg.dir()); err != nil {
+	if l.eng, err = adoptEngine(cfg); err != nil {
 		return nil, fmt.Errorf("adopting agent %s: %w", cfg.Agent, err)
-	}
-	for _, name := range []string{pinLinkIn, pinLinkOut} {
-		x, err := link.LoadPinnedLink(filepath.Join(cfg.dir(), name), nil)
-		if errors.Is(err, os.ErrNotExist) {
-			continue // filters, or check will tell
-		}
-		if err != nil {
-			return nil, fmt.Errorf("adopting agent %s: %s: %w", cfg.Agent, name, err)
-		}
-		l.links = append(l.links, x)
 	}
 	return l, l.check()
 }
 
-// adopt opens what is pinned.
-func (e *engine) adopt(dir string) error {
-	o := &e.objs
-	for name, m := range map[string]**ebpf.Map{
-		"policy": &o.Policy, "pins": &o.Pins, "flows": &o.Flows, "usages": &o.Usages, "counters": &o.Counters, "events": &o.Events,
-	} {
-		var err error
-		if *m, err = ebpf.LoadPinnedMap(filepath.Join(dir, name), nil); err != nil {
-			return err
+// adoptEngine opens what is pinned for an agent.
+func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
+	at, err := placeOf(cfg.dir())
+	if err != nil {
+		return nil, err
+	}
+	if at.version != digest() {
+		return nil, fmt.Errorf("%w: it is of another version of drowse", ErrGone)
+	}
+	e := &engine{place: at, shared: &programs{}, names: map[netip.Addr]map[string]uint64{}}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, e.close())
+		}
+	}()
+	for name, m := range map[string]**ebpf.Map{"flows": &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events} {
+		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
+			return nil, err
 		}
 	}
-	for name, p := range map[string]**ebpf.Program{pinFromGuest: &o.FromGuest, pinToGuest: &o.ToGuest} {
-		var err error
-		if *p, err = ebpf.LoadPinnedProgram(filepath.Join(dir, name), nil); err != nil {
-			return err
+	for d, name := range pinEntries {
+		if e.entries[d], err = ebpf.LoadPinnedProgram(filepath.Join(cfg.dir(), name), nil); err != nil {
+			return nil, err
 		}
+	}
+	dir := programsDir(cfg.root(), at.version)
+	if e.shared.policies, err = ebpf.LoadPinnedMap(filepath.Join(dir, pinPolicies), nil); err != nil {
+		return nil, err
+	}
+	if e.shared.usages, err = openUsages(dir); err != nil {
+		return nil, err
 	}
 	var id ebpf.MapID
-	if err := o.Policy.Lookup(uint32(0), &id); err != nil {
-		return fmt.Errorf("finding the table: %w", err)
+	if err := e.shared.policies.Lookup(at.slot, &id); err != nil {
+		return nil, fmt.Errorf("finding the table: %w", err)
 	}
 	table, err := ebpf.NewMapFromID(id)
 	if err != nil {
-		return fmt.Errorf("opening the table: %w", err)
+		return nil, fmt.Errorf("opening the table: %w", err)
 	}
 	defer table.Close()
 	var head row
 	if err := table.Lookup(uint32(0), &head); err != nil {
-		return fmt.Errorf("reading the table: %w", err)
+		return nil, fmt.Errorf("reading the table: %w", err)
+	}
+	if binary.LittleEndian.Uint32(head[claimAt:]) != at.claim {
+		return nil, fmt.Errorf("%w: its slot is another's", ErrGone)
 	}
 	e.gen = binary.LittleEndian.Uint32(head[genAt:])
-	return nil
+	return e, nil
 }
 
 // Up gives the interface the gateway's addresses, tells the host where the agent's
@@ -508,7 +533,7 @@ type Event struct {
 // Events calls fn for each event until the context ends, whose error it returns. Only
 // one call at a time gets them.
 func (l *Link) Events(ctx context.Context, fn func(Event)) error {
-	r, err := ringbuf.NewReader(l.eng.objs.Events)
+	r, err := ringbuf.NewReader(l.eng.events)
 	if err != nil {
 		return fmt.Errorf("reading events: %w", err)
 	}
@@ -559,13 +584,6 @@ func decodeEvent(b []byte) (Event, bool) {
 // Close lets go of the agent; the programs stay where they are, with their policy.
 func (l *Link) Close() error {
 	var errs []error
-	l.mu.Lock()
-	links := l.links
-	l.links = nil
-	l.mu.Unlock()
-	for _, x := range links {
-		errs = append(errs, x.Close())
-	}
 	if l.eng != nil {
 		errs = append(errs, l.eng.close())
 	}
@@ -579,7 +597,7 @@ func (l *Link) Close() error {
 // Remove sets the interface down, if it is still there, takes the programs off it and
 // removes their pins. The Link is closed.
 func (l *Link) Remove() error {
-	return errors.Join(l.takeOff(), removePins(l.cfg.dir()), l.Close())
+	return errors.Join(l.takeOff(), removeAgent(l.cfg), l.Close())
 }
 
 func (l *Link) takeOff() error {
@@ -590,13 +608,7 @@ func (l *Link) takeOff() error {
 	if err := netlink.LinkSetDown(nl); err != nil {
 		return fmt.Errorf("setting %q down: %w", l.cfg.Interface, err)
 	}
-	l.mu.Lock()
-	tcx := len(l.links) > 0
-	l.mu.Unlock()
-	if tcx || l.eng == nil {
-		return nil // they go with their links
-	}
-	for parent := range l.eng.sides() {
+	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
 		filters, err := netlink.FilterList(nl, parent)
 		if err != nil {
 			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
@@ -612,7 +624,40 @@ func (l *Link) takeOff() error {
 	return nil
 }
 
-// removePins removes an agent's directory.
+// clearAgent gives back the slot of an agent whose programs are not on an interface that
+// is up, and removes its pins. The slot's link is the last to go.
+func clearAgent(cfg LinkConfig) error {
+	at, err := placeOf(cfg.dir())
+	if err == nil {
+		err = giveBack(cfg, at)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return clearPins(cfg.dir())
+}
+
+func giveBack(cfg LinkConfig, at place) error {
+	s, err := lockShared(cfg.root(), at.version)
+	if err != nil {
+		return err
+	}
+	defer s.unlock()
+	return s.release(cfg.Agent, at)
+}
+
+// removeAgent is clearAgent, and removes the agent's directory.
+func removeAgent(cfg LinkConfig) error {
+	if err := clearAgent(cfg); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	return removePins(cfg.dir())
+}
+
+// removePins removes a directory of pins.
 func removePins(dir string) error {
 	if err := clearPins(dir); err != nil {
 		if errors.Is(err, os.ErrNotExist) {
@@ -652,7 +697,7 @@ func Remove(cfg LinkConfig) error {
 			return fmt.Errorf("setting %q down: %w", cfg.Interface, err)
 		}
 	}
-	return removePins(cfg.dir())
+	return removeAgent(cfg)
 }
 
 // Agents lists the names under a root of pins; empty is DefaultRoot.
@@ -669,7 +714,7 @@ func Agents(root string) ([]string, error) {
 	}
 	var out []string
 	for _, e := range entries {
-		if e.IsDir() {
+		if e.IsDir() && agentName.MatchString(e.Name()) {
 			out = append(out, e.Name())
 		}
 	}

@@ -134,6 +134,9 @@ func testRoot(t *testing.T) string {
 		if err != nil || len(names) > 0 {
 			t.Errorf("left under %s: %v, %v", root, names, err)
 		}
+		if err := Sweep(root); err != nil {
+			t.Error(err)
+		}
 		if err := os.Remove(root); err != nil && !errors.Is(err, os.ErrNotExist) {
 			t.Error(err)
 		}

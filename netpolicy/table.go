@@ -8,7 +8,7 @@ import (
 
 // The table is an array of rows of one size, which bpf/agent.c reads:
 //
-//	row 0      the identity: magic, generation, MACs and addresses, default verdicts
+//	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim
 //	row 1      where the rest is: roots of trees, rows of sets; limits
 //	set        a bit for each rule
 //	node of 4  16 keys of 32 bits in ascending order, 16 values
@@ -25,7 +25,8 @@ const (
 	fanout4   = 16
 	fanout6   = 8
 	magic     = 0x31575244
-	genAt     = 4 // offset of the generation in row 0
+	genAt     = 4   // offset of the generation in row 0
+	claimAt   = 116 // offset of the number of the slot's agent
 	maxDepth4 = 5
 	maxDepth6 = 6
 )

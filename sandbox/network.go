@@ -439,5 +439,6 @@ func sweepNetworks() error {
 			errs = append(errs, err)
 		}
 	}
-	return errors.Join(errs...)
+	// Programs that no VM uses now that what the dead have left is gone.
+	return errors.Join(append(errs, netpolicy.Sweep(""))...)
 }

@@ -7,6 +7,11 @@
 // netpolicy; what the rows of the table are, in table.go there. Every lookup that fails
 // ends in a denial.
 //
+// The programs are loaded once for a host and serve all its agents. Each agent has a small
+// program of its own on its device (netpolicy/entry.go), which writes the agent's slot and
+// claim into skb->cb and calls one of these. All that belongs to an agent is in maps of its
+// own, which are found by the slot; where there is none, nothing passes.
+//
 // Headers are copied, once, before they are looked at: out of the linear part of the skb
 // where they lie in it, else with bpf_skb_load_bytes, which works on any layout.
 
@@ -62,7 +67,8 @@ struct identity { // row 0
 	__u8 has6;
 	__u8 fallback[2]; // the default verdicts
 	__u8 words;	  // of 64 rules that are in use
-	__u8 pad[44];
+	__u32 claim;	  // of the slot: whose table this is
+	__u8 pad[40];
 };
 
 struct limits {
@@ -117,15 +123,17 @@ struct table {
 	__uint(value_size, sizeof(struct row));
 };
 
-// policy holds the table. It is read once for each packet.
+#define SLOTS 8192 // agents of a host: netpolicy/programs.go has the same number
+
+// policies holds the tables. It is read once for each packet.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
-	__uint(max_entries, 1);
+	__uint(max_entries, SLOTS);
 	__type(key, __u32);
 	__array(values, struct table);
-} policy SEC(".maps");
+} policies SEC(".maps");
 
-// pins holds what the resolver has found. An entry counts for one generation of the
+// A pin is what the resolver has found. An entry counts for one generation of the
 // table only, so that it changes together with the table.
 struct pin_key {
 	__u32 addr[4];
@@ -134,19 +142,27 @@ struct pin_key {
 
 // A pin says which rules match an address, and how that becomes less as names expire:
 // the first slot whose time is not up counts.
-#define SLOTS 4
+#define TIMES 4
 
 struct pin {
-	__u64 expires[SLOTS]; // ascending
-	struct bits set[SLOTS];
+	__u64 expires[TIMES]; // ascending
+	struct bits set[TIMES];
+};
+
+// The sizes of maps inside of others are those that the loader gives to each agent's.
+struct pin_map {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(key_size, sizeof(struct pin_key));
+	__uint(value_size, sizeof(struct pin));
 };
 
 struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, struct pin_key);
-	__type(value, struct pin);
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, SLOTS);
+	__type(key, __u32);
+	__array(values, struct pin_map);
 } pins SEC(".maps");
 
 struct flow_key {
@@ -167,25 +183,34 @@ struct flow {
 	__u8 pad;
 };
 
-struct {
+struct flow_map {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 4096); // the loader sets it
-	__type(key, struct flow_key);
-	__type(value, struct flow);
+	__uint(max_entries, 1);
+	__uint(key_size, sizeof(struct flow_key));
+	__uint(value_size, sizeof(struct flow));
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, SLOTS);
+	__type(key, __u32);
+	__array(values, struct flow_map);
 } flows SEC(".maps");
 
-// usage of each direction that outlives a swap of the table.
+// usage of each direction that outlives a swap of the table. A map inside of another
+// cannot have a lock (before Linux 6.2), so all agents' are in one: slot * 2 + direction.
 struct usage {
 	struct bpf_spin_lock lock;
 	__u32 suppressed; // events not sent
 	__u64 bit_tat, packet_tat, conn_tat, event_tat;
 	__u64 used;   // bytes, against the quota
 	__u64 active; // when a packet passed last
+	__u64 pad;    // 64 bytes
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 2);
+	__uint(max_entries, 2 * SLOTS);
 	__type(key, __u32);
 	__type(value, struct usage);
 } usages SEC(".maps");
@@ -195,11 +220,18 @@ struct counter {
 };
 
 // counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason.
-struct {
+struct counter_map {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 2 * 3 * R_MAX);
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(struct counter));
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, SLOTS);
 	__type(key, __u32);
-	__type(value, struct counter);
+	__array(values, struct counter_map);
 } counters SEC(".maps");
 
 struct event {
@@ -216,13 +248,34 @@ struct event {
 
 _Static_assert(sizeof(struct event) == 48, "size of an event");
 
-struct {
+struct event_ring {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
-	__uint(max_entries, 64 * 1024);
+	__uint(max_entries, 4096);
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, SLOTS);
+	__type(key, __u32);
+	__array(values, struct event_ring);
 } events SEC(".maps");
 
-// Otherwise the compiler leaves the type out of BTF, and Go has no struct of it.
+// calls is where agents' own programs find these: by direction. The kernel empties it when
+// no process and no pin holds it any more; nothing passes then.
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, 2);
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(__u32));
+} calls SEC(".maps");
+
+// Otherwise the compiler leaves these types out of BTF, and Go has no structs of them.
 const struct event *unused_event __attribute__((unused));
+const struct counter *unused_counter __attribute__((unused));
+const struct flow *unused_flow __attribute__((unused));
+const struct flow_key *unused_flow_key __attribute__((unused));
+const struct pin *unused_pin __attribute__((unused));
+const struct pin_key *unused_pin_key __attribute__((unused));
 
 // Tests set the clock and look into the decision. Both are dead code otherwise.
 const volatile __u32 testing = 0;
@@ -239,6 +292,7 @@ const volatile __u32 answer_mark = 0;
 // packet is what is known of one.
 struct packet {
 	__u64 now;
+	__u32 slot;
 	__u32 peer[4];
 	__be16 peer_port, guest_port;
 	__be16 ethertype;
@@ -416,6 +470,7 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 		return DENY;
 	d = &z->set;
 	if (dir == EGRESS && p->class == CLASS_PUBLIC) {
+		void *map = bpf_map_lookup_elem(&pins, &p->slot);
 		struct pin_key k = {};
 		struct pin *v;
 
@@ -424,10 +479,10 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 		k.addr[2] = p->peer[2];
 		k.addr[3] = p->peer[3];
 		k.gen = r0->id.gen;
-		v = bpf_map_lookup_elem(&pins, &k);
+		v = map ? bpf_map_lookup_elem(map, &k) : 0;
 		if (v) {
 #pragma unroll
-			for (int i = SLOTS - 1; i >= 0; i--)
+			for (int i = TIMES - 1; i >= 0; i--)
 				if (p->now < v->expires[i])
 					d = &v->set[i];
 		}
@@ -848,7 +903,8 @@ static __always_inline __u64 lifetime(__u8 state)
 // live_flow finds the flow of a key, if it lives, and if the table still allows it.
 static __noinline struct flow *live_flow(void *table, struct packet *p, struct flow_key *k, __u32 gen)
 {
-	struct flow *f = bpf_map_lookup_elem(&flows, k);
+	void *map = bpf_map_lookup_elem(&flows, &p->slot);
+	struct flow *f = map ? bpf_map_lookup_elem(map, k) : 0;
 
 	if (!f || p->now >= f->seen + lifetime(f->state))
 		return 0;
@@ -857,7 +913,7 @@ static __noinline struct flow *live_flow(void *table, struct packet *p, struct f
 
 		if (consult(table, p, f->opener, port) != ALLOW) {
 			p->rule = NO_RULE;
-			bpf_map_delete_elem(&flows, k);
+			bpf_map_delete_elem(map, k);
 			return 0;
 		}
 		p->rule = NO_RULE;
@@ -1067,7 +1123,7 @@ __noinline int account(const struct limits *l, const struct packet *p)
 	bytes = p->bytes;
 	segments = p->segments;
 	opens = p->opens;
-	i = p->dir & 1;
+	i = p->slot * 2 + (p->dir & 1);
 	s = bpf_map_lookup_elem(&usages, &i);
 	if (!s)
 		return R_NO_POLICY;
@@ -1098,7 +1154,7 @@ __noinline int account(const struct limits *l, const struct packet *p)
 }
 
 // decide is all but the translation. It returns the reason, and leaves the verdict in p.
-static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *p)
+static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *p, __u32 claim)
 {
 	const struct row *r0 = row(table, 0), *r1 = row(table, 1);
 	struct flow_key k = {};
@@ -1106,7 +1162,7 @@ static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *
 	int reason, step;
 	bool error;
 
-	if (!r0 || !r1 || r0->id.magic != MAGIC)
+	if (!r0 || !r1 || r0->id.magic != MAGIC || r0->id.claim != claim)
 		return R_NO_POLICY;
 	p->bytes = skb->len;
 	p->segments = 1;
@@ -1168,8 +1224,9 @@ static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *
 		if (step)
 			return step;
 		struct flow n = { .seen = p->now, .gen = r0->id.gen, .state = p->next, .opener = p->dir };
+		void *map = bpf_map_lookup_elem(&flows, &p->slot);
 
-		if (bpf_map_update_elem(&flows, &k, &n, BPF_ANY))
+		if (!map || bpf_map_update_elem(map, &k, &n, BPF_ANY))
 			return R_FLOW_TABLE;
 		p->verdict = ALLOW;
 		return reason;
@@ -1268,20 +1325,23 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 	struct counter *c;
 	struct event *e;
 	struct usage *s;
-	__u32 suppressed = 0, i;
+	void *map;
+	__u32 suppressed = 0, i, slot;
 	bool send = false;
 
 	if (!p)
 		return 0;
+	slot = p->slot;
 	i = ((p->dir & 1) * 3 + p->verdict) * R_MAX + (reason & (R_MAX - 1));
-	c = bpf_map_lookup_elem(&counters, &i);
+	map = bpf_map_lookup_elem(&counters, &slot);
+	c = map ? bpf_map_lookup_elem(map, &i) : 0;
 	if (c) {
 		c->packets += p->segments;
 		c->bytes += p->bytes;
 	}
 	if (p->verdict == ALLOW)
 		return 0;
-	i = p->dir & 1;
+	i = slot * 2 + (p->dir & 1);
 	s = bpf_map_lookup_elem(&usages, &i);
 	if (!s)
 		return 0;
@@ -1300,7 +1360,10 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 	bpf_spin_unlock(&s->lock);
 	if (!send)
 		return 0;
-	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	map = bpf_map_lookup_elem(&events, &slot);
+	if (!map)
+		return 1;
+	e = bpf_ringbuf_reserve(map, sizeof(*e), 0);
 	if (!e)
 		return 1;
 	e->time = now;
@@ -1490,10 +1553,10 @@ static __noinline int answer(struct __sk_buff *skb, void *table, struct packet *
 
 static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 {
-	struct packet p = { .dir = dir, .rule = NO_RULE };
-	__u32 zero = 0, reason = R_NO_POLICY, gen = 0;
+	struct packet p = { .dir = dir, .rule = NO_RULE, .slot = skb->cb[0] };
+	__u32 claim = skb->cb[1], reason = R_NO_POLICY, gen = 0;
 	int told;
-	void *table = bpf_map_lookup_elem(&policy, &zero);
+	void *table = bpf_map_lookup_elem(&policies, &p.slot);
 
 	p.now = testing ? test_now : bpf_ktime_get_ns();
 	p.segments = 1;
@@ -1503,7 +1566,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 
 		if (r0)
 			gen = r0->id.gen;
-		reason = decide(skb, table, &p);
+		reason = decide(skb, table, &p, claim);
 		if (p.verdict == ALLOW && reason != R_LINK && translate(skb, table, &p)) {
 			p.verdict = DENY;
 			reason = R_INTERNAL;
@@ -1513,9 +1576,9 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 		p.verdict = DENY;
 	told = report(skb, &p, reason, gen);
 	if (testing) {
-		skb->cb[0] = reason;
-		skb->cb[1] = p.verdict;
-		skb->cb[2] = p.rule;
+		skb->cb[2] = reason;
+		skb->cb[3] = p.verdict;
+		skb->cb[4] = p.rule;
 	}
 	if (p.verdict == ALLOW)
 		return TC_ACT_OK;

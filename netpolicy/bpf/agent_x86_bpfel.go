@@ -83,24 +83,31 @@ type AgentUsage struct {
 	EventTat   uint64
 	Used       uint64
 	Active     uint64
+	Pad        uint64
 }
 
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	AgentMapCounters    = "counters"
-	AgentMapEvents      = "events"
-	AgentMapFlows       = "flows"
-	AgentMapPins        = "pins"
-	AgentMapPolicy      = "policy"
-	AgentMapUsages      = "usages"
-	AgentProgFromGuest  = "from_guest"
-	AgentProgToGuest    = "to_guest"
-	AgentVarAnswerMark  = "answer_mark"
-	AgentVarTestNow     = "test_now"
-	AgentVarTesting     = "testing"
-	AgentVarUnusedEvent = "unused_event"
+	AgentMapCalls         = "calls"
+	AgentMapCounters      = "counters"
+	AgentMapEvents        = "events"
+	AgentMapFlows         = "flows"
+	AgentMapPins          = "pins"
+	AgentMapPolicies      = "policies"
+	AgentMapUsages        = "usages"
+	AgentProgFromGuest    = "from_guest"
+	AgentProgToGuest      = "to_guest"
+	AgentVarAnswerMark    = "answer_mark"
+	AgentVarTestNow       = "test_now"
+	AgentVarTesting       = "testing"
+	AgentVarUnusedCounter = "unused_counter"
+	AgentVarUnusedEvent   = "unused_event"
+	AgentVarUnusedFlow    = "unused_flow"
+	AgentVarUnusedFlowKey = "unused_flow_key"
+	AgentVarUnusedPin     = "unused_pin"
+	AgentVarUnusedPinKey  = "unused_pin_key"
 )
 
 // LoadAgent returns the embedded CollectionSpec for Agent.
@@ -153,11 +160,12 @@ type AgentProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentMapSpecs struct {
+	Calls    *ebpf.MapSpec `ebpf:"calls"`
 	Counters *ebpf.MapSpec `ebpf:"counters"`
 	Events   *ebpf.MapSpec `ebpf:"events"`
 	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Pins     *ebpf.MapSpec `ebpf:"pins"`
-	Policy   *ebpf.MapSpec `ebpf:"policy"`
+	Policies *ebpf.MapSpec `ebpf:"policies"`
 	Usages   *ebpf.MapSpec `ebpf:"usages"`
 }
 
@@ -165,10 +173,15 @@ type AgentMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentVariableSpecs struct {
-	AnswerMark  *ebpf.VariableSpec `ebpf:"answer_mark"`
-	TestNow     *ebpf.VariableSpec `ebpf:"test_now"`
-	Testing     *ebpf.VariableSpec `ebpf:"testing"`
-	UnusedEvent *ebpf.VariableSpec `ebpf:"unused_event"`
+	AnswerMark    *ebpf.VariableSpec `ebpf:"answer_mark"`
+	TestNow       *ebpf.VariableSpec `ebpf:"test_now"`
+	Testing       *ebpf.VariableSpec `ebpf:"testing"`
+	UnusedCounter *ebpf.VariableSpec `ebpf:"unused_counter"`
+	UnusedEvent   *ebpf.VariableSpec `ebpf:"unused_event"`
+	UnusedFlow    *ebpf.VariableSpec `ebpf:"unused_flow"`
+	UnusedFlowKey *ebpf.VariableSpec `ebpf:"unused_flow_key"`
+	UnusedPin     *ebpf.VariableSpec `ebpf:"unused_pin"`
+	UnusedPinKey  *ebpf.VariableSpec `ebpf:"unused_pin_key"`
 }
 
 // AgentObjects contains all objects after they have been loaded into the kernel.
@@ -191,21 +204,23 @@ func (o *AgentObjects) Close() error {
 //
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentMaps struct {
+	Calls    *ebpf.Map `ebpf:"calls"`
 	Counters *ebpf.Map `ebpf:"counters"`
 	Events   *ebpf.Map `ebpf:"events"`
 	Flows    *ebpf.Map `ebpf:"flows"`
 	Pins     *ebpf.Map `ebpf:"pins"`
-	Policy   *ebpf.Map `ebpf:"policy"`
+	Policies *ebpf.Map `ebpf:"policies"`
 	Usages   *ebpf.Map `ebpf:"usages"`
 }
 
 func (m *AgentMaps) Close() error {
 	return _AgentClose(
+		m.Calls,
 		m.Counters,
 		m.Events,
 		m.Flows,
 		m.Pins,
-		m.Policy,
+		m.Policies,
 		m.Usages,
 	)
 }
@@ -214,10 +229,15 @@ func (m *AgentMaps) Close() error {
 //
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentVariables struct {
-	AnswerMark  *ebpf.Variable `ebpf:"answer_mark"`
-	TestNow     *ebpf.Variable `ebpf:"test_now"`
-	Testing     *ebpf.Variable `ebpf:"testing"`
-	UnusedEvent *ebpf.Variable `ebpf:"unused_event"`
+	AnswerMark    *ebpf.Variable `ebpf:"answer_mark"`
+	TestNow       *ebpf.Variable `ebpf:"test_now"`
+	Testing       *ebpf.Variable `ebpf:"testing"`
+	UnusedCounter *ebpf.Variable `ebpf:"unused_counter"`
+	UnusedEvent   *ebpf.Variable `ebpf:"unused_event"`
+	UnusedFlow    *ebpf.Variable `ebpf:"unused_flow"`
+	UnusedFlowKey *ebpf.Variable `ebpf:"unused_flow_key"`
+	UnusedPin     *ebpf.Variable `ebpf:"unused_pin"`
+	UnusedPinKey  *ebpf.Variable `ebpf:"unused_pin_key"`
 }
 
 // AgentPrograms contains all programs after they have been loaded into the kernel.

@@ -1,0 +1,13 @@
+package bpf
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+)
+
+// Digest names the compiled objects: two builds have the same one if they have the same
+// programs and maps.
+func Digest() string {
+	sum := sha256.Sum256(_AgentBytes)
+	return hex.EncodeToString(sum[:16])
+}
