@@ -142,6 +142,11 @@ func (e *engine) install(s *Spec) error {
 		return err
 	}
 	defer table.Close()
+	return e.exchange(s, table)
+}
+
+// exchange puts a new table into the place of the old one.
+func (e *engine) exchange(s *Spec, table *ebpf.Map) error {
 	e.gen++
 	if err := e.repin(s); err != nil {
 		return err

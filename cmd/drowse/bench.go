@@ -26,10 +26,10 @@ func (a *app) benchCommand() *cobra.Command {
 	m := &benches{app: a, env: &e}
 	cmd.AddCommand(
 		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
-		m.concurrent(), m.vsock(), m.blk(),
+		m.concurrent(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(),
 	)
 	// It knows those above.
-	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest())
+	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest(), a.benchAttach())
 	return cmd
 }
 

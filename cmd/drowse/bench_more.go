@@ -141,6 +141,9 @@ var quick = map[string]map[string]string{
 	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
 	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
 	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
+	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
+	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
+	"policy_attach":     {"agents": "3", "processes": "1"},
 }
 
 // everything is the command that runs all benchmarks.

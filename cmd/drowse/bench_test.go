@@ -53,6 +53,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 	seen := 0
 	for _, c := range []*cobra.Command{
 		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.vsock(), m.blk(),
+		m.policyPacket(), m.policySwap(), m.policyAttach(),
 	} {
 		options, ok := quick[c.Name()]
 		if !ok {
@@ -69,8 +70,8 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 		t.Errorf("%d benchmarks, %d quick ones, %d that run", seen, len(quick), len(m.run))
 	}
 	// All that there are, and what is none.
-	if got := len((&app{}).benchCommand().Commands()); got != seen+3 {
-		t.Errorf("bench has %d commands, want %d", got, seen+3)
+	if got := len((&app{}).benchCommand().Commands()); got != seen+4 {
+		t.Errorf("bench has %d commands, want %d", got, seen+4)
 	}
 }
 

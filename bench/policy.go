@@ -1,0 +1,458 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices/net/tap"
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// MaxRules bounds the rules of a policy that is measured.
+const MaxRules = netpolicy.MaxRules
+
+// policyAgent is the agent whose packets are judged.
+var policyAgent = netpolicy.Identity{Address4: netip.AddrFrom4([4]byte{10, 200, 3, 7})}
+
+// rulesOf is a policy of n rules of which the last one allows what is measured: each of the others
+// denies a network and three ports of its own.
+func rulesOf(n int) (*netpolicy.Spec, error) {
+	p := &netpolicy.Policy{}
+	for i := range n - 1 {
+		network := netip.PrefixFrom(netip.AddrFrom4([4]byte{20, byte(i >> 8), byte(i), 0}), 24)
+		port := uint16(2000 + 3*i)
+		p.Rules = append(p.Rules, netpolicy.Rule{
+			Direction: netpolicy.Egress, Verdict: netpolicy.Deny, CIDRs: []netpolicy.CIDR{{Prefix: network}},
+			Protocols: []netpolicy.Protocol{netpolicy.TCP, netpolicy.UDP},
+			Ports:     []netpolicy.PortRange{{First: uint16(1 + i), Last: uint16(1 + i)}, {First: port, Last: port + 1}},
+		})
+	}
+	p.Rules = append(p.Rules, netpolicy.Rule{
+		Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Public},
+		Protocols: []netpolicy.Protocol{netpolicy.AnyProtocol}, Ports: []netpolicy.PortRange{netpolicy.AnyPort},
+	})
+	return netpolicy.Compile(p, policyAgent, netpolicy.Environment{})
+}
+
+// The frame that is judged: to an address in the last rules' networks, of which the ports do
+// not match, so that all of the policy counts.
+const (
+	frameTCP, frameUDP = 6, 17
+	frameSYN           = 2
+	framePayload       = 1000
+)
+
+// policyFrame is a TCP SYN, which the rules judge and which opens a flow, or a
+// UDP packet of a flow. Checksums do not count: programs adjust them without a look at them.
+func policyFrame(proto byte) []byte {
+	header, payload := 8, framePayload
+	if proto == frameTCP {
+		header, payload = 20, 0
+	}
+	f := make([]byte, 14+20+header+payload)
+	w := netpolicy.TheWire
+	copy(f, w.GatewayMAC[:])
+	copy(f[6:], w.GuestMAC[:])
+	be := binary.BigEndian
+	be.PutUint16(f[12:], unix.ETH_P_IP)
+	ip := f[14:]
+	ip[0], ip[8], ip[9] = 0x45, 64, proto
+	be.PutUint16(ip[2:], uint16(len(ip)))
+	copy(ip[12:], w.Guest4.AsSlice())
+	copy(ip[16:], []byte{20, 1, 77, 9})
+	l4 := ip[20:]
+	be.PutUint16(l4, 40000)
+	be.PutUint16(l4[2:], 443)
+	if proto == frameTCP {
+		l4[12], l4[13] = 5<<4, frameSYN
+	} else {
+		be.PutUint16(l4[4:], uint16(len(l4)))
+	}
+	return f
+}
+
+// PolicyPacketOptions say how policy_packet is measured.
+type PolicyPacketOptions struct {
+	// N is the number of runs for each row, after Warmup that do not count; Packets are judged in
+	// each, and a run is their average.
+	N, Warmup, Packets int
+	// Rules are numbers of rules of a policy, 1 to MaxRules.
+	Rules []int
+}
+
+// PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends,
+// in the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, and
+// one that the rules judge and that opens a flow. Stage "empty" is the same of an empty program,
+// in turn with it; it is in the figures.
+func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
+	var rows []Row
+	for _, rules := range o.Rules {
+		spec, err := rulesOf(rules)
+		if err != nil {
+			return nil, err
+		}
+		for _, flow := range []string{"known", "new"} {
+			params := map[string]any{"rules": rules, "flow": flow, "table_bytes": spec.Bytes()}
+			row, err := policyPacket(ctx, spec, o, flow, params)
+			if err != nil {
+				return nil, err
+			}
+			e.say("policy_packet: %d rules, %s flow: %.0f ns, an empty program %.0f ns", rules, flow, row.P50, row.Stages["empty"])
+			rows = append(rows, row)
+		}
+	}
+	return rows, nil
+}
+
+func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptions, flow string, params map[string]any) (_ Row, err error) {
+	t, err := netpolicy.NewTrial(spec)
+	if err != nil {
+		return Row{}, err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+	frame := policyFrame(frameTCP)
+	if flow == "known" {
+		frame = policyFrame(frameUDP)
+	}
+	s := newSeries()
+	for i := range o.Warmup + o.N {
+		if err := ctx.Err(); err != nil {
+			return Row{}, err
+		}
+		empty, err := t.Empty(netpolicy.Egress, frame, o.Packets)
+		if err != nil {
+			return Row{}, err
+		}
+		each, passed, err := t.Judge(netpolicy.Egress, frame, o.Packets)
+		if err != nil {
+			return Row{}, err
+		}
+		if !passed {
+			return Row{}, errors.New("the programs have denied a packet that the policy allows")
+		}
+		if i < o.Warmup {
+			continue
+		}
+		err = errors.Join(s.total.RecordValue(int64(each)), into(s.stages, "empty", int64(empty)), into(s.stages, "judged", int64(max(0, each-empty))))
+		if err != nil {
+			return Row{}, err
+		}
+	}
+	row := Row{Name: "policy_packet", Params: params, Stages: medians(s.stages, 1), Faults: map[string]float64{}}
+	row.figures(s.total, "ns", 1)
+	return row, nil
+}
+
+// PolicySwapOptions say how policy_swap is measured.
+type PolicySwapOptions struct {
+	// N is the number of swaps for each row, after Warmup that do not count.
+	N, Warmup int
+	// Rules are numbers of rules of a policy, 1 to MaxRules.
+	Rules []int
+}
+
+// swapBatch is how many packets are judged between two looks at whether to go on.
+const swapBatch = 1000
+
+// PolicySwap measures a swap of a policy while packets are judged without a pause on another
+// thread: from the call with a policy that is compiled until no packet is judged
+// by the old one. Stages: "compile" comes before it; "table" is what goes by until the new
+// table is filled, "wait" the rest. Param packets is how many were judged meanwhile.
+func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) ([]Row, error) {
+	var rows []Row
+	for _, rules := range o.Rules {
+		row, err := policySwap(ctx, rules, o)
+		if err != nil {
+			return nil, err
+		}
+		e.say("policy_swap: %d rules: %.1f ms", rules, row.P50)
+		rows = append(rows, row)
+	}
+	return rows, nil
+}
+
+func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err error) {
+	spec, err := rulesOf(rules)
+	if err != nil {
+		return Row{}, err
+	}
+	t, err := netpolicy.NewTrial(spec)
+	if err != nil {
+		return Row{}, err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+	load, stop := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	var judged int64
+	var loadErr error
+	wg.Go(func() {
+		for frame := policyFrame(frameUDP); load.Err() == nil; judged += swapBatch {
+			_, passed, err := t.Judge(netpolicy.Egress, frame, swapBatch)
+			if err == nil && !passed {
+				err = errors.New("a packet that both policies allow was denied during a swap")
+			}
+			if err != nil {
+				loadErr = err
+				return
+			}
+		}
+	})
+	s := newSeries()
+	for i := range o.Warmup + o.N {
+		if err = ctx.Err(); err != nil {
+			break
+		}
+		begin := time.Now()
+		if spec, err = rulesOf(rules); err != nil {
+			break
+		}
+		compiled := time.Since(begin)
+		begin = time.Now()
+		var made time.Duration
+		if made, err = t.Swap(spec); err != nil {
+			break
+		}
+		took := time.Since(begin)
+		if i < o.Warmup {
+			continue
+		}
+		err = errors.Join(s.total.RecordValue(int64(took)), into(s.stages, "compile", int64(compiled)),
+			into(s.stages, "table", int64(made)), into(s.stages, "wait", int64(took-made)))
+		if err != nil {
+			break
+		}
+	}
+	stop()
+	wg.Wait()
+	if err := errors.Join(err, loadErr); err != nil {
+		return Row{}, err
+	}
+	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged}), nil
+}
+
+// PolicyAttachOptions say how policy_attach is measured.
+type PolicyAttachOptions struct {
+	// Agents is how many there are at once.
+	Agents int
+	// Processes is how many of further agents are attached by a new process each, which is what VMs do; 0 is none.
+	Processes int
+	// Rules of each policy, 1 to MaxRules.
+	Rules int
+	// Helper is the command of such a process; it calls PolicyAttachHelper with what follows.
+	Helper []string
+}
+
+// attachRoot is where the agents of a benchmark have their pins.
+func attachRoot() string { return fmt.Sprintf("%s-bench-%d", netpolicy.DefaultRoot, os.Getpid()) }
+
+// PolicyAttach measures how long it takes to put a policy on a TAP device that is down, and
+// to raise it: one after another for so many agents, which stay, in a network namespace of its own. The policy is compiled
+// before. Rows: policy_attach, of which param total_ms is how long all took, those of the first, which
+// loads the programs, and of others in processes of their own, by param process; and
+// policy_attach_memory, in KiB: what the kernel says that the agent's maps and programs take
+// (param measured_kib is how much less memory the host had per agent, device included).
+func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
+	done := make(chan struct{})
+	// The namespace is the thread's, which ends with its goroutine.
+	go func() {
+		defer close(done)
+		runtime.LockOSThread()
+		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			err = fmt.Errorf("making a network namespace: %w: run as root", err)
+			return
+		}
+		rows, err = policyAttach(ctx, e, o)
+	}()
+	<-done
+	return rows, err
+}
+
+// attached are agents with their devices.
+type attached struct {
+	root    string
+	spec    *netpolicy.Spec
+	links   []*netpolicy.Link
+	devices []*tap.Device
+}
+
+// device makes the device of the next agent.
+func (a *attached) device() (string, error) {
+	name := "b" + strconv.Itoa(len(a.devices))
+	d, err := tap.Create(tap.Config{Name: name, Down: true})
+	if err != nil {
+		return "", err
+	}
+	a.devices = append(a.devices, d)
+	return name, nil
+}
+
+func (a *attached) attach(name string) (took, up time.Duration, err error) {
+	begin := time.Now()
+	l, err := netpolicy.Attach(netpolicy.LinkConfig{Agent: name, Interface: name, Root: a.root}, a.spec)
+	took = time.Since(begin)
+	if err != nil {
+		return 0, 0, err
+	}
+	a.links = append(a.links, l)
+	begin = time.Now()
+	err = l.Up(a.spec.Identity())
+	return took, time.Since(begin), err
+}
+
+func (a *attached) close() error {
+	var errs []error
+	for _, l := range a.links {
+		errs = append(errs, l.Remove())
+	}
+	for _, d := range a.devices {
+		errs = append(errs, d.Close())
+	}
+	names, err := netpolicy.Agents(a.root)
+	for _, name := range names {
+		errs = append(errs, netpolicy.Remove(netpolicy.LinkConfig{Agent: name, Interface: name, Root: a.root}))
+	}
+	return errors.Join(append(errs, err, netpolicy.Sweep(a.root), os.Remove(a.root))...)
+}
+
+func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
+	spec, err := rulesOf(o.Rules)
+	if err != nil {
+		return nil, err
+	}
+	a := &attached{root: attachRoot(), spec: spec}
+	defer func() { err = errors.Join(err, a.close()) }()
+	first, each, own := newSeries(), newSeries(), newSeries()
+	memory := newSeries()
+	var before, after uint64
+	var total time.Duration
+	record := func(s *series, took, up time.Duration) error {
+		return errors.Join(s.total.RecordValue(int64(took+up)), into(s.stages, "attach", int64(took)), into(s.stages, "up", int64(up)))
+	}
+	for i := range o.Agents + 1 {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		if i%100 == 0 {
+			e.say("policy_attach: agent %d of %d", i, o.Agents)
+		}
+		name, err := a.device()
+		if err != nil {
+			return nil, err
+		}
+		took, up, err := a.attach(name)
+		if err != nil {
+			return nil, err
+		}
+		s := each
+		if i == 0 {
+			s, before = first, available()
+		} else {
+			total += took + up
+		}
+		if err := record(s, took, up); err != nil {
+			return nil, err
+		}
+		if err := recordMemory(memory, a.links[i]); err != nil {
+			return nil, err
+		}
+	}
+	after = available()
+	for range o.Processes {
+		took, up, err := attachElsewhere(ctx, a, o)
+		if err != nil {
+			return nil, err
+		}
+		if err := record(own, took, up); err != nil {
+			return nil, err
+		}
+	}
+	params := func(process string) map[string]any {
+		return map[string]any{"rules": o.Rules, "process": process, "agents": o.Agents}
+	}
+	rows = append(rows, first.row("policy_attach", params("first")))
+	row := each.row("policy_attach", params("same"))
+	row.Params["total_ms"] = total.Milliseconds()
+	rows = append(rows, row)
+	if o.Processes > 0 {
+		rows = append(rows, own.row("policy_attach", params("own")))
+	}
+	row = Row{Name: "policy_attach_memory", Params: params("same"), Stages: medians(memory.stages, 1024), Faults: map[string]float64{}}
+	row.figures(memory.total, "KiB", 1024)
+	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents)
+	return append(rows, row), nil
+}
+
+func recordMemory(s *series, l *netpolicy.Link) error {
+	parts, err := l.Memory()
+	if err != nil {
+		return err
+	}
+	var sum uint64
+	for name, n := range parts {
+		sum += n
+		if err := into(s.stages, name, int64(n)); err != nil {
+			return err
+		}
+	}
+	return s.total.RecordValue(int64(sum))
+}
+
+// available is the host's free memory and what it could free at once, in KiB; 0 if it does not say.
+func available() uint64 {
+	text, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(text), "MemAvailable:")
+	var kib uint64
+	_, _ = fmt.Sscan(rest, &kib)
+	return kib
+}
+
+// attachElsewhere has a new process attach an agent, which stays when it has ended.
+func attachElsewhere(ctx context.Context, a *attached, o PolicyAttachOptions) (took, up time.Duration, err error) {
+	name, err := a.device()
+	if err != nil {
+		return 0, 0, err
+	}
+	argv := append(o.Helper[1:len(o.Helper):len(o.Helper)], a.root, name, strconv.Itoa(o.Rules))
+	cmd := exec.CommandContext(ctx, o.Helper[0], argv...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		return 0, 0, fmt.Errorf("attaching a policy in a process of its own: %w: %s", err, strings.TrimSpace(stderr.String()))
+	}
+	var times [2]time.Duration
+	if err := json.Unmarshal(stdout.Bytes(), &times); err != nil {
+		return 0, 0, fmt.Errorf("attaching a policy in a process of its own: reading what it says: %w", err)
+	}
+	return times[0], times[1], nil
+}
+
+// PolicyAttachHelper is such a process: it prints two times in nanoseconds as JSON, of Attach and of Up.
+func PolicyAttachHelper(root, name string, rules int) ([]time.Duration, error) {
+	spec, err := rulesOf(rules)
+	if err != nil {
+		return nil, err
+	}
+	a := attached{root: root, spec: spec}
+	took, up, err := a.attach(name)
+	if err != nil {
+		return nil, err
+	}
+	return []time.Duration{took, up}, a.links[0].Close()
+}

@@ -1,0 +1,68 @@
+package bench
+
+import (
+	"os"
+	"testing"
+)
+
+func needRoot(t *testing.T) {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("loading eBPF programs needs root")
+	}
+}
+
+func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
+	needRoot(t)
+	rows, err := PolicyPacket(t.Context(), Env{}, PolicyPacketOptions{N: 2, Packets: 100, Rules: []int{1, MaxRules}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(rows) != 4 {
+		t.Fatalf("%d rows, want 4", len(rows))
+	}
+	for _, r := range rows {
+		if r.Unit != "ns" || r.N != 2 || r.P50 <= r.Stages["empty"] || r.Stages["empty"] <= 0 {
+			t.Errorf("%+v", r)
+		}
+	}
+}
+
+func TestPolicySwap_counts_the_packets_that_were_judged_meanwhile(t *testing.T) {
+	needRoot(t)
+	rows, err := PolicySwap(t.Context(), Env{}, PolicySwapOptions{N: 2, Warmup: 1, Rules: []int{10}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(rows) != 1 || rows[0].N != 2 || rows[0].P50 <= 0 || rows[0].Params["packets"].(int64) == 0 {
+		t.Errorf("%+v", rows)
+	}
+}
+
+func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
+	needRoot(t)
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv(attachHelperEnv, "1")
+	rows, err := PolicyAttach(t.Context(), Env{}, PolicyAttachOptions{Agents: 2, Processes: 1, Rules: 10, Helper: []string{self}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	processes := map[any]int64{}
+	for _, r := range rows {
+		if r.Name == "policy_attach" {
+			processes[r.Params["process"]] = r.N
+		}
+		if r.P50 <= 0 {
+			t.Errorf("%+v", r)
+		}
+	}
+	if len(rows) != 4 || processes["first"] != 1 || processes["same"] != 2 || processes["own"] != 1 {
+		t.Errorf("%v, %+v", processes, rows)
+	}
+	if _, err := os.Stat(attachRoot()); !os.IsNotExist(err) {
+		t.Errorf("pins are left: %v", err)
+	}
+}

@@ -1,0 +1,115 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/bench"
+)
+
+var errRules = usageError{fmt.Errorf("--rules must be 1 to %d", bench.MaxRules)}
+
+func badRules(rules []int) bool {
+	return len(rules) == 0 || slices.Min(rules) < 1 || slices.Max(rules) > bench.MaxRules
+}
+
+// hostCommand is a command that measures without guests: it needs neither a store nor an agent.
+func (m *benches) hostCommand(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
+	cmd := m.command(use, short, measure)
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		m.env.Progress = func(s string) { m.app.log.Info(s) }
+		rows, err := measure(cmd.Context())
+		if err != nil {
+			return fmt.Errorf("measuring %s: %w", use, err)
+		}
+		return m.print(rows)
+	}
+	return cmd
+}
+
+func (m *benches) policyPacket() *cobra.Command {
+	var o bench.PolicyPacketOptions
+	cmd := m.hostCommand("policy_packet", "How long the programs of a policy take for a packet, beside an empty program", func(ctx context.Context) ([]bench.Row, error) {
+		const most = 1 << 24
+		switch {
+		case o.N < 1, o.Warmup < 0, o.Packets < 1, o.Packets > most:
+			return nil, usageError{fmt.Errorf("--runs must be 1 or more, --warmup 0 or more, --packets 1 to %d", most)}
+		case badRules(o.Rules):
+			return nil, errRules
+		}
+		return bench.PolicyPacket(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 100, "runs for each row")
+	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
+	f.IntVar(&o.Packets, "packets", 10000, "packets of a run, which is their average")
+	f.IntSliceVar(&o.Rules, "rules", []int{1, 10, 100, 1000}, "numbers of rules of a policy")
+	return cmd
+}
+
+func (m *benches) policySwap() *cobra.Command {
+	var o bench.PolicySwapOptions
+	cmd := m.hostCommand("policy_swap", "How long a swap of a policy takes while packets are judged", func(ctx context.Context) ([]bench.Row, error) {
+		switch {
+		case o.N < 1, o.Warmup < 0:
+			return nil, errRuns
+		case badRules(o.Rules):
+			return nil, errRules
+		}
+		return bench.PolicySwap(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 200, "swaps for each number of rules")
+	f.IntVar(&o.Warmup, "warmup", 5, "swaps before that do not count")
+	f.IntSliceVar(&o.Rules, "rules", []int{1, 1000}, "numbers of rules of a policy")
+	return cmd
+}
+
+func (m *benches) policyAttach() *cobra.Command {
+	var o bench.PolicyAttachOptions
+	cmd := m.hostCommand("policy_attach", "How long it takes to put a policy on a device, and the memory of an agent", func(ctx context.Context) ([]bench.Row, error) {
+		const most = 4096
+		switch {
+		case o.Agents < 1, o.Agents > most, o.Processes < 0, o.Processes > most:
+			return nil, usageError{fmt.Errorf("--agents must be 1 to %d, --processes 0 to %d", most, most)}
+		case badRules([]int{o.Rules}):
+			return nil, errRules
+		}
+		self, err := os.Executable()
+		if err != nil {
+			return nil, err
+		}
+		o.Helper = []string{self, "bench", "attach"}
+		return bench.PolicyAttach(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.Agents, "agents", 1000, "agents that there are at once")
+	f.IntVar(&o.Processes, "processes", 50, "further agents, each attached by a process of its own")
+	f.IntVar(&o.Rules, "rules", 10, "rules of each policy")
+	return cmd
+}
+
+// benchAttach is a process of policy_attach.
+func (a *app) benchAttach() *cobra.Command {
+	return &cobra.Command{
+		Use: "attach ROOT DEVICE RULES", Short: "Be a process that attaches one policy", Hidden: true, Args: cobra.ExactArgs(3),
+		RunE: func(_ *cobra.Command, args []string) error {
+			rules, err := strconv.Atoi(args[2])
+			if err != nil || badRules([]int{rules}) {
+				return usageError{errors.Join(errRules, err)}
+			}
+			times, err := bench.PolicyAttachHelper(args[0], args[1], rules)
+			if err != nil {
+				return err
+			}
+			return json.NewEncoder(a.stdout).Encode(times)
+		},
+	}
+}

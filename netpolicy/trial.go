@@ -1,0 +1,157 @@
+package netpolicy
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+)
+
+// Trial is an agent without a device: its programs get frames one after another in the
+// kernel (BPF_PROG_RUN), so that what they cost can be measured. Its programs are its own,
+// and nothing is pinned. Only one goroutine may use it at a time, but for Swap.
+type Trial struct {
+	eng   *engine
+	run   [2]*ebpf.Program // by direction
+	empty [2]*ebpf.Program
+}
+
+// Where an IPv4 packet has the address that is translated, by direction: its source on
+// egress, its destination on ingress.
+var addressAt = [2]int32{14 + 12, 14 + 16}
+
+// NewTrial loads the programs with a policy.
+func NewTrial(s *Spec) (_ *Trial, err error) {
+	p, _, err := loadPrograms(false)
+	if err != nil {
+		return nil, err
+	}
+	const slot, claim = 1, 1
+	t := &Trial{}
+	if t.eng, err = newEngine(p, place{digest(), slot, claim}, s.flows); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, t.Close())
+		}
+	}()
+	for d := range t.run {
+		before := untranslated(d, s.ident)
+		if t.run[d], err = entry(p.calls, d, slot, claim, before...); err != nil {
+			return nil, err
+		}
+		spec := &ebpf.ProgramSpec{
+			Name: "empty", Type: ebpf.SchedCLS, License: "GPL", Instructions: append(before, asm.Mov.Imm(asm.R0, 0), asm.Return()),
+		}
+		if t.empty[d], err = ebpf.NewProgram(spec); err != nil {
+			return nil, fmt.Errorf("loading an empty program: %w", err)
+		}
+	}
+	return t, t.eng.start(s, true)
+}
+
+// untranslated gives a frame the address again that it came with. The kernel runs a
+// program on one frame many times, and would have the second run find an address that has
+// been translated.
+func untranslated(dir int, id Identity) asm.Instructions {
+	address := TheWire.Guest4
+	if dir == 1 {
+		address = id.Address4
+	}
+	return asm.Instructions{
+		asm.Mov.Reg(asm.R6, asm.R1),
+		asm.StoreImm(asm.RFP, -4, int64(int32(binary.NativeEndian.Uint32(address.AsSlice()))), asm.Word),
+		asm.Mov.Imm(asm.R2, addressAt[dir]),
+		asm.Mov.Reg(asm.R3, asm.RFP),
+		asm.Add.Imm(asm.R3, -4),
+		asm.Mov.Imm(asm.R4, 4),
+		asm.Mov.Imm(asm.R5, 0),
+		asm.FnSkbStoreBytes.Call(),
+		asm.Mov.Reg(asm.R1, asm.R6),
+	}
+}
+
+// Close frees the programs.
+func (t *Trial) Close() error {
+	errs := []error{t.eng.close()}
+	for d := range t.run {
+		errs = append(errs, t.run[d].Close(), t.empty[d].Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Swap replaces the policy, as Link.Swap does, and says how much of the time went by
+// until the new table was made; the rest is the wait until the old one is not used.
+func (t *Trial) Swap(s *Spec) (made time.Duration, err error) {
+	begin := time.Now()
+	t.eng.mu.Lock()
+	defer t.eng.mu.Unlock()
+	table, err := t.eng.build(s, t.eng.gen+1)
+	if err != nil {
+		return 0, err
+	}
+	defer table.Close()
+	made = time.Since(begin)
+	return made, t.eng.exchange(s, table)
+}
+
+// Judge has a frame of IPv4 judged so many times, one after another, as if each were
+// new. It says how long one took on average, by the kernel's clock and in whole nanoseconds, and whether the last
+// passed. The time includes what Empty takes.
+func (t *Trial) Judge(d Direction, frame []byte, times int) (each time.Duration, passed bool, err error) {
+	return benchmark(t.run[code(d)], frame, times)
+}
+
+// Empty is Judge by a program that lets everything pass: the cost of running any.
+func (t *Trial) Empty(d Direction, frame []byte, times int) (each time.Duration, err error) {
+	each, _, err = benchmark(t.empty[code(d)], frame, times)
+	return each, err
+}
+
+func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, error) {
+	action, each, err := p.Benchmark(frame, times, nil)
+	if err != nil {
+		return 0, false, fmt.Errorf("running a program: %w", err)
+	}
+	return each, action == 0, nil
+}
+
+func code(d Direction) int {
+	if d == Ingress {
+		return 1
+	}
+	return 0
+}
+
+// Memory is the kernel memory of what is the agent's own, in bytes, by its name: maps,
+// the table, and programs. It is 0 where the kernel does not say. What agents share, the device, and what else the kernel keeps for
+// it are not in it.
+func (l *Link) Memory() (map[string]uint64, error) {
+	e := l.eng
+	out := map[string]uint64{}
+	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events} {
+		info, err := m.Info()
+		if err != nil {
+			return nil, fmt.Errorf("looking at the map %s: %w", name, err)
+		}
+		out[name], _ = info.Memlock()
+	}
+	for _, p := range e.entries {
+		info, err := p.Info()
+		if err != nil {
+			return nil, fmt.Errorf("looking at a program: %w", err)
+		}
+		n, _ := info.Memlock()
+		out["programs"] += n
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.spec != nil {
+		out["table"] = uint64(e.spec.Bytes())
+	}
+	return out, nil
+}
