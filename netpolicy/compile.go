@@ -144,13 +144,14 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}
+	named := false
 	for i, r := range rules {
 		s.match[i] = r.Names
+		named = named || len(r.Names) > 0
 	}
 
 	c.table = make([]row, 2) // the heads are filled in below
-	var h heads
-	h.zero = c.set(bitset{})
+	h := heads{names: named}
 	var allow, reject bitset
 	for i, r := range rules {
 		switch r.Verdict {
@@ -220,6 +221,11 @@ func limitOf(r *Rate, least uint64) limit {
 type limitSet struct {
 	bits, packets, connections limit
 	quota                      uint64
+}
+
+// any says whether there is anything to be counted against.
+func (l *limitSet) any() bool {
+	return l.bits.mult|l.packets.mult|l.connections.mult != 0 || l.quota != ^uint64(0)
 }
 
 func limitsOf(r Rates, quota *uint64) limitSet {

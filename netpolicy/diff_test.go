@@ -22,8 +22,8 @@ import (
 // How many packets and policies TestPrograms_agree_with_the_model compares. Long runs
 // set them: -packets 1000000 -policies 1000.
 var (
-	packetsFlag  = flag.Int("packets", envInt("DROWSE_POLICY_PACKETS", 20000), "packets to compare with the model")
-	policiesFlag = flag.Int("policies", envInt("DROWSE_POLICY_POLICIES", 40), "policies to compare with the model")
+	packetsFlag  = flag.Int("packets", envInt("DROWSE_POLICY_PACKETS", 60000), "packets to compare with the model")
+	policiesFlag = flag.Int("policies", envInt("DROWSE_POLICY_POLICIES", 150), "policies to compare with the model")
 	seedFlag     = flag.Uint64("seed", 1, "seed of the packets and policies to compare with the model")
 )
 

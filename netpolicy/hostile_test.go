@@ -450,3 +450,43 @@ func TestPrograms_without_a_policy_deny(t *testing.T) {
 		}
 	}
 }
+
+// The flow of an IPv4 peer is not that of the IPv6 address that carries it.
+func TestPrograms_flow_does_not_open_the_mapped_address(t *testing.T) {
+	e := newEngine(t, DefaultFlows)
+	if err := e.Install(compile(t, hostilePolicy)); err != nil {
+		t.Fatal(err)
+	}
+	mapped := netip.MustParseAddr("::ffff:198.51.100.1")
+	for _, m := range [][]byte{tcp(4000, 443, syn), tcp(4000, 443, ack), udp(4000, 443, 1)} {
+		proto := byte(6)
+		if len(m) < 20 {
+			proto = 17
+		}
+		if _, err := e.Run(Egress, sent(peer4, proto, m), 0); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := e.Run(Egress, sent(mapped, proto, m), 0); err != nil || r.Action == 0 || r.Reason != ReasonFloor {
+			t.Errorf("out: %s by %s, %v", r.Verdict, r.Reason, err)
+		}
+		back := tcp(443, 4000, syn|ack)
+		if proto == 17 {
+			back = udp(443, 4000, 1)
+		}
+		if r, err := e.Run(Ingress, got(mapped, proto, back), 0); err != nil || r.Action == 0 || r.Reason != ReasonFloor {
+			t.Errorf("in: %s by %s, %v", r.Verdict, r.Reason, err)
+		}
+	}
+}
+
+func TestPrograms_udp_without_checksum_stays_so(t *testing.T) {
+	e := newEngine(t, DefaultFlows)
+	if err := e.Install(compile(t, hostilePolicy)); err != nil {
+		t.Fatal(err)
+	}
+	f := clone(sent(peer4, 17, udp(4000, 443, 1, 2, 3)), func(f []byte) { f[40], f[41] = 0, 0 })
+	r, err := e.Run(Egress, f, 0)
+	if err != nil || r.Verdict != Allow || r.Bytes[40] != 0 || r.Bytes[41] != 0 || checksum(r.Bytes[14:34]) != 0 {
+		t.Errorf("%s by %s, %v: %x", r.Verdict, r.Reason, err, r.Bytes)
+	}
+}

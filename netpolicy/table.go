@@ -8,9 +8,10 @@ import (
 
 // The table is an array of rows of one size, which bpf/agent.c reads:
 //
-//	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim
+//	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim,
+//	           whether there are limits, whether rules have names
 //	row 1      where the rest is: roots of trees, rows of sets; limits
-//	set        a bit for each rule
+//	set        a bit for each rule; a bit for each word of these that is not 0
 //	node of 4  16 keys of 32 bits in ascending order, 16 values
 //	node of 6  8 keys of 128 bits, as high and low halves; 8 values
 //
@@ -127,22 +128,28 @@ func nodeRow(leaves []leaf, six bool) (r row) {
 }
 
 func setRow(b bitset) (r row) {
+	var some uint32
 	for i, w := range b {
 		binary.LittleEndian.PutUint64(r[8*i:], w)
+		if w != 0 {
+			some |= 1 << i
+		}
 	}
+	binary.LittleEndian.PutUint32(r[8*len(b):], some)
 	return r
 }
 
 // heads is what rows 0 and 1 say.
 type heads struct {
-	identity            Identity
-	fallback            [2]uint8
-	words               uint8
-	addr4, addr6        uint32
-	ports               [2][2]uint32
-	icmp                [2]uint32
-	allow, reject, zero uint32
-	limits              [2]limitSet
+	identity      Identity
+	fallback      [2]uint8
+	words         uint8
+	addr4, addr6  uint32
+	ports         [2][2]uint32
+	icmp          [2]uint32
+	allow, reject uint32
+	names         bool
+	limits        [2]limitSet
 }
 
 func (h *heads) put(table []row) {
@@ -167,11 +174,17 @@ func (h *heads) put(table []row) {
 	r = table[1][:]
 	for i, v := range []uint32{
 		h.addr4, h.addr6, h.ports[0][0], h.ports[0][1], h.ports[1][0], h.ports[1][1],
-		h.icmp[0], h.icmp[1], h.allow, h.reject, h.zero,
+		h.icmp[0], h.icmp[1], h.allow, h.reject,
 	} {
 		le.PutUint32(r[4*i:], v)
 	}
+	if h.names {
+		table[0][122] = 1
+	}
 	for d, l := range h.limits {
+		if l.any() {
+			table[0][120+d] = 1
+		}
 		for i, v := range []uint64{
 			l.bits.mult, l.bits.burst, l.packets.mult, l.packets.burst, l.connections.mult, l.connections.burst, l.quota,
 		} {

@@ -68,7 +68,9 @@ struct identity { // row 0
 	__u8 fallback[2]; // the default verdicts
 	__u8 words;	  // of 64 rules that are in use
 	__u32 claim;	  // of the slot: whose table this is
-	__u8 pad[40];
+	__u8 limited[2];  // by direction: whether there are limits
+	__u8 names;	  // whether rules have names
+	__u8 pad[37];
 };
 
 struct limits {
@@ -81,8 +83,7 @@ struct tables { // row 1
 	__u32 ports[2][2]; // by direction; TCP, UDP
 	__u32 icmp[2];
 	__u32 allow, reject; // sets of rules
-	__u32 zero;	     // the empty set
-	__u32 pad;
+	__u32 pad[2];
 	struct limits limits[2];
 };
 
@@ -90,6 +91,12 @@ struct tables { // row 1
 
 struct bits { // one for each rule
 	__u64 w[WORDS];
+};
+
+struct set {
+	struct bits bits;
+	__u32 some; // a bit for each word that is not zero
+	__u32 pad[7];
 };
 
 struct node4 {
@@ -105,7 +112,7 @@ struct row {
 	union {
 		struct identity id;
 		struct tables tab;
-		struct bits set;
+		struct set set;
 		struct node4 n4;
 		struct node6 n6;
 	};
@@ -169,7 +176,8 @@ struct flow_key {
 	__u32 peer[4];
 	__be16 peer_port, guest_port;
 	__u8 proto;
-	__u8 pad[3];
+	__u8 six; // an IPv6 address may look like one of IPv4 here
+	__u8 pad[2];
 };
 
 enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO };
@@ -305,7 +313,7 @@ struct packet {
 	// Of an ICMP error: what it quotes.
 	__u32 quoted[4];
 	__u8 related;
-	__u8 partial; // the guest left the checksum to others
+	__u8 summed; // what is known of the checksum, if it is from the guest
 };
 
 // load copies from a fixed offset of the frame. Anything but 0 is a failure.
@@ -425,36 +433,38 @@ static __always_inline void set4(__u32 *peer, __be32 a)
 }
 
 // first finds the first rule in all of: addresses (or the resolver's) and ports.
-__noinline int first(const struct bits *a, const struct bits *d, const struct bits *p)
+__noinline int first(const struct set *a, const struct bits *d, const struct set *p)
 {
-	__u32 nonzero = 0, i;
-	__u64 w, at;
+	__u32 some;
 
 	if (!a || !d || !p)
 		return NO_RULE;
-#pragma unroll
-	for (i = 0; i < WORDS; i++) {
-		w = (a->w[i] | d->w[i]) & p->w[i];
-		w |= -w;
-		asm volatile("" : "+r"(w)); // or the compiler makes it a branch
-		nonzero |= w >> 63 << i;
+	some = p->some;
+	if (d == &a->bits)
+		some &= a->some;
+	for (__u32 i = 0; i < WORDS; i++) {
+		__u64 at, w;
+
+		if (!some)
+			return NO_RULE;
+		at = bounded(lowest_bit(some), WORDS - 1);
+		w = (a->bits.w[at] | d->w[at]) & p->bits.w[at];
+		if (w)
+			return at * 64 + lowest_bit(w);
+		some &= some - 1;
 	}
-	if (!nonzero)
-		return NO_RULE;
-	at = bounded(lowest_bit(nonzero), WORDS - 1);
-	w = (a->w[at] | d->w[at]) & p->w[at];
-	return at * 64 + lowest_bit(w);
+	return NO_RULE;
 }
 
 // consult asks the rules about a packet's peer, and returns a verdict.
-static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 port)
+static __noinline int consult(void *table, const struct row *r0, struct packet *p, __u32 dir, __be16 port)
 {
-	const struct row *r0 = row(table, 0), *r1 = row(table, 1), *a, *z, *s;
+	const struct row *r1 = row(table, 1), *a, *s;
 	const struct bits *d;
 	__u32 set, rule;
 
 	p->rule = NO_RULE;
-	if (!r0 || !r1)
+	if (!r1)
 		return DENY;
 	dir &= 1;
 	if (p->proto == IPPROTO_TCP)
@@ -464,12 +474,11 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 	else
 		set = r1->tab.icmp[dir];
 	a = row(table, p->set);
-	z = row(table, r1->tab.zero);
 	s = row(table, set);
-	if (!a || !z || !s)
+	if (!a || !s)
 		return DENY;
-	d = &z->set;
-	if (dir == EGRESS && p->class == CLASS_PUBLIC) {
+	d = &a->set.bits;
+	if (r0->id.names && dir == EGRESS && p->class == CLASS_PUBLIC) {
 		void *map = bpf_map_lookup_elem(&pins, &p->slot);
 		struct pin_key k = {};
 		struct pin *v;
@@ -493,12 +502,12 @@ static __noinline int consult(void *table, struct packet *p, __u32 dir, __be16 p
 
 		p->rule = rule;
 		a = row(table, r1->tab.allow);
-		s = row(table, r1->tab.reject);
-		if (!a || !s)
+		if (!a)
 			return DENY;
-		if ((a->set.w[w] >> (rule & 63)) & 1)
+		if ((a->set.bits.w[w] >> (rule & 63)) & 1)
 			return ALLOW;
-		if ((s->set.w[w] >> (rule & 63)) & 1)
+		s = row(table, r1->tab.reject);
+		if (s && (s->set.bits.w[w] >> (rule & 63)) & 1)
 			return REJECT;
 		return DENY;
 	}
@@ -669,7 +678,7 @@ static __always_inline int parse4(struct __sk_buff *skb, const struct identity *
 	return 0;
 }
 
-static __always_inline int parse6(struct __sk_buff *skb, const struct identity *id, struct packet *p, const __u8 *dst_mac)
+static __noinline int parse6(struct __sk_buff *skb, const struct identity *id, struct packet *p, const __u8 *dst_mac)
 {
 	struct ipv6 h;
 	__u32 len;
@@ -757,19 +766,24 @@ struct sk_buff {
 	__u16 csum_start, csum_offset;
 } __attribute__((preserve_access_index));
 
+#define CHECKSUM_COMPLETE 2
 #define CHECKSUM_PARTIAL 3
 
-// bad_checksum_request says whether a checksum will be stored elsewhere than in the
-// checksum field of TCP or UDP.
-static __noinline int bad_checksum_request(struct __sk_buff *ctx, struct packet *p)
+static __always_inline __u8 summed(struct __sk_buff *ctx)
+{
+	struct sk_buff *skb = (void *)ctx;
+
+	return BPF_CORE_READ_BITFIELD_PROBED(skb, ip_summed);
+}
+
+// bad_checksum_request says whether a checksum that the guest has left to others will be
+// stored elsewhere than in the checksum field of TCP or UDP.
+static __noinline int bad_checksum_request(struct __sk_buff *ctx, const struct packet *p)
 {
 	struct sk_buff *skb = (void *)ctx;
 	unsigned char *head = 0, *data = 0;
 	__u16 start = 0, offset = 0;
 
-	if (BPF_CORE_READ_BITFIELD_PROBED(skb, ip_summed) != CHECKSUM_PARTIAL)
-		return 0;
-	p->partial = 1;
 	if (bpf_core_read(&head, sizeof(head), &skb->head) || bpf_core_read(&data, sizeof(data), &skb->data) ||
 	    bpf_core_read(&start, sizeof(start), &skb->csum_start) || bpf_core_read(&offset, sizeof(offset), &skb->csum_offset))
 		return 1;
@@ -791,14 +805,10 @@ static __always_inline void set_ports(struct packet *p, __be16 src, __be16 dst)
 	p->guest_port = p->dir == EGRESS ? src : dst;
 }
 
-__noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
+static __always_inline int parse_l4(struct __sk_buff *skb, struct packet *p)
 {
-	__u32 gso = skb->gso_size, headers;
+	__u32 gso = skb->gso_size, headers = p->l4;
 	bool dhcp = false;
-
-	if (!p)
-		return R_NO_POLICY;
-	headers = p->l4;
 
 	if (p->proto == IPPROTO_TCP) {
 		struct tcp t;
@@ -847,14 +857,17 @@ __noinline int parse_l4(struct __sk_buff *skb, struct packet *p)
 			p->bytes += (p->segments - 1) * headers;
 		}
 	}
-	if (p->dir == EGRESS && bad_checksum_request(skb, p))
-		return R_CHECKSUM;
+	if (p->dir == EGRESS) {
+		p->summed = summed(skb);
+		if (p->summed == CHECKSUM_PARTIAL && bad_checksum_request(skb, p))
+			return R_CHECKSUM;
+	}
 	return dhcp ? R_DHCP : 0;
 }
 
 // parse returns R_LINK for what passes without rules, 0 for what they decide, or why
 // the packet is denied.
-__noinline int parse(struct __sk_buff *skb, const struct identity *id, struct packet *p)
+static __always_inline int parse(struct __sk_buff *skb, const struct identity *id, struct packet *p)
 {
 	struct {
 		__u8 dst[6], src[6];
@@ -863,8 +876,6 @@ __noinline int parse(struct __sk_buff *skb, const struct identity *id, struct pa
 	bool broadcast, multicast6;
 	const __u8 *to;
 
-	if (!id || !p)
-		return R_NO_POLICY;
 	if (load(skb, 0, &eth, sizeof(eth)))
 		return R_TRUNCATED;
 	p->ethertype = eth.type;
@@ -900,43 +911,49 @@ static __always_inline __u64 lifetime(__u8 state)
 	return 30 * NS_PER_S;
 }
 
-// live_flow finds the flow of a key, if it lives, and if the table still allows it.
-static __noinline struct flow *live_flow(void *table, struct packet *p, struct flow_key *k, __u32 gen)
-{
-	void *map = bpf_map_lookup_elem(&flows, &p->slot);
-	struct flow *f = map ? bpf_map_lookup_elem(map, k) : 0;
-
-	if (!f || p->now >= f->seen + lifetime(f->state))
-		return 0;
-	if (f->gen != gen) {
-		__be16 port = f->opener == EGRESS ? k->peer_port : k->guest_port;
-
-		if (consult(table, p, f->opener, port) != ALLOW) {
-			p->rule = NO_RULE;
-			bpf_map_delete_elem(map, k);
-			return 0;
-		}
-		p->rule = NO_RULE;
-		f->gen = gen;
-	}
-	return f;
-}
-
 // classify looks the peer up in the table.
-static __noinline int classify(void *table, const struct tables *t, struct packet *p, const __u32 *a)
+static __noinline int classify(void *table, struct packet *p, const __u32 *a)
 {
+	const struct row *r1 = row(table, 1);
 	__u32 v;
 
+	if (!r1)
+		return R_NO_POLICY;
 	if (p->six)
-		v = find6(table, t->addr6, (__u64)bpf_ntohl(a[0]) << 32 | bpf_ntohl(a[1]),
+		v = find6(table, r1->tab.addr6, (__u64)bpf_ntohl(a[0]) << 32 | bpf_ntohl(a[1]),
 			  (__u64)bpf_ntohl(a[2]) << 32 | bpf_ntohl(a[3]));
 	else
-		v = find4(table, t->addr4, bpf_ntohl(a[3]));
+		v = find4(table, r1->tab.addr4, bpf_ntohl(a[3]));
 	p->class = v >> 24;
 	p->set = v & 0xffffff;
 	if (p->class == 0)
 		return R_NO_POLICY;
 	return p->class > CLASS_AGENT ? R_FLOOR : 0;
+}
+
+// fresh finds the flow of a key, if it lives.
+static __always_inline struct flow *fresh(void *map, const struct packet *p, const struct flow_key *k)
+{
+	struct flow *f = bpf_map_lookup_elem(map, k);
+
+	return f && p->now < f->seen + lifetime(f->state) ? f : 0;
+}
+
+// keep judges a flow anew after a swap: the packet that opened it, whose peer has been
+// classified. A flow that is not allowed any more is gone.
+static __always_inline bool keep(void *table, const struct row *r0, void *map, struct packet *p, struct flow *f,
+				 const struct flow_key *k)
+{
+	__u8 opener = f->opener;
+	int verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
+
+	p->rule = NO_RULE;
+	if (verdict != ALLOW) {
+		bpf_map_delete_elem(map, k);
+		return false;
+	}
+	f->gen = r0->id.gen;
+	return true;
 }
 
 #define OPENS 1	 // the packet asks the rules, and opens a flow
@@ -993,10 +1010,8 @@ static __always_inline int other_step(struct packet *p, const struct flow *f)
 	return f && f->opener != p->dir ? BELONGS : -R_NO_FLOW;
 }
 
-__noinline int flow_step(struct packet *p, const struct flow *f)
+static __always_inline int flow_step(struct packet *p, const struct flow *f)
 {
-	if (!p)
-		return -R_NO_POLICY;
 	return p->proto == IPPROTO_TCP ? tcp_step(p, f) : other_step(p, f);
 }
 
@@ -1011,6 +1026,7 @@ __noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, con
 		return R_NO_POLICY;
 	at = p->l4 + 8;
 	head = p->six ? 40 : 20;
+	k->six = p->six;
 	if (p->l4_len < 8 + head + 8)
 		return R_L4_HEADER;
 	if (p->six) {
@@ -1063,19 +1079,19 @@ __noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, con
 }
 
 // check_error finds the flow of the packet that an ICMP error quotes.
-static __noinline int check_error(struct __sk_buff *skb, void *table, const struct identity *id, const struct tables *t,
-				  struct packet *p)
+static __noinline int check_error(struct __sk_buff *skb, void *table, const struct row *r0, void *map, struct packet *p)
 {
 	struct flow_key k = {};
+	struct flow *f;
 	__u8 proto = p->proto;
-	int err = quoted_flow(skb, id, p, &k);
+	int err = quoted_flow(skb, &r0->id, p, &k);
 
 	if (err)
 		return err;
 	// From here the packet's peer is that of the flow, as a swapped table may have
 	// to judge it again.
 	if (p->dir == INGRESS) {
-		err = classify(table, t, p, k.peer);
+		err = classify(table, p, k.peer);
 		if (err)
 			return R_NO_FLOW;
 	}
@@ -1083,7 +1099,8 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	__builtin_memcpy(p->peer, k.peer, 16);
 	p->proto = k.proto;
 	p->related = 1;
-	err = live_flow(table, p, &k, id->gen) ? 0 : R_NO_FLOW;
+	f = fresh(map, p, &k);
+	err = f && (f->gen == r0->id.gen || keep(table, r0, map, p, f, &k)) ? 0 : R_NO_FLOW;
 	p->proto = proto;
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
@@ -1101,8 +1118,8 @@ static __always_inline bool over(__u64 tat, __u64 mult, __u64 burst, __u64 units
 	return *next - now > burst;
 }
 
-// account counts a packet against the limits, or says which it exceeds.
-__noinline int account(const struct limits *l, const struct packet *p)
+// limit counts a packet against limits, or says which it exceeds.
+__noinline int limit(const struct limits *l, const struct packet *p)
 {
 	__u64 bit_mult, bit_burst, packet_mult, packet_burst, conn_mult, conn_burst, quota;
 	__u64 now, bytes, segments, opens, bit, packet, conn;
@@ -1127,12 +1144,6 @@ __noinline int account(const struct limits *l, const struct packet *p)
 	s = bpf_map_lookup_elem(&usages, &i);
 	if (!s)
 		return R_NO_POLICY;
-	if (!(bit_mult | packet_mult | conn_mult) && quota == ~0ull) {
-		// Nothing to decide, so no lock.
-		__sync_fetch_and_add(&s->used, bytes);
-		s->active = now;
-		return 0;
-	}
 	bpf_spin_lock(&s->lock);
 	if (s->used + bytes > quota)
 		reason = R_QUOTA;
@@ -1153,109 +1164,184 @@ __noinline int account(const struct limits *l, const struct packet *p)
 	return reason;
 }
 
-// decide is all but the translation. It returns the reason, and leaves the verdict in p.
-static __noinline int decide(struct __sk_buff *skb, void *table, struct packet *p, __u32 claim)
+// account counts a packet that may pass, or says which limit it exceeds.
+static __always_inline int account(void *table, const struct row *r0, const struct packet *p)
 {
-	const struct row *r0 = row(table, 0), *r1 = row(table, 1);
-	struct flow_key k = {};
-	struct flow *f;
-	int reason, step;
-	bool error;
+	const struct row *r1;
+	struct usage *s;
+	__u32 i = p->slot * 2 + (p->dir & 1);
 
-	if (!r0 || !r1 || r0->id.magic != MAGIC || r0->id.claim != claim)
-		return R_NO_POLICY;
-	p->bytes = skb->len;
-	p->segments = 1;
-	reason = parse(skb, &r0->id, p);
-	if (reason && reason != R_LINK)
-		return reason;
-	if (reason == R_LINK) {
-		reason = account(&r1->tab.limits[p->dir & 1], p);
-		if (reason)
-			return reason;
-		p->verdict = ALLOW;
-		return R_LINK;
+	if (r0->id.limited[p->dir & 1]) {
+		r1 = row(table, 1);
+		return r1 ? limit(&r1->tab.limits[p->dir & 1], p) : R_NO_POLICY;
 	}
+	// Nothing to decide, so no lock.
+	s = bpf_map_lookup_elem(&usages, &i);
+	if (!s)
+		return R_NO_POLICY;
+	__sync_fetch_and_add(&s->used, p->bytes);
+	s->active = p->now;
+	return 0;
+}
+
+// icmp_class says whether ICMP is an error (1) or echo (0), or why it is denied (as -reason).
+static __always_inline int icmp_class(const struct packet *p)
+{
+	if (p->six) {
+		if (p->flags >= 1 && p->flags <= 4)
+			return 1;
+		return p->flags == 128 || p->flags == 129 ? 0 : -R_ICMP_TYPE;
+	}
+	if (p->flags == 3 || p->flags == 11 || p->flags == 12)
+		return 1;
+	return p->flags == 8 || p->flags == 0 ? 0 : -R_ICMP_TYPE;
+}
+
+// decide is all but the translation. It returns the reason, and leaves the verdict in p.
+static __always_inline int decide(struct __sk_buff *skb, void *table, const struct row *r0, struct packet *p)
+{
+	struct flow_key k = {};
+	struct flow *f = 0;
+	void *map = 0;
+	int reason, step = 0, err;
+
+	reason = parse(skb, &r0->id, p);
+	if (reason == R_LINK)
+		goto limits;
+	if (reason)
+		return reason;
 	reason = parse_l4(skb, p);
 	if (reason)
 		return reason;
-	reason = classify(table, &r1->tab, p, p->peer);
-	if (reason)
-		return reason;
-
+	map = bpf_map_lookup_elem(&flows, &p->slot);
+	if (!map)
+		return R_NO_POLICY;
 	if (p->proto == IPPROTO_ICMP || p->proto == IPPROTO_ICMPV6) {
-		if (p->six) {
-			error = p->flags >= 1 && p->flags <= 4;
-			if (!error && p->flags != 128 && p->flags != 129)
-				return R_ICMP_TYPE;
-		} else {
-			error = p->flags == 3 || p->flags == 11 || p->flags == 12;
-			if (!error && p->flags != 8 && p->flags != 0)
-				return R_ICMP_TYPE;
-		}
-		if (error) {
-			reason = check_error(skb, table, &r0->id, &r1->tab, p);
-			if (!reason)
-				reason = account(&r1->tab.limits[p->dir & 1], p);
+		reason = classify(table, p, p->peer);
+		if (reason)
+			return reason;
+		err = icmp_class(p);
+		if (err < 0)
+			return -err;
+		if (err) {
+			reason = check_error(skb, table, r0, map, p);
 			if (reason)
 				return reason;
-			p->verdict = ALLOW;
-			return R_RELATED;
+			reason = R_RELATED;
+			goto limits;
 		}
 	}
 	__builtin_memcpy(k.peer, p->peer, 16);
 	k.peer_port = p->peer_port;
 	k.guest_port = p->guest_port;
 	k.proto = p->proto;
-	f = live_flow(table, p, &k, r0->id.gen);
+	k.six = p->six;
+	f = fresh(map, p, &k);
+	// This table has been asked about the peer of a flow of its generation.
+	if (!f || f->gen != r0->id.gen) {
+		if (!p->class) {
+			reason = classify(table, p, p->peer);
+			if (reason)
+				return reason;
+		}
+		if (f && !keep(table, r0, map, p, f, &k))
+			f = 0;
+	}
 	step = flow_step(p, f);
 	if (step < 0)
 		return -step;
+	reason = R_FLOW;
 	if (step == OPENS) {
-		int verdict = consult(table, p, p->dir, p->dir == EGRESS ? p->peer_port : p->guest_port);
+		int verdict;
 
+		if (!p->class) {
+			reason = classify(table, p, p->peer);
+			if (reason)
+				return reason;
+		}
+		verdict = consult(table, r0, p, p->dir, p->dir == EGRESS ? p->peer_port : p->guest_port);
 		reason = p->rule == NO_RULE ? R_DEFAULT : R_RULE;
 		if (verdict != ALLOW) {
 			p->verdict = verdict;
 			return reason;
 		}
 		p->opens = 1;
-		step = account(&r1->tab.limits[p->dir & 1], p);
-		if (step)
-			return step;
-		struct flow n = { .seen = p->now, .gen = r0->id.gen, .state = p->next, .opener = p->dir };
-		void *map = bpf_map_lookup_elem(&flows, &p->slot);
-
-		if (!map || bpf_map_update_elem(map, &k, &n, BPF_ANY))
-			return R_FLOW_TABLE;
-		p->verdict = ALLOW;
-		return reason;
 	}
-	step = account(&r1->tab.limits[p->dir & 1], p);
-	if (step)
-		return step;
-	if (f) {
+limits:
+	err = account(table, r0, p);
+	if (err)
+		return err;
+	if (step == OPENS) {
+		struct flow n = { .seen = p->now, .gen = r0->id.gen, .state = p->next, .opener = p->dir };
+
+		if (bpf_map_update_elem(map, &k, &n, BPF_ANY))
+			return R_FLOW_TABLE;
+	} else if (f) {
 		f->seen = p->now;
 		f->state = p->next;
 		f->fin = p->fin;
 	}
 	p->verdict = ALLOW;
-	return R_FLOW;
+	return reason;
+}
+
+static __always_inline __u16 fold(__u32 sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return sum;
+}
+
+// quick4 replaces an address of IPv4 where the headers can be written to as they are, and
+// says whether it could. Checksums are adjusted (RFC 1624, eqn. 3); a partial one, which
+// is finished later, is not inverted. One of the whole frame would have to be adjusted as well.
+static __always_inline bool quick4(struct __sk_buff *skb, const struct packet *p, __be32 old, __be32 new)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct ipv4 *h = data + ETH_HLEN;
+	struct tcp *t = data + ETH_HLEN + 20;
+	struct udp *u = data + ETH_HLEN + 20;
+	__u8 known = p->dir == EGRESS ? p->summed : summed(skb);
+	__u32 diff = (__u16)~old + (__u16)(~old >> 16) + (__u16)new + (__u16)(new >> 16);
+
+	if (p->related || known == CHECKSUM_COMPLETE || (void *)(h + 1) > end)
+		return false;
+	if (p->proto == IPPROTO_TCP) {
+		if ((void *)(t + 1) > end)
+			return false;
+		if (known == CHECKSUM_PARTIAL)
+			t->check = fold(t->check + diff);
+		else
+			t->check = ~fold((__u16)~t->check + diff);
+	} else if (p->proto == IPPROTO_UDP) {
+		if ((void *)(u + 1) > end)
+			return false;
+		// A checksum of 0 is none, and stays so.
+		if (u->check) {
+			__u16 sum = known == CHECKSUM_PARTIAL ? fold(u->check + diff) : ~fold((__u16)~u->check + diff);
+
+			u->check = sum ? sum : 0xffff;
+		}
+	}
+	h->check = ~fold((__u16)~h->check + diff);
+	if (p->dir == EGRESS)
+		h->src = new;
+	else
+		h->dst = new;
+	return true;
 }
 
 // translate4 replaces an address in the IPv4 header, and in what an ICMP error quotes.
-__noinline int translate4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+static __noinline int translate4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
 {
 	__be32 old, new;
 	__u32 at;
 	__u64 flags = 4 | BPF_F_PSEUDO_HDR;
 
-	if (!p || !id)
-		return -1;
 	at = ETH_HLEN + (p->dir == EGRESS ? 12 : 16);
 	old = p->dir == EGRESS ? id->guest4 : id->agent4;
 	new = p->dir == EGRESS ? id->agent4 : id->guest4;
-	if (old == new)
+	if (old == new || quick4(skb, p, old, new))
 		return 0;
 	if (p->proto == IPPROTO_TCP) {
 		if (bpf_l4_csum_replace(skb, ETH_HLEN + 20 + 16, old, new, flags))
@@ -1310,19 +1396,23 @@ __noinline int translate6(struct __sk_buff *skb, const struct packet *p, const s
 	return bpf_skb_store_bytes(skb, at, new, 16, 0);
 }
 
-static __noinline int translate(struct __sk_buff *skb, void *table, struct packet *p)
+// count counts the packet.
+static __always_inline void count(const struct packet *p, __u32 reason)
 {
-	const struct row *r0 = row(table, 0);
+	void *map = bpf_map_lookup_elem(&counters, &p->slot);
+	struct counter *c;
+	__u32 i = ((p->dir & 1) * 3 + p->verdict) * R_MAX + (reason & (R_MAX - 1));
 
-	if (!r0)
-		return -1;
-	return p->six ? translate6(skb, p, &r0->id) : translate4(skb, p, &r0->id);
+	c = map ? bpf_map_lookup_elem(map, &i) : 0;
+	if (c) {
+		c->packets += p->segments;
+		c->bytes += p->bytes;
+	}
 }
 
-// report counts the packet, and sends an event for one that did not pass.
-__noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reason, __u32 gen)
+// tell sends an event of a packet that did not pass, and says whether there was time for one.
+__noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason, __u32 gen)
 {
-	struct counter *c;
 	struct event *e;
 	struct usage *s;
 	void *map;
@@ -1332,20 +1422,12 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 	if (!p)
 		return 0;
 	slot = p->slot;
-	i = ((p->dir & 1) * 3 + p->verdict) * R_MAX + (reason & (R_MAX - 1));
-	map = bpf_map_lookup_elem(&counters, &slot);
-	c = map ? bpf_map_lookup_elem(map, &i) : 0;
-	if (c) {
-		c->packets += p->segments;
-		c->bytes += p->bytes;
-	}
-	if (p->verdict == ALLOW)
-		return 0;
 	i = slot * 2 + (p->dir & 1);
 	s = bpf_map_lookup_elem(&usages, &i);
 	if (!s)
 		return 0;
-	__u64 now = p->now, tat;
+	// The time of events says which table has judged the packet.
+	__u64 now = testing ? test_now : bpf_ktime_get_ns(), tat;
 
 	bpf_spin_lock(&s->lock);
 	tat = s->event_tat < now ? now : s->event_tat;
@@ -1381,15 +1463,6 @@ __noinline int report(struct __sk_buff *skb, const struct packet *p, __u32 reaso
 	e->proto = p->proto;
 	bpf_ringbuf_submit(e, 0);
 	return 1;
-}
-
-static __always_inline __u16 fold(__s64 diff)
-{
-	__u64 sum = (__u32)diff;
-
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return sum;
 }
 
 // reset_for makes the TCP header of an answer to a SYN (RFC 9293, 3.10.7.1).
@@ -1462,7 +1535,7 @@ __noinline int answer4(struct __sk_buff *skb, const struct packet *p, const stru
 		pseudo.proto = IPPROTO_TCP;
 		pseudo.len = bpf_htons(sizeof(struct tcp));
 		sum = bpf_csum_diff(0, 0, (void *)&pseudo, sizeof(pseudo), 0);
-		if (p->partial)
+		if (p->summed == CHECKSUM_PARTIAL)
 			a.t.check = fold(sum);
 		else
 			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
@@ -1520,7 +1593,7 @@ __noinline int answer6(struct __sk_buff *skb, const struct packet *p, const stru
 		if (load(skb, ETH_HLEN + 40, &a.t, sizeof(a.t)))
 			return -1;
 		reset_for(&a.t, p->l4_len);
-		if (p->partial)
+		if (p->summed == CHECKSUM_PARTIAL)
 			a.t.check = fold(sum);
 		else
 			a.t.check = ~fold(bpf_csum_diff(0, 0, (void *)&a.t, sizeof(a.t), sum));
@@ -1539,11 +1612,9 @@ __noinline int answer6(struct __sk_buff *skb, const struct packet *p, const stru
 }
 
 // answer sends the guest its answer, through to_guest, which knows the mark.
-static __noinline int answer(struct __sk_buff *skb, void *table, struct packet *p)
+static __noinline int answer(struct __sk_buff *skb, const struct row *r0, struct packet *p)
 {
-	const struct row *r0 = row(table, 0);
-
-	if (!r0 || !answer_mark)
+	if (!answer_mark)
 		return TC_ACT_SHOT;
 	if (p->six ? answer6(skb, p, &r0->id) : answer4(skb, p, &r0->id))
 		return TC_ACT_SHOT;
@@ -1554,27 +1625,38 @@ static __noinline int answer(struct __sk_buff *skb, void *table, struct packet *
 static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 {
 	struct packet p = { .dir = dir, .rule = NO_RULE, .slot = skb->cb[0] };
-	__u32 claim = skb->cb[1], reason = R_NO_POLICY, gen = 0;
-	int told;
+	__u32 claim = skb->cb[1], reason = R_NO_POLICY;
+	int told = 0;
 	void *table = bpf_map_lookup_elem(&policies, &p.slot);
+	const struct row *r0 = 0;
 
-	p.now = testing ? test_now : bpf_ktime_get_ns();
 	p.segments = 1;
 	p.bytes = skb->len;
-	if (table) {
-		const struct row *r0 = row(table, 0);
-
-		if (r0)
-			gen = r0->id.gen;
-		reason = decide(skb, table, &p, claim);
-		if (p.verdict == ALLOW && reason != R_LINK && translate(skb, table, &p)) {
+	if (table)
+		r0 = row(table, 0);
+	if (r0 && (r0->id.magic != MAGIC || r0->id.claim != claim))
+		r0 = 0;
+	if (r0) {
+		// Only limits need a clock that is finer than the kernel's tick, which is
+		// several times as dear.
+		if (testing)
+			p.now = test_now;
+		else if (r0->id.limited[dir])
+			p.now = bpf_ktime_get_ns();
+		else
+			p.now = bpf_ktime_get_coarse_ns();
+		reason = decide(skb, table, r0, &p);
+		if (p.verdict == ALLOW && reason != R_LINK &&
+		    (p.six ? translate6(skb, &p, &r0->id) : translate4(skb, &p, &r0->id))) {
 			p.verdict = DENY;
 			reason = R_INTERNAL;
 		}
 	}
 	if (p.verdict > REJECT)
 		p.verdict = DENY;
-	told = report(skb, &p, reason, gen);
+	count(&p, reason);
+	if (p.verdict != ALLOW)
+		told = tell(skb, &p, reason, r0 ? r0->id.gen : 0);
 	if (testing) {
 		skb->cb[2] = reason;
 		skb->cb[3] = p.verdict;
@@ -1582,8 +1664,8 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 	}
 	if (p.verdict == ALLOW)
 		return TC_ACT_OK;
-	if (dir == EGRESS && p.verdict == REJECT && told && table)
-		return answer(skb, table, &p);
+	if (dir == EGRESS && p.verdict == REJECT && told && r0)
+		return answer(skb, r0, &p);
 	return TC_ACT_SHOT;
 }
 

@@ -52,7 +52,8 @@ type AgentFlowKey struct {
 	PeerPort  uint16
 	GuestPort uint16
 	Proto     uint8
-	Pad       [3]uint8
+	Six       uint8
+	Pad       [2]uint8
 }
 
 type AgentPin struct {
