@@ -50,6 +50,8 @@ func rulesOf(n int) (*netpolicy.Spec, error) {
 
 // The frame that is judged: to an address in the last rules' networks, of which the ports do
 // not match, so that all of the policy counts.
+var policyPeer = []byte{20, 1, 77, 9}
+
 const (
 	frameTCP, frameUDP = 6, 17
 	frameSYN           = 2
@@ -57,8 +59,9 @@ const (
 )
 
 // policyFrame is a TCP SYN, which the rules judge and which opens a flow, or a
-// UDP packet of a flow. Checksums do not count: programs adjust them without a look at them.
-func policyFrame(proto byte) []byte {
+// UDP packet of a flow, or an answer of it to the guest. Checksums do not count: programs
+// adjust them without a look at them.
+func policyFrame(proto byte, d netpolicy.Direction) []byte {
 	header, payload := 8, framePayload
 	if proto == frameTCP {
 		header, payload = 20, 0
@@ -73,10 +76,18 @@ func policyFrame(proto byte) []byte {
 	ip[0], ip[8], ip[9] = 0x45, 64, proto
 	be.PutUint16(ip[2:], uint16(len(ip)))
 	copy(ip[12:], w.Guest4.AsSlice())
-	copy(ip[16:], []byte{20, 1, 77, 9})
+	copy(ip[16:], policyPeer)
 	l4 := ip[20:]
-	be.PutUint16(l4, 40000)
-	be.PutUint16(l4[2:], 443)
+	guest, peer := l4, l4[2:]
+	if d == netpolicy.Ingress {
+		copy(f, w.GuestMAC[:])
+		copy(f[6:], w.GatewayMAC[:])
+		copy(ip[16:], policyAgent.Address4.AsSlice())
+		copy(ip[12:], policyPeer)
+		guest, peer = peer, guest
+	}
+	be.PutUint16(guest, 40000)
+	be.PutUint16(peer, 443)
 	if proto == frameTCP {
 		l4[12], l4[13] = 5<<4, frameSYN
 	} else {
@@ -95,8 +106,8 @@ type PolicyPacketOptions struct {
 }
 
 // PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends,
-// in the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, and
-// one that the rules judge and that opens a flow. Stage "empty" is the same of an empty program,
+// or gets, in the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of
+// that flow, and one that the rules judge and that opens a flow. Stage "empty" is the same of an empty program,
 // in turn with it; it is in the figures.
 func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
 	var rows []Row
@@ -105,7 +116,7 @@ func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, err
 		if err != nil {
 			return nil, err
 		}
-		for _, flow := range []string{"known", "new"} {
+		for _, flow := range []string{"known", "answer", "new"} {
 			params := map[string]any{"rules": rules, "flow": flow, "table_bytes": spec.Bytes()}
 			row, err := policyPacket(ctx, spec, o, flow, params)
 			if err != nil {
@@ -124,20 +135,28 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 		return Row{}, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
-	frame := policyFrame(frameTCP)
-	if flow == "known" {
-		frame = policyFrame(frameUDP)
+	direction := netpolicy.Egress
+	frame := policyFrame(frameTCP, direction)
+	if flow != "new" {
+		frame = policyFrame(frameUDP, direction)
+		if _, _, err := t.Judge(direction, frame, 1); err != nil {
+			return Row{}, err
+		}
+	}
+	if flow == "answer" {
+		direction = netpolicy.Ingress
+		frame = policyFrame(frameUDP, direction)
 	}
 	s := newSeries()
 	for i := range o.Warmup + o.N {
 		if err := ctx.Err(); err != nil {
 			return Row{}, err
 		}
-		empty, err := t.Empty(netpolicy.Egress, frame, o.Packets)
+		empty, err := t.Empty(direction, frame, o.Packets)
 		if err != nil {
 			return Row{}, err
 		}
-		each, passed, err := t.Judge(netpolicy.Egress, frame, o.Packets)
+		each, passed, err := t.Judge(direction, frame, o.Packets)
 		if err != nil {
 			return Row{}, err
 		}
@@ -200,7 +219,7 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 	var judged int64
 	var loadErr error
 	wg.Go(func() {
-		for frame := policyFrame(frameUDP); load.Err() == nil; judged += swapBatch {
+		for frame := policyFrame(frameUDP, netpolicy.Egress); load.Err() == nil; judged += swapBatch {
 			_, passed, err := t.Judge(netpolicy.Egress, frame, swapBatch)
 			if err == nil && !passed {
 				err = errors.New("a packet that both policies allow was denied during a swap")
