@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -276,7 +277,27 @@ type PolicyAttachOptions struct {
 }
 
 // attachRoot is where the agents of a benchmark have their pins.
-func attachRoot() string { return fmt.Sprintf("%s-bench-%d", netpolicy.DefaultRoot, os.Getpid()) }
+func attachRoot() string { return attachRootPrefix + strconv.Itoa(os.Getpid()) }
+
+const attachRootPrefix = netpolicy.DefaultRoot + "-bench-"
+
+// sweepAttachRoots removes what benchmarks have left that were killed: 600 MiB of the kernel's
+// memory for 1,000 agents. Their devices went with their namespaces.
+func sweepAttachRoots() error {
+	roots, err := filepath.Glob(attachRootPrefix + "*")
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, root := range roots {
+		pid, err := strconv.Atoi(strings.TrimPrefix(root, attachRootPrefix))
+		if err != nil || !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
+			continue
+		}
+		errs = append(errs, (&attached{root: root}).close())
+	}
+	return errors.Join(errs...)
+}
 
 // PolicyAttach measures how long it takes to put a policy on a TAP device that is down, and
 // to raise it: one after another for so many agents, which stay, in a network namespace of its own. The policy is compiled
@@ -292,6 +313,10 @@ func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 		runtime.LockOSThread()
 		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			err = fmt.Errorf("making a network namespace: %w: run as root", err)
+			return
+		}
+		if err = sweepAttachRoots(); err != nil {
+			err = fmt.Errorf("removing what a killed benchmark has left: %w", err)
 			return
 		}
 		rows, err = policyAttach(ctx, e, o)

@@ -2,7 +2,10 @@ package bench
 
 import (
 	"os"
+	"path/filepath"
 	"testing"
+
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 func needRoot(t *testing.T) {
@@ -46,6 +49,14 @@ func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Setenv(attachHelperEnv, "1")
+	// Of a benchmark that was killed; no process has such a number.
+	left := attachRootPrefix + "99999999"
+	if err := netpolicy.Remove(netpolicy.LinkConfig{Agent: "b0", Interface: "none0", Root: left}); err != nil { // mounts what is needed
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(left, "b0"), 0o700); err != nil {
+		t.Fatal(err)
+	}
 	rows, err := PolicyAttach(t.Context(), Env{}, PolicyAttachOptions{Agents: 2, Processes: 1, Rules: 10, Helper: []string{self}})
 	if err != nil {
 		t.Fatal(err)
@@ -62,7 +73,9 @@ func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
 	if len(rows) != 4 || processes["first"] != 1 || processes["same"] != 2 || processes["own"] != 1 {
 		t.Errorf("%v, %+v", processes, rows)
 	}
-	if _, err := os.Stat(attachRoot()); !os.IsNotExist(err) {
-		t.Errorf("pins are left: %v", err)
+	for _, root := range []string{attachRoot(), left} {
+		if _, err := os.Stat(root); !os.IsNotExist(err) {
+			t.Errorf("pins are left: %v", err)
+		}
 	}
 }

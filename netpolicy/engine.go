@@ -41,6 +41,7 @@ type engine struct {
 
 	mu    sync.Mutex // guards what follows
 	gen   uint32
+	table ebpf.MapID // the table that is installed
 	spec  *Spec
 	names map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
 }
@@ -111,6 +112,10 @@ func (e *engine) start(s *Spec, keep bool) error {
 	if err != nil {
 		return err
 	}
+	id, err := mapID(table)
+	if err != nil {
+		return errors.Join(err, table.Close())
+	}
 	p := e.shared
 	wait, err := publish(e.place.slot, []slotMap{
 		{p.flows, e.flows}, {p.pins, e.pinned}, {p.counters, e.counts}, {p.stream, e.events}, {p.policies, table},
@@ -119,7 +124,7 @@ func (e *engine) start(s *Spec, keep bool) error {
 		return errors.Join(err, table.Close())
 	}
 	e.gen++
-	e.spec = s
+	e.table, e.spec = id, s
 	e.wg.Go(func() {
 		// What the writers have to say was said when their maps were seen to be there.
 		_ = wait()
@@ -147,6 +152,13 @@ func (e *engine) install(s *Spec) error {
 
 // exchange puts a new table into the place of the old one.
 func (e *engine) exchange(s *Spec, table *ebpf.Map) error {
+	id, err := mapID(table)
+	if err == nil {
+		err = e.owns()
+	}
+	if err != nil {
+		return err
+	}
 	e.gen++
 	if err := e.repin(s); err != nil {
 		return err
@@ -154,8 +166,32 @@ func (e *engine) exchange(s *Spec, table *ebpf.Map) error {
 	if err := e.shared.policies.Put(e.place.slot, table); err != nil {
 		return fmt.Errorf("installing a policy: %w", err)
 	}
-	e.spec = s
+	e.table, e.spec = id, s
 	return e.unpinOld()
+}
+
+// owns says whether what is in the slot is still the agent's table. If somebody has removed the
+// agent's pins, its slot may be another's, whose flows its packets would pass by.
+func (e *engine) owns() error {
+	var there ebpf.MapID
+	err := e.shared.policies.Lookup(e.place.slot, &there)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("finding the table: %w", err)
+	}
+	if there != e.table {
+		return fmt.Errorf("installing a policy: %w: the agent's pins were removed, and its slot is not its own any more", ErrGone)
+	}
+	return nil
+}
+
+// mapID is the kernel's number of a map.
+func mapID(m *ebpf.Map) (ebpf.MapID, error) {
+	info, err := m.Info()
+	if err != nil {
+		return 0, fmt.Errorf("looking at an agent's map: %w", err)
+	}
+	id, _ := info.ID()
+	return id, nil
 }
 
 // build makes the map of a table.

@@ -2,6 +2,8 @@ package netpolicy
 
 import (
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -151,4 +153,47 @@ func (e *Engine) InstallFor(s *Spec, claim uint32) error {
 	e.place.claim = claim
 	defer func() { e.place.claim = mine }()
 	return e.install(s)
+}
+
+// LoadShared opens the programs that agents share, or loads them; it says which they are.
+func LoadShared(root string) (id uint32, loaded bool, err error) {
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return 0, false, err
+	}
+	defer s.unlock()
+	p, loaded, err := s.openOrLoad()
+	if err != nil {
+		return 0, false, err
+	}
+	err = p.calls.Lookup(uint32(0), &id)
+	return id, loaded, errors.Join(err, p.close())
+}
+
+// Occupy is an agent without a device that takes a slot, which must be free, and fills it.
+func Occupy(root, agent string, slot uint32, s *Spec) error {
+	if _, err := TakeSlot(root, agent, slot); err != nil {
+		return err
+	}
+	at, err := placeOf(filepath.Join(root, agent))
+	if err != nil {
+		return err
+	}
+	if at.slot != slot {
+		return fmt.Errorf("slot %d is not free", slot)
+	}
+	sh, err := lockShared(root, digest())
+	if err != nil {
+		return err
+	}
+	p, err := sh.open()
+	sh.unlock()
+	if err != nil {
+		return err
+	}
+	e, err := newEngine(p, at, s.flows)
+	if err != nil {
+		return err
+	}
+	return errors.Join(e.start(s, false), e.close())
 }

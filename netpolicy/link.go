@@ -26,6 +26,7 @@ var (
 	ErrBusy = errors.New("another process has the agent's network")
 	ErrGone = errors.New("the programs are not on the interface")
 	ErrName = errors.New("unusable name of an agent")
+	ErrRoot = errors.New("the directory of pins is not safe")
 )
 
 // DefaultRoot is where agents have their pins: a directory each, with their maps and
@@ -182,10 +183,9 @@ func (l *Link) place() (*programs, place, error) {
 	}
 	s.unlock()
 	if err == nil && first {
-		// What other versions of drowse have left, and nobody uses.
-		if err = unloadIdle(l.cfg.root(), digest()); err != nil {
-			err = errors.Join(err, p.close())
-		}
+		// What other versions of drowse have left, and nobody uses. If that fails, this agent
+		// is none the worse; Sweep tries again, and tells.
+		_ = unloadIdle(l.cfg.root(), digest())
 	}
 	return p, at, err
 }
@@ -246,7 +246,7 @@ func findInterface(name string) (netlink.Link, error) {
 // lockDir makes sure that one process at a time has an agent. The kernel gives the
 // lock back when the process ends.
 func lockDir(dir string) (*os.File, error) {
-	f, err := os.Open(dir)
+	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, fmt.Errorf("opening an agent's pins: %w", err)
 	}
@@ -389,16 +389,21 @@ func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
 	}
 	dir := programsDir(cfg.root(), at.version)
 	if e.shared.policies, err = ebpf.LoadPinnedMap(filepath.Join(dir, pinPolicies), nil); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			err = fmt.Errorf("%w: nobody can find their policies any more", ErrGone)
+		}
 		return nil, err
 	}
 	if e.shared.usages, err = openUsages(dir); err != nil {
 		return nil, err
 	}
-	var id ebpf.MapID
-	if err := e.shared.policies.Lookup(at.slot, &id); err != nil {
+	if err := e.shared.policies.Lookup(at.slot, &e.table); err != nil {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			err = ErrGone
+		}
 		return nil, fmt.Errorf("finding the table: %w", err)
 	}
-	table, err := ebpf.NewMapFromID(id)
+	table, err := ebpf.NewMapFromID(e.table)
 	if err != nil {
 		return nil, fmt.Errorf("opening the table: %w", err)
 	}
@@ -679,7 +684,7 @@ func Remove(cfg LinkConfig) error {
 	switch {
 	case err == nil:
 		return l.Remove()
-	case errors.Is(err, ErrBusy), errors.Is(err, ErrName):
+	case errors.Is(err, ErrBusy), errors.Is(err, ErrName), errors.Is(err, ErrRoot):
 		return err
 	}
 	// Incomplete, or without its interface. What may still be attached is taken off
@@ -702,13 +707,14 @@ func Remove(cfg LinkConfig) error {
 
 // Agents lists the names under a root of pins; empty is DefaultRoot.
 func Agents(root string) ([]string, error) {
-	if root == "" {
-		root = DefaultRoot
+	root = LinkConfig{Root: root}.root()
+	if err := ownedByUs(root); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("listing agents: %w", err)
 	}
 	entries, err := os.ReadDir(root)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
 	if err != nil {
 		return nil, fmt.Errorf("listing agents: %w", err)
 	}

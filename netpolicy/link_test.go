@@ -602,7 +602,10 @@ func TestAttach_names_and_interfaces_that_are_not(t *testing.T) {
 	}
 }
 
-const helperEnv = "DROWSE_NETPOLICY_HELPER"
+const (
+	helperEnv = "DROWSE_NETPOLICY_HELPER"
+	beginEnv  = "DROWSE_NETPOLICY_BEGIN" // if set, helper says "begin" before it attaches
+)
 
 // helper is the process that makes a persistent TAP device with a policy, says so, and
 // waits to be killed.
@@ -623,6 +626,9 @@ func helper() int {
 	s, err := Compile(p, agent, Environment{})
 	if err != nil {
 		return fail(err)
+	}
+	if os.Getenv(beginEnv) != "" {
+		fmt.Println("begin")
 	}
 	l, err := Attach(LinkConfig{Agent: "a1", Interface: "tap0", Root: os.Getenv(helperEnv)}, s)
 	if err != nil {

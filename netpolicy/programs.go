@@ -158,28 +158,18 @@ const (
 func programsDir(root, digest string) string { return filepath.Join(root, programsPrefix+digest) }
 
 // lockShared locks the directory of a version of the programs. It is made if there is
-// none, but for those of another version: os.ErrNotExist.
+// none, but for those of another version: os.ErrNotExist. It waits for others.
 func lockShared(root, version string) (*shared, error) {
-	s := &shared{root: root, digest: version, dir: programsDir(root, version)}
 	for end := time.Now().Add(lockWithin); ; time.Sleep(lockPause) {
 		if version == digest() {
-			if err := os.MkdirAll(s.dir, bpffsMode); err != nil {
+			if err := os.MkdirAll(programsDir(root, version), bpffsMode); err != nil {
 				return nil, fmt.Errorf("making the directory of the programs: %w", err)
 			}
 		}
-		f, err := lockDir(s.dir)
-		if err == nil {
-			// Someone may have removed it before it was locked.
-			if same, err := os.Stat(s.dir); err == nil {
-				if own, err := f.Stat(); err == nil && os.SameFile(same, own) {
-					s.lock = f
-					return s, nil
-				}
-			}
-			f.Close()
-			err = os.ErrNotExist
-		}
+		s, err := tryShared(root, version)
 		switch {
+		case err == nil:
+			return s, nil
 		case errors.Is(err, ErrBusy), errors.Is(err, os.ErrNotExist) && version == digest():
 			if time.Now().After(end) {
 				return nil, fmt.Errorf("waiting for others who attach policies: %w after %v", err, lockWithin)
@@ -190,9 +180,52 @@ func lockShared(root, version string) (*shared, error) {
 	}
 }
 
+// tryShared locks a directory that is there, or says ErrBusy.
+func tryShared(root, version string) (*shared, error) {
+	s := &shared{root: root, digest: version, dir: programsDir(root, version)}
+	var err error
+	if s.lock, err = lockDir(s.dir); err != nil {
+		return nil, err
+	}
+	// Someone may have removed it before it was locked.
+	if there, err := os.Lstat(s.dir); err == nil {
+		if own, err := s.lock.Stat(); err == nil && os.SameFile(there, own) {
+			return s, nil
+		}
+	}
+	s.unlock()
+	return nil, &os.PathError{Op: "lock", Path: s.dir, Err: os.ErrNotExist}
+}
+
 func (s *shared) unlock() { s.lock.Close() }
 
-// open opens the maps that are pinned. If something is missing, it is os.ErrNotExist.
+// usable says whether an open map is of the kind that its name says: its pin may be what
+// somebody else has put there.
+func usable(name string, m *ebpf.Map) bool {
+	kind, entries, value := ebpf.ArrayOfMaps, uint32(MaxAgents), uint32(4)
+	switch name {
+	case pinCalls:
+		kind, entries = ebpf.ProgramArray, uint32(len(directions))
+	case pinUsages:
+		kind, entries, value = ebpf.Array, 2*MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
+	}
+	if m.Type() != kind || m.MaxEntries() != entries || m.KeySize() != 4 || m.ValueSize() != value {
+		return false
+	}
+	if name != pinCalls {
+		return true
+	}
+	for d := range entries {
+		var program uint32
+		if err := m.Lookup(d, &program); err != nil {
+			return false // it would drop every packet
+		}
+	}
+	return true
+}
+
+// open opens the maps that are pinned. If something is missing or is not what it should
+// be, it is os.ErrNotExist.
 func (s *shared) open() (_ *programs, err error) {
 	if _, err := os.Readlink(filepath.Join(s.dir, pinReady)); err != nil {
 		return nil, err
@@ -201,6 +234,9 @@ func (s *shared) open() (_ *programs, err error) {
 	for name, m := range p.byName() {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(s.dir, name), nil); err != nil {
 			return nil, errors.Join(fmt.Errorf("opening the programs: %s: %w", name, err), p.close())
+		}
+		if !usable(name, *m) {
+			return nil, errors.Join(fmt.Errorf("opening the programs: %s is something else: %w", name, os.ErrNotExist), p.close())
 		}
 	}
 	return p, nil
@@ -352,12 +388,15 @@ func (s *shared) used() (bool, error) {
 
 // Sweep removes programs that no agent uses, of all versions. The next agent loads them
 // anew. Empty is DefaultRoot.
-func Sweep(root string) error { return unloadIdle(root, "") }
+func Sweep(root string) error { return unloadIdle(LinkConfig{Root: root}.root(), "") }
 
 // unloadIdle keeps those of one version.
 func unloadIdle(root, keep string) error {
-	if root == "" {
-		root = DefaultRoot
+	if err := ownedByUs(root); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return fmt.Errorf("listing programs: %w", err)
 	}
 	entries, err := os.ReadDir(root)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -369,7 +408,7 @@ func unloadIdle(root, keep string) error {
 	var errs []error
 	for _, e := range entries {
 		version, ok := strings.CutPrefix(e.Name(), programsPrefix)
-		if !ok || version == keep {
+		if !ok || version == keep || !e.IsDir() {
 			continue
 		}
 		errs = append(errs, unload(root, version))
@@ -378,9 +417,9 @@ func unloadIdle(root, keep string) error {
 }
 
 func unload(root, version string) error {
-	s, err := lockShared(root, version)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil
+	s, err := tryShared(root, version)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, ErrBusy) {
+		return nil // whoever has locked it uses it, or removes it
 	}
 	if err != nil {
 		return err
@@ -413,11 +452,10 @@ func publish(slot uint32, maps []slotMap) (wait func() error, err error) {
 		return errors.Join(errs...)
 	}
 	for _, m := range maps {
-		info, err := m.own.Info()
+		id, err := mapID(m.own)
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("looking at an agent's map: %w", err), wait())
+			return nil, errors.Join(err, wait())
 		}
-		id, _ := info.ID()
 		for {
 			var there ebpf.MapID
 			if err := m.of.Lookup(slot, &there); err == nil && there == id {
@@ -482,7 +520,7 @@ func ownedByUs(dir string) error {
 		return &os.PathError{Op: "lstat", Path: dir, Err: err}
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || int(st.Uid) != os.Geteuid() || st.Mode&0o022 != 0 {
-		return fmt.Errorf("%s is not a directory that only user %d can write to: remove it", dir, os.Geteuid())
+		return fmt.Errorf("%w: %s is not a directory that only user %d can write to: remove it", ErrRoot, dir, os.Geteuid())
 	}
 	return nil
 }

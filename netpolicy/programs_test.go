@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -328,8 +329,379 @@ func TestAttach_root_that_others_can_write_to_gives_an_error(t *testing.T) {
 	if _, err := Attach(LinkConfig{Agent: "a1", Interface: "tap0", Root: root}, compile(t, "")); err == nil {
 		t.Error("a root that anybody can write to was taken")
 	}
+	if err := os.Chmod(root, 0o700); err != nil {
+		t.Error(err)
+	}
 	nl, err := netlink.LinkByName("tap0")
 	if err != nil || nl.Attrs().Flags&net.FlagUp != 0 {
 		t.Errorf("the interface: %v, %v, want it down", nl, err)
+	}
+}
+
+func TestLoadShared_by_many_at_the_same_moment_gives_all_the_same(t *testing.T) {
+	root := testRoot(t)
+	if err := os.MkdirAll(root, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	const many = 8
+	type result struct {
+		id     uint32
+		loaded bool
+		err    error
+	}
+	results := make(chan result, many)
+	for range many {
+		go func() {
+			id, loaded, err := LoadShared(root)
+			results <- result{id, loaded, err}
+		}()
+	}
+	ids, loads := map[uint32]bool{}, 0
+	for range many {
+		r := <-results
+		if r.err != nil {
+			t.Error(r.err)
+		}
+		ids[r.id] = true
+		if r.loaded {
+			loads++
+		}
+	}
+	if len(ids) != 1 || loads != 1 {
+		t.Errorf("programs %v, loaded %d times, want one of them, once", ids, loads)
+	}
+}
+
+// What a process that has died between two pins has left, or what somebody has put in
+// the place of a pin, is not used.
+func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T) {
+	root := testRoot(t)
+	if err := os.MkdirAll(root, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	last, _, err := LoadShared(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared := programsOf(t, root)
+	other := func(kind ebpf.MapType, entries, value uint32) func(string) error {
+		return func(pin string) error {
+			m, err := ebpf.NewMap(&ebpf.MapSpec{Type: kind, KeySize: 4, ValueSize: value, MaxEntries: entries})
+			if err != nil {
+				return err
+			}
+			return errors.Join(os.Remove(pin), m.Pin(pin), m.Close())
+		}
+	}
+	tests := []struct {
+		what, pin string
+		do        func(string) error
+	}{
+		{"no sign that all is there", "ready", os.Remove},
+		{"no calls", "calls", os.Remove},
+		{"no tables", "policies", os.Remove},
+		{"no use of limits", "usages", os.Remove},
+		{"no flows", "flows", os.Remove},
+		{"no pinned names", "pins", os.Remove},
+		{"no counters", "counters", os.Remove},
+		{"no events", "events", os.Remove},
+		{"calls of nothing", "calls", other(ebpf.ProgramArray, 2, 4)},
+		{"tables that are none", "policies", other(ebpf.Array, MaxAgents, 4)},
+		{"use of fewer limits", "usages", other(ebpf.Array, MaxAgents, 64)},
+	}
+	for _, tt := range tests {
+		t.Run(tt.what, func(t *testing.T) {
+			if err := tt.do(filepath.Join(shared, tt.pin)); err != nil {
+				t.Fatal(err)
+			}
+			id, loaded, err := LoadShared(root)
+			if err != nil || !loaded || id == last {
+				t.Errorf("program %d after %d, loaded %v: %v", id, last, loaded, err)
+			}
+			again, loaded, err := LoadShared(root)
+			if err != nil || loaded || again != id {
+				t.Errorf("the next one got program %d, want %d; loaded %v: %v", again, id, loaded, err)
+			}
+			last = id
+		})
+	}
+}
+
+func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	tap := newTAP(t, "tap0")
+	c := listenHost(t, "udp", "0.0.0.0:7")
+	denied := listenHost(t, "udp", "0.0.0.0:8")
+	cfg := LinkConfig{Agent: "a1", Interface: "tap0", Root: root}
+	complete := []string{"slot", "calls", "flows", "pins", "counters", "events", "from_guest", "to_guest"}
+	for n := range complete {
+		l, err := Attach(cfg, compile(t, hostUDP))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.Up(agent); err != nil {
+			t.Fatal(err)
+		}
+		tap.send(sent(wire.Gateway4, 17, udp(5000, 8, 1)))
+		tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))
+		if _, _, err := c.ReadFromUDPAddrPort(make([]byte, 1)); err != nil || waiting(t, denied) {
+			t.Errorf("over %v the policy does not hold: %v", complete[:max(0, n-1)], err)
+		}
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		// The process that is to come finds the device down, as a new one is.
+		nl, err := netlink.LinkByName("tap0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := netlink.LinkSetDown(nl); err != nil {
+			t.Fatal(err)
+		}
+		for _, pin := range complete[n:] {
+			if err := os.Remove(filepath.Join(root, "a1", pin)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if l, err := Adopt(cfg); err == nil {
+			t.Errorf("of all pins only %v were there, and were adopted", complete[:n])
+			l.Close()
+		}
+	}
+	if err := Remove(cfg); err != nil {
+		t.Fatal(err)
+	}
+	if used, err := SlotsUsed(root); err != nil || used {
+		t.Errorf("slots are left in use: %v, %v", used, err)
+	}
+}
+
+// At whatever moment a process is killed that attaches an agent, its device is down, or
+// behind the whole policy.
+func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	cfg := LinkConfig{Agent: "a1", Interface: "tap0", Root: root}
+	t.Cleanup(func() {
+		if nl, err := netlink.LinkByName("tap0"); err == nil {
+			netlink.LinkDel(nl)
+		}
+	})
+	denied := listenHost(t, "udp", "0.0.0.0:8")
+	states := map[string]int{}
+	if err := os.MkdirAll(root, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := LoadShared(root); err != nil { // which takes long by itself
+		t.Fatal(err)
+	}
+	for n := range 24 {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), helperEnv+"="+root, beginEnv+"=1")
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := out.Read(make([]byte, 6)); err != nil {
+			cmd.Process.Kill()
+			t.Fatalf("helper: %v, %v", err, cmd.Wait())
+		}
+		time.Sleep(time.Duration(n) * time.Millisecond) // which moment does not matter
+		cmd.Process.Kill()
+		cmd.Wait()
+		tap := newTAP(t, "tap0")
+		nl, err := netlink.LinkByName("tap0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		up := nl.Attrs().Flags&net.FlagUp != 0
+		states[fmt.Sprintf("up %v", up)]++
+		if up {
+			tap.send(sent(wire.Gateway4, 17, udp(5000, 8, 1)))
+			if waiting(t, denied) {
+				t.Fatalf("killed at moment %d: a frame that the policy denies has passed", n)
+			}
+			l, err := Adopt(cfg)
+			if err != nil {
+				t.Fatalf("killed at moment %d: the device is up, and adopting it: %v", n, err)
+			}
+			if err := l.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := Remove(cfg); err != nil {
+			t.Fatalf("killed at moment %d: %v", n, err)
+		}
+		if nl, err = netlink.LinkByName("tap0"); err != nil || nl.Attrs().Flags&net.FlagUp != 0 {
+			t.Fatalf("killed at moment %d: after removal: %v, %v", n, nl, err)
+		}
+		tap.file.Close()
+		if err := netlink.LinkDel(nl); err != nil {
+			t.Fatal(err)
+		}
+		if used, err := SlotsUsed(root); err != nil || used {
+			t.Fatalf("killed at moment %d: slots are left in use: %v, %v", n, used, err)
+		}
+	}
+	t.Log(states)
+}
+
+// Somebody removes the pins of an agent that lives, and another gets its slot.
+func TestLink_swap_after_its_slot_was_given_away_gives_an_error(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	tap := newTAP(t, "tap0")
+	cfg := LinkConfig{Agent: "a1", Interface: "tap0", Root: root}
+	l, err := Attach(cfg, compile(t, hostUDP))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Up(agent); err != nil {
+		t.Fatal(err)
+	}
+	c := listenHost(t, "udp", "0.0.0.0:7")
+	tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))
+	if _, _, err := c.ReadFromUDPAddrPort(make([]byte, 1)); err != nil {
+		t.Error(err)
+	}
+	text, err := os.Readlink(filepath.Join(root, "a1", "slot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var slot uint32
+	if _, err := fmt.Sscan(strings.Split(text, "/")[1], &slot); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(filepath.Join(root, "a1")); err != nil {
+		t.Fatal(err)
+	}
+	if err := Occupy(root, "b1", slot, compile(t, `default: {egress: allow}`)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))
+		tap.send(sent(wire.Gateway4, 17, udp(5001, 7, 1)))
+		if waiting(t, c) {
+			t.Error("a frame has passed by another's table")
+		}
+		if err := l.Swap(compile(t, hostUDP)); !errors.Is(err, ErrGone) {
+			t.Errorf("swap: %v, want ErrGone", err)
+		}
+	}
+	if err := l.Remove(); err != nil {
+		t.Error(err)
+	}
+	// What is the other's has stayed.
+	if used, err := SlotsUsed(root); err != nil || !used {
+		t.Errorf("the slot's new agent has lost it: %v", err)
+	}
+	if err := Remove(LinkConfig{Agent: "b1", Interface: "none0", Root: root}); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAttach_leaves_programs_of_another_version_to_those_who_use_them(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	old := filepath.Join(root, "_programs-old")
+	for _, dir := range []string{old, filepath.Join(root, "_programs-locked"), filepath.Join(root, "o1")} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink("old/5/9", filepath.Join(root, "o1", "slot")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("o1", filepath.Join(old, "slot-5")); err != nil {
+		t.Fatal(err)
+	}
+	// One whose first agent is about to come.
+	lock, err := os.Open(filepath.Join(root, "_programs-locked"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	l, _ := attachOne(t, root, "a1")
+	if err := Sweep(root); err != nil {
+		t.Error(err)
+	}
+	for _, dir := range []string{old, lock.Name()} {
+		if _, err := os.Stat(dir); err != nil {
+			t.Errorf("programs in use were removed: %v", err)
+		}
+	}
+	cfg := LinkConfig{Agent: "o1", Interface: "a1", Root: root}
+	if _, err := Adopt(cfg); !errors.Is(err, ErrGone) {
+		t.Errorf("adopting an agent of another version: %v, want ErrGone", err)
+	}
+	if err := l.Remove(); err != nil {
+		t.Error(err)
+	}
+	cfg.Interface = "none0"
+	if err := Remove(cfg); err != nil {
+		t.Error(err)
+	}
+	lock.Close()
+	if err := Sweep(root); err != nil {
+		t.Error(err)
+	}
+	if left, err := filepath.Glob(filepath.Join(root, "*")); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// A root of pins that somebody else has made could lead anywhere.
+func TestSweepAndRemove_root_of_somebody_else_gives_an_error(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	l, _ := attachOne(t, root, "a1")
+	if err := l.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	precious := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(precious, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	trap := root + "-trap"
+	t.Cleanup(func() { os.RemoveAll(trap) })
+	if err := os.Mkdir(trap, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"_programs-x", "a1"} {
+		if err := os.Symlink(filepath.Dir(precious), filepath.Join(trap, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chown(trap, 65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	for what, err := range map[string]error{
+		"Sweep":  Sweep(trap),
+		"Remove": Remove(LinkConfig{Agent: "a1", Interface: "none0", Root: trap}),
+		"Agents": func() error { _, err := Agents(trap); return err }(),
+	} {
+		if !errors.Is(err, ErrRoot) {
+			t.Errorf("%s: %v, want ErrRoot", what, err)
+		}
+	}
+	// Links in a root of one's own are followed no more than these.
+	if err := os.Chown(trap, os.Getuid(), os.Getgid()); err != nil {
+		t.Fatal(err)
+	}
+	if err := Sweep(trap); err != nil {
+		t.Error(err)
+	}
+	if err := Remove(LinkConfig{Agent: "a1", Interface: "none0", Root: trap}); err == nil {
+		t.Error("a link was taken for an agent's directory")
+	}
+	if _, err := os.Stat(precious); err != nil {
+		t.Error(err)
 	}
 }
