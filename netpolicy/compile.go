@@ -1,6 +1,8 @@
 package netpolicy
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -125,7 +127,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	c := &compiler{rules: rules, classes: classes{
 		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
 		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
-	}, tagged: map[string][]netip.Addr{}, sets: map[bitset]uint32{}}
+	}, sets: map[bitset]uint32{}}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
 			c.classes.floor = append(c.classes.floor, netip.PrefixFrom(a, a.BitLen()))
@@ -136,9 +138,6 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	}
 	for _, peer := range env.Peers {
 		c.classes.peers[peer.Address] = true
-		for _, t := range peer.Tags {
-			c.tagged[t] = append(c.tagged[t], peer.Address)
-		}
 	}
 	s := &Spec{names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules))}
 	if s.flows == 0 {
@@ -170,6 +169,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	}
 	h.addr4 = c.addresses(false)
 	h.addr6 = c.addresses(true)
+	h.tags = c.tags()
 	h.limits[0] = limitsOf(p.Limits.Egress, p.Quota.EgressBytes)
 	h.limits[1] = limitsOf(p.Limits.Ingress, p.Quota.IngressBytes)
 	h.words = uint8((len(rules) + 63) / 64)
@@ -245,7 +245,6 @@ func (b *bitset) del(i int) { b[i/64] &^= 1 << (i % 64) }
 type compiler struct {
 	rules   []flat
 	classes classes
-	tagged  map[string][]netip.Addr
 	table   []row
 	sets    map[bitset]uint32
 }
@@ -313,6 +312,31 @@ func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 		leaves = append(leaves, leaf{at, c.set(sets[0])})
 	})
 	return c.tree(leaves, false)
+}
+
+// tagHash is how the programs know a tag: never 0, which is none.
+func tagHash(tag string) uint64 {
+	sum := sha256.Sum256([]byte(tag))
+	return binary.LittleEndian.Uint64(sum[:]) | 1
+}
+
+// tags is the tree of tags, by their hashes as high halves of numbers; 0 if no rule has one.
+func (c *compiler) tags() uint32 {
+	var changes []change
+	for i := range c.rules {
+		for _, tag := range c.rules[i].Agents {
+			h := tagHash(tag)
+			changes = append(changes, change{number{hi: h}, i, 1, 1}, change{number{hi: h, lo: 1}, i, -1, 1})
+		}
+	}
+	if len(changes) == 0 {
+		return 0
+	}
+	var leaves []leaf
+	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
+		leaves = append(leaves, leaf{at, c.set(sets[0])})
+	})
+	return c.tree(leaves, true)
 }
 
 // sweep goes through numbers in order and tells, at 0 and wherever something changes,
@@ -412,11 +436,6 @@ func (c *compiler) addresses(six bool) uint32 {
 				}
 			}
 			span(cidr.Prefix, i, mask)
-		}
-		for _, tag := range r.Agents {
-			for _, a := range c.tagged[tag] {
-				span(one(a), i, maskAgent)
-			}
 		}
 	}
 	// Rules do not change at these, but classes do.

@@ -474,6 +474,11 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 		if err != nil {
 			t.Fatalf("policy %d: %v", i, err)
 		}
+		// An agent is always there, so that flows with it are judged by the rules alone.
+		peers := []Peer{{Address: netip.MustParseAddr("10.200.3.8")}, {Address: netip.MustParseAddr("fd77::3:8")}, {Address: netip.MustParseAddr("10.77.0.1")}}
+		if err := e.SetPeers(append(peers, r.env.Peers...)); err != nil {
+			t.Fatal(err)
+		}
 		if err := e.Install(s); err != nil {
 			t.Fatal(err)
 		}

@@ -109,6 +109,10 @@
 // match by any of them, and by agents' tags; they cannot have names, since an address
 // that was never resolved would not match.
 //
+// An agent has the tags that it was attached with (LinkConfig), for the rules of others of the
+// same host and version of drowse, from the time before its device is up until it is removed.
+// Only one that is there at the moment is matched.
+//
 // A name is matched by the addresses that the agent's resolver has given the guest for
 // it, as long as they are pinned. "*.example.com" matches every name below
 // example.com but not example.com.
@@ -123,6 +127,7 @@
 // one. Packets of a live flow pass in both directions without rules, by Reason Flow.
 // When the policy has been swapped since, the packet that opened the flow is judged
 // again, by its direction, peer and port; if it is not allowed any more, the flow is gone.
+// A flow with another agent is gone as well when another one, or none, has its address.
 //
 //   - TCP: a SYN without ACK is always judged by the rules and opens a flow in state
 //     opening; against the direction of a live flow that is established or closing it is
@@ -164,6 +169,7 @@
 // on its device: it says which slot of the host's maps is the agent's and by what number (its
 // claim) the table there has to call itself, and calls the program that is shared.
 // Flows, pinned names, counters and events are in maps of the agent's own, in its slot.
+// One map has the tags and claims of all agents, by their addresses.
 // Without the shared program, a map or a table that says the same claim, nothing
 // passes. The pins of what is shared only serve those who come later: an agent's
 // pins hold all that it needs.

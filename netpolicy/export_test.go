@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -196,4 +197,25 @@ func Occupy(root, agent string, slot uint32, s *Spec) error {
 		return err
 	}
 	return errors.Join(e.start(s, false), e.close())
+}
+
+// SetPeers says which agents there are. Each address always has the same claim.
+func (e *Engine) SetPeers(peers []Peer) error {
+	for _, p := range peers {
+		h := fnv.New32a()
+		h.Write(p.Address.AsSlice())
+		if err := e.SetPeer(p, h.Sum32()|1); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// SetPeer says which agent has an address, and by what claim; 0 is none.
+func (e *Engine) SetPeer(p Peer, claim uint32) error {
+	if claim == 0 {
+		return e.shared.agents.Delete(p.Address.As16())
+	}
+	v := tagged(claim, p.Tags)
+	return e.shared.agents.Put(p.Address.As16(), &v)
 }

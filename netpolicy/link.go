@@ -47,6 +47,8 @@ type LinkConfig struct {
 	// Root is the directory of all agents' pins, in a BPF file system; empty is
 	// DefaultRoot.
 	Root string
+	// Tags are how rules of other agents on this host name this one. At most MaxOwnTags.
+	Tags []string
 }
 
 func (c LinkConfig) root() string {
@@ -84,6 +86,9 @@ var pinEntries = [2]string{"from_guest", "to_guest"}
 // agent's name is removed. If Attach fails, the interface stays down. The first call on
 // a host has the kernel verify the programs that all agents share.
 func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
+	if err := CheckTags(cfg.Tags); err != nil {
+		return nil, err
+	}
 	if err := prepare(cfg); err != nil {
 		return nil, err
 	}
@@ -123,7 +128,7 @@ func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
 
 // load takes a slot of the host's programs, fills it and pins what has to outlive the process.
 func (l *Link) load(spec *Spec) error {
-	p, at, err := l.place()
+	p, at, err := l.place(spec.ident)
 	if err != nil {
 		return err
 	}
@@ -168,8 +173,8 @@ func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
 	}
 }
 
-// place takes a slot.
-func (l *Link) place() (*programs, place, error) {
+// place takes a slot, and tells others of the agent.
+func (l *Link) place(id Identity) (*programs, place, error) {
 	s, err := lockShared(l.cfg.root(), digest())
 	if err != nil {
 		return nil, place{}, err
@@ -177,7 +182,10 @@ func (l *Link) place() (*programs, place, error) {
 	p, first, err := s.openOrLoad()
 	var at place
 	if err == nil {
-		if at, err = s.take(l.cfg.Agent); err != nil {
+		if at, err = s.take(l.cfg.Agent); err == nil {
+			err = s.introduce(p, l.cfg.Agent, id, at.claim, l.cfg.Tags)
+		}
+		if err != nil {
 			err = errors.Join(err, p.close())
 		}
 	}

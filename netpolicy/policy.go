@@ -16,6 +16,7 @@ const (
 	MaxPortRanges = 4096    // of all rules
 	MaxNames      = 1024    // of all rules
 	MaxTags       = 1024    // of all rules
+	MaxOwnTags    = 8       // of an agent
 	MaxPublished  = 64
 	MaxUpstreams  = 8
 	MaxRuleName   = 64    // bytes

@@ -3,9 +3,11 @@ package netpolicy
 import (
 	"crypto/rand"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -33,6 +35,7 @@ const MaxAgents = 8192
 //	_programs-DIGEST/MAP        the maps in which programs find those of an agent
 //	_programs-DIGEST/slot-N     a link: the name of the agent that has slot N
 //	AGENT/slot                  a link: DIGEST/N/CLAIM
+//	AGENT/known-ADDRESS         a link: others know the agent by this address, 16 bytes in hexadecimal
 //
 // Whoever makes or looks for a slot locks the directory. The programs live as long as
 // anything refers to them, which every agent's own program does by the map of calls that is pinned
@@ -46,24 +49,26 @@ const (
 	pinCalls       = "calls"
 	pinPolicies    = "policies"
 	pinUsages      = "usages"
+	pinAgents      = "agents"
+	knownPrefix    = "known-"
 )
 
 // layout is the version of what the loader, apart from the objects, agrees on with itself:
 // rows of the table, sizes, names of pins.
-const layout = "1"
+const layout = "2"
 
 func digest() string { return bpf.Digest() + layout }
 
-// programs are the maps of the programs that agents share, open. All but calls and usages
+// programs are the maps of the programs that agents share, open. All but calls, usages and agents
 // are maps of maps, by slot.
 type programs struct {
-	calls, policies, usages       *ebpf.Map
-	flows, pins, counters, stream *ebpf.Map
+	calls, policies, usages, agents *ebpf.Map
+	flows, pins, counters, stream   *ebpf.Map
 }
 
 func (p *programs) byName() map[string]**ebpf.Map {
 	return map[string]**ebpf.Map{
-		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages,
+		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages, pinAgents: &p.agents,
 		"flows": &p.flows, "pins": &p.pins, "counters": &p.counters, "events": &p.stream,
 	}
 }
@@ -83,7 +88,7 @@ func (p *programs) close() error {
 // harmful in the wrong hands: with it, others' flows and events could be exchanged.
 func (p *programs) closeShared() error {
 	var errs []error
-	for _, m := range []**ebpf.Map{&p.calls, &p.flows, &p.pins, &p.counters, &p.stream} {
+	for _, m := range []**ebpf.Map{&p.calls, &p.agents, &p.flows, &p.pins, &p.counters, &p.stream} {
 		errs = append(errs, (*m).Close())
 		*m = nil
 	}
@@ -121,7 +126,7 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 		return nil, nil, fmt.Errorf("loading the eBPF programs: %w: %w", ErrKernel, err)
 	}
 	p := &programs{
-		calls: o.Calls, policies: o.Policies, usages: o.Usages,
+		calls: o.Calls, policies: o.Policies, usages: o.Usages, agents: o.Agents,
 		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events,
 	}
 	for i, prog := range []*ebpf.Program{o.FromGuest, o.ToGuest} {
@@ -206,6 +211,9 @@ func usable(name string, m *ebpf.Map) bool {
 	switch name {
 	case pinCalls:
 		kind, entries = ebpf.ProgramArray, uint32(len(directions))
+	case pinAgents:
+		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*MaxAgents && m.KeySize() == 16 &&
+			m.ValueSize() == uint32(binary.Size(bpf.AgentTagged{}))
 	case pinUsages:
 		kind, entries, value = ebpf.Array, 2*MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
 	}
@@ -352,7 +360,7 @@ func (s *shared) release(agent string, p place) error {
 	}
 	progs, err := s.open()
 	if err == nil {
-		err = errors.Join(progs.empty(p.slot), progs.close())
+		err = errors.Join(s.forget(agent, p.claim), progs.empty(p.slot), progs.close())
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -498,6 +506,91 @@ func (p *programs) empty(slot uint32) error {
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("emptying a slot: %w", err)
+	}
+	return nil
+}
+
+// tagged is an agent as the programs of others see it.
+func tagged(claim uint32, tags []string) bpf.AgentTagged {
+	v := bpf.AgentTagged{Claim: claim}
+	for i, t := range tags {
+		v.Tag[i] = tagHash(t)
+	}
+	return v
+}
+
+// introduce tells other agents an agent's tags, before its device is up. Its directory says
+// first what forget has to take back. Others who have had its addresses are forgotten, in
+// programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
+func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32, tags []string) error {
+	mine := tagged(claim, tags)
+	var keys [][16]byte
+	for _, a := range []netip.Addr{id.Address4, id.Address6} {
+		if a.IsValid() {
+			keys = append(keys, a.As16())
+		}
+	}
+	others, err := filepath.Glob(programsDir(s.root, "*"))
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	for _, dir := range others {
+		if dir != s.dir {
+			err = errors.Join(err, forgetIn(dir, keys, 0))
+		}
+	}
+	for _, k := range keys {
+		if err == nil {
+			err = os.Symlink(agent, filepath.Join(s.root, agent, knownPrefix+hex.EncodeToString(k[:])))
+		}
+		if err == nil {
+			err = p.agents.Put(k, &mine)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	return nil
+}
+
+// forget takes back what introduce has told of an agent.
+func (s *shared) forget(agent string, claim uint32) error {
+	entries, err := os.ReadDir(filepath.Join(s.root, agent))
+	if err != nil {
+		return fmt.Errorf("looking for an agent's addresses: %w", err)
+	}
+	var keys [][16]byte
+	for _, e := range entries {
+		if text, ok := strings.CutPrefix(e.Name(), knownPrefix); ok {
+			if k, err := hex.DecodeString(text); err == nil && len(k) == 16 {
+				keys = append(keys, [16]byte(k))
+			}
+		}
+	}
+	return forgetIn(s.dir, keys, claim)
+}
+
+// forgetIn takes agents away by their addresses, but not those of another claim than this; 0 is any.
+func forgetIn(dir string, keys [][16]byte, claim uint32) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinAgents), nil)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("opening the list of agents: %w", err)
+	}
+	defer m.Close()
+	if m.KeySize() != 16 {
+		return nil // it is none, or one of a version that has another
+	}
+	for _, k := range keys {
+		v, err := m.LookupBytes(k)
+		if err == nil && len(v) >= 4 && (claim == 0 || binary.NativeEndian.Uint32(v) == claim) {
+			err = m.Delete(k)
+		}
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("taking an agent from the list of agents: %w", err)
+		}
 	}
 	return nil
 }

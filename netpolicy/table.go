@@ -9,7 +9,7 @@ import (
 // The table is an array of rows of one size, which bpf/agent.c reads:
 //
 //	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim,
-//	           whether there are limits, whether rules have names
+//	           whether there are limits, names in rules, tags in rules
 //	row 1      where the rest is: roots of trees, rows of sets; limits
 //	set        a bit for each rule; a bit for each word of these that is not 0
 //	node of 4  16 keys of 32 bits in ascending order, 16 values
@@ -149,6 +149,7 @@ type heads struct {
 	icmp          [2]uint32
 	allow, reject uint32
 	names         bool
+	tags          uint32 // root; 0 is none
 	limits        [2]limitSet
 }
 
@@ -174,12 +175,15 @@ func (h *heads) put(table []row) {
 	r = table[1][:]
 	for i, v := range []uint32{
 		h.addr4, h.addr6, h.ports[0][0], h.ports[0][1], h.ports[1][0], h.ports[1][1],
-		h.icmp[0], h.icmp[1], h.allow, h.reject,
+		h.icmp[0], h.icmp[1], h.allow, h.reject, h.tags,
 	} {
 		le.PutUint32(r[4*i:], v)
 	}
 	if h.names {
 		table[0][122] = 1
+	}
+	if h.tags != 0 {
+		table[0][123] = 1
 	}
 	for d, l := range h.limits {
 		if l.any() {

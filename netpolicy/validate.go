@@ -3,6 +3,7 @@ package netpolicy
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 )
 
@@ -195,6 +196,22 @@ func checkName(name string) error {
 	}
 	if _, err := netip.ParseAddr(n); bad || err == nil {
 		return fmt.Errorf("%.80q is not a name like example.com or *.example.com, in lower case", name)
+	}
+	return nil
+}
+
+// CheckTags says whether an agent can have these tags. Errors are of ErrPolicy.
+func CheckTags(tags []string) error {
+	if len(tags) > MaxOwnTags {
+		return fmt.Errorf("%w: %d tags: an agent has at most %d", ErrPolicy, len(tags), MaxOwnTags)
+	}
+	for i, t := range tags {
+		if err := checkTag(t); err != nil {
+			return fmt.Errorf("%w: %w", ErrPolicy, err)
+		}
+		if slices.Contains(tags[:i], t) {
+			return fmt.Errorf("%w: tag %q: it is there twice", ErrPolicy, t)
+		}
 	}
 	return nil
 }

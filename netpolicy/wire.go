@@ -52,7 +52,9 @@ type Environment struct {
 	Host []netip.Addr
 	// Agents are the ranges in which agents have their addresses.
 	Agents []netip.Prefix
-	// Peers are the other agents that rules can name, by their tags.
+	// Peers are other agents, whose addresses need not lie in these ranges. Their tags are
+	// for those who explain a policy: the programs know the tags of those who are there,
+	// see LinkConfig.
 	Peers []Peer
 }
 

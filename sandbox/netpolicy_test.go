@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -287,6 +288,9 @@ rules:
   - {name: soon the host, direction: egress, verdict: allow, cidrs: [93.184.216.36], protocols: [tcp], ports: [80]}
   - {name: local, direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [7000]}
   - {name: named, direction: egress, verdict: allow, names: [good.example, evil.example], protocols: [tcp], ports: [8080]}
+  - {name: to others, direction: egress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000, 9001]}
+  - {name: from others, direction: ingress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000]}
+  - {name: from none, direction: ingress, verdict: allow, agents: [other], protocols: [tcp], ports: [9001]}
 dns: {upstreams: ["93.184.216.53:53"]}
 `
 
@@ -302,7 +306,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	})
 	policy := mustPolicy(t, probePolicy)
 
-	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, Policy: policy})
+	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, Policy: policy, Tags: []string{"probe"}})
 	if rep.Network == nil || len(rep.Network.Warnings) != 1 || !strings.Contains(rep.Network.Warnings[0], "ip_forward") {
 		t.Fatalf("the report of a host that does not forward: %+v", rep.Network)
 	}
@@ -447,6 +451,17 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p2.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
 	event(t, e, "pol2", "a denied packet of the clone", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping") // beside it
+
+	// They reach each other by their tags, which the clone has as well. Nobody listens, and the other guest says so.
+	if r, err := e.Store.Get("pol2"); err != nil || !slices.Equal(r.Spec.Tags, []string{"probe"}) {
+		t.Errorf("the clone has tags %q, %v", r.Spec.Tags, err)
+	}
+	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
+	p2.expect("tcp "+own.String()+" 9000 "+forSure, "ECONNREFUSED")
+	p.expect("tcp "+clone.Network.Address.String()+" 9001 "+inVain, "timeout")
+	event(t, e, "pol2", "a packet of a VM with another tag", func(ev sandbox.NetEvent) bool {
+		return ev.Direction == netpolicy.Ingress && ev.Peer == own && ev.GuestPort == 9001
+	})
 
 	// Nothing is left of a process that was killed.
 	r, err := e.Store.Get("pol")

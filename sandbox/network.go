@@ -74,7 +74,7 @@ func tapName(id string) string { return hostnet.InterfacePrefix + id[:min(9, len
 // it. Its policy is put on it in the background, since the kernel looks at programs for
 // long; see network.wait.
 func (in *Instance) connect(down bool) (*virtionet.Device, error) {
-	n, err := newNetwork(in.parts.VM, in.parts.Spec.Policy, in.log)
+	n, err := newNetwork(in.parts.VM, in.parts.Spec.Policy, in.parts.Spec.Tags, in.log)
 	if err != nil {
 		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
@@ -83,7 +83,7 @@ func (in *Instance) connect(down bool) (*virtionet.Device, error) {
 	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: down})
 }
 
-func newNetwork(id string, policy *netpolicy.Policy, log *slog.Logger) (n *network, err error) {
+func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Logger) (n *network, err error) {
 	if policy == nil {
 		policy = &netpolicy.Policy{}
 	}
@@ -116,7 +116,7 @@ func newNetwork(id string, policy *netpolicy.Policy, log *slog.Logger) (n *netwo
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(spec)
+		n.err = n.attach(spec, tags)
 		n.took = time.Since(begin)
 	})
 	return n, nil
@@ -129,9 +129,9 @@ func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Sp
 }
 
 // attach puts the policy on the device and raises it.
-func (n *network) attach(spec *netpolicy.Spec) (err error) {
+func (n *network) attach(spec *netpolicy.Spec, tags []string) (err error) {
 	begin := uptime()
-	n.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name()}, spec)
+	n.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 	if err != nil {
 		return err
 	}
@@ -302,18 +302,23 @@ func (n *network) listenDNS() error {
 // is missing.
 func (n *network) lookOutside() {
 	n.warnings = nil
-	if !opensOutside(n.policy) {
+	outside := opensOutside(n.policy)
+	if !outside && !opensAgents(n.policy) {
 		return
 	}
 	warn := func(text string) {
 		n.warnings = append(n.warnings, text)
 		n.log.Warn(text)
 	}
-	if err := hostnet.Translate(n.agents); err != nil {
-		warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+	what := "other VMs"
+	if outside {
+		what = "addresses beyond the host"
+		if err := hostnet.Translate(n.agents); err != nil {
+			warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+		}
 	}
 	if on, err := hostnet.Forwarding(); err == nil && !on {
-		warn("the policy allows addresses beyond the host, and the host does not forward packets (net.ipv4.ip_forward): `drowse net setup --forward`")
+		warn("the policy allows " + what + ", and the host does not forward packets (net.ipv4.ip_forward): `drowse net setup --forward`")
 	}
 }
 
@@ -323,6 +328,13 @@ func opensOutside(p *netpolicy.Policy) bool {
 	return p.Default.Egress == netpolicy.Allow || slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
 		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 &&
 			(len(r.CIDRs)+len(r.Names) > 0 || slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Host }))
+	})
+}
+
+// opensAgents says whether a policy lets packets out to, or in from, other VMs.
+func opensAgents(p *netpolicy.Policy) bool {
+	return slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
+		return r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && len(r.Agents) > 0
 	})
 }
 

@@ -29,6 +29,17 @@ func (s *Spec) checkPolicy() error {
 	return s.Policy.Validate()
 }
 
+// checkTags says whether a VM can have its tags.
+func (s *Spec) checkTags() error {
+	if len(s.Tags) > 0 && s.Network != NetworkTAP {
+		return fmt.Errorf("%w: it has tags and no network in which they would count: add the network %q", ErrSpec, NetworkTAP)
+	}
+	if err := netpolicy.CheckTags(s.Tags); err != nil {
+		return fmt.Errorf("%w: %w", ErrSpec, err)
+	}
+	return nil
+}
+
 // usePolicy replaces the policy if p is not nil.
 func (s *Spec) usePolicy(p *netpolicy.Policy) error {
 	if p == nil {

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -41,7 +42,7 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		"none": nil, "empty": {}, "huge": hugePolicy(t),
 		"small": parsePolicy(t, "rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [443]}]"),
 	} {
-		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: NetworkTAP, Policy: p}}
+		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: NetworkTAP, Policy: p, Tags: []string{"db"}}}
 		labels, err := r.labels(kindNamed)
 		if err != nil {
 			t.Fatal(err)
@@ -53,6 +54,10 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 			if len(v) > 64<<10 {
 				t.Errorf("%s: label %s has %d bytes", name, k, len(v))
 			}
+		}
+		var record Record
+		if err := json.Unmarshal([]byte(labels[labelRecord]), &record); err != nil || !slices.Equal(record.Spec.Tags, r.Spec.Tags) {
+			t.Errorf("%s: tags have become %q: %v", name, record.Spec.Tags, err)
 		}
 		got, err := policyOf(labels)
 		if err != nil || (got == nil) != (p == nil) {
@@ -111,6 +116,25 @@ func TestSpec_policies_that_cannot_be_are_refused(t *testing.T) {
 	} {
 		if _, err := ParseSpec(strings.NewReader(text)); (err == nil) != ok {
 			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+func TestSpec_tags_that_cannot_be_are_refused(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		network string
+		tags    []string
+		want    error
+	}{
+		{"without a network", NetworkNone, []string{"db"}, ErrSpec},
+		{"twice the same", NetworkTAP, []string{"db", "db"}, netpolicy.ErrPolicy},
+		{"valid", NetworkTAP, []string{"db", "team:a"}, nil},
+		{"none", NetworkNone, nil, nil},
+	} {
+		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Tags: tt.tags}.withDefaults()
+		if !errors.Is(err, tt.want) {
+			t.Errorf("%s: %v, want %v", tt.name, err, tt.want)
 		}
 	}
 }
@@ -204,6 +228,21 @@ func TestRuleName_of_an_event_is_that_of_the_policy_of_its_time(t *testing.T) {
 	for at, want := range map[time.Duration]string{5: "", 10: "one", 19: "one", 20: "", 29: "", 30: "two", 99: "two"} {
 		if got := n.ruleName(netpolicy.Event{Uptime: at}); got != want {
 			t.Errorf("at %d: %q, want %q", at, got, want)
+		}
+	}
+}
+
+func TestOpensAgents(t *testing.T) {
+	for text, want := range map[string]bool{
+		"":                         false,
+		"default: {egress: allow}": false,
+		"rules: [{direction: egress, verdict: allow, agents: [db], protocols: [tcp], ports: [80]}]":   true,
+		"rules: [{direction: ingress, verdict: allow, agents: [db], protocols: [tcp], ports: [80]}]":  true,
+		"rules: [{direction: egress, verdict: deny, agents: [db], protocols: [tcp], ports: [80]}]":    false,
+		"rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [80]}]": false,
+	} {
+		if got := opensAgents(parsePolicy(t, text)); got != want {
+			t.Errorf("%q: %v", text, got)
 		}
 	}
 }

@@ -37,6 +37,9 @@ type Spec struct {
 	// Policy is what the network may do to and for the VM. Nil denies everything. It
 	// does not change once it is in a Spec.
 	Policy *netpolicy.Policy `json:"policy,omitempty"`
+	// Tags are how rules of other VMs' policies name this one: at most
+	// netpolicy.MaxOwnTags. Forks and clones have them as well.
+	Tags []string `json:"tags,omitempty"`
 	// Cmdline is added to the kernel's command line.
 	Cmdline string `json:"cmdline,omitempty"`
 	// NoACPI names the devices on the command line, for kernels without ACPI.
@@ -124,6 +127,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := s.checkPolicy(); err != nil {
+		return s, err
+	}
+	if err := s.checkTags(); err != nil {
 		return s, err
 	}
 	if err := s.Hooks.check(); err != nil {

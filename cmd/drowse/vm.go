@@ -32,7 +32,7 @@ func (a *app) runCommand() *cobra.Command {
 when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, policy, cmdline, no_acpi, hooks,
+memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks,
 volumes; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
@@ -85,6 +85,7 @@ is denied, both ways.`,
 	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
 	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
 	policyFlag(cmd, &policy, "everything is denied")
+	f.StringArrayVar(&spec.Tags, "tag", nil, "how rules of other VMs' policies (agents) name this VM; may be given several times")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
 	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest: require, ignore or skip (default require)")
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
@@ -127,6 +128,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"hostname", func() { spec.Hostname = flags.Hostname }},
 			{"net", func() { spec.Network = flags.Network }},
 			{"policy", func() { spec.Policy = flags.Policy }},
+			{"tag", func() { spec.Tags = flags.Tags }},
 			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
 			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},

@@ -70,7 +70,8 @@ struct identity { // row 0
 	__u32 claim;	  // of the slot: whose table this is
 	__u8 limited[2];  // by direction: whether there are limits
 	__u8 names;	  // whether rules have names
-	__u8 pad[37];
+	__u8 tags;	  // whether rules have tags of agents
+	__u8 pad[36];
 };
 
 struct limits {
@@ -83,7 +84,8 @@ struct tables { // row 1
 	__u32 ports[2][2]; // by direction; TCP, UDP
 	__u32 icmp[2];
 	__u32 allow, reject; // sets of rules
-	__u32 pad[2];
+	__u32 tags;	     // by the tag's hash
+	__u32 pad;
 	struct limits limits[2];
 };
 
@@ -131,6 +133,25 @@ struct table {
 };
 
 #define SLOTS 8192 // agents of a host: netpolicy/programs.go has the same number
+
+// tagged is an agent as others see it. Its claim tells it from one that had its address before.
+#define TAGS 8
+
+struct tagged {
+	__u32 claim;
+	__u32 pad;
+	__u64 tag[TAGS]; // hashes; 0 is none
+};
+
+// agents holds all agents of the host, by address. An agent is in it before its device is
+// up, and until it is down.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 2 * SLOTS); // IPv4 and IPv6
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(key_size, 16);
+	__type(value, struct tagged);
+} agents SEC(".maps");
 
 // policies holds the tables. It is read once for each packet.
 struct {
@@ -185,10 +206,11 @@ enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO };
 struct flow {
 	__u64 seen;
 	__u32 gen;
+	__u32 claim; // of the peer, if it is an agent
 	__u8 state;
 	__u8 opener; // direction
 	__u8 fin;    // bit for each direction
-	__u8 pad;
+	__u8 pad[5];
 };
 
 struct flow_map {
@@ -279,6 +301,7 @@ struct {
 
 // Otherwise the compiler leaves these types out of BTF, and Go has no structs of them.
 const struct event *unused_event __attribute__((unused));
+const struct tagged *unused_tagged __attribute__((unused));
 const struct counter *unused_counter __attribute__((unused));
 const struct flow *unused_flow __attribute__((unused));
 const struct flow_key *unused_flow_key __attribute__((unused));
@@ -308,6 +331,7 @@ struct packet {
 	__u32 l4, l4_len; // offset in the frame, bytes
 	__u32 bytes, segments;
 	__u32 class, set;
+	__u32 claim; // of a peer that is an agent, which the rules have been asked about
 	__u8 dir, proto, six, flags; // flags: of TCP, or the type of ICMP
 	__u8 verdict, opens, fin, next;
 	// Of an ICMP error: what it quotes.
@@ -456,6 +480,43 @@ __noinline int first(const struct set *a, const struct bits *d, const struct set
 	return NO_RULE;
 }
 
+// tag_search goes through an agent's tags. It is on the stack, of which there is little.
+struct tag_search {
+	void *table;
+	const struct tagged *t;
+	const struct row *s;
+	__u32 root, rule;
+};
+
+static long search_tag(__u32 i, struct tag_search *x)
+{
+	const struct row *r;
+	__u64 tag = x->t->tag[bounded(i, TAGS - 1)];
+	__u32 rule;
+
+	if (!tag)
+		return 1;
+	r = row(x->table, find6(x->table, x->root, tag, 0));
+	if (!r)
+		return 1;
+	rule = first(&r->set, &r->set.bits, &x->s->set);
+	if (rule < x->rule)
+		x->rule = rule;
+	return 0;
+}
+
+// first_tagged finds the first rule that matches an agent by one of its tags. With bpf_loop
+// the verifier looks at the search for one tag, not for all.
+static __noinline __u32 first_tagged(void *table, __u32 root, const struct tagged *t, const struct row *s)
+{
+	struct tag_search x = { .table = table, .t = t, .s = s, .root = root, .rule = NO_RULE };
+
+	if (!t || !s)
+		return NO_RULE;
+	bpf_loop(TAGS, search_tag, &x, 0);
+	return x.rule;
+}
+
 // consult asks the rules about a packet's peer, and returns a verdict.
 static __noinline int consult(void *table, const struct row *r0, struct packet *p, __u32 dir, __be16 port)
 {
@@ -464,6 +525,7 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 	__u32 set, rule;
 
 	p->rule = NO_RULE;
+	p->claim = 0;
 	if (!r1)
 		return DENY;
 	dir &= 1;
@@ -497,6 +559,17 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 		}
 	}
 	rule = first(&a->set, d, &s->set);
+	if (r0->id.tags && p->class == CLASS_AGENT) {
+		const struct tagged *t = bpf_map_lookup_elem(&agents, p->peer);
+
+		if (t) {
+			__u32 other = first_tagged(table, r1->tab.tags, t, s);
+
+			p->claim = t->claim;
+			if (other < rule)
+				rule = other;
+		}
+	}
 	if (rule < WORDS * 64) {
 		__u64 w = bounded(rule >> 6, WORDS - 1);
 
@@ -939,8 +1012,24 @@ static __always_inline struct flow *fresh(void *map, const struct packet *p, con
 	return f && p->now < f->seen + lifetime(f->state) ? f : 0;
 }
 
+// settled says whether a flow need not be judged anew: the table that has judged it is that
+// of now, and so is the agent that it is with. Rules open other agents by their tags alone,
+// so a flow with one has its claim.
+static __always_inline bool settled(const struct row *r0, const struct flow *f, const struct flow_key *k)
+{
+	const struct tagged *t;
+
+	if (f->gen != r0->id.gen)
+		return false;
+	if (!f->claim)
+		return true;
+	t = bpf_map_lookup_elem(&agents, k->peer);
+	return t && t->claim == f->claim;
+}
+
 // keep judges a flow anew after a swap: the packet that opened it, whose peer has been
-// classified. A flow that is not allowed any more is gone.
+// classified. A flow that is not allowed any more is gone, and so is one with an agent
+// that is not there any more, though another may have its address.
 static __always_inline bool keep(void *table, const struct row *r0, void *map, struct packet *p, struct flow *f,
 				 const struct flow_key *k)
 {
@@ -948,10 +1037,11 @@ static __always_inline bool keep(void *table, const struct row *r0, void *map, s
 	int verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
 
 	p->rule = NO_RULE;
-	if (verdict != ALLOW) {
+	if (verdict != ALLOW || (f->claim && f->claim != p->claim)) {
 		bpf_map_delete_elem(map, k);
 		return false;
 	}
+	f->claim = p->claim;
 	f->gen = r0->id.gen;
 	return true;
 }
@@ -1078,29 +1168,33 @@ __noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, con
 	return 0;
 }
 
-// check_error finds the flow of the packet that an ICMP error quotes.
-static __noinline int check_error(struct __sk_buff *skb, void *table, const struct row *r0, void *map, struct packet *p)
+// check_error finds the flow of the packet that an ICMP error quotes. Its key is the
+// caller's, since the stack is short here.
+static __noinline int check_error(struct __sk_buff *skb, void *table, const struct row *r0, struct packet *p, struct flow_key *k)
 {
-	struct flow_key k = {};
+	void *map = bpf_map_lookup_elem(&flows, &p->slot);
 	struct flow *f;
 	__u8 proto = p->proto;
-	int err = quoted_flow(skb, &r0->id, p, &k);
+	int err;
 
+	if (!map)
+		return R_NO_POLICY;
+	err = quoted_flow(skb, &r0->id, p, k);
 	if (err)
 		return err;
 	// From here the packet's peer is that of the flow, as a swapped table may have
 	// to judge it again.
 	if (p->dir == INGRESS) {
-		err = classify(table, p, k.peer);
+		err = classify(table, p, k->peer);
 		if (err)
 			return R_NO_FLOW;
 	}
 	__builtin_memcpy(p->quoted, p->peer, 16);
-	__builtin_memcpy(p->peer, k.peer, 16);
-	p->proto = k.proto;
+	__builtin_memcpy(p->peer, k->peer, 16);
+	p->proto = k->proto;
 	p->related = 1;
-	f = fresh(map, p, &k);
-	err = f && (f->gen == r0->id.gen || keep(table, r0, map, p, f, &k)) ? 0 : R_NO_FLOW;
+	f = fresh(map, p, k);
+	err = f && (settled(r0, f, k) || keep(table, r0, map, p, f, k)) ? 0 : R_NO_FLOW;
 	p->proto = proto;
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
@@ -1224,7 +1318,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 		if (err < 0)
 			return -err;
 		if (err) {
-			reason = check_error(skb, table, r0, map, p);
+			reason = check_error(skb, table, r0, p, &k);
 			if (reason)
 				return reason;
 			reason = R_RELATED;
@@ -1238,7 +1332,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	k.six = p->six;
 	f = fresh(map, p, &k);
 	// This table has been asked about the peer of a flow of its generation.
-	if (!f || f->gen != r0->id.gen) {
+	if (!f || !settled(r0, f, &k)) {
 		if (!p->class) {
 			reason = classify(table, p, p->peer);
 			if (reason)
@@ -1272,7 +1366,7 @@ limits:
 	if (err)
 		return err;
 	if (step == OPENS) {
-		struct flow n = { .seen = p->now, .gen = r0->id.gen, .state = p->next, .opener = p->dir };
+		struct flow n = { .seen = p->now, .gen = r0->id.gen, .claim = p->claim, .state = p->next, .opener = p->dir };
 
 		if (bpf_map_update_elem(map, &k, &n, BPF_ANY))
 			return R_FLOW_TABLE;

@@ -40,10 +40,11 @@ type AgentFlow struct {
 	_      structs.HostLayout
 	Seen   uint64
 	Gen    uint32
+	Claim  uint32
 	State  uint8
 	Opener uint8
 	Fin    uint8
-	Pad    uint8
+	Pad    [5]uint8
 }
 
 type AgentFlowKey struct {
@@ -71,6 +72,13 @@ type AgentPinKey struct {
 	Gen  uint32
 }
 
+type AgentTagged struct {
+	_     structs.HostLayout
+	Claim uint32
+	Pad   uint32
+	Tag   [8]uint64
+}
+
 type AgentUsage struct {
 	_    structs.HostLayout
 	Lock struct {
@@ -91,6 +99,7 @@ type AgentUsage struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	AgentMapAgents        = "agents"
 	AgentMapCalls         = "calls"
 	AgentMapCounters      = "counters"
 	AgentMapEvents        = "events"
@@ -109,6 +118,7 @@ const (
 	AgentVarUnusedFlowKey = "unused_flow_key"
 	AgentVarUnusedPin     = "unused_pin"
 	AgentVarUnusedPinKey  = "unused_pin_key"
+	AgentVarUnusedTagged  = "unused_tagged"
 )
 
 // LoadAgent returns the embedded CollectionSpec for Agent.
@@ -161,6 +171,7 @@ type AgentProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentMapSpecs struct {
+	Agents   *ebpf.MapSpec `ebpf:"agents"`
 	Calls    *ebpf.MapSpec `ebpf:"calls"`
 	Counters *ebpf.MapSpec `ebpf:"counters"`
 	Events   *ebpf.MapSpec `ebpf:"events"`
@@ -183,6 +194,7 @@ type AgentVariableSpecs struct {
 	UnusedFlowKey *ebpf.VariableSpec `ebpf:"unused_flow_key"`
 	UnusedPin     *ebpf.VariableSpec `ebpf:"unused_pin"`
 	UnusedPinKey  *ebpf.VariableSpec `ebpf:"unused_pin_key"`
+	UnusedTagged  *ebpf.VariableSpec `ebpf:"unused_tagged"`
 }
 
 // AgentObjects contains all objects after they have been loaded into the kernel.
@@ -205,6 +217,7 @@ func (o *AgentObjects) Close() error {
 //
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentMaps struct {
+	Agents   *ebpf.Map `ebpf:"agents"`
 	Calls    *ebpf.Map `ebpf:"calls"`
 	Counters *ebpf.Map `ebpf:"counters"`
 	Events   *ebpf.Map `ebpf:"events"`
@@ -216,6 +229,7 @@ type AgentMaps struct {
 
 func (m *AgentMaps) Close() error {
 	return _AgentClose(
+		m.Agents,
 		m.Calls,
 		m.Counters,
 		m.Events,
@@ -239,6 +253,7 @@ type AgentVariables struct {
 	UnusedFlowKey *ebpf.Variable `ebpf:"unused_flow_key"`
 	UnusedPin     *ebpf.Variable `ebpf:"unused_pin"`
 	UnusedPinKey  *ebpf.Variable `ebpf:"unused_pin_key"`
+	UnusedTagged  *ebpf.Variable `ebpf:"unused_tagged"`
 }
 
 // AgentPrograms contains all programs after they have been loaded into the kernel.
