@@ -165,7 +165,7 @@
 // # What agents share
 //
 // The kernel verifies the programs once for a host and version of drowse, which takes some
-// 60 ms, and all agents share them. An agent has a small program of its own for each direction
+// hundred milliseconds, and all agents share them. An agent has a small program of its own for each direction
 // on its device: it says which slot of the host's maps is the agent's and by what number (its
 // claim) the table there has to call itself, and calls the program that is shared.
 // Flows, pinned names, counters and events are in maps of the agent's own, in its slot.

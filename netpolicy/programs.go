@@ -98,7 +98,7 @@ func (p *programs) closeShared() error {
 // kernelTypes keeps what has been read of the kernel's BTF, which is much.
 var kernelTypes = btf.NewCache()
 
-// loadPrograms has the kernel verify and compile the programs, which takes some 60 ms.
+// loadPrograms has the kernel verify and compile the programs, which takes up to half a second.
 // Under test their clock stands until it is set, with the variable that is returned.
 func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 	spec, err := bpf.LoadAgent()
