@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"time"
 
@@ -29,6 +30,8 @@ type Client struct {
 	idle   []*channel
 	open   map[*channel]struct{}
 	closed bool
+	// opening are connections of the forward port before their answer.
+	opening map[net.Conn]struct{}
 }
 
 // channel is one connection; one call at a time is made on it.
@@ -51,8 +54,9 @@ func Dial(ctx context.Context, dial Dialer) (*Client, error) {
 	return c, nil
 }
 
-// Close closes every connection. Calls that are under way fail with
-// ErrConnectionLost, and commands that are not detached are killed.
+// Close closes every connection but those that Dial and Accept have given away. Calls
+// that are under way fail with ErrConnectionLost, and commands that are not detached are
+// killed.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.closed = true
@@ -60,6 +64,9 @@ func (c *Client) Close() error {
 	open := make([]*channel, 0, len(c.open))
 	for ch := range c.open {
 		open = append(open, ch)
+	}
+	for conn := range c.opening {
+		conn.Close()
 	}
 	c.mu.Unlock()
 	for _, ch := range open {

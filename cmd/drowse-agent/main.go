@@ -83,8 +83,17 @@ func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
 	if err != nil {
 		return err
 	}
+	forward, err := agent.ListenVsock(agentpb.ForwardPort)
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
+	go func() {
+		if err := s.ServeForward(ctx, forward); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		}
+	}()
 	go onSignal(func() {
 		if isInit {
 			s.Stop(false, 0)

@@ -92,6 +92,9 @@ func (c *pollFile) Write(p []byte) (int, error) {
 	return done, nil
 }
 
+// SyscallConn implements syscall.Conn.
+func (c *pollFile) SyscallConn() (syscall.RawConn, error) { return c.rc, nil }
+
 func (c *pollFile) Close() error                       { return c.f.Close() }
 func (c *pollFile) LocalAddr() net.Addr                { return c.addr }
 func (c *pollFile) RemoteAddr() net.Addr               { return c.addr }

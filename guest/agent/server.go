@@ -56,6 +56,7 @@ type Server struct {
 	hooks     hooks
 	hookWatch *hookWatch // nil: the host asks whenever it must know
 	freeze    freeze
+	forwards  forwards
 
 	stopping sync.Once
 
@@ -180,6 +181,7 @@ func (s *Server) Close() {
 	}
 	s.mu.Unlock()
 	s.rpc.Close()
+	s.forwards.close()
 	s.thawLate()
 	s.hookWatch.close()
 	s.procs.endAll()

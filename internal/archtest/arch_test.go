@@ -32,7 +32,7 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
-	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
+	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/forward", "guest/sshd", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 	// netpolicy/resolver and netpolicy/hostnet: a VM's process serves its names, and takes

@@ -1,0 +1,382 @@
+package agent
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/relay"
+)
+
+const (
+	// maxForwards bounds the connections of the forward port that are served at once;
+	// more are answered with CodeLimit. The device has room for 1024 in all.
+	maxForwards = 768
+	// maxPending bounds the connections of a listener that were announced and not taken.
+	maxPending = 64
+	// forwardRequestTime is how long the host may take for its request.
+	forwardRequestTime = 30 * time.Second
+	// acceptPause is how long a listener that is out of descriptors or memory waits.
+	acceptPause = 100 * time.Millisecond
+	// defaultDialTime and maxDialTime bound a dial in the guest.
+	defaultDialTime = 30 * time.Second
+	maxDialTime     = 5 * time.Minute
+)
+
+// forwards are the connections and listeners that the host has opened at the forward
+// port. The zero value is ready.
+type forwards struct {
+	mu        sync.Mutex
+	closed    bool
+	open      map[net.Conn]struct{} // the host's ends
+	listeners map[uint64]*forwardListener
+	last      uint64 // token given last
+	wg        sync.WaitGroup
+}
+
+// forwardListener is a listener in the guest. It lives as long as its connection.
+type forwardListener struct {
+	net.Listener
+	room   chan struct{} // holds an element for each pending connection, and the next one
+	closed chan struct{}
+
+	mu      sync.Mutex
+	pending map[uint64]net.Conn // nil once it is closed
+}
+
+// ServeForward serves the forward port (see agentpb.ForwardPort) on l until ctx ends or
+// Close is called, and closes l.
+func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	f := &s.forwards
+	stop := context.AfterFunc(ctx, func() { l.Close() })
+	defer func() {
+		cancel()
+		stop()
+		l.Close()
+		f.close()
+		f.wg.Wait()
+	}()
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed) {
+				return nil
+			}
+			if !exhausted(err) {
+				return err
+			}
+			// The connection waits in the kernel's queue.
+			select {
+			case <-time.After(acceptPause):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		switch f.add(c) {
+		case agentpb.CodeOK:
+			f.wg.Go(func() {
+				defer f.remove(c)
+				f.serve(ctx, c)
+			})
+		case agentpb.CodeLimit:
+			// The answer fits into an empty connection: this does not wait.
+			_ = answer(c, agentpb.CodeLimit, fmt.Sprintf("%d connections are open, the limit", maxForwards))
+			c.Close()
+		default:
+			c.Close()
+		}
+	}
+}
+
+func (f *forwards) add(c net.Conn) agentpb.ForwardCode {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.closed:
+		return agentpb.CodeFailed
+	case len(f.open) >= maxForwards:
+		return agentpb.CodeLimit
+	case f.open == nil:
+		f.open = make(map[net.Conn]struct{})
+		f.listeners = make(map[uint64]*forwardListener)
+	}
+	f.open[c] = struct{}{}
+	return agentpb.CodeOK
+}
+
+func (f *forwards) remove(c net.Conn) {
+	c.Close()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.open, c)
+}
+
+// close ends every connection, and with them the listeners.
+func (f *forwards) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	for c := range f.open {
+		c.Close()
+	}
+}
+
+// token returns a number that no listener or connection of this agent had before.
+func (f *forwards) token() uint64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.last++
+	return f.last
+}
+
+// serve serves one connection of the host to its end.
+func (f *forwards) serve(ctx context.Context, c net.Conn) {
+	defer func() {
+		if r := recover(); r != nil { // one bad request must not take the machine's init down
+			fmt.Fprintf(os.Stderr, "drowse-agent: forward: %v\n", r)
+		}
+	}()
+	m, payload, err := readRequest(c)
+	if err != nil {
+		if errors.Is(err, agentpb.ErrForward) {
+			_ = answer(c, agentpb.CodeInvalid, err.Error())
+		}
+		return
+	}
+	switch m.Op {
+	case agentpb.OpDial:
+		f.dial(ctx, c, m, string(payload))
+	case agentpb.OpListen:
+		f.listen(ctx, c, m, string(payload))
+	case agentpb.OpAccept:
+		f.accept(c, binary.BigEndian.Uint64(payload), binary.BigEndian.Uint64(payload[agentpb.TokenSize:]))
+	}
+}
+
+func readRequest(c net.Conn) (m agentpb.ForwardRequest, payload []byte, err error) {
+	if err := c.SetReadDeadline(time.Now().Add(forwardRequestTime)); err != nil {
+		return m, nil, err
+	}
+	var head [agentpb.ForwardRequestSize]byte
+	if _, err := io.ReadFull(c, head[:]); err != nil {
+		return m, nil, err
+	}
+	if err := m.Decode(&head); err != nil {
+		return m, nil, err
+	}
+	payload = make([]byte, m.Length)
+	if _, err := io.ReadFull(c, payload); err != nil {
+		return m, nil, err
+	}
+	return m, payload, c.SetReadDeadline(time.Time{})
+}
+
+// answer sends an answer. A text that is too long is cut.
+func answer(c net.Conn, code agentpb.ForwardCode, text string) error {
+	text = text[:min(len(text), agentpb.MaxForwardText)]
+	var head [agentpb.ForwardAnswerSize]byte
+	(&agentpb.ForwardAnswer{Code: code, Length: len(text)}).Encode(&head)
+	_, err := c.Write(append(head[:], text...))
+	return err
+}
+
+// dial connects to a socket of the guest, or to one that the guest can reach.
+func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardRequest, address string) {
+	limit := defaultDialTime
+	if m.TimeoutMs > 0 {
+		limit = min(time.Duration(m.TimeoutMs)*time.Millisecond, maxDialTime)
+	}
+	if m.Network != agentpb.TCP && m.Network != agentpb.Unix {
+		_ = answer(c, agentpb.CodeInvalid, m.Network.String()+" is not served")
+		return
+	}
+	d := net.Dialer{Timeout: limit}
+	to, err := d.DialContext(ctx, m.Network.String(), address)
+	if err != nil {
+		_ = answer(c, codeOf(err), err.Error())
+		return
+	}
+	join(c, to, to.LocalAddr().String())
+}
+
+// join tells the host that a socket is there, and carries its bytes.
+func join(c, to net.Conn, text string) {
+	end := relay.Socket(to)
+	if err := answer(c, agentpb.CodeOK, text); err != nil {
+		_ = end.Reset()
+		return
+	}
+	_, _, _ = relay.Join(relay.NewStream(c), end) // whoever has a socket sees how it ended
+}
+
+// listen listens for as long as c lives, and announces there who connects.
+func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequest, address string) {
+	if m.Network != agentpb.TCP && m.Network != agentpb.Unix {
+		_ = answer(c, agentpb.CodeInvalid, m.Network.String()+" is not served")
+		return
+	}
+	var lc net.ListenConfig
+	inner, err := lc.Listen(ctx, m.Network.String(), address)
+	if err != nil {
+		_ = answer(c, codeOf(err), err.Error())
+		return
+	}
+	l := &forwardListener{Listener: inner, room: make(chan struct{}, maxPending), closed: make(chan struct{}), pending: make(map[uint64]net.Conn)}
+	token := f.token()
+	f.mu.Lock()
+	f.listeners[token] = l
+	f.mu.Unlock()
+	var wg sync.WaitGroup
+	defer func() {
+		f.mu.Lock()
+		delete(f.listeners, token)
+		f.mu.Unlock()
+		l.end()
+		wg.Wait()
+	}()
+	text := binary.BigEndian.AppendUint64(nil, token)
+	if err := answer(c, agentpb.CodeOK, string(text)+inner.Addr().String()); err != nil {
+		return
+	}
+	wg.Go(func() {
+		l.announce(f, c)
+		c.Close()
+	})
+	// The host has nothing more to say; this waits for the end of the connection.
+	var b [1]byte
+	_, _ = c.Read(b[:])
+	c.Close()
+}
+
+// announce accepts connections and says so on c, until either is closed.
+func (l *forwardListener) announce(f *forwards, c net.Conn) {
+	for {
+		// Once too many are pending, those that come next wait in the kernel's queue.
+		select {
+		case l.room <- struct{}{}:
+		case <-l.closed:
+			return
+		}
+		conn, err := l.Accept()
+		if exhausted(err) {
+			<-l.room
+			select {
+			case <-time.After(acceptPause):
+			case <-l.closed:
+				return
+			}
+			continue
+		}
+		if err != nil {
+			return
+		}
+		token := f.token()
+		l.mu.Lock()
+		closed := l.pending == nil
+		if !closed {
+			l.pending[token] = conn
+		}
+		l.mu.Unlock()
+		if closed {
+			_ = relay.Socket(conn).Reset()
+			return
+		}
+		from := conn.RemoteAddr().String()
+		from = from[:min(len(from), agentpb.MaxForwardAddress)]
+		var head [agentpb.AnnouncementSize]byte
+		(&agentpb.Announcement{Token: token, Length: len(from)}).Encode(&head)
+		if _, err := c.Write(append(head[:], from...)); err != nil {
+			return
+		}
+	}
+}
+
+// take returns a pending connection, nil if there is none of that token.
+func (l *forwardListener) take(token uint64) net.Conn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	conn := l.pending[token]
+	if conn != nil {
+		delete(l.pending, token)
+		<-l.room
+	}
+	return conn
+}
+
+// end closes the listener and resets what nobody has taken.
+func (l *forwardListener) end() {
+	close(l.closed)
+	l.Close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, conn := range l.pending {
+		_ = relay.Socket(conn).Reset()
+	}
+	l.pending = nil
+}
+
+// accept hands a pending connection to the host.
+func (f *forwards) accept(c net.Conn, listener, token uint64) {
+	f.mu.Lock()
+	l := f.listeners[listener]
+	f.mu.Unlock()
+	var conn net.Conn
+	if l != nil {
+		conn = l.take(token)
+	}
+	if conn == nil {
+		_ = answer(c, agentpb.CodeNotFound, "the connection is gone")
+		return
+	}
+	join(c, conn, conn.LocalAddr().String())
+}
+
+// codeOf says what kind of error a dial or a listen has ended with.
+func codeOf(err error) agentpb.ForwardCode {
+	var (
+		dns     *net.DNSError
+		timeout interface{ Timeout() bool }
+		bad     *net.AddrError
+	)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return agentpb.CodeRefused
+	case errors.Is(err, syscall.EADDRINUSE):
+		return agentpb.CodeInUse
+	case errors.Is(err, fs.ErrNotExist):
+		return agentpb.CodeNotFound
+	case errors.Is(err, fs.ErrPermission):
+		return agentpb.CodeDenied
+	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.EADDRNOTAVAIL):
+		return agentpb.CodeUnreachable
+	case exhausted(err), errors.Is(err, syscall.EAGAIN):
+		return agentpb.CodeLimit
+	case errors.As(err, &bad):
+		return agentpb.CodeInvalid
+	case errors.As(err, &timeout) && timeout.Timeout():
+		return agentpb.CodeTimeout
+	case errors.As(err, &dns):
+		return agentpb.CodeUnreachable
+	}
+	return agentpb.CodeFailed
+}
+
+// exhausted says that a call may succeed once others have given back what they hold.
+func exhausted(err error) bool {
+	for _, errno := range []syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS} {
+		if errors.Is(err, errno) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,285 @@
+package guest
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/relay"
+)
+
+// Conn is a connection to a socket in the guest. Read gives io.EOF only where the peer has
+// ended its direction, and an error that is syscall.ECONNRESET where the connection was
+// reset or cut, as all are when the VM sleeps. CloseWrite ends one direction, Close both,
+// Abort resets the peer. See relay.Stream for the rest.
+type Conn = relay.Stream
+
+// ForwardError is an answer of the agent's to Dial or Listen. It matches the errors of
+// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE), and
+// fs.ErrNotExist and fs.ErrPermission.
+type ForwardError struct {
+	Op, Network, Address string
+	Code                 agentpb.ForwardCode
+	Message              string // the agent's words, fit to be printed
+}
+
+// Error implements error.
+func (e *ForwardError) Error() string {
+	return fmt.Sprintf("guest: %s %s %s in the guest: %s", e.Op, e.Network, e.Address, e.Message)
+}
+
+// Is implements errors.Is.
+func (e *ForwardError) Is(target error) bool {
+	switch target {
+	case syscall.ECONNREFUSED:
+		return e.Code == agentpb.CodeRefused
+	case syscall.EHOSTUNREACH:
+		return e.Code == agentpb.CodeUnreachable
+	case syscall.ETIMEDOUT:
+		return e.Code == agentpb.CodeTimeout
+	case syscall.EADDRINUSE:
+		return e.Code == agentpb.CodeInUse
+	case fs.ErrNotExist:
+		return e.Code == agentpb.CodeNotFound
+	case fs.ErrPermission:
+		return e.Code == agentpb.CodeDenied
+	}
+	return false
+}
+
+// guestAddr is the address of a socket in the guest, in the guest's words.
+type guestAddr struct{ network, address string }
+
+func (a guestAddr) Network() string { return a.network }
+func (a guestAddr) String() string  { return a.address }
+
+// Dial connects to a socket from within the guest, by the agent, which has root's rights
+// there. The network is "tcp", with an address "host:port" whose host is looked up in the
+// guest, or "unix", with a path. The error is a *ForwardError if the guest could not do it.
+func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, error) {
+	m := agentpb.ForwardRequest{Op: agentpb.OpDial, Length: len(address)}
+	if deadline, ok := ctx.Deadline(); ok {
+		m.TimeoutMs = uint32(min(max(time.Until(deadline).Milliseconds(), 1), 1<<31))
+	}
+	conn, text, err := c.forward(ctx, "dial", network, address, m, []byte(address))
+	if err != nil {
+		return nil, err
+	}
+	s := relay.NewStream(conn)
+	s.Local, s.Remote = guestAddr{network, printable(text)}, guestAddr{network, address}
+	return s, nil
+}
+
+// forward makes a request at the forward port and returns the connection for what
+// follows, with the text of the answer.
+func (c *Client) forward(ctx context.Context, op, network, address string, m agentpb.ForwardRequest, payload []byte) (_ net.Conn, text string, err error) {
+	n, ok := agentpb.ParseNetwork(network)
+	if !ok {
+		return nil, "", fmt.Errorf("guest: %s %s: use the network tcp or unix", op, network)
+	}
+	if len(address) == 0 || len(address) > agentpb.MaxForwardAddress {
+		return nil, "", fmt.Errorf("guest: %s %s: an address of %d bytes, at most %d", op, network, len(address), agentpb.MaxForwardAddress)
+	}
+	m.Network = n
+	conn, err := c.dial(ctx, agentpb.ForwardPort)
+	if err != nil {
+		return nil, "", err
+	}
+	if !c.adopt(conn) {
+		conn.Close()
+		return nil, "", fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
+	}
+	defer func() {
+		c.disown(conn)
+		if err != nil {
+			conn.Close()
+		}
+	}()
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	lost := func(err error) error {
+		if ctx.Err() != nil {
+			return fmt.Errorf("guest: %s %s %s: %w", op, network, address, ctx.Err())
+		}
+		return fmt.Errorf("guest: %s %s %s: %w: %w", op, network, address, ErrConnectionLost, err)
+	}
+	var head [agentpb.ForwardRequestSize]byte
+	m.Encode(&head)
+	if _, err := conn.Write(append(head[:], payload...)); err != nil {
+		return nil, "", lost(err)
+	}
+	var b [agentpb.ForwardAnswerSize]byte
+	if _, err := io.ReadFull(conn, b[:]); err != nil {
+		return nil, "", lost(err)
+	}
+	var a agentpb.ForwardAnswer
+	if err := a.Decode(&b); err != nil {
+		return nil, "", fmt.Errorf("guest: %s %s %s: %w: %w", op, network, address, ErrProtocol, err)
+	}
+	buf := make([]byte, a.Length)
+	if _, err := io.ReadFull(conn, buf); err != nil {
+		return nil, "", lost(err)
+	}
+	if a.Code != agentpb.CodeOK {
+		return nil, "", &ForwardError{Op: op, Network: network, Address: address, Code: a.Code, Message: printable(string(buf))}
+	}
+	if !stop() {
+		return nil, "", lost(ctx.Err())
+	}
+	return conn, string(buf), nil
+}
+
+// adopt makes Close close a connection that is being opened. It fails once the client is
+// closed.
+func (c *Client) adopt(conn net.Conn) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false
+	}
+	if c.opening == nil {
+		c.opening = make(map[net.Conn]struct{})
+	}
+	c.opening[conn] = struct{}{}
+	return true
+}
+
+func (c *Client) disown(conn net.Conn) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.opening, conn)
+}
+
+// Listener listens in the guest. It is a net.Listener whose connections are of type *Conn.
+type Listener struct {
+	c       *Client
+	network string
+	token   [agentpb.TokenSize]byte
+	addr    guestAddr
+	control net.Conn
+
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	mu   sync.Mutex // held by Accept while it reads
+	held *announced // a connection that there was no descriptor for
+}
+
+// announced is a connection that waits in the agent.
+type announced struct {
+	token []byte
+	from  string
+}
+
+// maxAcceptTime bounds the take-over of one connection.
+const maxAcceptTime = 30 * time.Second
+
+// Listen listens at an address in the guest, by the agent, which has root's rights there:
+// "tcp" with "host:port", where port 0 lets the guest choose, or "unix" with a path. The
+// listener is gone when the VM sleeps: Accept fails then, with ErrConnectionLost. At most
+// 64 connections wait in the agent to be accepted.
+func (c *Client) Listen(ctx context.Context, network, address string) (*Listener, error) {
+	m := agentpb.ForwardRequest{Op: agentpb.OpListen, Length: len(address)}
+	conn, text, err := c.forward(ctx, "listen", network, address, m, []byte(address))
+	if err != nil {
+		return nil, err
+	}
+	if len(text) <= agentpb.TokenSize {
+		conn.Close()
+		return nil, fmt.Errorf("guest: listen %s %s: %w: an answer without a token", network, address, ErrProtocol)
+	}
+	l := &Listener{c: c, network: network, control: conn, addr: guestAddr{network, printable(text[agentpb.TokenSize:])}}
+	copy(l.token[:], text)
+	l.ctx, l.cancel = context.WithCancel(context.Background())
+	return l, nil
+}
+
+// Addr is the address in the guest.
+func (l *Listener) Addr() net.Addr { return l.addr }
+
+// Close ends the listener in the guest. Connections that were accepted live on.
+func (l *Listener) Close() error {
+	l.cancel()
+	return l.control.Close()
+}
+
+// Accept implements net.Listener.
+func (l *Listener) Accept() (net.Conn, error) {
+	c, err := l.AcceptGuest()
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// AcceptGuest waits for a connection in the guest and takes it over. One that is gone by
+// then, or that the agent does not hand over in time, is passed over. The error for want of
+// descriptors, syscall.EMFILE or ENFILE, leaves the connection waiting.
+func (l *Listener) AcceptGuest() (*Conn, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for {
+		next := l.held
+		l.held = nil
+		if next == nil {
+			var err error
+			if next, err = l.announced(); err != nil {
+				return nil, err
+			}
+		}
+		conn, err := l.take(next.token, next.from)
+		if err == nil {
+			return conn, nil
+		}
+		if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+			l.held = next
+			return nil, err
+		}
+		// If it is the listener that is lost, its connection says so.
+	}
+}
+
+// announced waits for the next announcement.
+func (l *Listener) announced() (_ *announced, err error) {
+	var head [agentpb.AnnouncementSize]byte
+	var a agentpb.Announcement
+	var from string
+	if _, err = io.ReadFull(l.control, head[:]); err == nil {
+		if err := a.Decode(&head); err != nil {
+			l.Close()
+			return nil, fmt.Errorf("guest: accept %s %s: %w: %w", l.network, l.addr, ErrProtocol, err)
+		}
+		buf := make([]byte, a.Length)
+		_, err = io.ReadFull(l.control, buf)
+		from = printable(string(buf))
+	}
+	switch {
+	case l.ctx.Err() != nil:
+		return nil, fmt.Errorf("guest: accept %s %s: %w", l.network, l.addr, net.ErrClosed)
+	case err != nil:
+		return nil, fmt.Errorf("guest: accept %s %s: %w: %w", l.network, l.addr, ErrConnectionLost, err)
+	}
+	return &announced{binary.BigEndian.AppendUint64(nil, a.Token), from}, nil
+}
+
+// take takes a connection over.
+func (l *Listener) take(token []byte, from string) (*Conn, error) {
+	ctx, cancel := context.WithTimeout(l.ctx, maxAcceptTime)
+	defer cancel()
+	m := agentpb.ForwardRequest{Op: agentpb.OpAccept, Length: 2 * agentpb.TokenSize}
+	conn, _, err := l.c.forward(ctx, "accept", l.network, l.addr.address, m, append(l.token[:], token...))
+	if err != nil {
+		return nil, err
+	}
+	s := relay.NewStream(conn)
+	s.Local, s.Remote = l.addr, guestAddr{l.network, from}
+	return s, nil
+}

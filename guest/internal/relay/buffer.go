@@ -1,0 +1,74 @@
+package relay
+
+import (
+	"io"
+	"os"
+	"sync"
+	"syscall"
+)
+
+// BufferSize is how many bytes are moved at a time.
+const BufferSize = 32 << 10
+
+// buffers holds what is used while bytes are there, so that an idle connection has none.
+var buffers = sync.Pool{New: func() any { return new(buffer) }}
+
+type buffer [headSize + BufferSize]byte
+
+// chunks calls use for all that r gives, with a buffer whose first headSize bytes are free
+// and the number of bytes after them. It ends with the first error of r, io.EOF at its end,
+// or of use. A reader that has a descriptor gets a buffer only once it is readable.
+func chunks(r io.Reader, use func(buf *buffer, n int) error) (readErr, useErr error) {
+	var rc syscall.RawConn
+	if sc, ok := r.(syscall.Conn); ok {
+		if rc, readErr = sc.SyscallConn(); readErr != nil {
+			return readErr, nil
+		}
+	}
+	for {
+		var (
+			buf *buffer
+			n   int
+		)
+		if rc != nil {
+			buf, n, readErr = rawReadWait(rc)
+		} else {
+			buf = buffers.Get().(*buffer)
+			n, readErr = r.Read(buf[headSize:])
+		}
+		if n > 0 {
+			useErr = use(buf, n)
+		}
+		buffers.Put(buf)
+		if readErr != nil || useErr != nil {
+			return readErr, useErr
+		}
+	}
+}
+
+// rawReadWait waits for bytes without a buffer, and reads them into one.
+func rawReadWait(rc syscall.RawConn) (buf *buffer, n int, err error) {
+	var errno syscall.Errno
+	err = rc.Read(func(fd uintptr) bool {
+		buf = buffers.Get().(*buffer)
+		n, errno = rawRead(fd, buf[headSize:])
+		if errno == syscall.EAGAIN {
+			buffers.Put(buf)
+			buf = nil
+			return false
+		}
+		return true
+	})
+	if buf == nil {
+		buf = buffers.Get().(*buffer)
+	}
+	switch {
+	case err != nil:
+		return buf, 0, err
+	case errno != 0:
+		return buf, 0, os.NewSyscallError("read", errno)
+	case n == 0:
+		return buf, 0, io.EOF
+	}
+	return buf, n, nil
+}

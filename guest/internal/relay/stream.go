@@ -1,0 +1,354 @@
+package relay
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+)
+
+// Frames.
+const (
+	headSize = 4
+	// MaxFrame is the most that a frame may carry, in bytes: a datagram of UDP.
+	MaxFrame = 64 << 10
+
+	kindData = 1
+	kindEnd  = 2
+)
+
+// ErrCut says that the other end of a stream has gone without ending it: what was read
+// is not all there was. It is a connection reset.
+var ErrCut = fmt.Errorf("the forwarded connection was cut: %w", syscall.ECONNRESET)
+
+// Stream is a connection of frames: a net.Conn whose two directions end separately. A
+// Read, a Write and the other calls may run concurrently.
+type Stream struct {
+	conn net.Conn
+	// Local and Remote are what LocalAddr and RemoteAddr say; nil are the connection's.
+	Local, Remote net.Addr
+
+	readMu sync.Mutex // held by the reader
+	in     parser
+	// buf[from:to] are bytes of the connection that were read and not parsed. Read has it;
+	// WriteTo uses the pool.
+	buf      []byte
+	from, to int
+
+	writeMu sync.Mutex // held by the writer
+	ended   atomic.Bool
+	closed  atomic.Bool
+}
+
+var errAfterEnd = fmt.Errorf("%w: bytes after the end of a stream", flow.ErrProtocol)
+
+// NewStream makes a stream of a connection that is used for nothing else any more.
+func NewStream(c net.Conn) *Stream { return &Stream{conn: c} }
+
+// parser takes frames apart. Zero is the beginning of a stream.
+type parser struct {
+	head  [headSize]byte
+	have  int // bytes of head
+	left  int // bytes of the frame's data still to come
+	ended bool
+}
+
+// next returns the data at the beginning of p that belongs to one frame, and how many
+// bytes of p were used. Data may be empty although bytes were used.
+func (s *parser) next(p []byte) (data []byte, used int, err error) {
+	if s.ended && len(p) > 0 {
+		return nil, 0, errAfterEnd
+	}
+	if s.left == 0 {
+		n := copy(s.head[s.have:], p)
+		s.have += n
+		used = n
+		if s.have < headSize {
+			return nil, used, nil
+		}
+		s.have = 0
+		v := binary.BigEndian.Uint32(s.head[:])
+		kind, length := v>>24, int(v&(1<<24-1))
+		switch {
+		case kind == kindEnd && length == 0:
+			s.ended = true
+			return nil, used, nil
+		case kind != kindData || length == 0 || length > MaxFrame:
+			return nil, used, fmt.Errorf("%w: a frame of kind %d with %d bytes", flow.ErrProtocol, kind, length)
+		}
+		s.left = length
+	}
+	n := min(s.left, len(p)-used)
+	data = p[used : used+n]
+	s.left -= n
+	return data, used + n, nil
+}
+
+func head(b []byte, kind byte, length int) {
+	binary.BigEndian.PutUint32(b, uint32(kind)<<24|uint32(length))
+}
+
+// Read reads data of the stream: io.EOF at its end, ErrCut if it breaks off.
+func (s *Stream) Read(p []byte) (int, error) {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	if len(p) == 0 {
+		return 0, nil
+	}
+	if s.buf == nil {
+		s.buf = make([]byte, headSize+BufferSize)
+	}
+	for {
+		for s.from < s.to && !s.in.ended {
+			// No more than the caller has room for.
+			var limit int
+			if s.in.left > 0 {
+				limit = min(s.to, s.from+len(p))
+			} else {
+				limit = min(s.to, s.from+headSize-s.in.have)
+			}
+			data, used, err := s.in.next(s.buf[s.from:limit])
+			s.from += used
+			if err != nil {
+				return 0, s.broken(err)
+			}
+			if len(data) > 0 {
+				return copy(p, data), nil
+			}
+		}
+		if s.in.ended {
+			if s.from < s.to {
+				_, _, err := s.in.next(s.buf[s.from:s.to])
+				return 0, s.broken(err)
+			}
+			return 0, io.EOF
+		}
+		n, err := s.conn.Read(s.buf)
+		s.from, s.to = 0, n
+		if n == 0 && err != nil {
+			return 0, s.cut(err)
+		}
+	}
+}
+
+// cut is the error of a connection that broke off.
+func (s *Stream) cut(err error) error {
+	switch {
+	case s.closed.Load():
+		return net.ErrClosed
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return err
+	}
+	return ErrCut
+}
+
+// broken ends a connection whose other end does not keep to the protocol.
+func (s *Stream) broken(err error) error {
+	_ = s.Abort()
+	return err
+}
+
+// WriteTo implements io.WriterTo. It holds a buffer only while there are bytes.
+func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	parse := func(p []byte) error {
+		for len(p) > 0 {
+			data, used, err := s.in.next(p)
+			if err != nil {
+				return s.broken(err)
+			}
+			p = p[used:]
+			if len(data) > 0 {
+				n, err := w.Write(data)
+				written += int64(n)
+				if err != nil {
+					return err
+				}
+			}
+			if s.in.ended {
+				if len(p) > 0 {
+					_, _, err := s.in.next(p)
+					return s.broken(err)
+				}
+				return errEnd
+			}
+		}
+		return nil
+	}
+	err = parse(s.buf[s.from:s.to])
+	if err == nil && s.in.ended {
+		err = errEnd
+	}
+	if err == nil {
+		s.buf, s.from, s.to = nil, 0, 0
+		var rerr error
+		rerr, err = chunks(s.conn, func(buf *buffer, n int) error { return parse(buf[headSize : headSize+n]) })
+		if err == nil {
+			return written, s.cut(rerr)
+		}
+	}
+	if errors.Is(err, errEnd) {
+		return written, nil
+	}
+	return written, err
+}
+
+// errEnd leaves the loop at the frame that ends a stream.
+var errEnd = errors.New("end of stream")
+
+// awaitGone waits, after the stream's end, until the other end has gone as well or this
+// one was closed. The other end must not say anything more.
+func (s *Stream) awaitGone() {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	_, err := chunks(s.conn, func(*buffer, int) error { return errAfterEnd })
+	if err != nil {
+		_ = s.Abort()
+	}
+}
+
+// Write sends p. It waits for as long as the other end takes no more.
+func (s *Stream) Write(p []byte) (int, error) {
+	s.writeMu.Lock()
+	defer s.writeMu.Unlock()
+	buf := buffers.Get().(*buffer)
+	defer buffers.Put(buf)
+	for done := 0; done < len(p); {
+		n := copy(buf[headSize:], p[done:])
+		if err := s.frame(buf, n); err != nil {
+			return done, err
+		}
+		done += n
+	}
+	return len(p), nil
+}
+
+// ReadFrom implements io.ReaderFrom. It holds a buffer only while there are bytes.
+func (s *Stream) ReadFrom(r io.Reader) (read int64, err error) {
+	rerr, werr := s.readFrom(r, &read)
+	if werr == nil && !errors.Is(rerr, io.EOF) {
+		werr = rerr
+	}
+	return read, werr
+}
+
+func (s *Stream) readFrom(r io.Reader, read *int64) (readErr, writeErr error) {
+	return chunks(r, func(buf *buffer, n int) error {
+		s.writeMu.Lock()
+		defer s.writeMu.Unlock()
+		*read += int64(n)
+		return s.frame(buf, n)
+	})
+}
+
+// frame sends n bytes of data, which lie in buf after the room for a head. The caller
+// holds writeMu.
+func (s *Stream) frame(buf *buffer, n int) error {
+	if s.ended.Load() {
+		return net.ErrClosed
+	}
+	head(buf[:], kindData, n)
+	if _, err := s.conn.Write(buf[:headSize+n]); err != nil {
+		// Part of a frame may have been sent: nothing can follow it.
+		s.ended.Store(true)
+		return s.cut(err)
+	}
+	return nil
+}
+
+// CloseWrite ends the direction to the other end, after all that was written.
+func (s *Stream) CloseWrite() error {
+	s.writeMu.Lock()
+	defer s.writeMu.Unlock()
+	if s.ended.Swap(true) {
+		return nil
+	}
+	var b [headSize]byte
+	head(b[:], kindEnd, 0)
+	if _, err := s.conn.Write(b[:]); err != nil {
+		return s.cut(err)
+	}
+	return nil
+}
+
+// Close ends both directions. It does not wait: if the connection is so full that the
+// end finds no room, the other end sees a cut after what was written. Use CloseWrite, and
+// read to the end, to know that all has arrived.
+func (s *Stream) Close() error {
+	if !s.ended.Load() && s.writeMu.TryLock() {
+		if !s.ended.Swap(true) {
+			s.endNow()
+		}
+		s.writeMu.Unlock()
+	}
+	return s.Abort()
+}
+
+// endNow writes the end if there is room for it. The caller holds writeMu.
+func (s *Stream) endNow() {
+	var b [headSize]byte
+	head(b[:], kindEnd, 0)
+	sc, ok := s.conn.(syscall.Conn)
+	if !ok {
+		// Not a socket, such as a net.Pipe.
+		_ = s.conn.SetWriteDeadline(time.Now().Add(endPatience))
+		_, _ = s.conn.Write(b[:])
+		return
+	}
+	rc, err := sc.SyscallConn()
+	if err != nil {
+		return
+	}
+	// Part of a head is a cut for the other end, as none is.
+	_ = rc.Write(func(fd uintptr) bool {
+		_, _ = syscall.Write(int(fd), b[:])
+		return true
+	})
+}
+
+// endPatience is for connections that cannot be asked whether they have room.
+const endPatience = 100 * time.Millisecond
+
+// Abort closes the connection at once: the other end sees a cut, unless both ends have
+// ended.
+func (s *Stream) Abort() error {
+	s.ended.Store(true)
+	if s.closed.Swap(true) {
+		return nil
+	}
+	return s.conn.Close()
+}
+
+// LocalAddr implements net.Conn.
+func (s *Stream) LocalAddr() net.Addr {
+	if s.Local != nil {
+		return s.Local
+	}
+	return s.conn.LocalAddr()
+}
+
+// RemoteAddr implements net.Conn.
+func (s *Stream) RemoteAddr() net.Addr {
+	if s.Remote != nil {
+		return s.Remote
+	}
+	return s.conn.RemoteAddr()
+}
+
+// SetDeadline implements net.Conn.
+func (s *Stream) SetDeadline(t time.Time) error { return s.conn.SetDeadline(t) }
+
+// SetReadDeadline implements net.Conn.
+func (s *Stream) SetReadDeadline(t time.Time) error { return s.conn.SetReadDeadline(t) }
+
+// SetWriteDeadline implements net.Conn. A Write that it cuts short ends the direction.
+func (s *Stream) SetWriteDeadline(t time.Time) error { return s.conn.SetWriteDeadline(t) }
