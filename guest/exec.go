@@ -37,6 +37,12 @@ type Cmd struct {
 	Detach      bool
 	ID          string
 	OutputLimit int
+	// Login runs the user's login shell instead: as one that reads its profile when Argv
+	// is empty, else with -c and the single element of Argv. Without Dir it begins in the
+	// user's home directory, if that exists.
+	Login bool
+	// Subsystem runs a program of the agent's own instead: SubsystemSFTP.
+	Subsystem string
 
 	IO
 }
@@ -58,7 +64,13 @@ type IO struct {
 type Pty struct {
 	Size
 	Term string // TERM; "" is xterm
+	// Modes are encoded as in RFC 4254, section 8; at most 1 KiB. None are the kernel's.
+	Modes []byte
 }
+
+// SubsystemSFTP speaks version 3 of the SSH file transfer protocol on its stdin and
+// stdout, with the rights of Cmd.User.
+const SubsystemSFTP = agentpb.SubsystemSFTP
 
 // Size is the size of a terminal in characters, each below 65536. Zero by
 // zero leaves it alone.
@@ -148,9 +160,10 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 		TimeoutNanos: int64(cmd.Timeout), Detach: cmd.Detach, Id: cmd.ID,
 		OutputLimit: uint32(min(max(cmd.OutputLimit, 0), agentpb.MaxOutputLimit)),
 		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && !cmd.Detach,
+		Login:       cmd.Login, Subsystem: cmd.Subsystem,
 	}
 	if cmd.Pty != nil {
-		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message()}
+		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message(), Modes: cmd.Pty.Modes}
 	}
 	return c.session(ctx, "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}}, cmd.IO, 0)
 }

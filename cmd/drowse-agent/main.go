@@ -1,6 +1,6 @@
 // Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
 // up and serves; as "drowse-agent service" it only serves, in an image that
-// has an init of its own.
+// has an init of its own. As "drowse-agent sftp", which it starts itself, it transfers files.
 //
 // The runtime is told not to follow cgroup limits, which would cost a look at
 // /proc every second.
@@ -20,6 +20,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent"
 	"github.com/drowse-vm/drowse/guest/agent/early"
+	"github.com/drowse-vm/drowse/guest/agent/sftp"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -45,9 +46,17 @@ func main() {
 		os.Stdout.WriteString(version + "\n")
 		return
 	}
+	if len(os.Args) == 2 && os.Args[1] == agentpb.SubsystemSFTP {
+		if err := sftp.Serve(os.Stdin, os.Stdout, os.Getenv("HOME")); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+			os.Exit(1)
+		}
+		return
+	}
 	if len(os.Args) != 2 || os.Args[1] != "service" {
-		os.Stderr.WriteString("usage: drowse-agent service|version\n" +
-			"service serves the host of this VM; as PID 1 the command takes no argument.\n")
+		os.Stderr.WriteString("usage: drowse-agent service|sftp|version\n" +
+			"service serves the host of this VM; sftp transfers files by stdin and stdout;\n" +
+			"as PID 1 the command takes no argument.\n")
 		os.Exit(exitUsage)
 	}
 	if err := serve(&agent.Kernel{}, false, func(string) {}); err != nil {

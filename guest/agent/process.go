@@ -96,13 +96,20 @@ func (t *table) start(m *agentpb.ExecStart) (*process, error) {
 	if err != nil {
 		return nil, status.Errorf(codes.InvalidArgument, "%v", err)
 	}
+	var path string
+	if m.Login || m.Subsystem != "" {
+		if a, path, err = login("/etc", m, a); err != nil {
+			return nil, err
+		}
+	}
 	env := environment(m, a)
 	if err := checkDir(m.Cwd); err != nil {
 		return nil, err
 	}
-	path, err := lookPath(m.Argv[0], env, m.Cwd)
-	if err != nil {
-		return nil, err
+	if path == "" {
+		if path, err = lookPath(m.Argv[0], env, m.Cwd); err != nil {
+			return nil, err
+		}
 	}
 	p := &process{
 		argv:    m.Argv,
@@ -127,7 +134,16 @@ func (t *table) start(m *agentpb.ExecStart) (*process, error) {
 // checkStart refuses what cannot or must not be started.
 func checkStart(m *agentpb.ExecStart) error {
 	bad := func(format string, args ...any) error { return status.Errorf(codes.InvalidArgument, format, args...) }
-	if len(m.Argv) == 0 || m.Argv[0] == "" {
+	switch {
+	case m.Subsystem != "":
+		if m.Login || len(m.Argv) > 0 || m.Pty != nil {
+			return bad("a subsystem has no command, no login shell and no terminal")
+		}
+	case m.Login:
+		if len(m.Argv) > 1 {
+			return bad("%d commands for a login shell, at most one", len(m.Argv))
+		}
+	case len(m.Argv) == 0 || m.Argv[0] == "":
 		return bad("argv is empty")
 	}
 	if len(m.Argv) > maxArgs || len(m.Env) > maxArgs {
@@ -149,6 +165,8 @@ func checkStart(m *agentpb.ExecStart) error {
 		return bad("working directory %q is not an absolute path", m.Cwd)
 	case m.TimeoutNanos < 0 || m.TimeoutNanos > int64(maxTimeout):
 		return bad("timeout of %d ns is out of range", m.TimeoutNanos)
+	case len(m.GetPty().GetModes()) > agentpb.MaxTerminalModes:
+		return bad("terminal modes of %d bytes, at most %d", len(m.Pty.Modes), agentpb.MaxTerminalModes)
 	case len(m.Id) > agentpb.MaxID:
 		return bad("id of %d bytes, at most %d", len(m.Id), agentpb.MaxID)
 	}
@@ -339,7 +357,7 @@ func (c *childFiles) close() {
 func openFiles(m *agentpb.ExecStart, a account) (*childFiles, error) {
 	c := &childFiles{child: [3]int{-1, -1, -1}, ours: [3]int{-1, -1, -1}}
 	if m.Pty != nil {
-		master, slave, err := openPty(m.Pty.Size, a)
+		master, slave, err := openPty(m.Pty, a)
 		if err != nil {
 			return nil, err
 		}

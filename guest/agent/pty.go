@@ -12,25 +12,28 @@ import (
 // input: VEOF of termios(3).
 const endOfTransmission = 0x04
 
-// openPty opens a pseudo-terminal of the given size for an account: the
+// openPty opens a pseudo-terminal of the given size and modes for an account: the
 // master, non-blocking, for the agent, and the slave for the process.
-func openPty(size *agentpb.WindowSize, a account) (master, slave int, err error) {
+func openPty(p *agentpb.Pty, a account) (master, slave int, err error) {
 	master, err = unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return -1, -1, fmt.Errorf("open a terminal (is devpts mounted?): %w", err)
 	}
-	if slave, err = openSlave(master, size, a); err != nil {
+	if slave, err = openSlave(master, p, a); err != nil {
 		unix.Close(master)
 		return -1, -1, err
 	}
 	return master, slave, nil
 }
 
-func openSlave(master int, size *agentpb.WindowSize, a account) (int, error) {
+func openSlave(master int, p *agentpb.Pty, a account) (int, error) {
 	if err := unix.IoctlSetPointerInt(master, unix.TIOCSPTLCK, 0); err != nil {
 		return -1, fmt.Errorf("unlock a terminal: %w", err)
 	}
-	if err := setWindowSize(master, size); err != nil {
+	if err := setWindowSize(master, p.Size); err != nil {
+		return -1, err
+	}
+	if err := setModes(master, p.Modes); err != nil {
 		return -1, err
 	}
 	// TIOCGPTPEER (Linux 4.13) opens the slave without a path, so that it does

@@ -1059,18 +1059,24 @@ func (*ExecRequest_Signal) isExecRequest_Msg() {}
 func (*ExecRequest_Ack) isExecRequest_Msg() {}
 
 type ExecStart struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Argv          []string               `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
-	Env           []string               `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty"`                                        // KEY=VALUE
-	ReplaceEnv    bool                   `protobuf:"varint,3,opt,name=replace_env,json=replaceEnv,proto3" json:"replace_env,omitempty"`       // env is the whole environment, not an addition
-	Cwd           string                 `protobuf:"bytes,4,opt,name=cwd,proto3" json:"cwd,omitempty"`                                        // absolute; "" is "/"
-	User          string                 `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`                                      // name or uid, with optional ":group" or ":gid"; "" is root
-	Pty           *Pty                   `protobuf:"bytes,6,opt,name=pty,proto3" json:"pty,omitempty"`                                        // absent: three pipes
-	TimeoutNanos  int64                  `protobuf:"varint,7,opt,name=timeout_nanos,json=timeoutNanos,proto3" json:"timeout_nanos,omitempty"` // 0: none; the process group is killed
-	Detach        bool                   `protobuf:"varint,8,opt,name=detach,proto3" json:"detach,omitempty"`                                 // the process outlives its connection
-	Id            string                 `protobuf:"bytes,9,opt,name=id,proto3" json:"id,omitempty"`                                          // at most 64 bytes; "" lets the agent choose
-	OutputLimit   uint32                 `protobuf:"varint,10,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"`   // bytes of output kept for a detached process; 0: 256 KiB
-	NoStdin       bool                   `protobuf:"varint,11,opt,name=no_stdin,json=noStdin,proto3" json:"no_stdin,omitempty"`               // stdin is /dev/null
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	Argv         []string               `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
+	Env          []string               `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty"`                                        // KEY=VALUE
+	ReplaceEnv   bool                   `protobuf:"varint,3,opt,name=replace_env,json=replaceEnv,proto3" json:"replace_env,omitempty"`       // env is the whole environment, not an addition
+	Cwd          string                 `protobuf:"bytes,4,opt,name=cwd,proto3" json:"cwd,omitempty"`                                        // absolute; "" is "/"
+	User         string                 `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`                                      // name or uid, with optional ":group" or ":gid"; "" is root
+	Pty          *Pty                   `protobuf:"bytes,6,opt,name=pty,proto3" json:"pty,omitempty"`                                        // absent: three pipes
+	TimeoutNanos int64                  `protobuf:"varint,7,opt,name=timeout_nanos,json=timeoutNanos,proto3" json:"timeout_nanos,omitempty"` // 0: none; the process group is killed
+	Detach       bool                   `protobuf:"varint,8,opt,name=detach,proto3" json:"detach,omitempty"`                                 // the process outlives its connection
+	Id           string                 `protobuf:"bytes,9,opt,name=id,proto3" json:"id,omitempty"`                                          // at most 64 bytes; "" lets the agent choose
+	OutputLimit  uint32                 `protobuf:"varint,10,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"`   // bytes of output kept for a detached process; 0: 256 KiB
+	NoStdin      bool                   `protobuf:"varint,11,opt,name=no_stdin,json=noStdin,proto3" json:"no_stdin,omitempty"`               // stdin is /dev/null
+	// The user's login shell runs, in the user's home directory if cwd is "" and that
+	// exists: as a login shell without argv, else with -c and argv[0].
+	Login bool `protobuf:"varint,12,opt,name=login,proto3" json:"login,omitempty"`
+	// A program of the agent's own instead of argv: "sftp" speaks version 3 of the SSH file
+	// transfer protocol on stdin and stdout.
+	Subsystem     string `protobuf:"bytes,13,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1182,6 +1188,20 @@ func (x *ExecStart) GetNoStdin() bool {
 	return false
 }
 
+func (x *ExecStart) GetLogin() bool {
+	if x != nil {
+		return x.Login
+	}
+	return false
+}
+
+func (x *ExecStart) GetSubsystem() string {
+	if x != nil {
+		return x.Subsystem
+	}
+	return ""
+}
+
 type ExecAttach struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1237,7 +1257,8 @@ func (x *ExecAttach) GetOffset() uint64 {
 type Pty struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Size          *WindowSize            `protobuf:"bytes,1,opt,name=size,proto3" json:"size,omitempty"`
-	Term          string                 `protobuf:"bytes,2,opt,name=term,proto3" json:"term,omitempty"` // value of TERM
+	Term          string                 `protobuf:"bytes,2,opt,name=term,proto3" json:"term,omitempty"`   // value of TERM
+	Modes         []byte                 `protobuf:"bytes,3,opt,name=modes,proto3" json:"modes,omitempty"` // encoded terminal modes, RFC 4254 section 8; at most 1 KiB
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1284,6 +1305,13 @@ func (x *Pty) GetTerm() string {
 		return x.Term
 	}
 	return ""
+}
+
+func (x *Pty) GetModes() []byte {
+	if x != nil {
+		return x.Modes
+	}
+	return nil
 }
 
 type WindowSize struct {
@@ -3266,7 +3294,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06resize\x18\x05 \x01(\v2\x1b.drowse.guest.v1.WindowSizeH\x00R\x06resize\x12\x18\n" +
 	"\x06signal\x18\x06 \x01(\x05H\x00R\x06signal\x12\x12\n" +
 	"\x03ack\x18\a \x01(\x04H\x00R\x03ackB\x05\n" +
-	"\x03msg\"\xab\x02\n" +
+	"\x03msg\"\xdf\x02\n" +
 	"\tExecStart\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x10\n" +
 	"\x03env\x18\x02 \x03(\tR\x03env\x12\x1f\n" +
@@ -3280,14 +3308,17 @@ const file_agent_proto_rawDesc = "" +
 	"\x02id\x18\t \x01(\tR\x02id\x12!\n" +
 	"\foutput_limit\x18\n" +
 	" \x01(\rR\voutputLimit\x12\x19\n" +
-	"\bno_stdin\x18\v \x01(\bR\anoStdin\"4\n" +
+	"\bno_stdin\x18\v \x01(\bR\anoStdin\x12\x14\n" +
+	"\x05login\x18\f \x01(\bR\x05login\x12\x1c\n" +
+	"\tsubsystem\x18\r \x01(\tR\tsubsystem\"4\n" +
 	"\n" +
 	"ExecAttach\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
-	"\x06offset\x18\x02 \x01(\x04R\x06offset\"J\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\"`\n" +
 	"\x03Pty\x12/\n" +
 	"\x04size\x18\x01 \x01(\v2\x1b.drowse.guest.v1.WindowSizeR\x04size\x12\x12\n" +
-	"\x04term\x18\x02 \x01(\tR\x04term\"4\n" +
+	"\x04term\x18\x02 \x01(\tR\x04term\x12\x14\n" +
+	"\x05modes\x18\x03 \x01(\fR\x05modes\"4\n" +
 	"\n" +
 	"WindowSize\x12\x12\n" +
 	"\x04rows\x18\x01 \x01(\rR\x04rows\x12\x12\n" +

@@ -37,6 +37,10 @@ const (
 	DefaultOutputLimit = 256 << 10
 	MaxOutputLimit     = 16 << 20
 
+	// MaxTerminalModes bounds the encoded modes of a terminal, in bytes. There are 256
+	// opcodes, of 5 bytes with their argument.
+	MaxTerminalModes = 1 << 10
+
 	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and
 	// of their counterparts. The others are bounds in bytes.
 	MaxHookFailures = 128
@@ -54,3 +58,6 @@ const (
 	HookFreeze   = "freeze"
 	HookThaw     = "thaw"
 )
+
+// SubsystemSFTP is the program of the agent's for file transfer.
+const SubsystemSFTP = "sftp"

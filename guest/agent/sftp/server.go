@@ -1,0 +1,608 @@
+package sftp
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Limits, which are those of OpenSSH's server. Sizes in bytes.
+const (
+	maxPacket = 256 << 10
+	maxData   = maxPacket - 1024
+	// maxHandles bounds the files and directories that are open at once.
+	maxHandles = 256
+	// maxEntries bounds the entries of one answer to a readdir.
+	maxEntries = 100
+	// version of the protocol.
+	version = 3
+)
+
+// ErrPacket says that the client does not keep to the protocol so far that no answer is
+// possible.
+var ErrPacket = errors.New("sftp: a packet that is none")
+
+// server is one session.
+type server struct {
+	home    string
+	in      *bufio.Reader
+	out     *bufio.Writer
+	handles map[string]*handle
+	last    uint64 // handle given last
+	request []byte
+	reply   []byte
+}
+
+type handle struct {
+	f   *os.File
+	dir bool
+	app bool // writes go to the end
+}
+
+// Serve answers requests until r ends. Relative paths begin at the working directory, and
+// "~" is home. One request is handled at a time.
+func Serve(r io.Reader, w io.Writer, home string) error {
+	s := &server{
+		home: home, in: bufio.NewReaderSize(r, 32<<10), out: bufio.NewWriterSize(w, 32<<10),
+		handles: make(map[string]*handle), reply: make([]byte, 0, 4<<10),
+	}
+	defer func() {
+		for _, h := range s.handles {
+			h.f.Close()
+		}
+	}()
+	for {
+		typ, body, err := s.next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		s.reply = append(s.reply[:0], 0, 0, 0, 0)
+		s.answer(typ, body)
+		binary.BigEndian.PutUint32(s.reply, uint32(len(s.reply)-4))
+		if _, err := s.out.Write(s.reply); err != nil {
+			return err
+		}
+		// Answers to requests that have come together go together.
+		if s.in.Buffered() < 4 {
+			if err := s.out.Flush(); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// next reads a packet: its type, and the rest.
+func (s *server) next() (typ byte, body []byte, err error) {
+	var head [5]byte
+	if _, err := io.ReadFull(s.in, head[:]); err != nil {
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			return 0, nil, fmt.Errorf("%w: it ends in its head", ErrPacket)
+		}
+		return 0, nil, err
+	}
+	n := binary.BigEndian.Uint32(head[:4])
+	if n < 5 || n > maxPacket {
+		return 0, nil, fmt.Errorf("%w: %d bytes, at most %d", ErrPacket, n, maxPacket)
+	}
+	s.request = slices.Grow(s.request[:0], int(n)-1)[:n-1]
+	if _, err := io.ReadFull(s.in, s.request); err != nil {
+		return 0, nil, fmt.Errorf("%w: it ends early", ErrPacket)
+	}
+	return head[4], s.request, nil
+}
+
+// answer appends the answer to a request to s.reply.
+func (s *server) answer(typ byte, body []byte) {
+	r := &reader{p: body}
+	if typ == typeInit {
+		s.reply = append(s.reply, typeVersion)
+		s.reply = binary.BigEndian.AppendUint32(s.reply, version)
+		for _, e := range extensions {
+			s.reply = appendString(appendString(s.reply, e.name), e.version)
+		}
+		return
+	}
+	id := r.uint32()
+	before := len(s.reply)
+	err := s.handle(typ, id, r)
+	if err == nil && len(s.reply) > before {
+		return
+	}
+	s.reply = s.reply[:before]
+	code, text := statusOf(err)
+	if errors.Is(err, io.EOF) {
+		code, text = statusEOF, "end of file"
+	}
+	s.begin(typeStatus, id)
+	s.reply = binary.BigEndian.AppendUint32(s.reply, code)
+	s.reply = appendString(appendString(s.reply, text), "")
+}
+
+func (s *server) begin(typ byte, id uint32) {
+	s.reply = binary.BigEndian.AppendUint32(append(s.reply, typ), id)
+}
+
+// handle carries a request out. It leaves the answer in s.reply, or nothing if that is a
+// status, of the error it returns.
+func (s *server) handle(typ byte, id uint32, r *reader) error {
+	switch typ {
+	case typeOpen:
+		return s.open(id, r)
+	case typeClose:
+		return s.close(r)
+	case typeRead:
+		return s.read(id, r)
+	case typeWrite:
+		return s.write(r)
+	case typeStat, typeLstat:
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		stat := unix.Stat
+		if typ == typeLstat {
+			stat = unix.Lstat
+		}
+		var st unix.Stat_t
+		if err := stat(path, &st); err != nil {
+			return err
+		}
+		s.begin(typeAttrs, id)
+		s.reply = appendAttrs(s.reply, &st)
+		return nil
+	case typeFstat:
+		h, err := s.get(r)
+		if err != nil {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Fstat(int(h.f.Fd()), &st); err != nil {
+			return err
+		}
+		s.begin(typeAttrs, id)
+		s.reply = appendAttrs(s.reply, &st)
+		return nil
+	case typeSetstat:
+		path, a := s.path(r), r.attrs()
+		if r.bad {
+			return errMessage
+		}
+		return setstat(path, a, true)
+	case typeFsetstat:
+		h, err := s.get(r)
+		a := r.attrs()
+		if err != nil || r.bad {
+			return errors.Join(err, badIf(r.bad))
+		}
+		return fsetstat(h.f, a)
+	case typeOpendir:
+		return s.opendir(id, r)
+	case typeReaddir:
+		return s.readdir(id, r)
+	case typeMkdir:
+		path, a := s.path(r), r.attrs()
+		if r.bad {
+			return errMessage
+		}
+		mode := uint32(0o777)
+		if a.flags&attrPermissions != 0 {
+			mode = a.permissions & 0o7777
+		}
+		return unix.Mkdir(path, mode)
+	case typeRemove, typeRmdir:
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		if typ == typeRmdir {
+			return unix.Rmdir(path)
+		}
+		return unix.Unlink(path)
+	case typeRealpath:
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		return s.realpath(id, path)
+	case typeReadlink:
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		target, err := os.Readlink(path)
+		if err != nil {
+			return err
+		}
+		s.name(id, target)
+		return nil
+	case typeRename:
+		from, to := s.path(r), s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		return renameNew(from, to)
+	case typeSymlink:
+		// OpenSSH has the two in this order, unlike the draft, and so have its clients.
+		target, path := r.string(), s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		return os.Symlink(target, path)
+	case typeExtended:
+		return s.extended(id, r)
+	}
+	return errUnsupported
+}
+
+func badIf(bad bool) error {
+	if bad {
+		return errMessage
+	}
+	return nil
+}
+
+// path reads a path. An empty one is the working directory.
+func (s *server) path(r *reader) string {
+	p := r.string()
+	if p == "" {
+		p = "."
+	}
+	if strings.IndexByte(p, 0) >= 0 {
+		r.bad = true
+	}
+	return p
+}
+
+// get reads a handle.
+func (s *server) get(r *reader) (*handle, error) {
+	h := s.handles[r.string()]
+	if h == nil || r.bad {
+		return nil, fmt.Errorf("%w: no such handle", errMessage)
+	}
+	return h, nil
+}
+
+func (s *server) add(id uint32, h *handle) {
+	s.last++
+	name := strconv.FormatUint(s.last, 10)
+	s.handles[name] = h
+	s.begin(typeHandle, id)
+	s.reply = appendString(s.reply, name)
+}
+
+var errHandles = fmt.Errorf("%d files are open, the limit", maxHandles)
+
+func (s *server) open(id uint32, r *reader) error {
+	path, pflags, a := s.path(r), r.uint32(), r.attrs()
+	flags, err := openFlags(pflags)
+	if r.bad || err != nil {
+		return errMessage
+	}
+	if len(s.handles) >= maxHandles {
+		return errHandles
+	}
+	mode := uint32(0o666)
+	if a.flags&attrPermissions != 0 {
+		mode = a.permissions & 0o7777
+	}
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, mode)
+	if err != nil {
+		return err
+	}
+	s.add(id, &handle{f: os.NewFile(uintptr(fd), path), app: pflags&openAppend != 0})
+	return nil
+}
+
+func (s *server) close(r *reader) error {
+	name := r.string()
+	h := s.handles[name]
+	if h == nil || r.bad {
+		return fmt.Errorf("%w: no such handle", errMessage)
+	}
+	delete(s.handles, name)
+	return h.f.Close()
+}
+
+func (s *server) read(id uint32, r *reader) error {
+	h, err := s.get(r)
+	offset, n := r.uint64(), min(r.uint32(), maxData)
+	if err != nil || r.bad || offset > 1<<63-1 {
+		return errMessage
+	}
+	s.begin(typeData, id)
+	at := len(s.reply)
+	s.reply = slices.Grow(s.reply, int(n)+4)[:at+4+int(n)]
+	got, err := h.f.ReadAt(s.reply[at+4:], int64(offset))
+	if errors.Is(err, unix.ESPIPE) {
+		got, err = h.f.Read(s.reply[at+4:])
+	}
+	if got == 0 && n > 0 {
+		s.reply = s.reply[:4] // whatever the error is, it is the answer
+		if err == nil {
+			err = io.EOF
+		}
+		return err
+	}
+	binary.BigEndian.PutUint32(s.reply[at:], uint32(got))
+	s.reply = s.reply[:at+4+got]
+	return nil
+}
+
+func (s *server) write(r *reader) error {
+	h, err := s.get(r)
+	offset, data := r.uint64(), r.bytes()
+	if err != nil || r.bad || offset > 1<<63-1 {
+		return errMessage
+	}
+	if h.app {
+		_, err = h.f.Write(data)
+		return err
+	}
+	_, err = h.f.WriteAt(data, int64(offset))
+	if errors.Is(err, unix.ESPIPE) {
+		_, err = h.f.Write(data)
+	}
+	return err
+}
+
+func setstat(path string, a attrs, follow bool) error {
+	flags := 0
+	if !follow {
+		flags = unix.AT_SYMLINK_NOFOLLOW
+	}
+	if a.flags&attrSize != 0 && follow {
+		if a.size > 1<<63-1 {
+			return unix.EINVAL
+		}
+		if err := unix.Truncate(path, int64(a.size)); err != nil {
+			return err
+		}
+	}
+	if a.flags&attrOwner != 0 {
+		if err := unix.Fchownat(unix.AT_FDCWD, path, int(a.uid), int(a.gid), flags); err != nil {
+			return err
+		}
+	}
+	// After the owner, whose change takes set-id bits away.
+	if a.flags&attrPermissions != 0 {
+		if err := unix.Fchmodat(unix.AT_FDCWD, path, a.permissions&0o7777, flags); err != nil {
+			return err
+		}
+	}
+	if a.flags&attrTimes != 0 {
+		ts := []unix.Timespec{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}}
+		if err := unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fsetstat changes an open file, whatever its name is by now.
+func fsetstat(f *os.File, a attrs) error {
+	if a.flags&attrSize != 0 {
+		if a.size > 1<<63-1 {
+			return unix.EINVAL
+		}
+		if err := f.Truncate(int64(a.size)); err != nil {
+			return err
+		}
+	}
+	fd := int(f.Fd())
+	if a.flags&attrOwner != 0 {
+		if err := unix.Fchown(fd, int(a.uid), int(a.gid)); err != nil {
+			return err
+		}
+	}
+	if a.flags&attrPermissions != 0 {
+		if err := unix.Fchmod(fd, a.permissions&0o7777); err != nil {
+			return err
+		}
+	}
+	if a.flags&attrTimes != 0 {
+		return unix.Futimes(fd, []unix.Timeval{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}})
+	}
+	return nil
+}
+
+func (s *server) opendir(id uint32, r *reader) error {
+	path := s.path(r)
+	if r.bad {
+		return errMessage
+	}
+	if len(s.handles) >= maxHandles {
+		return errHandles
+	}
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	s.add(id, &handle{f: os.NewFile(uintptr(fd), path), dir: true})
+	return nil
+}
+
+func (s *server) readdir(id uint32, r *reader) error {
+	h, err := s.get(r)
+	if err != nil {
+		return err
+	}
+	if !h.dir {
+		return fmt.Errorf("%w: not a directory", errMessage)
+	}
+	names, err := h.f.Readdirnames(maxEntries)
+	if len(names) == 0 {
+		if err == nil {
+			err = io.EOF
+		}
+		return err
+	}
+	s.begin(typeName, id)
+	at := len(s.reply)
+	s.reply = binary.BigEndian.AppendUint32(s.reply, 0)
+	count := uint32(0)
+	for _, name := range names {
+		var st unix.Stat_t
+		if unix.Fstatat(int(h.f.Fd()), name, &st, unix.AT_SYMLINK_NOFOLLOW) != nil {
+			continue // gone since
+		}
+		s.reply = appendAttrs(appendString(appendString(s.reply, name), longName(name, &st)), &st)
+		count++
+	}
+	binary.BigEndian.PutUint32(s.reply[at:], count)
+	return nil
+}
+
+// name answers with one name and no attributes.
+func (s *server) name(id uint32, name string) {
+	s.begin(typeName, id)
+	s.reply = binary.BigEndian.AppendUint32(s.reply, 1)
+	s.reply = appendString(appendString(s.reply, name), name)
+	s.reply = binary.BigEndian.AppendUint32(s.reply, 0)
+}
+
+// realpath resolves links; the last element need not exist.
+func (s *server) realpath(id uint32, path string) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	resolved, err := filepath.EvalSymlinks(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		var dir string
+		if dir, err = filepath.EvalSymlinks(filepath.Dir(path)); err == nil {
+			resolved = filepath.Join(dir, filepath.Base(path))
+		}
+	}
+	if err != nil {
+		return err
+	}
+	s.name(id, resolved)
+	return nil
+}
+
+// renameNew renames what must not replace anything: section 6.5.
+func renameNew(from, to string) error {
+	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
+	if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOSYS) {
+		return err
+	}
+	// A file system that cannot do it at once.
+	if _, err := os.Lstat(to); err == nil {
+		return unix.EEXIST
+	}
+	return unix.Rename(from, to)
+}
+
+// extensions that are served: PROTOCOL of OpenSSH, section 4.
+var extensions = []struct{ name, version string }{
+	{"posix-rename@openssh.com", "1"},
+	{"statvfs@openssh.com", "2"},
+	{"fstatvfs@openssh.com", "2"},
+	{"hardlink@openssh.com", "1"},
+	{"fsync@openssh.com", "1"},
+	{"lsetstat@openssh.com", "1"},
+	{"limits@openssh.com", "1"},
+	{"expand-path@openssh.com", "1"},
+}
+
+func (s *server) extended(id uint32, r *reader) error {
+	switch r.string() {
+	case "posix-rename@openssh.com":
+		from, to := s.path(r), s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		return unix.Rename(from, to)
+	case "hardlink@openssh.com":
+		from, to := s.path(r), s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		return unix.Link(from, to)
+	case "fsync@openssh.com":
+		h, err := s.get(r)
+		if err != nil {
+			return err
+		}
+		return h.f.Sync()
+	case "lsetstat@openssh.com":
+		path, a := s.path(r), r.attrs()
+		if r.bad {
+			return errMessage
+		}
+		return setstat(path, a, false)
+	case "statvfs@openssh.com":
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		var st unix.Statfs_t
+		if err := unix.Statfs(path, &st); err != nil {
+			return err
+		}
+		s.statvfs(id, &st)
+		return nil
+	case "fstatvfs@openssh.com":
+		h, err := s.get(r)
+		if err != nil {
+			return err
+		}
+		var st unix.Statfs_t
+		if err := unix.Fstatfs(int(h.f.Fd()), &st); err != nil {
+			return err
+		}
+		s.statvfs(id, &st)
+		return nil
+	case "limits@openssh.com":
+		s.begin(typeExtendedReply, id)
+		for _, n := range []uint64{maxPacket, maxData, maxData, maxHandles} {
+			s.reply = binary.BigEndian.AppendUint64(s.reply, n)
+		}
+		return nil
+	case "expand-path@openssh.com":
+		path := s.path(r)
+		if r.bad {
+			return errMessage
+		}
+		if rest, ok := strings.CutPrefix(path, "~"); ok {
+			if rest != "" && rest[0] != '/' {
+				return fmt.Errorf("%w: the home of another user", errUnsupported)
+			}
+			path = s.home + rest
+		}
+		return s.realpath(id, path)
+	}
+	return errUnsupported
+}
+
+func (s *server) statvfs(id uint32, st *unix.Statfs_t) {
+	const readOnly, noSetID = 1, 2
+	var flag uint64
+	if st.Flags&unix.ST_RDONLY != 0 {
+		flag |= readOnly
+	}
+	if st.Flags&unix.ST_NOSUID != 0 {
+		flag |= noSetID
+	}
+	fsid := uint64(uint32(st.Fsid.Val[0])) | uint64(uint32(st.Fsid.Val[1]))<<32
+	s.begin(typeExtendedReply, id)
+	for _, n := range []uint64{
+		uint64(st.Bsize), uint64(st.Frsize), st.Blocks, st.Bfree, st.Bavail,
+		st.Files, st.Ffree, st.Ffree, fsid, flag, uint64(st.Namelen),
+	} {
+		s.reply = binary.BigEndian.AppendUint64(s.reply, n)
+	}
+}

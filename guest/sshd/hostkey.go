@@ -1,0 +1,120 @@
+package sshd
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/rand"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/crypto/ssh"
+	"golang.org/x/sys/unix"
+)
+
+// HostKeyAlias is the name under which known_hosts has the key, for ssh's option of that
+// name: all VMs of a store share it.
+const HostKeyAlias = "drowse"
+
+const (
+	keyFile   = "host_key"
+	knownFile = "known_hosts"
+	// maxKeyFile bounds what is read of a key file, in bytes.
+	maxKeyFile = 16 << 10
+)
+
+// LoadHostKey returns the host key in dir, which it makes at the first use, with 0600 and
+// atomically, and the path of a file there for ssh's option UserKnownHostsFile. Any number
+// of processes may call it at once.
+func LoadHostKey(dir string) (key ssh.Signer, knownHosts string, err error) {
+	fail := func(err error) (ssh.Signer, string, error) {
+		return nil, "", fmt.Errorf("the host key in %s: %w", dir, err)
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fail(err)
+	}
+	path := filepath.Join(dir, keyFile)
+	text, err := readKey(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err := makeKey(path); err != nil {
+			return fail(err)
+		}
+		text, err = readKey(path)
+	}
+	if err != nil {
+		return fail(err)
+	}
+	if key, err = ssh.ParsePrivateKey(text); err != nil {
+		return fail(fmt.Errorf("%w: remove %s to have a new one made", err, path))
+	}
+	knownHosts = filepath.Join(dir, knownFile)
+	line := append([]byte(HostKeyAlias+" "), ssh.MarshalAuthorizedKey(key.PublicKey())...)
+	if have, err := os.ReadFile(knownHosts); err != nil || !bytes.Equal(have, line) {
+		if err := place(knownHosts, line, 0); err != nil {
+			return fail(err)
+		}
+	}
+	return key, knownHosts, nil
+}
+
+// readKey reads a key that nobody but its owner can.
+func readKey(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !fi.Mode().IsRegular() || fi.Mode().Perm()&0o077 != 0 || fi.Size() > maxKeyFile {
+		return nil, fmt.Errorf("%s is not a private key file: %v, %d bytes: it must be a file that its owner alone can read", path, fi.Mode(), fi.Size())
+	}
+	text := make([]byte, fi.Size())
+	_, err = f.ReadAt(text, 0)
+	return text, err
+}
+
+// makeKey makes a key, unless another process is faster.
+func makeKey(path string) error {
+	_, private, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		return err
+	}
+	block, err := ssh.MarshalPrivateKey(private, "drowse host key")
+	if err != nil {
+		return err
+	}
+	err = place(path, pem.EncodeToMemory(block), unix.RENAME_NOREPLACE)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	return err
+}
+
+// place writes a file of its owner's atomically: renameat2(2) says what flags are.
+func place(path string, text []byte, flags uint) (err error) {
+	dir := filepath.Dir(path)
+	f, err := os.CreateTemp(dir, ".new-*") // 0600
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name()) // nothing is there after the rename
+	_, err = f.Write(text)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := unix.Renameat2(unix.AT_FDCWD, f.Name(), unix.AT_FDCWD, path, flags); err != nil {
+		return &os.PathError{Op: "rename", Path: path, Err: err}
+	}
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	return d.Sync()
+}
