@@ -243,6 +243,26 @@ type CopyOptions struct {
 	// out of the tree. They are left out otherwise: whoever opens one later
 	// would be led where the guest wants.
 	KeepLinks bool
+	// Progress, when set, is called as bytes of the tree are moved, with their number so
+	// far: contents, names and what else describes files. It is called by one goroutine
+	// at a time, often, and holds up the copy.
+	Progress func(bytes int64)
+}
+
+// counted passes on what is written and tells how much it was.
+type counted struct {
+	w     io.Writer
+	bytes int64
+	tell  func(int64)
+}
+
+func (c *counted) Write(p []byte) (int, error) {
+	n, err := c.w.Write(p)
+	c.bytes += int64(n)
+	if c.tell != nil {
+		c.tell(c.bytes)
+	}
+	return n, err
 }
 
 // CopyResult tells what was copied.
@@ -292,7 +312,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (Co
 	}
 	var res treetar.Result
 	_, err = t.sendFrom(func(w io.Writer) error {
-		bw := bufio.NewWriterSize(w, agentpb.MaxChunk)
+		bw := bufio.NewWriterSize(&counted{w: w, tell: o.Progress}, agentpb.MaxChunk)
 		var err error
 		if res, err = treetar.Pack(t.ctx, bw, src, name); err != nil {
 			return err
@@ -370,7 +390,7 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (C
 		}
 		unpacked <- outcome{res, err}
 	}()
-	_, err = t.receiveTo(pw)
+	_, err = t.receiveTo(&counted{w: pw, tell: o.Progress})
 	pw.CloseWithError(errOr(err, io.EOF))
 	got := <-unpacked
 	if got.err != nil && (err == nil || errors.Is(err, got.err) || errors.Is(context.Cause(t.ctx), got.err)) {

@@ -240,9 +240,13 @@ func TestCopy_in_and_out_gives_the_same_tree(t *testing.T) {
 	c := startVM(t).dial(t)
 	src := sample(t)
 	inside, outside := t.TempDir(), t.TempDir()
-	res, err := c.CopyIn(t.Context(), src, inside+"/copy", guest.CopyOptions{})
+	var moved int64
+	res, err := c.CopyIn(t.Context(), src, inside+"/copy", guest.CopyOptions{Progress: func(n int64) { moved = n }})
 	if err != nil {
 		t.Fatal(err)
+	}
+	if moved < res.Bytes {
+		t.Errorf("the progress ended at %d of %d bytes", moved, res.Bytes)
 	}
 	if res.Bytes != 1000011 || res.Entries != 11 {
 		t.Errorf("copied in %+v", res)
@@ -250,8 +254,11 @@ func TestCopy_in_and_out_gives_the_same_tree(t *testing.T) {
 	if got, want := tree(t, inside+"/copy"), tree(t, src); got != want {
 		t.Errorf("in the guest:\n%swant:\n%s", got, want)
 	}
-	if _, err := c.CopyOut(t.Context(), inside+"/copy", outside, guest.CopyOptions{KeepLinks: true}); err != nil {
+	if _, err := c.CopyOut(t.Context(), inside+"/copy", outside, guest.CopyOptions{KeepLinks: true, Progress: func(n int64) { moved = n }}); err != nil {
 		t.Fatal(err)
+	}
+	if moved < res.Bytes {
+		t.Errorf("the progress ended at %d of %d bytes", moved, res.Bytes)
 	}
 	if got, want := tree(t, outside+"/copy"), tree(t, src); got != want {
 		t.Errorf("back on the host:\n%swant:\n%s", got, want)

@@ -238,12 +238,19 @@ func (a *app) cpCommand() *cobra.Command {
 				return err
 			}
 			defer c.Close()
+			var o guest.CopyOptions
+			done := func(error) {}
+			if hasWidth(a.stderr) {
+				p := a.newProgress("cp", func(string) bool { return true })
+				o.Progress, done = func(n int64) { p.report("copy", n, 0) }, p.finish
+			}
 			var res guest.CopyResult
 			if src.vm == "" {
-				res, err = c.CopyIn(cmd.Context(), src.path, dst.path, guest.CopyOptions{})
+				res, err = c.CopyIn(cmd.Context(), src.path, dst.path, o)
 			} else {
-				res, err = c.CopyOut(cmd.Context(), src.path, dst.path, guest.CopyOptions{})
+				res, err = c.CopyOut(cmd.Context(), src.path, dst.path, o)
 			}
+			done(err)
 			if err != nil {
 				return err
 			}
