@@ -481,6 +481,11 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			t.Errorf("after the repair the keeper says %q", got)
 		}
 	})
+	sub("forwards, ssh and sftp reach a guest, and a sleep resets what is open", func(t *testing.T, e *guesttest.Env) {
+		clone(e, snap, "access")
+		sshServesAGuestWithoutAServer(t, e, "access")
+		forwardsEndWithTheSleep(t, e, "access")
+	})
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
 		records, err := e.Store.List()
 		if err != nil {

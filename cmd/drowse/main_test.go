@@ -47,6 +47,15 @@ func TestWrongCommandLines(t *testing.T) {
 		{"cp a b", exitUsage, "exactly one"},
 		{"inspect nobody", exitFailed, "nobody"},
 		{"exec nobody -- true", exitExec, "nobody"},
+		{"port-forward x", exitUsage, "drowse port-forward --help"},
+		{"port-forward x 8080", exitUsage, "[BIND:]PORT:[HOST:]PORT"},
+		{"port-forward x 8080:80 --max-connections 0", exitUsage, "at least 1"},
+		{"port-forward nobody 8080:80", exitFailed, "nobody"},
+		{"port-forward nobody 8080:80 --reverse", exitFailed, "nobody"},
+		{"ssh", exitUsage, "drowse ssh --help"},
+		{"ssh nobody", exitFailed, "nobody"},
+		{"ssh-config nobody", exitFailed, "nobody"},
+		{"ssh-proxy nobody", exitFailed, "nobody"},
 		{"sleep nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
 		{"snapshot create nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
 		{"run x --hook-timeout 301", exitUsage, "1 to 300"},
@@ -99,7 +108,7 @@ func decode(t *testing.T, text string, v any) {
 }
 
 func TestEmptyListsAreListsInJSON(t *testing.T) {
-	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls", "volume ls"} {
+	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls", "volume ls", "ssh-config"} {
 		t.Run(args, func(t *testing.T) {
 			code, stdout, stderr := drowse(t, t.TempDir(), append(strings.Fields(args), "-o", "json")...)
 			if code != 0 || stderr != "" {

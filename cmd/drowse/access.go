@@ -1,0 +1,98 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// door is the way to the agent of a VM that may sleep and wake while it is used. Its
+// methods may be called from any goroutine.
+type door struct {
+	name string
+	get  func() (*sandbox.Record, error)
+	wake func(context.Context) (*guest.Client, error)
+
+	mu     sync.Mutex // held while the VM is woken
+	client *guest.Client
+	pid    int // of the VM's process that client leads to
+}
+
+func (a *app) newDoor(s *sandbox.Store, name string) *door {
+	return &door{
+		name: name,
+		get:  func() (*sandbox.Record, error) { return s.Get(name) },
+		wake: func(ctx context.Context) (*guest.Client, error) { return a.awake(ctx, s, name) },
+	}
+}
+
+// open returns a client of the running VM, and wakes it first if it sleeps.
+func (d *door) open(ctx context.Context) (*guest.Client, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	r, err := d.get()
+	if err != nil {
+		return nil, err
+	}
+	if d.client != nil && r.Phase == sandbox.Running && r.PID == d.pid {
+		return d.client, nil
+	}
+	c, err := d.wake(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if r, err = d.get(); err != nil {
+		c.Close()
+		return nil, err
+	}
+	if d.client != nil {
+		d.client.Close()
+	}
+	d.client, d.pid = c, r.PID
+	return c, nil
+}
+
+// maxOpenTries bounds how often a VM that falls asleep at just the wrong moment is tried.
+const maxOpenTries = 5
+
+// use calls f with a client, and again if the VM fell asleep before f got through. f
+// must be something that may be begun twice.
+func (d *door) use(ctx context.Context, f func(*guest.Client) error) error {
+	for try := 1; ; try++ {
+		c, err := d.open(ctx)
+		if err != nil {
+			return err
+		}
+		err = f(c)
+		asleep := errors.Is(err, guest.ErrUnavailable) || errors.Is(err, guest.ErrConnectionLost)
+		if err == nil || !asleep || ctx.Err() != nil {
+			return err
+		}
+		r, gerr := d.get()
+		if gerr != nil {
+			return gerr
+		}
+		if r.Phase == sandbox.Running && errors.Is(err, guest.ErrUnavailable) {
+			if _, perr := c.Ping(ctx); perr == nil {
+				return fmt.Errorf("the agent of %s does not serve this: %w: start the VM anew, with an agent of this version", d.name, err)
+			}
+		}
+		if try == maxOpenTries {
+			return err
+		}
+	}
+}
+
+// close closes what open has opened.
+func (d *door) close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.client != nil {
+		d.client.Close()
+		d.client = nil
+	}
+}

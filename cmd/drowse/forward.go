@@ -1,0 +1,255 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/forward"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// maxForwards bounds the forwards of one command.
+const maxForwards = 64
+
+func (a *app) portForwardCommand() *cobra.Command {
+	var (
+		reverse bool
+		conns   int
+	)
+	cmd := &cobra.Command{
+		Use:   "port-forward [--reverse] NAME [BIND:]PORT:[HOST:]PORT...",
+		Short: "Carry connections between ports of the host and ports in a VM",
+		Long: `Carry connections between ports of the host and ports in a VM, until the command is
+interrupted. The host listens at the first port, and each connection to it is made again from
+within the VM to the second one; with --reverse the VM listens and the host connects. Both
+sides are at 127.0.0.1 unless another address is named; unix:PATH stands for a Unix socket, on
+either side. Port 0 listens at a free port.
+
+A connection to a VM that sleeps wakes it. When it falls asleep, open connections are reset.
+With --reverse, the VM listens again once something has woken it.`,
+		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var specs []forward.Spec
+			for _, arg := range args[1:] {
+				spec, err := forward.Parse(arg)
+				if err != nil {
+					return usageError{err}
+				}
+				specs = append(specs, spec)
+			}
+			if len(specs) > maxForwards {
+				return usageError{fmt.Errorf("%d forwards, at most %d", len(specs), maxForwards)}
+			}
+			if conns < 1 {
+				return usageError{errors.New("--max-connections must be at least 1")}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if _, err := s.Get(args[0]); err != nil {
+				return err
+			}
+			d := a.newDoor(s, args[0])
+			defer d.close()
+			if reverse {
+				return a.reverseForwards(cmd.Context(), d, specs, conns)
+			}
+			return a.forwards(cmd.Context(), d, specs, conns)
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")
+	f.IntVar(&conns, "max-connections", forward.DefaultMaxConns, "connections carried at once by each forward; more wait")
+	return cmd
+}
+
+// forwarded is what a user is told of a forward.
+type forwarded struct {
+	Listen string `json:"listen"`
+	Dial   string `json:"dial"`
+}
+
+func (a *app) printForwards(specs []forward.Spec) error {
+	var out []forwarded
+	for _, s := range specs {
+		out = append(out, forwarded{s.Listen.String(), s.Dial.String()})
+	}
+	return a.print(out, func(w io.Writer) {
+		for _, s := range specs {
+			fmt.Fprintln(w, s)
+		}
+	})
+}
+
+func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carried", "error", err) }
+
+// forwards listens on the host.
+func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns int) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	listeners := make([]net.Listener, len(specs))
+	defer func() {
+		for _, l := range listeners {
+			if l != nil {
+				l.Close()
+			}
+		}
+	}()
+	for i := range specs {
+		l, err := forward.Listen(ctx, specs[i].Listen)
+		if err != nil {
+			return err
+		}
+		listeners[i] = l
+		specs[i].Listen.Address = l.Addr().String()
+	}
+	if err := a.printForwards(specs); err != nil {
+		return err
+	}
+	return every(ctx, cancel, len(specs), func(i int) error {
+		l := listeners[i]
+		stop := context.AfterFunc(ctx, func() { l.Close() })
+		defer stop()
+		f := &forward.Forward{
+			MaxConns: conns, Failed: a.forwardFailed,
+			Accept: func() (forward.Conn, error) {
+				c, err := l.Accept()
+				return forward.FromHost(c), err
+			},
+			Dial: func(ctx context.Context) (conn forward.Conn, err error) {
+				err = d.use(ctx, func(c *guest.Client) error {
+					g, err := c.Dial(ctx, specs[i].Dial.Network, specs[i].Dial.Address)
+					conn = forward.FromGuest(g)
+					return err
+				})
+				return conn, err
+			},
+		}
+		return f.Serve(ctx)
+	})
+}
+
+// every runs f for 0 to n-1 at once until all have returned; the first error ends the
+// others.
+func every(ctx context.Context, cancel context.CancelFunc, n int, f func(i int) error) error {
+	var (
+		wg    sync.WaitGroup
+		once  sync.Once
+		first error
+	)
+	for i := range n {
+		wg.Go(func() {
+			if err := f(i); err != nil {
+				once.Do(func() { first = err })
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil && first == nil {
+		return nil // interrupted, which is how this ends
+	}
+	return first
+}
+
+// reverseForwards listens in the guest.
+func (a *app) reverseForwards(ctx context.Context, d *door, specs []forward.Spec, conns int) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	listeners := make([]*guest.Listener, len(specs))
+	defer func() {
+		for _, l := range listeners {
+			if l != nil {
+				l.Close()
+			}
+		}
+	}()
+	for i := range specs {
+		l, err := listenInGuest(ctx, d, specs[i].Listen)
+		if err != nil {
+			return err
+		}
+		listeners[i] = l
+		specs[i].Listen.Address = l.Addr().String()
+	}
+	if err := a.printForwards(specs); err != nil {
+		return err
+	}
+	return every(ctx, cancel, len(specs), func(i int) error {
+		for {
+			l := listeners[i]
+			stop := context.AfterFunc(ctx, func() { l.Close() })
+			f := &forward.Forward{
+				MaxConns: conns, Failed: a.forwardFailed,
+				Accept: func() (forward.Conn, error) {
+					c, err := l.AcceptGuest()
+					return forward.FromGuest(c), err
+				},
+				Dial: func(ctx context.Context) (forward.Conn, error) { return forward.Dial(ctx, specs[i].Dial) },
+			}
+			err := f.Serve(ctx)
+			stop()
+			l.Close()
+			if ctx.Err() != nil || !errors.Is(err, guest.ErrConnectionLost) && !errors.Is(err, guest.ErrUnavailable) {
+				return err
+			}
+			// The VM sleeps, or the agent is new. What has nobody connected must not
+			// wake it.
+			if l, err = a.listenAgain(ctx, d, specs[i].Listen); err != nil {
+				if ctx.Err() != nil {
+					return nil
+				}
+				return err
+			}
+			listeners[i] = l
+		}
+	})
+}
+
+func listenInGuest(ctx context.Context, d *door, at forward.Address) (l *guest.Listener, err error) {
+	err = d.use(ctx, func(c *guest.Client) error {
+		var err error
+		l, err = c.Listen(ctx, at.Network, at.Address)
+		return err
+	})
+	return l, err
+}
+
+// wakePoll is how often a VM that sleeps is looked at.
+const wakePoll = 500 * time.Millisecond
+
+// listenAgain waits until the VM runs, and listens there.
+func (a *app) listenAgain(ctx context.Context, d *door, at forward.Address) (*guest.Listener, error) {
+	tick := time.NewTicker(wakePoll)
+	defer tick.Stop()
+	for {
+		r, err := d.get()
+		if err != nil {
+			return nil, err
+		}
+		if r.Phase == sandbox.Running {
+			c, err := d.open(ctx)
+			if err == nil {
+				var l *guest.Listener
+				if l, err = c.Listen(ctx, at.Network, at.Address); err == nil {
+					return l, nil
+				}
+			}
+			a.log.Debug("listening in the VM again", "error", err)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}

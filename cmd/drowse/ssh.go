@@ -1,0 +1,260 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/sshd"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// sshHostPrefix begins the names under which ssh knows VMs.
+const sshHostPrefix = "drowse-"
+
+// sshDir is where a store keeps the host key.
+func sshDir(s *sandbox.Store) string { return filepath.Join(s.Dir(), "ssh") }
+
+// sshOption is one of ssh_config(5).
+type sshOption struct{ key, value string }
+
+// sshOptions are what OpenSSH's client needs to reach a VM. Values are quoted for its
+// configuration file.
+func (a *app) sshOptions(s *sandbox.Store, name string) ([]sshOption, error) {
+	_, known, err := sshd.LoadHostKey(sshDir(s))
+	if err != nil {
+		return nil, err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("finding this program: %w", err)
+	}
+	dir, err := filepath.Abs(s.Dir())
+	if err != nil {
+		return nil, err
+	}
+	if known, err = filepath.Abs(known); err != nil {
+		return nil, err
+	}
+	for _, path := range []string{self, dir, known} {
+		if strings.ContainsAny(path, "\"\n") {
+			return nil, fmt.Errorf("%q cannot be named in ssh's configuration", path)
+		}
+	}
+	proxy := proxyCommand(self, dir, name, os.Getenv("DROWSE_AGENT"))
+	return []sshOption{
+		{"User", "root"},
+		{"HostKeyAlias", sshd.HostKeyAlias},
+		{"UserKnownHostsFile", `"` + strings.ReplaceAll(known, "%", "%%") + `"`},
+		{"GlobalKnownHostsFile", "/dev/null"},
+		{"StrictHostKeyChecking", "yes"},
+		{"UpdateHostKeys", "no"},
+		{"CheckHostIP", "no"},
+		// The key of the host is all there is: nobody is asked who they are.
+		{"PreferredAuthentications", "none"},
+		{"ProxyCommand", strings.ReplaceAll(proxy, "%", "%%")},
+	}, nil
+}
+
+// proxyCommand is run by the user's shell, with "exec " before it: ssh_config(5). The agent
+// is for a VM that is woken.
+func proxyCommand(self, state, name, agent string) string {
+	c := shellQuote(self) + " --state " + shellQuote(state) + " ssh-proxy " + shellQuote(name)
+	if agent != "" {
+		c = "env DROWSE_AGENT=" + shellQuote(agent) + " " + c
+	}
+	return c
+}
+
+// shellQuote quotes a word for a POSIX shell, if it must be.
+func shellQuote(s string) string {
+	plain := func(r rune) bool {
+		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("/._-+=:@,", r)
+	}
+	if s != "" && strings.IndexFunc(s, func(r rune) bool { return !plain(r) }) < 0 {
+		return s
+	}
+	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
+}
+
+func (a *app) sshCommand() *cobra.Command {
+	var user string
+	cmd := &cobra.Command{
+		Use:   "ssh [-l USER] NAME [-- COMMAND [ARG...]]",
+		Short: "Log in to a VM with the ssh of this host; one that sleeps is woken",
+		Long: `Log in to a VM with the ssh of this host; one that sleeps is woken. Nothing in the VM
+is needed for it. For scp, sftp, rsync and options of ssh's, see ssh-config.`,
+		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(_ *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if _, err := s.Get(args[0]); err != nil {
+				return err
+			}
+			options, err := a.sshOptions(s, args[0])
+			if err != nil {
+				return err
+			}
+			path, err := exec.LookPath("ssh")
+			if err != nil {
+				return fmt.Errorf("%w: install OpenSSH's client (openssh-client), or use `drowse exec -it`", err)
+			}
+			argv := []string{"ssh"}
+			for _, o := range options {
+				if o.key == "User" && user != "" {
+					o.value = user
+				}
+				argv = append(argv, "-o", o.key+" "+o.value)
+			}
+			argv = append(argv, "--", sshHostPrefix+args[0])
+			// After "--" ssh takes nothing for an option of its own, the command included.
+			argv = append(argv, afterDashes(args[1:])...)
+			return fmt.Errorf("starting ssh: %w", syscall.Exec(path, argv, os.Environ()))
+		},
+	}
+	f := cmd.Flags()
+	f.SetInterspersed(false)
+	f.StringVarP(&user, "user", "l", "", "user in the VM (default root)")
+	return cmd
+}
+
+func afterDashes(args []string) []string {
+	if len(args) > 0 && args[0] == "--" {
+		return args[1:]
+	}
+	return args
+}
+
+func (a *app) sshConfigCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "ssh-config [NAME...]",
+		Short: "Print a configuration by which OpenSSH's clients reach VMs",
+		Long: `Print a configuration by which OpenSSH's clients reach VMs, all or those named, as
+"drowse-NAME". Append it to ~/.ssh/config, or write it to a file and use that:
+
+    drowse ssh-config > drowse.conf
+    scp -F drowse.conf file drowse-dev:
+    rsync -e "ssh -F drowse.conf" -a dir drowse-dev:`,
+		ValidArgsFunction: a.completeVM,
+		RunE: func(_ *cobra.Command, names []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if len(names) == 0 {
+				all, err := s.List()
+				if err != nil {
+					return err
+				}
+				for _, r := range all {
+					names = append(names, r.Spec.Name)
+				}
+			}
+			type host struct {
+				Host    string            `json:"host"`
+				Options map[string]string `json:"options"`
+			}
+			hosts := make([]host, 0, len(names))
+			var text strings.Builder
+			for _, name := range names {
+				if _, err := s.Get(name); err != nil {
+					return err
+				}
+				options, err := a.sshOptions(s, name)
+				if err != nil {
+					return err
+				}
+				h := host{sshHostPrefix + name, make(map[string]string)}
+				fmt.Fprintf(&text, "Host %s\n", h.Host)
+				for _, o := range options {
+					h.Options[o.key] = o.value
+					fmt.Fprintf(&text, "    %s %s\n", o.key, o.value)
+				}
+				hosts = append(hosts, h)
+			}
+			return a.print(hosts, func(w io.Writer) { fmt.Fprint(w, text.String()) })
+		},
+	}
+}
+
+func (a *app) sshProxyCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "ssh-proxy NAME",
+		Short: "Speak the SSH protocol for a VM on stdin and stdout: the ProxyCommand of ssh-config",
+		Args:  cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			key, _, err := sshd.LoadHostKey(sshDir(s))
+			if err != nil {
+				return err
+			}
+			d := a.newDoor(s, args[0])
+			defer d.close()
+			// Now, so that ssh shows what is wrong.
+			if _, err := d.open(cmd.Context()); err != nil {
+				return err
+			}
+			server := &sshd.Server{HostKey: key, Use: func(ctx context.Context, f func(*guest.Client) error) error { return d.use(ctx, f) }}
+			err = server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)})
+			if errors.Is(err, context.Canceled) {
+				return nil
+			}
+			return err
+		},
+	}
+}
+
+// polled returns another file for a pipe or a socket, whose reads and writes end when it is
+// closed. Others, such as a terminal that programs share, are left alone.
+func polled(f *os.File) *os.File {
+	fi, err := f.Stat()
+	if err != nil || fi.Mode()&(os.ModeNamedPipe|os.ModeSocket) == 0 {
+		return f
+	}
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return f
+	}
+	if unix.SetNonblock(fd, true) != nil {
+		unix.Close(fd)
+		return f
+	}
+	return os.NewFile(uintptr(fd), f.Name())
+}
+
+// stdio is standard input and output as a connection.
+type stdio struct{ in, out *os.File }
+
+func (c *stdio) Read(p []byte) (int, error)  { return c.in.Read(p) }
+func (c *stdio) Write(p []byte) (int, error) { return c.out.Write(p) }
+
+// Close implements net.Conn. It ends a Read that is under way where stdin is polled.
+func (c *stdio) Close() error { return errors.Join(c.in.Close(), c.out.Close()) }
+
+type stdioAddr struct{}
+
+func (stdioAddr) Network() string { return "stdio" }
+func (stdioAddr) String() string  { return "stdio" }
+
+func (c *stdio) LocalAddr() net.Addr                { return stdioAddr{} }
+func (c *stdio) RemoteAddr() net.Addr               { return stdioAddr{} }
+func (c *stdio) SetDeadline(t time.Time) error      { return c.in.SetDeadline(t) }
+func (c *stdio) SetReadDeadline(t time.Time) error  { return c.in.SetReadDeadline(t) }
+func (c *stdio) SetWriteDeadline(t time.Time) error { return c.out.SetWriteDeadline(t) }
