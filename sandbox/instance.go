@@ -557,6 +557,10 @@ type CaptureOptions struct {
 	// used until Capture returns, and longer through a copy of its descriptor. If
 	// Fork fails, so does Capture. Live must be set.
 	Fork func(image *os.File, c *Capture) error
+
+	// urgent, if not nil, is called before the agent is asked to stand by, and what it
+	// returns when the guest stands still, or goes on if the capture is live.
+	urgent func() (calm func())
 }
 
 // Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
@@ -595,15 +599,24 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		source = frozen
 		defer in.closing("the view of RAM that stood still", frozen.Close)
 	}
+	calm := func() {}
+	if o.urgent != nil {
+		calm = o.urgent()
+	}
+	defer calm()
 	release := in.standBy(ctx)
 	defer release()
 	begin := time.Now()
 	if err := in.machine.Pause(ctx); err != nil {
 		return nil, err
 	}
+	if !o.Live {
+		calm()
+	}
 	running := false
 	resume := func() error {
 		running = true
+		defer calm()
 		in.machine.Handover().Release()
 		err := in.machine.Resume()
 		if err == nil && o.Resumed != nil {

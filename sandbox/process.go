@@ -39,9 +39,10 @@ type Report struct {
 
 // process is the life of a VM in its own process.
 type process struct {
-	store *Store
-	log   *slog.Logger
-	in    *Instance
+	store  *Store
+	log    *slog.Logger
+	urgent func() (calm func())
+	in     *Instance
 
 	// op is held by what changes the VM as a whole, and guards what follows.
 	op     sync.Mutex
@@ -73,13 +74,16 @@ type ServeOptions struct {
 	Report func(Report)
 	// Log gets the process's log.
 	Log *slog.Logger
+
+	// urgent, if not nil, has the process go before others until what it returns is called.
+	urgent func() (calm func())
 }
 
 // Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
 // answers on the control socket, and returns when the guest has ended or sleeps. The
 // record must exist. When ctx ends the VM is stopped as if its power were cut.
 func (s *Store) Serve(ctx context.Context, name string, o ServeOptions) error {
-	p := &process{store: s, log: o.Log, ended: make(chan struct{})}
+	p := &process{store: s, log: o.Log, urgent: o.urgent, ended: make(chan struct{})}
 	err := p.serve(ctx, name, o)
 	if err != nil {
 		o.Report(Report{Name: name, Error: reportError(err)})
@@ -331,7 +335,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	}
 	o := CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
-		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
+		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, urgent: p.urgent,
 		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
 		Sealed: func(st disk.Stack) error {
 			p.r.Disk = p.store.relative(st)

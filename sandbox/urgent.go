@@ -14,23 +14,44 @@ import (
 // times the processor of one with the priority of 0 (sched(7)).
 const urgentNice = -10
 
+// urgency is that of this process, of which there may be several reasons at once.
+var urgency struct {
+	mu            sync.Mutex
+	reasons       int
+	nice, session int // without any
+}
+
 // beUrgent has this process go before others until calm is called, which may be called
-// more than once. Somebody waits for it, and a guest that has just come back has much to
-// catch up with: of VMs that are woken at once, the first would be in the way of the last.
-// It ends after two seconds in any case. It is for a process with a session of its own. Without the right to do it, it does nothing.
+// more than once. Somebody waits for it, and guests that have just come back have much to
+// catch up with: of VMs that are woken at once, the first would be in the way of the last,
+// and all of them in the way of one that is to sleep again.
+// It ends after two seconds in any case. It is for a process with a session of its own.
+// Without the right to do it, it does nothing.
 func beUrgent() (calm func()) {
-	before, err := unix.Getpriority(unix.PRIO_PROCESS, 0)
-	if err != nil {
-		return func() {}
+	u := &urgency
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.reasons == 0 {
+		before, err := unix.Getpriority(unix.PRIO_PROCESS, 0)
+		if err != nil {
+			return func() {}
+		}
+		u.nice = 20 - before // the system call's way of saying it (getpriority(2))
+		u.session = u.nice
+		if text, err := os.ReadFile(autogroup); err == nil {
+			var number int
+			_, _ = fmt.Sscanf(string(text), "/autogroup-%d nice %d", &number, &u.session)
+		}
+		setNice(urgentNice, urgentNice)
 	}
-	before = 20 - before // the system call's way of saying it (getpriority(2))
-	session := before
-	if text, err := os.ReadFile(autogroup); err == nil {
-		var number int
-		_, _ = fmt.Sscanf(string(text), "/autogroup-%d nice %d", &number, &session)
-	}
-	setNice(urgentNice, urgentNice)
-	undo := sync.OnceFunc(func() { setNice(before, session) })
+	u.reasons++
+	undo := sync.OnceFunc(func() {
+		u.mu.Lock()
+		defer u.mu.Unlock()
+		if u.reasons--; u.reasons == 0 {
+			setNice(u.nice, u.session)
+		}
+	})
 	limit := time.AfterFunc(maxUrgent, undo)
 	return func() {
 		limit.Stop()

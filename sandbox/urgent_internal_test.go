@@ -35,8 +35,13 @@ func TestBeUrgent_lifts_all_threads_and_calm_puts_them_back(t *testing.T) {
 	before := 20 - got
 	calm := beUrgent()
 	all(urgentNice)
+	more := beUrgent()
 	calm()
+	calm()
+	all(urgentNice)
+	more()
 	all(before)
 	calm()
+	more()
 	all(before)
 }

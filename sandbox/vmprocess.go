@@ -150,7 +150,7 @@ func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shel
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, urgent: beUrgent,
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
