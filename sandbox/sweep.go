@@ -179,28 +179,33 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	if n <= looseLayers {
 		return nil
 	}
-	var left []string
-	for i, lower := range r.Disk.Layers {
+	for i := 0; i+1 < len(r.Disk.Layers); {
+		lower, upper := r.Disk.Layers[i], r.Disk.Layers[i+1]
 		// Where others have the next one, they may have it over the layers that this one
 		// was squashed from.
-		if i+1 == len(r.Disk.Layers) || !loose(lower) || !needed.with(r.Disk.Layers[i+1], lower) {
-			left = append(left, lower)
+		if !loose(lower) || !needed.with(upper, lower) {
+			i++
 			continue
 		}
-		upper := filepath.Join(s.layerDir(), r.Disk.Layers[i+1])
-		if size, _ := diskUsage(upper); size > maxJoin {
-			left = append(left, lower)
+		path := filepath.Join(s.layerDir(), upper)
+		if size, _ := diskUsage(path); size > maxJoin {
+			i++
 			continue
 		}
-		if err := disk.Merge(ctx, filepath.Join(s.layerDir(), lower), upper); err != nil {
+		if err := disk.Merge(ctx, filepath.Join(s.layerDir(), lower), path); err != nil {
 			if errors.Is(err, disk.ErrInUse) {
 				return nil // a clone is being made of it: another time
 			}
 			return fmt.Errorf("joining layers of the disk of VM %s: %w", name, err)
 		}
+		// At once: the next joining takes the file of this one away, and a list that has
+		// both could be opened, but not be joined any further.
+		r.Disk.Layers = slices.Delete(slices.Clone(r.Disk.Layers), i, i+1)
+		if err := s.save(r); err != nil {
+			return err
+		}
 	}
-	r.Disk.Layers = left
-	return s.save(r)
+	return nil
 }
 
 func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live map[string]bool, layers holders, freed *Freed) error {
