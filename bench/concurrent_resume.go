@@ -41,7 +41,7 @@ const MaxAtOnce = 256
 // Numbers are interleaved.
 func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []Row, err error) {
 	most := slices.Max(o.AtOnce)
-	names, remove, err := e.flock(ctx, most, o.MemoryMiB)
+	names, remove, err := e.flock(ctx, most, o.MemoryMiB, e.startBusy)
 	defer func() { err = errors.Join(err, remove()) }()
 	if err != nil {
 		return nil, err
@@ -117,9 +117,9 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (w
 	return wakes, nil
 }
 
-// flock makes VMs that sleep, all from one snapshot, and a function that removes them,
-// which is there after an error as well.
-func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func() error, err error) {
+// flock makes VMs that sleep, all from one snapshot of a guest in which start has started
+// something, and a function that removes them, which is there after an error as well.
+func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Context, name string) error) (names []string, remove func() error, err error) {
 	first := fmt.Sprintf("bench-%d", os.Getpid())
 	made := []string{first}
 	snap := ""
@@ -139,7 +139,7 @@ func (e Env) flock(ctx context.Context, n, mib int) (names []string, remove func
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: first, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
 		return nil, remove, err
 	}
-	if err := e.startBusy(ctx, first); err != nil {
+	if err := start(ctx, first); err != nil {
 		return nil, remove, err
 	}
 	res, err := e.Store.Snapshot(ctx, first, "")

@@ -26,8 +26,16 @@ type DensityOptions struct {
 	Settle, Idle time.Duration
 }
 
+// quietProgram is a live interpreter that has loaded something and waits for nothing.
+const quietProgram = `
+import json, random, signal, socket
+table = {str(n): random.random() for n in range(20000)}
+open('` + busyFile + `', 'w').close()
+signal.pause()
+`
+
 // Density measures what VMs cost that do nothing, clones of one snapshot with a live
-// python3 in each. density_asleep is the memory of processes that hold anything of a VM's
+// python3 in each that waits. density_asleep is the memory of processes that hold anything of a VM's
 // that sleeps open, in MiB, with the number of such processes of all VMs (processes) and what each VM takes on disk
 // (disk, MiB) as stages. density_awake is the memory that the process of a woken one has
 // to itself, in MiB, with its proportional share of what several have (pss) and that of all
@@ -38,7 +46,9 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	if err != nil {
 		return nil, err
 	}
-	names, remove, err := e.flock(ctx, o.Asleep, o.MemoryMiB)
+	names, remove, err := e.flock(ctx, o.Asleep, o.MemoryMiB, func(ctx context.Context, name string) error {
+		return e.startLive(ctx, name, "quiet.py", quietProgram)
+	})
 	defer func() { err = errors.Join(err, remove()) }()
 	if err != nil {
 		return nil, err

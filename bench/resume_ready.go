@@ -54,7 +54,12 @@ const busyWait = 15 * time.Minute
 // startBusy starts busy in a guest, and returns when it is at work: a snapshot is to have
 // a live interpreter, not one that is being loaded.
 func (e Env) startBusy(ctx context.Context, name string) error {
-	if err := e.startProgram(ctx, name, "busy.py", busy); err != nil {
+	return e.startLive(ctx, name, "busy.py", busy)
+}
+
+// startLive starts a program that makes busyFile when it is at work, and waits for that.
+func (e Env) startLive(ctx context.Context, name, file, program string) error {
+	if err := e.startProgram(ctx, name, file, program); err != nil {
 		return err
 	}
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))

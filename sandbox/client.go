@@ -568,9 +568,11 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	}
 	res.Stages["gone"] = ms(time.Since(begin))
 	if old != "" {
-		_, err = s.Sweep(ctx)
+		if _, err := s.Sweep(ctx); err != nil {
+			return res, fmt.Errorf("%s is asleep, but not all that nobody needs any more could be removed: %w", name, err)
+		}
 	}
-	return res, err
+	return res, nil
 }
 
 // awaitExit waits until a process, of whatever parent, has ended.

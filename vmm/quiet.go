@@ -16,7 +16,7 @@ import (
 // a little late, and loses none. Devices begin to work only then, too: what they do at
 // first is to look at their queues, and the pages of those have to be loaded. What the
 // agent may wait for itself is not kept back: block devices.
-const quietLimit = 50 * time.Millisecond
+var quietLimit = 50 * time.Millisecond // a constant but for tests
 
 type quiet struct {
 	on bool // of a machine that is being restored
