@@ -386,24 +386,44 @@ func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string,
 // launchWith is launch for any order, with the files that belong to it after that for
 // the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...*os.File) (rep Report, err error) {
-	name := ord.Name
-	logFile, err := os.OpenFile(s.ProcessLog(name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", name, err)
+		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
-	defer logFile.Close()
+	defer log.Close()
+	if l.Pool != nil {
+		l.Pool.starts()
+		defer l.Pool.started()
+		for ready := l.Pool.pop(); ready != nil; ready = l.Pool.pop() {
+			rep, err := s.launchBy(ctx, ord, log, files, ready.start)
+			// It may have been killed as it stood by: then nobody has the order.
+			if !errors.Is(err, ErrCrashed) && !errors.Is(err, errNoOrder) || ready.took() {
+				ready.conn.Close()
+				return rep, err
+			}
+			ready.conn.Close()
+			l.Pool.log.Warn("a process of the pool takes no order", "error", err, "it_says", ready.said.last())
+		}
+	}
+	return s.launchBy(ctx, ord, log, files, func(ord order, files []*os.File) (*os.Process, <-chan struct{}, error) {
+		return s.startProcess(l, ord, files)
+	})
+}
+
+// launchBy gives an order to a process by start, which gets the files of the order: the log,
+// that for the report, and those that follow. It waits for the report.
+func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*os.File,
+	start func(order, []*os.File) (*os.Process, <-chan struct{}, error)) (rep Report, err error) {
+	name := ord.Name
 	r, w, err := os.Pipe()
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", name, err)
 	}
 	defer r.Close()
-	proc, exited, err := s.startProcess(l, ord, logFile, append([]*os.File{w}, files...))
+	proc, exited, err := start(ord, append([]*os.File{log, w}, files...))
 	w.Close()
 	if err != nil {
 		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
-	}
-	if l.Pool != nil {
-		defer l.Pool.started()
 	}
 	stop := context.AfterFunc(ctx, func() { _ = proc.Kill(); r.Close() })
 	defer stop()
@@ -424,26 +444,15 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...
 	return rep, nil
 }
 
-// startProcess gives an order, with its files, to a process of the pool's or to a new one.
-// exited is closed when that has ended.
-func (s *Store) startProcess(l Launcher, ord order, log *os.File, files []*os.File) (proc *os.Process, exited <-chan struct{}, err error) {
-	if l.Pool != nil {
-		l.Pool.starts()
-		if ready := l.Pool.take(ord, append([]*os.File{log}, files...)...); ready != nil {
-			return ready.cmd.Process, ready.exited, nil
-		}
-		defer func() {
-			if err != nil {
-				l.Pool.started()
-			}
-		}()
-	}
+// startProcess starts a process with an order. files begin with its log. exited is closed
+// when it has ended.
+func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (proc *os.Process, exited <-chan struct{}, err error) {
 	if len(l.Command) == 0 {
 		return nil, nil, errors.New("no program is configured for it")
 	}
 	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.dir)...)...)
-	cmd.Stdout, cmd.Stderr = log, log
-	cmd.ExtraFiles = files // reportFD and up
+	cmd.Stdout, cmd.Stderr = files[0], files[0]
+	cmd.ExtraFiles = files[1:] // reportFD and up
 	// A session of its own: it outlives the terminal and whoever started it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {

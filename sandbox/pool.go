@@ -67,10 +67,12 @@ type standby struct {
 }
 
 // The words on the socket between a pool and one of its processes, which is of type
-// SOCK_SEQPACKET: the process sends poolReady once, and gets an order, as JSON with
-// files: its log, where its Report goes, and the image of a fork if it is one.
+// SOCK_SEQPACKET: the process sends poolReady once, gets an order, as JSON with
+// files (its log, where its Report goes, and the image of a fork if it is one), and sends
+// poolTaken before it does anything for it.
 const (
 	poolReady = "ready"
+	poolTaken = "taken"
 	// maxOrder bounds an order, in bytes.
 	maxOrder      = 64 << 10
 	maxOrderFiles = 3
@@ -282,23 +284,27 @@ func (s *standby) end() {
 // poolPatience is how long a process has to end by itself.
 const poolPatience = 10 * time.Second
 
-// take gives an order to a process of the pool's; nil if none is there for it.
-func (p *Pool) take(ord order, files ...*os.File) *standby {
-	for {
-		s := p.pop()
-		if s == nil {
-			return nil
-		}
-		err := sendOrder(s.conn, ord, files...)
-		s.conn.Close()
-		if err == nil {
-			return s
-		}
-		p.log.Warn("a process of the pool takes no order", "error", err, "it_says", s.said.last())
-		go s.end()
+// errNoOrder says that a process could not be given an order.
+var errNoOrder = errors.New("it takes no order")
+
+// start gives it an order.
+func (s *standby) start(ord order, files []*os.File) (*os.Process, <-chan struct{}, error) {
+	if err := sendOrder(s.conn, ord, files...); err != nil {
+		_ = s.cmd.Process.Kill()
+		return nil, nil, fmt.Errorf("%w: %w", errNoOrder, err)
 	}
+	return s.cmd.Process, s.exited, nil
 }
 
+// took says whether a process that has ended has taken the order. Only then may anything
+// of the VM have changed.
+func (s *standby) took() bool {
+	word := make([]byte, len(poolTaken)+1)
+	n, err := s.conn.Read(word)
+	return err == nil && string(word[:n]) == poolTaken
+}
+
+// pop takes a process out of the pool; nil if none is ready.
 func (p *Pool) pop() *standby {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -189,6 +189,9 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 	if errors.Is(err, io.EOF) || err != nil && ctx.Err() != nil {
 		return nil
 	}
+	if err == nil {
+		_, err = conn.Write([]byte(poolTaken))
+	}
 	if err != nil {
 		return fmt.Errorf("standing by for a VM: %w", err)
 	}

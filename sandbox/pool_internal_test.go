@@ -1,0 +1,53 @@
+package sandbox
+
+import (
+	"errors"
+	"strings"
+	"testing"
+)
+
+func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		standby string // what a process of the pool does after it has said that it is ready
+		again   bool   // whether another one is given the order
+	}{
+		"it ends at once":                     {"exit 1", true},
+		"it ends with the order on its way":   {"sleep 0.1; exit 1", true},
+		"it ends after it has read the order": {"dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", true},
+		// It says so before: the report is lost as soon as a shell has read the order.
+		"it ends after it has taken the order": {"printf taken >&3; dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, err := OpenStore(t.TempDir())
+			if err != nil {
+				t.Fatal(err)
+			}
+			lock, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: Starting})
+			if err != nil {
+				t.Fatal(err)
+			}
+			lock.release()
+			script := `case "$*" in *--standby*) printf ready >&3; ` + tc.standby + `;; *) echo '{"name":"a","faults":7}' >&3;; esac`
+			l := Launcher{Command: []string{"/bin/sh", "-c", script, "sh"}}
+			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shape: Shape{MemoryMiB: 256, VCPUs: 1}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Wait(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			rep, err := s.launch(t.Context(), p.Launcher(), "a", "", false)
+			switch {
+			case tc.again && (err != nil || rep.Faults != 7):
+				t.Errorf("got %+v, %v, want the report of another process", rep, err)
+			case !tc.again && (!errors.Is(err, ErrCrashed) || strings.Contains(err.Error(), "order")):
+				t.Errorf("got %+v, %v, want ErrCrashed", rep, err)
+			}
+			if err := p.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
