@@ -444,7 +444,7 @@ func unload(root, version string) error {
 type slotMap struct{ of, own *ebpf.Map }
 
 // publish puts maps into a slot. The kernel makes each writer wait until no packet is
-// judged by what was there before, some 12 ms; nothing was there. So publish returns when the maps
+// judged by what was there before, 10 to 100 ms; nothing was there. So publish returns when the maps
 // can be seen, and wait says what became of the writers.
 func publish(slot uint32, maps []slotMap) (wait func() error, err error) {
 	done := make(chan error, len(maps))
