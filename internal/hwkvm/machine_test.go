@@ -287,6 +287,30 @@ func TestMachineKeepsStreamsApartAndBinary(t *testing.T) {
 	}
 }
 
+// slowWriter lets the machine's output wait for it until the socket and the rings behind it are full.
+type slowWriter struct {
+	delays int
+	n      int
+}
+
+func (w *slowWriter) Write(p []byte) (int, error) {
+	if w.delays > 0 {
+		w.delays--
+		time.Sleep(time.Second)
+	}
+	w.n += len(p)
+	return len(p), nil
+}
+
+func TestMachineWhoseOutputIsReadSlowlyLosesNoneOfIt(t *testing.T) {
+	const size = 600 << 10
+	w := &slowWriter{delays: 3}
+	o, err := testImage(t).Run(t.Context(), Config{Args: []string{"head", "-c", strconv.Itoa(size), "/dev/zero"}, Dir: "/", Env: os.Environ(), Stdout: w})
+	if err != nil || o.Status != 0 || w.n != size {
+		t.Errorf("result %+v, error %v, %d bytes of %d", o, err, w.n, size)
+	}
+}
+
 func TestMachineHasAWorkingKVM(t *testing.T) {
 	o, err := runIn(t, testImage(t), Config{Args: []string{self(t)}, Env: []string{helperEnv + "=kvm"}})
 	if err != nil || o.Status != 0 || o.stdout.String() != "kvm works\n" {

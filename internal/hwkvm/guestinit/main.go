@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
 )
@@ -39,6 +40,9 @@ func main() {
 	if err := out.SendJSON(wire.Exit, result); err != nil {
 		halt(fmt.Errorf("report the result: %w", err))
 	}
+	// A write to the port ends before QEMU has passed it on, and what a slow reader has not taken would go with the power
+	// (port_fops_write in virtio_console.c). So the host, which kills the machine once it has the result, has the first turn.
+	time.Sleep(wire.ResultTaken)
 	halt(nil)
 }
 

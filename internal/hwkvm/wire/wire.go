@@ -42,6 +42,9 @@ const (
 // AliveInterval is how often the machine says that it still runs.
 const AliveInterval = 5 * time.Second
 
+// ResultTaken is how long the machine waits, after Exit, for the host to take what was sent and to end it.
+const ResultTaken = 10 * time.Minute
+
 // ErrFrame says that the peer broke the framing: the stream cannot be read any further.
 var ErrFrame = errors.New("malformed frame")
 
