@@ -634,6 +634,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if err != nil {
 		return nil, err
 	}
+	first := in.machine.FirstPages()
 	var changed *guestmem.PageSet
 	if in.tracked {
 		if changed, err = in.machine.TakeDirty(); err != nil {
@@ -724,7 +725,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		c.Free = free.Len()
 		spec.Memory = freepages.Without(spec.Memory, free)
 	}
-	if ws, ok := workingSet(in.pager); ok {
+	if ws, ok := workingSet(first, in.pager); ok {
 		spec.Payloads = append(spec.Payloads, ws)
 	}
 	info, err := snapshot.Create(ctx, o.Dir, spec)

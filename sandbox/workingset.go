@@ -3,26 +3,37 @@ package sandbox
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
-// The pages that a guest needed first after its last resume are kept with its next
-// snapshot, among the states of its parts, and loaded ahead of the faults by the next
-// resume: page numbers of 4 bytes, little-endian, in the order in which they were needed.
+// The pages that restoring a machine takes, and those that its guest needed first after its
+// last resume, are kept with its next snapshot, among the states of its parts, and loaded
+// ahead of the faults by the next resume: page numbers of 4 bytes, little-endian, in the
+// order in which they were needed.
 const (
 	workingSetName    = "working-set"
 	workingSetKind    = "drowse-working-set"
 	workingSetVersion = 1
 )
 
-// workingSet is the payload for what a pager has recorded; false if there is nothing.
-func workingSet(p *pager.Pager) (snapshot.Payload, bool) {
-	if p == nil {
-		return snapshot.Payload{}, false
+// workingSet is the payload for what restoring the machine takes, and what the pager has
+// recorded if it has one; false if there is nothing.
+func workingSet(first []uint64, p *pager.Pager) (snapshot.Payload, bool) {
+	var recorded []uint64
+	if p != nil {
+		recorded = p.WorkingSet()
 	}
-	pages := p.WorkingSet()
+	var pages []uint64
+	seen := map[uint64]bool{}
+	for _, page := range slices.Concat(first, recorded) {
+		if !seen[page] && len(pages) < pager.MaxRecordPages {
+			seen[page] = true
+			pages = append(pages, page)
+		}
+	}
 	data := make([]byte, 0, 4*len(pages))
 	for _, page := range pages {
 		data = binary.LittleEndian.AppendUint32(data, uint32(page))

@@ -39,3 +39,17 @@ func TestWorkingSetIsTakenOutOfTheStates(t *testing.T) {
 		})
 	}
 }
+
+func TestWorkingSetBeginsWithWhatRestoringTakes(t *testing.T) {
+	if p, ok := workingSet(nil, nil); ok {
+		t.Errorf("of nothing: %+v", p)
+	}
+	p, ok := workingSet([]uint64{256, 5, 256}, nil)
+	if !ok {
+		t.Fatal("there is none")
+	}
+	pages, states, err := takeWorkingSet([]snapshot.Payload{p})
+	if err != nil || !slices.Equal(pages, []uint64{256, 5}) || len(states) != 0 {
+		t.Errorf("pages %v, states %v, %v", pages, states, err)
+	}
+}

@@ -4,6 +4,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
@@ -12,11 +14,19 @@ import (
 // devices/handover). A guest that has slept owes much else, though: its timers have
 // expired, and devices have news. The interrupts for that would come first, and each
 // takes thousands of instructions of its kernel. So they are kept back until the agent
-// has answered, and for quietLimit at most: a guest whose agent does not answer gets them
-// a little late, and loses none. Devices begin to work only then, too: what they do at
+// has answered, and for quietLimit or a little more: a guest whose agent does not answer gets
+// them late, and loses none. Devices begin to work only then, too: what they do at
 // first is to look at their queues, and the pages of those have to be loaded. What the
 // agent may wait for itself is not kept back: block devices.
 var quietLimit = 50 * time.Millisecond // a constant but for tests
+
+// When many machines are restored at once, each waits for processors for longer than it
+// runs. Time in which this process has hardly run does not count, or the guests that wait
+// most would be given ten times as much to do. quietMost bounds it in any case.
+const (
+	quietMost   = time.Second
+	hardlyAtAll = time.Millisecond // of processor time in quietLimit: nothing was waiting for any
+)
 
 type quiet struct {
 	on bool // of a machine that is being restored
@@ -24,9 +34,12 @@ type quiet struct {
 	mu    sync.Mutex
 	over  bool
 	limit *time.Timer
+	begun time.Time
+	// The processor time of this process when it began, and at the last look.
+	before, looked time.Duration
 }
 
-// quietCycles is quietLimit in cycles of the guest's TSC; 0 if there is to be no quiet.
+// quietCycles is quietMost in cycles of the guest's TSC; 0 if there is to be no quiet.
 func (c *cpu) quietCycles() uint64 {
 	if !c.m.quiet.on {
 		return 0
@@ -35,7 +48,7 @@ func (c *cpu) quietCycles() uint64 {
 	if err != nil {
 		return 0
 	}
-	return khz * uint64(quietLimit/time.Millisecond)
+	return khz * uint64(quietMost/time.Millisecond)
 }
 
 // mayWait says that a device has nothing to do while the machine is quiet.
@@ -58,9 +71,42 @@ const blockDevice = 2
 func (m *Machine) limitQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
-	if m.quiet.on && !m.quiet.over {
-		m.quiet.limit = time.AfterFunc(quietLimit, m.EndQuiet)
+	q := &m.quiet
+	if q.on && !q.over {
+		q.begun, q.before = time.Now(), processorTime()
+		q.looked = q.before
+		q.limit = time.AfterFunc(quietLimit, m.lookAtQuiet)
 	}
+}
+
+// lookAtQuiet ends the quiet time, unless the machine has lacked a processor.
+func (m *Machine) lookAtQuiet() {
+	if !m.quiet.more(time.Now(), processorTime()) {
+		m.EndQuiet()
+	}
+}
+
+// more gives the machine another quietLimit if it has not had that much of processors yet and
+// goes on, so that somebody else must have them.
+func (q *quiet) more(now time.Time, used time.Duration) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	since := used - q.looked
+	q.looked = used
+	if q.over || since < hardlyAtAll || used-q.before >= quietLimit || now.Sub(q.begun) >= quietMost {
+		return false
+	}
+	q.limit.Reset(quietLimit)
+	return true
+}
+
+// processorTime is what this process has used, guests included.
+func processorTime() time.Duration {
+	var u unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &u) != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // EndQuiet lets a machine that has been restored go on in full, if it does not yet: all

@@ -198,6 +198,18 @@ func (t *Transport) setStatus(v uint32) {
 	}
 }
 
+// Layouts are where the driver has put the queues that are ready.
+func (t *Transport) Layouts() (all []virtq.Layout) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, q := range t.queues {
+		if q.ready {
+			all = append(all, q.layout)
+		}
+	}
+	return all
+}
+
 func (t *Transport) has(bits uint32) bool { return t.status.Load()&bits == bits }
 
 // acceptable says whether the device can work with what the driver has chosen.

@@ -176,6 +176,9 @@ func TestActivationHasWhatTheDriverChose(t *testing.T) {
 	if q := a.Queues[0]; q.Layout() != want || q.Kick != m.Kicks()[0] {
 		t.Fatalf("%+v", q.Layout())
 	}
+	if all := m.Layouts(); len(all) != 1 || all[0] != want {
+		t.Errorf("layouts: %+v", all)
+	}
 }
 
 func TestBothHalvesOfAnAddressCount(t *testing.T) {

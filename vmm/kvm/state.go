@@ -35,6 +35,8 @@ const (
 	MSRMiscEnable  = 0x1a0
 	MSRMTRRDefType = 0x2ff
 	msrTSCDeadline = 0x6e0
+	msrClock       = 0x12       // MSR_KVM_SYSTEM_TIME (Documentation/virt/kvm/x86/msr.rst)
+	msrClockNew    = 0x4b564d01 // MSR_KVM_SYSTEM_TIME_NEW
 )
 
 func record(p []byte, tag uint32, data []byte) []byte {
@@ -269,6 +271,20 @@ func (c *VCPU) importSregs(b2, b []byte) error {
 	// What was pending is in the vCPU events.
 	c.sregs.InterruptBitmap = [len(c.sregs.InterruptBitmap)]uint64{}
 	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
+}
+
+// ClockPage is where the guest has its paravirtual clock of this vCPU, if it has one. The
+// vCPU must not run.
+func (c *VCPU) ClockPage() (gpa uint64, ok bool) {
+	// Both are one register by two names. A KVM without it has no such page.
+	for _, index := range []uint32{msrClockNew, msrClock} {
+		msrs, err := c.MSRs([]uint32{index})
+		const on = 1
+		if err == nil && len(msrs) == 1 && msrs[0].Value&on != 0 {
+			return msrs[0].Value &^ on, true
+		}
+	}
+	return 0, false
 }
 
 // Undo gives a timer that was put off its own deadline again, unless it has fired or the

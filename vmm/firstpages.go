@@ -1,0 +1,37 @@
+package vmm
+
+import "github.com/drowse-vm/drowse/vmm/guestmem"
+
+// FirstPages are the pages of RAM that restoring the machine takes before its guest runs:
+// KVM looks for that of each vCPU's paravirtual clock when its MSR is set, and disks look
+// at their queues. They are linear page numbers, as package guestmem counts them. It is for
+// loading them early: they may be too many or too few, and repeat. The machine must be
+// paused.
+func (m *Machine) FirstPages() []uint64 {
+	m.life.Lock()
+	defer m.life.Unlock()
+	if m.state != paused {
+		return nil
+	}
+	var pages []uint64
+	add := func(gpa guestmem.GPA) {
+		if offset, err := m.mem.Linear(gpa); err == nil {
+			pages = append(pages, offset/guestmem.PageSize)
+		}
+	}
+	for _, c := range m.cpus {
+		if gpa, ok := c.kvm.ClockPage(); ok {
+			add(guestmem.GPA(gpa))
+		}
+	}
+	for _, t := range m.virtio {
+		if t.Device().ID() != blockDevice {
+			continue
+		}
+		for _, q := range t.Layouts() {
+			add(q.Avail)
+			add(q.Used)
+		}
+	}
+	return pages
+}
