@@ -452,13 +452,25 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 // factsKey is where the manifest's host facts are.
 const factsKey = "facts"
 
+// goodFacts are what this host has been found to be like: it does not change, and decoding
+// them again for the next machine takes 0.1 ms.
+var goodFacts atomic.Pointer[string]
+
 // checkHost refuses a snapshot of a CPU that this host is not like.
 func (in *Instance) checkHost(facts map[string]string) error {
+	text := facts[factsKey]
+	if good := goodFacts.Load(); good != nil && *good == text {
+		return nil
+	}
 	var saved vmm.HostFacts
-	if err := json.Unmarshal([]byte(facts[factsKey]), &saved); err != nil {
+	if err := json.Unmarshal([]byte(text), &saved); err != nil {
 		return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
 	}
-	return vmm.CheckFacts(saved)
+	if err := vmm.CheckFacts(saved); err != nil {
+		return err
+	}
+	goodFacts.Store(&text)
+	return nil
 }
 
 func fromPayloads(ps []snapshot.Payload) []vmm.State {
