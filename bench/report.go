@@ -53,6 +53,8 @@ type Row struct {
 	// Histogram has a value in the row's unit and the number of runs that took it, in
 	// ascending order: at most MaxBuckets pairs, of three digits.
 	Histogram [][2]float64 `json:"histogram,omitempty"`
+	// Goal is what the number is to be, and whether it is. Nil is no goal.
+	Goal *RowGoal `json:"goal,omitempty"`
 	// Skipped says why nothing was measured. All figures are 0 then.
 	Skipped string `json:"skipped,omitempty"`
 }
@@ -71,7 +73,7 @@ type Machine struct {
 	Time      time.Time `json:"time"`
 }
 
-// NewReport describes this machine and build.
+// NewReport describes this machine and build. It gives rows their goals.
 func NewReport(rows []Row) Report {
 	m := Machine{CPUs: runtime.NumCPU(), GoVersion: runtime.Version(), KVM: "hardware", Time: time.Now().UTC(), CPU: cpuModel()}
 	if vmm.SoftKVM() {
@@ -87,6 +89,7 @@ func NewReport(rows []Row) Report {
 	if unix.Uname(&u) == nil {
 		m.Kernel = unix.ByteSliceToString(u.Release[:])
 	}
+	applyGoals(rows, Goals)
 	return Report{Machine: m, Commit: commit(), Rows: rows}
 }
 
@@ -133,13 +136,13 @@ func (r Report) Text(w io.Writer) {
 	fmt.Fprintf(w, "%s, %d CPUs, %d MiB, Linux %s, %s KVM, load %.1f, commit %s\n\n",
 		r.Machine.CPU, r.Machine.CPUs, r.Machine.MemoryMiB, r.Machine.Kernel, r.Machine.KVM, r.Machine.Load, r.Commit)
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\t")
+	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\tgoal\t")
 	for _, row := range r.Rows {
 		if row.Skipped != "" {
-			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t\n", row.Name, sorted(row.Params), row.Unit)
+			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t-\t\n", row.Name, sorted(row.Params), row.Unit)
 			continue
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched)
+		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t%s\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched, row.Goal)
 	}
 	t.Flush()
 	for _, row := range r.Rows {
