@@ -66,8 +66,8 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 			}
 		}
 	}
-	if seen != len(quick) || seen != len(m.all) || seen != len(m.run) {
-		t.Errorf("%d benchmarks, %d quick ones, %d that run", seen, len(quick), len(m.run))
+	if seen != len(quick) || seen != len(m.all) || seen != len(usualMinutes) {
+		t.Errorf("%d benchmarks of %d, %d quick ones, %d weights", seen, len(m.all), len(quick), len(usualMinutes))
 	}
 	// All that there are, and what is none.
 	if got := len((&app{}).benchCommand().Commands()); got != seen+4 {
