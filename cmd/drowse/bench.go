@@ -18,6 +18,8 @@ import (
 func (a *app) benchCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "bench", Short: "Measure what drowse promises", Args: cobra.NoArgs,
+		Long: `Measure what drowse promises. Stdout gets a table, with -o json one document, and with
+-o benchstat the runs in the format of Go's benchmarks, which benchstat compares.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	var e bench.Env
@@ -52,7 +54,7 @@ type benchmark struct {
 
 // command is a command that measures, with its own name.
 func (m *benches) command(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	b := &benchmark{measure: measure, Command: &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs}}
+	b := &benchmark{measure: measure, Command: &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, Annotations: asBenchstat}}
 	b.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := m.prepare(!b.onHost); err != nil {
 			return err
@@ -114,7 +116,15 @@ func (m *benches) prepare(guests bool) (err error) {
 	return err
 }
 
+// benchstat is the output format of that name, which commands with asBenchstat have.
+const benchstat = "benchstat"
+
+var asBenchstat = map[string]string{formatAnnotation: benchstat}
+
 func (m *benches) print(r bench.Report) error {
+	if m.app.output == benchstat {
+		return r.Benchstat(m.app.stdout)
+	}
 	return m.app.print(r, func(w io.Writer) { r.Text(w) })
 }
 

@@ -66,7 +66,7 @@ type allOptions struct {
 func (m *benches) everything() *cobra.Command {
 	var o allOptions
 	cmd := &cobra.Command{
-		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs,
+		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs, Annotations: asBenchstat,
 		Long: `Run all benchmarks, one after another, each as its own command would without options,
 and resume_ready beside all other monitors. That takes hours. One that fails does not end the others: what was measured is printed,
 the failure is a row that says why, and the exit status is 1. An interrupt ends the benchmark that runs, and

@@ -116,6 +116,19 @@ func TestBenchAll_runs_are_those_of_all_that_count_them(t *testing.T) {
 	}
 }
 
+func TestBenchAll_benchstat_has_the_runs(t *testing.T) {
+	f := newFakes(t, "sleep", "blk")
+	f.app.output = benchstat
+	if err := f.runAll(t.Context(), &allOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"BenchmarkSleep/runs=20 1 1e+06 ns/op\n", "BenchmarkBlk/runs=20 "} {
+		if !strings.Contains(f.out.String(), want) {
+			t.Errorf("no %q in %s", want, f.out.String())
+		}
+	}
+}
+
 func TestBenchAll_failure_keeps_all_rows_and_gives_error(t *testing.T) {
 	f := newFakes(t, "a", "b", "c")
 	f.fails["b"] = errors.New("broken")

@@ -32,6 +32,24 @@ func TestBenchReport_files_give_one_page(t *testing.T) {
 	}
 }
 
+func TestBenchReport_benchstat_gives_a_line_for_each_run(t *testing.T) {
+	dir := t.TempDir()
+	in := filepath.Join(dir, "in.json")
+	if err := os.WriteFile(in, []byte(`{"rows": [{"name": "sleep", "p50": 5, "unit": "ms", "histogram": [[5, 2]]}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr := drowse(t, dir, "bench", "report", "-o", "benchstat", in)
+	if want := "BenchmarkSleep 1 5e+06 ns/op\n"; code != 0 || strings.Count(stdout, want) != 2 {
+		t.Errorf("exit status %d: not twice %q in %s%s", code, want, stdout, stderr)
+	}
+	if code, _, stderr := drowse(t, dir, "ps", "-o", "benchstat"); code != exitUsage || !strings.Contains(stderr, "use text or json") {
+		t.Errorf("ps: exit status %d: %s", code, stderr)
+	}
+	if code, _, stderr := drowse(t, dir, "bench", "sleep", "-o", "yaml"); code != exitUsage || !strings.Contains(stderr, "use text or json or benchstat") {
+		t.Errorf("yaml: exit status %d: %s", code, stderr)
+	}
+}
+
 func TestBenchReport_what_is_no_report_gives_error_and_no_file(t *testing.T) {
 	dir := t.TempDir()
 	in := filepath.Join(dir, "in.json")
