@@ -13,6 +13,20 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
+func (m *benches) instruction() *cobra.Command {
+	var o bench.InstructionOptions
+	cmd := m.hostCommand("guest_instruction", "How long an instruction takes that a guest executes as its kernel does", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 {
+			return nil, errRuns
+		}
+		return bench.Instructions(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 50, "runs for each mix of instructions")
+	f.IntVar(&o.Warmup, "warmup", 2, "runs before that do not count")
+	return cmd
+}
+
 func (m *benches) exec() *cobra.Command {
 	var o bench.ResumeExecOptions
 	cmd := m.command("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there", func(ctx context.Context) ([]bench.Row, error) {
