@@ -44,9 +44,11 @@ type costs struct {
 	// guest waits for until the pager has loaded it, and shadow another page that KVM
 	// enters into its own table at the guest's first touch.
 	instruction, fault, shadow float64
+	// measured says that the report has measured instruction.
+	measured bool
 }
 
-// Costs are stated for a KVM that interprets, as measured on one host (AMD EPYC, Linux
+// softCosts are those of a KVM that interprets, as measured on one host (AMD EPYC, Linux
 // 6.18): they are of the right size, and no measurements of the machine of a report.
 // A KVM on virtualisation hardware does not interpret, and its faults are not known.
 var softCosts = costs{instruction: 330, fault: 130_000, shadow: 35_000}
@@ -79,14 +81,54 @@ func (b bound) Ref() *float64 {
 // bounds are those of the rows that have stages or a goal.
 func (p *Page) bounds(rows []*row) (out []bound) {
 	for _, r := range rows {
-		if b := boundOf(r, p.reports[r.Report-1].kvm == "soft"); r.Skipped == "" && r.P50 != nil && (b.Stage != "" || r.Goal != nil) {
+		if b := boundOf(r, p.costsOf(rows, r.Report)); r.Skipped == "" && r.P50 != nil && (b.Stage != "" || r.Goal != nil) {
 			out = append(out, b)
 		}
 	}
 	return out
 }
 
-func boundOf(r *row, soft bool) bound {
+// costsOf are the costs for the rows of a report: of an instruction what it has measured itself,
+// with a kernel's share of memory, or else the first report of the same machine. Nil is for a KVM that does not interpret.
+func (p *Page) costsOf(rows []*row, report int) *costs {
+	own := p.reports[report-1]
+	if own.fact("kvm") != "soft" {
+		return nil
+	}
+	c := softCosts
+	for _, r := range rows {
+		if r.Name != "guest_instruction" || r.Unit != "ns" || r.param("mix").Value != "mixed" || r.P50 == nil || *r.P50 <= 0 {
+			continue
+		}
+		if r.Report == report || !c.measured && own.sameMachine(p.reports[r.Report-1]) {
+			c.instruction, c.measured = *r.P50, true
+		}
+	}
+	return &c
+}
+
+// fact is what a report says of its machine, or nothing.
+func (r report) fact(name string) string {
+	for _, f := range r.Facts {
+		if f.Name == name {
+			return f.Value
+		}
+	}
+	return ""
+}
+
+// sameMachine is whether another report is of the same processor, kernel and kind of KVM.
+func (r report) sameMachine(other report) bool {
+	for _, name := range []string{"cpu", "kernel", "kvm"} {
+		if v := r.fact(name); v == "" || v != other.fact(name) {
+			return false
+		}
+	}
+	return true
+}
+
+// boundOf is what holds a row back. Without costs nothing is reckoned.
+func boundOf(r *row, c *costs) bound {
 	b := bound{Row: r}
 	inGuest, largest := 0.0, host
 	for _, s := range r.Stages {
@@ -115,28 +157,32 @@ func boundOf(r *row, soft bool) bound {
 	case r.Name == "concurrent_resume" && b.processors():
 	case largest == host:
 		b.By = "host work"
-	case !soft:
+	case c == nil:
 		b.By = "the guest, or host work for it"
 	default:
-		b.reckon(inGuest, unit)
+		b.reckon(inGuest, unit, *c)
 	}
 	return b
 }
 
 // reckon divides the time in the guest, in the row's unit, into what is counted at its cost and the rest.
-func (b *bound) reckon(inGuest, unit float64) {
+func (b *bound) reckon(inGuest, unit float64, c costs) {
 	count := map[string]float64{}
 	for _, f := range b.Row.Faults {
 		count[f.Name] = f.Value
 	}
 	faults := count["read"] + count["write"]
+	instructions := "instructions"
+	if c.measured {
+		instructions = "instructions as measured"
+	}
 	terms := []struct {
 		by, what    string
 		count, cost float64
 	}{
-		{"guest instructions", "instructions", count["emulated"], softCosts.instruction},
-		{"page faults", "pages waited for", faults, softCosts.fault},
-		{"page faults", "other pages touched", max(0, count["kvm_pages"]-faults), softCosts.shadow},
+		{"guest instructions", instructions, count["emulated"], c.instruction},
+		{"page faults", "pages waited for", faults, c.fault},
+		{"page faults", "other pages touched", max(0, count["kvm_pages"]-faults), c.shadow},
 	}
 	by := map[string]float64{}
 	var words []string

@@ -104,6 +104,31 @@ func TestBounds_rows_give_largest_stage_and_what_bounds_it(t *testing.T) {
 	}
 }
 
+func TestBounds_cost_that_the_report_has_measured_counts(t *testing.T) {
+	guest := `{"name": "resume_ready", "unit": "ms", "p50": 25, "stages": {"guest": 20}, "faults": {"emulated": 10000}}`
+	cost := func(unit, mix string) string {
+		return `{"name": "guest_instruction", "params": {"mix": "` + mix + `"}, "unit": "` + unit + `", "p50": 800}, ` + guest
+	}
+	for name, tt := range map[string]struct{ doc, want string }{
+		"measured":                              {cost("ns", "mixed"), "10000 instructions as measured × 800 ns = 8 ms"},
+		"another mix":                           {cost("ns", "registers"), "10000 instructions × 330 ns = 3.3 ms"},
+		"another unit":                          {cost("ms", "mixed"), "10000 instructions × 330 ns = 3.3 ms"},
+		"not measured":                          {guest, "10000 instructions × 330 ns = 3.3 ms"},
+		"of another machine":                    {guest + `]} {"machine": {"kvm": "soft", "cpu": "b", "kernel": "6"}, "rows": [` + cost("ns", "mixed"), "10000 instructions × 330 ns = 3.3 ms"},
+		"of the same machine":                   {guest + `]} {"machine": {"kvm": "soft", "cpu": "a", "kernel": "6"}, "rows": [` + cost("ns", "mixed"), "10000 instructions as measured × 800 ns = 8 ms"},
+		"of a machine of which nothing is said": {guest + `]} {"machine": {"kvm": "soft"}, "rows": [` + cost("ns", "mixed"), "10000 instructions × 330 ns = 3.3 ms"},
+	} {
+		p := add(t, `soft", "cpu": "a", "kernel": "6`, tt.doc)
+		var rows []*row
+		for i := range p.rows {
+			rows = append(rows, &p.rows[i])
+		}
+		if got := p.bounds(rows)[0].Sum; !strings.HasPrefix(got, tt.want) {
+			t.Errorf("%s: %q, want %q", name, got, tt.want)
+		}
+	}
+}
+
 func TestBounds_rows_without_stages_and_goal_give_none(t *testing.T) {
 	for name, doc := range map[string]string{
 		"neither":      `{"name": "vsock_rtt", "unit": "ms", "p50": 2, "stages": {}}`,

@@ -47,7 +47,6 @@ type report struct {
 	File   string
 	Facts  []fact
 	Rows   int
-	kvm    string // "soft" if it interprets
 }
 
 // fact is one of a machine, or a parameter.
@@ -126,11 +125,6 @@ func (p *Page) add(file string, doc json.RawMessage) error {
 	r := report{Number: len(p.reports) + 1, File: text(file), Rows: len(all.Rows)}
 	where := fmt.Sprintf("report %d", r.Number)
 	r.Facts = append([]fact{{Name: "commit", Value: "unknown"}}, p.facts(where+", machine", all.Machine)...)
-	for _, f := range r.Facts {
-		if f.Name == "kvm" {
-			r.kvm = f.Value
-		}
-	}
 	var commit string
 	if json.Unmarshal(all.Commit, &commit) == nil && commit != "" {
 		r.Facts[0].Value = text(commit)
