@@ -80,8 +80,12 @@ func (b bound) Ref() *float64 {
 
 // bounds are those of the rows that have stages or a goal.
 func (p *Page) bounds(rows []*row) (out []bound) {
+	perReport := make([]*costs, len(p.reports))
+	for i := range perReport {
+		perReport[i] = p.costsOf(rows, i+1)
+	}
 	for _, r := range rows {
-		if b := boundOf(r, p.costsOf(rows, r.Report)); r.Skipped == "" && r.P50 != nil && (b.Stage != "" || r.Goal != nil) {
+		if b := boundOf(r, perReport[r.Report-1]); r.Skipped == "" && r.P50 != nil && (b.Stage != "" || r.Goal != nil) {
 			out = append(out, b)
 		}
 	}

@@ -167,18 +167,18 @@ func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 func (m *benches) matches(b *benchmark, patterns []string) (bool, error) {
 	found := false
 	for _, p := range patterns {
-		any := false
+		known := false
 		for _, other := range m.all {
 			for _, name := range append([]string{other.Name()}, other.Aliases...) {
 				ok, err := path.Match(p, name)
 				if err != nil {
 					return false, usageError{fmt.Errorf("pattern %q: %w", p, err)}
 				}
-				any = any || ok
+				known = known || ok
 				found = found || ok && other == b
 			}
 		}
-		if !any {
+		if !known {
 			var names []string
 			for _, b := range m.all {
 				names = append(names, b.Name())
