@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os"
 	"strconv"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -73,15 +72,11 @@ while True:
 // the runs before have left it, so reads measure the way to it, not a drive. Of a rate,
 // the 99th percentile is one of the best runs.
 func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d", os.Getpid())
-	e.say("booting a guest of %d MiB", o.MemoryMiB)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+	name := vmName()
+	if err := e.started(ctx, name, o.MemoryMiB, "blk.py", blkProgram); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
-	if err := e.startProgram(ctx, name, "blk.py", blkProgram); err != nil {
-		return nil, err
-	}
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	size := o.FileMiB << 20
 	// Writing in sequence comes first: it makes the file.
 	kinds := []struct {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -120,23 +119,21 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (w
 // flock makes VMs that sleep, all from one snapshot of a guest in which start has started
 // something, and a function that removes them, which is there after an error as well.
 func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Context, name string) error) (names []string, remove func() error, err error) {
-	first := fmt.Sprintf("bench-%d", os.Getpid())
+	first := vmName()
 	made := []string{first}
 	snap := ""
 	remove = func() (err error) {
-		ctx := context.WithoutCancel(ctx)
 		for _, name := range made {
-			if rerr := e.Store.Remove(ctx, name, true); !errors.Is(rerr, sandbox.ErrNotFound) {
+			if rerr := e.remove(ctx, name); !errors.Is(rerr, sandbox.ErrNotFound) {
 				err = errors.Join(err, rerr)
 			}
 		}
 		if snap != "" {
-			err = errors.Join(err, e.Store.RemoveSnapshot(ctx, snap))
+			err = errors.Join(err, e.Store.RemoveSnapshot(context.WithoutCancel(ctx), snap))
 		}
 		return err
 	}
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: first, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	if err := e.boot(ctx, first, mib); err != nil {
 		return nil, remove, err
 	}
 	if err := start(ctx, first); err != nil {

@@ -145,16 +145,6 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 // Percents are recorded in thousandths.
 const percentScale = 1000
 
-// pause waits.
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
-}
-
 // allocated is what all files of a tree take on disk, in bytes, those of several names once.
 func allocated(dir string) (total int64, err error) {
 	type inode struct{ dev, ino uint64 }

@@ -63,12 +63,11 @@ func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
 }
 
 func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	name := vmName(mib)
+	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	mode := "idle"
 	if o.Busy {
 		mode = "busy"
@@ -114,7 +113,7 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 func (e Env) removeChildren(ctx context.Context, res sandbox.ForkResult) error {
 	var errs []error
 	for _, c := range res.Children {
-		errs = append(errs, e.Store.Remove(context.WithoutCancel(ctx), c.Name, true))
+		errs = append(errs, e.remove(ctx, c.Name))
 	}
 	return errors.Join(errs...)
 }
@@ -167,12 +166,11 @@ signal.pause()
 // have in common (pss), and for all together pss_total, and image, the memory that the
 // children share. The children are idle, as their agents have just answered.
 func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d", os.Getpid())
-	e.say("booting a guest of %d MiB", o.MemoryMiB)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+	name := vmName()
+	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	c, err := e.python(ctx, name, idler)
 	if err != nil {
 		return nil, err

@@ -53,8 +53,17 @@ type Row struct {
 	// Histogram has a value in the row's unit and the number of runs that took it, in
 	// ascending order: at most MaxBuckets pairs, of three digits.
 	Histogram [][2]float64 `json:"histogram,omitempty"`
-	// Skipped says why nothing was measured. All figures are 0 then.
+	// Goal is what the number is to be, and whether it is. Nil is no goal.
+	Goal *RowGoal `json:"goal,omitempty"`
+	// Skipped says why nothing was measured. All figures are 0 then. Failed says that this is
+	// because the benchmark has failed or was interrupted.
 	Skipped string `json:"skipped,omitempty"`
+	Failed  bool   `json:"failed,omitempty"`
+	// Command is what measures the row, options that are not the default included. Began is
+	// when it began, and Load the host's load average over one minute then.
+	Command string    `json:"command,omitempty"`
+	Began   time.Time `json:"began,omitzero"`
+	Load    float64   `json:"load1,omitempty"`
 }
 
 // Machine says where a number was measured.
@@ -64,30 +73,57 @@ type Machine struct {
 	MemoryMiB uint64 `json:"memory_mib"`
 	Kernel    string `json:"kernel"`
 	KVM       string `json:"kvm"` // "hardware" or "soft"
-	// Load is the host's load average over one minute as the run began: figures
-	// from a busy machine mean little.
+	// Load is the host's load average over one minute, and Time the time, as the
+	// run began: figures from a busy machine mean little.
 	Load      float64   `json:"load1"`
 	GoVersion string    `json:"go"`
 	Time      time.Time `json:"time"`
 }
 
-// NewReport describes this machine and build.
+// NewReport describes this machine, as it is now, and this build. A run calls it before it
+// measures, and adds its rows then.
 func NewReport(rows []Row) Report {
 	m := Machine{CPUs: runtime.NumCPU(), GoVersion: runtime.Version(), KVM: "hardware", Time: time.Now().UTC(), CPU: cpuModel()}
 	if vmm.SoftKVM() {
 		m.KVM = "soft"
 	}
-	var si unix.Sysinfo_t
-	if unix.Sysinfo(&si) == nil {
-		const scale = 1 << 16 // SI_LOAD_SHIFT
-		m.MemoryMiB = si.Totalram * uint64(si.Unit) >> 20
-		m.Load = float64(si.Loads[0]) / scale
-	}
+	m.MemoryMiB, m.Load = memoryAndLoad()
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {
 		m.Kernel = unix.ByteSliceToString(u.Release[:])
 	}
-	return Report{Machine: m, Commit: commit(), Rows: rows}
+	r := Report{Machine: m, Commit: commit(), Rows: []Row{}}
+	r.Add(rows...)
+	return r
+}
+
+// memoryAndLoad are the host's memory in MiB and its load average over one minute, 0 if it
+// does not say.
+func memoryAndLoad() (mib uint64, load float64) {
+	var si unix.Sysinfo_t
+	if unix.Sysinfo(&si) != nil {
+		return 0, 0
+	}
+	const scale = 1 << 16 // SI_LOAD_SHIFT
+	return si.Totalram * uint64(si.Unit) >> 20, float64(si.Loads[0]) / scale
+}
+
+// Add adds rows, and gives all rows their goals, some of which compare rows.
+func (r *Report) Add(rows ...Row) {
+	r.Rows = append(r.Rows, rows...)
+	applyGoals(r.Rows, Goals)
+}
+
+// Run measures by a command, and says so in the rows. What was measured before an error is
+// returned with it.
+func Run(command string, measure func() ([]Row, error)) ([]Row, error) {
+	began := time.Now().UTC()
+	_, load := memoryAndLoad()
+	rows, err := measure()
+	for i := range rows {
+		rows[i].Command, rows[i].Began, rows[i].Load = command, began, load
+	}
+	return rows, err
 }
 
 func cpuModel() string {
@@ -104,6 +140,9 @@ func cpuModel() string {
 	return "unknown"
 }
 
+// What a commit is if the build does not say, and how one ends whose work tree was changed.
+const unknownCommit, changedTree = "unknown", "+dirty"
+
 // Commit can be set when the program is linked; otherwise the build information
 // says it.
 var Commit string
@@ -114,15 +153,15 @@ func commit() string {
 	}
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
-		return "unknown"
+		return unknownCommit
 	}
-	rev, dirty := "unknown", ""
+	rev, dirty := unknownCommit, ""
 	for _, s := range info.Settings {
 		switch {
 		case s.Key == "vcs.revision":
 			rev = s.Value
 		case s.Key == "vcs.modified" && s.Value == "true":
-			dirty = "+dirty"
+			dirty = changedTree
 		}
 	}
 	return rev + dirty
@@ -133,13 +172,13 @@ func (r Report) Text(w io.Writer) {
 	fmt.Fprintf(w, "%s, %d CPUs, %d MiB, Linux %s, %s KVM, load %.1f, commit %s\n\n",
 		r.Machine.CPU, r.Machine.CPUs, r.Machine.MemoryMiB, r.Machine.Kernel, r.Machine.KVM, r.Machine.Load, r.Commit)
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\t")
+	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\tgoal\t")
 	for _, row := range r.Rows {
 		if row.Skipped != "" {
-			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t\n", row.Name, sorted(row.Params), row.Unit)
+			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t-\t\n", row.Name, sorted(row.Params), row.Unit)
 			continue
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched)
+		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t%s\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched, row.Goal)
 	}
 	t.Flush()
 	for _, row := range r.Rows {

@@ -94,7 +94,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	var vms []*sleeper
 	defer func() {
 		for _, v := range vms {
-			err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), v.record.Spec.Name, true))
+			err = errors.Join(err, e.remove(ctx, v.record.Spec.Name))
 		}
 	}()
 	for _, mib := range r.sizes {
@@ -123,9 +123,9 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			}
 		}
 	}
-	dir, err := os.MkdirTemp("", "drowse-bench-")
+	dir, err := runsDir()
 	if err != nil {
-		return nil, fmt.Errorf("making a directory for the runs: %w", err)
+		return nil, err
 	}
 	defer os.RemoveAll(dir)
 	for i := range r.warmup + r.n {
@@ -207,9 +207,8 @@ func (v *sleeper) of(way variant) *series {
 
 // sleeper boots a VM and puts it to sleep.
 func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
-	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	name := vmName(mib)
+	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
 	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"strings"
 	"time"
 
@@ -106,10 +105,9 @@ func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
 
 // sleeperWith is sleeperAt for other programs.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)}}}
-	name := v.record.Spec.Name
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	name := vmName(mib)
+	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
+	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
 	if err := start(ctx, name); err != nil {

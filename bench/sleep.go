@@ -3,8 +3,6 @@ package bench
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
 
 	"github.com/drowse-vm/drowse/sandbox"
 )
@@ -22,40 +20,18 @@ type SleepOptions struct {
 // ended (sleep), of which the guest stands still for stage pause and its memory is written
 // in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
 // before. Amounts are interleaved.
-func Sleeps(ctx context.Context, e Env, o SleepOptions) (rows []Row, err error) {
-	for _, mib := range o.MemoryMiB {
-		some, err := e.sleeps(ctx, o, mib)
-		if err != nil {
-			return nil, err
-		}
-		rows = append(rows, some...)
-	}
-	return rows, nil
+func Sleeps(ctx context.Context, e Env, o SleepOptions) ([]Row, error) {
+	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.sleeps(ctx, o, mib) })
 }
 
 func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	name := vmName(mib)
+	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
+	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
-	if err := e.startProgram(ctx, name, "dirtier.py", dirtier); err != nil {
-		return nil, err
-	}
-	var amounts []int
-	gone, stored := map[int]*series{}, map[int]*series{}
-	for _, d := range o.DirtyMiB {
-		if d > mib/2 {
-			continue
-		}
-		amounts = append(amounts, d)
-		gone[d], stored[d] = newSeries(), newSeries()
-		e.say("filling %d MiB of the guest's memory", d)
-		if err := e.dirty(ctx, name, d); err != nil {
-			return nil, err
-		}
-	}
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
+	gone, stored := perAmount(amounts), perAmount(amounts)
 	// The first of all is no delta.
 	if _, err := e.sleepAndWake(ctx, name); err != nil {
 		return nil, err

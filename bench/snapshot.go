@@ -60,41 +60,18 @@ const programPort = 5001
 // Snapshots measures named snapshots of a running guest that has just changed some of its
 // memory: how long it stands still (snapshot_pause), and how much is written
 // (snapshot_bytes, in MiB). Each is a delta of the one before. Amounts are interleaved.
-func Snapshots(ctx context.Context, e Env, o SnapshotOptions) (rows []Row, err error) {
-	for _, mib := range o.MemoryMiB {
-		some, err := e.snapshots(ctx, o, mib)
-		if err != nil {
-			return nil, err
-		}
-		rows = append(rows, some...)
-	}
-	return rows, nil
+func Snapshots(ctx context.Context, e Env, o SnapshotOptions) ([]Row, error) {
+	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.snapshots(ctx, o, mib) })
 }
 
 func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), mib)
-	e.say("booting a guest of %d MiB", mib)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib}); err != nil {
+	name := vmName(mib)
+	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
+	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
-	if err := e.startProgram(ctx, name, "dirtier.py", dirtier); err != nil {
-		return nil, err
-	}
-	var amounts []int
-	for _, d := range o.DirtyMiB {
-		if d <= mib/2 {
-			amounts = append(amounts, d)
-		}
-	}
-	pause, stored := map[int]*series{}, map[int]*series{}
-	for _, d := range amounts {
-		pause[d], stored[d] = newSeries(), newSeries()
-		e.say("filling %d MiB of the guest's memory", d)
-		if err := e.dirty(ctx, name, d); err != nil {
-			return nil, err
-		}
-	}
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
+	stood, stored := perAmount(amounts), perAmount(amounts)
 	line := chain{store: e.Store, vm: name}
 	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	for i := -1; i < o.Warmup+o.N; i++ {
@@ -111,7 +88,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 			if i < o.Warmup {
 				continue
 			}
-			p, b := pause[d], stored[d]
+			p, b := stood[d], stored[d]
 			err = errors.Join(p.total.RecordValue(int64(res.Stages["pause"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
 				into(p.stages, "save", int64(res.Stages["save"]*perMs)), into(b.faults, "pages_changed", int64(res.PagesChanged)),
 				into(b.faults, "pages_free", int64(res.PagesFree)))
@@ -122,7 +99,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
-		rows = append(rows, pause[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
+		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
 	}
 	return rows, nil
 }
@@ -233,15 +210,11 @@ while True:
 // guest has been idle since the one before (work is idle), and when it has written files and
 // deleted most of them (work is install).
 func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d", os.Getpid())
-	e.say("booting a guest of %d MiB", o.MemoryMiB)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+	name := vmName()
+	if err := e.started(ctx, name, o.MemoryMiB, "installer.py", installer); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
-	if err := e.startProgram(ctx, name, "installer.py", installer); err != nil {
-		return nil, err
-	}
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	line := chain{store: e.Store, vm: name}
 	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	works := []struct {
@@ -268,10 +241,8 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 					return nil, err
 				}
 			}
-			select {
-			case <-ctx.Done():
-				return nil, ctx.Err()
-			case <-time.After(w.settle):
+			if err := pause(ctx, w.settle); err != nil {
+				return nil, err
 			}
 			res, err := line.next(ctx)
 			if err != nil {
@@ -365,9 +336,8 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 // The guest does what an idle one does between two of them. Each depth has a chain of its
 // own, of the same guest. Depths are interleaved.
 func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d", os.Getpid())
-	e.say("booting a guest of %d MiB", o.MemoryMiB)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+	name := vmName()
+	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
 		return nil, err
 	}
 	keep := map[int]string{}
@@ -379,10 +349,8 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 		}
 	}()
 	e.say("restore_depth: the guest settles for %v", o.Settle)
-	select {
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-time.After(o.Settle):
+	if err := pause(ctx, o.Settle); err != nil {
+		return nil, err
 	}
 	// The deepest first: it takes minutes, and the snapshots that are compared should be of
 	// the same age. Where the guest's clock cannot be held back over a sleep, it has more to
@@ -417,9 +385,9 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 		all[d] = newSeries()
 		vms[d] = &sleeper{record: r, parts: e.Store.Parts(r, st), snap: e.Store.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
 	}
-	dir, err := os.MkdirTemp("", "drowse-bench-")
+	dir, err := runsDir()
 	if err != nil {
-		return nil, fmt.Errorf("making a directory for the runs: %w", err)
+		return nil, err
 	}
 	defer os.RemoveAll(dir)
 	for i := range o.Warmup + o.N {

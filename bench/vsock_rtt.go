@@ -3,8 +3,6 @@ package bench
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -23,12 +21,11 @@ type VsockOptions struct {
 // over a connection of the virtio socket that is open: through the Unix socket of the VM's
 // process, one after another.
 func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error) {
-	name := fmt.Sprintf("bench-%d", os.Getpid())
-	e.say("booting a guest of %d MiB", o.MemoryMiB)
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: o.MemoryMiB}); err != nil {
+	name := vmName()
+	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, e.Store.Remove(context.WithoutCancel(ctx), name, true)) }()
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	// It keeps the connection of one call for the next.
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
 	if err != nil {

@@ -65,7 +65,11 @@ func (p *Page) HTML(w io.Writer) error {
 		add(a.title, "", p.against(rows, a.param, a.unit))
 	}
 	add("Stages", "Medians of what a number is made of. Some run side by side, so they need not add up to the whole.", p.stages(rows))
-	err := templ.Execute(w, map[string]any{"Reports": p.reports, "Sections": sections, "Rows": p.rows, "Notes": notes})
+	err := templ.Execute(w, map[string]any{
+		"Reports": p.reports, "Sections": sections, "Rows": p.rows, "Notes": notes,
+		"Bounds": p.bounds(rows), "Instruction": nanosecondsText(softCosts.instruction),
+		"Fault": nanosecondsText(softCosts.fault), "Shadow": nanosecondsText(softCosts.shadow),
+	})
 	if err != nil {
 		return fmt.Errorf("writing the page: %w", err)
 	}

@@ -71,7 +71,15 @@ type row struct {
 	Params                                  []fact // by name
 	N, P50, P90, P99, Low, High, MiB, State *float64
 	Stages, Faults                          []named
+	Goal                                    *goal
 	histogram                               [][2]float64
+}
+
+// goal is what a row is to be at most: some of its limits, and its word on whether it is.
+type goal struct {
+	P50, P99, Within *float64
+	Over             string
+	Met, FewRuns     bool
 }
 
 // Add reads reports: JSON documents, one after another. file is what the page calls
@@ -161,8 +169,60 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 	if r.Skipped != "" {
 		// It has zeros for figures.
 		r.N, r.P50, r.P90, r.P99, r.MiB, r.State, r.histogram = nil, nil, nil, nil, nil, nil, nil
+		return r
 	}
+	r.Goal = p.goal(where, fields["goal"], r)
 	return r
+}
+
+// goal reads that of a row. What says that it is met counts as missed if the row's figures do not say so.
+func (p *Page) goal(where string, raw json.RawMessage, r row) *goal {
+	if null(raw) {
+		return nil
+	}
+	var fields map[string]json.RawMessage
+	var met, few *bool
+	if json.Unmarshal(raw, &fields) != nil || json.Unmarshal(fields["met"], &met) != nil || met == nil {
+		p.note("%s: its goal is left out: it does not say whether it is met", where)
+		return nil
+	}
+	number := func(name string) *float64 { return p.number(where+", goal", name, fields[name]) }
+	g := &goal{P50: number("p50"), P99: number("p99"), Within: number("within"), Met: *met}
+	var over string
+	_ = json.Unmarshal(fields["over"], &over) // it only explains
+	g.Over = text(over)
+	if !null(fields["few_runs"]) && json.Unmarshal(fields["few_runs"], &few) == nil && few != nil {
+		g.FewRuns = *few
+	}
+	for _, l := range []struct{ v, limit *float64 }{{r.P50, g.P50}, {r.P50, g.Within}, {r.P99, g.P99}} {
+		if g.Met && l.limit != nil && (l.v == nil || *l.v > *l.limit) {
+			p.note("%s: it says that its goal is met, and its figures do not", where)
+			g.Met = false
+		}
+	}
+	return g
+}
+
+// String is the goal in words.
+func (g *goal) String() string {
+	verdict := "missed: "
+	if g.Met {
+		verdict = "met: "
+	}
+	var limits []string
+	for _, l := range []struct {
+		name, why string
+		limit     *float64
+	}{{"p50", "", g.P50}, {"p50", " (by the fastest in " + g.Over + ")", g.Within}, {"p99", "", g.P99}} {
+		if l.limit != nil {
+			limits = append(limits, l.name+" ≤ "+figure(*l.limit)+l.why)
+		}
+	}
+	verdict += strings.Join(limits, ", ")
+	if g.FewRuns {
+		verdict += " (few runs)"
+	}
+	return verdict
 }
 
 // histogram reads pairs of values and counts. It is whole or not there: a part of one

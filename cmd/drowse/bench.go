@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/drowse-vm/drowse/bench"
 )
@@ -17,6 +18,8 @@ import (
 func (a *app) benchCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "bench", Short: "Measure what drowse promises", Args: cobra.NoArgs,
+		Long: `Measure what drowse promises. Stdout gets a table, with -o json one document, and with
+-o benchstat the runs in the format of Go's benchmarks, which benchstat compares.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	var e bench.Env
@@ -25,7 +28,7 @@ func (a *app) benchCommand() *cobra.Command {
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
 	m := &benches{app: a, env: &e}
 	cmd.AddCommand(
-		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
+		m.instruction(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
 		m.concurrent(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(),
 	)
 	// It knows those above.
@@ -37,47 +40,91 @@ func (a *app) benchCommand() *cobra.Command {
 type benches struct {
 	app *app
 	env *bench.Env
-	all []*cobra.Command
-	run map[string]func(context.Context) ([]bench.Row, error) // by name of the command
+	all []*benchmark
 }
 
-// command is a command that measures, with its own name. measure returns a usage error
-// for options that make no sense.
+// benchmark is a command that measures. measure returns a usage error for options that make
+// no sense.
+type benchmark struct {
+	*cobra.Command
+	measure func(context.Context) ([]bench.Row, error)
+	// onHost says that it needs no guests, and so neither a store nor an agent.
+	onHost bool
+}
+
+// command is a command that measures, with its own name.
 func (m *benches) command(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	cmd := &cobra.Command{
-		Use: use, Short: short, Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := m.prepare(); err != nil {
-				return err
-			}
-			rows, err := measure(cmd.Context())
-			if err != nil {
-				return fmt.Errorf("measuring %s: %w", use, err)
-			}
-			return m.print(rows)
-		},
+	b := &benchmark{measure: measure, Command: &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, Annotations: asBenchstat}}
+	b.RunE = func(cmd *cobra.Command, _ []string) error {
+		if err := m.prepare(!b.onHost); err != nil {
+			return err
+		}
+		report := bench.NewReport(nil)
+		rows, err := m.run(cmd.Context(), b)
+		if err != nil {
+			return err
+		}
+		report.Add(rows...)
+		return m.print(report)
 	}
-	if m.run == nil {
-		m.run = map[string]func(context.Context) ([]bench.Row, error){}
-	}
-	m.all, m.run[use] = append(m.all, cmd), measure
+	m.all = append(m.all, b)
+	return b.Command
+}
+
+// hostCommand is a command that measures without guests.
+func (m *benches) hostCommand(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
+	cmd := m.command(use, short, measure)
+	m.all[len(m.all)-1].onHost = true
 	return cmd
 }
 
-// prepare opens the store.
-func (m *benches) prepare() (err error) {
+// run measures. What was measured before an error is returned with it.
+func (m *benches) run(ctx context.Context, b *benchmark) ([]bench.Row, error) {
+	rows, err := bench.Run(b.line(), func() ([]bench.Row, error) { return b.measure(ctx) })
+	if err != nil {
+		err = fmt.Errorf("measuring %s: %w", b.Name(), err)
+	}
+	return rows, err
+}
+
+// line is the command with its options that are not the default, which measures the same
+// again. Options of all of drowse do not count, those of all benchmarks do.
+func (b *benchmark) line() string {
+	words := []string{"drowse", "bench", b.Name()}
+	add := func(f *pflag.Flag) {
+		if v := strings.Trim(f.Value.String(), "[]"); v != strings.Trim(f.DefValue, "[]") {
+			words = append(words, "--"+f.Name+"="+v)
+		}
+	}
+	if b.HasParent() {
+		b.Parent().PersistentFlags().VisitAll(add)
+	}
+	b.LocalNonPersistentFlags().VisitAll(add)
+	return strings.Join(words, " ")
+}
+
+// prepare opens the store, if guests are needed.
+func (m *benches) prepare(guests bool) (err error) {
+	m.env.Progress = func(s string) { m.app.log.Info(s) }
+	if !guests {
+		return nil
+	}
 	if m.env.Store, err = m.app.store(); err != nil {
 		return err
 	}
-	if m.env.Launcher, err = m.app.launcher(); err != nil {
-		return err
-	}
-	m.env.Progress = func(s string) { m.app.log.Info(s) }
-	return nil
+	m.env.Launcher, err = m.app.launcher()
+	return err
 }
 
-func (m *benches) print(rows []bench.Row) error {
-	r := bench.NewReport(rows)
+// benchstat is the output format of that name, which commands with asBenchstat have.
+const benchstat = "benchstat"
+
+var asBenchstat = map[string]string{formatAnnotation: benchstat}
+
+func (m *benches) print(r bench.Report) error {
+	if m.app.output == benchstat {
+		return r.Benchstat(m.app.stdout)
+	}
 	return m.app.print(r, func(w io.Writer) { r.Text(w) })
 }
 

@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -14,6 +12,20 @@ import (
 	"github.com/drowse-vm/drowse/bench"
 	"github.com/drowse-vm/drowse/sandbox"
 )
+
+func (m *benches) instruction() *cobra.Command {
+	var o bench.InstructionOptions
+	cmd := m.hostCommand("guest_instruction", "How long an instruction takes that a guest executes as its kernel does", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 {
+			return nil, errRuns
+		}
+		return bench.Instructions(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 50, "runs for each mix of instructions")
+	f.IntVar(&o.Warmup, "warmup", 2, "runs before that do not count")
+	return cmd
+}
 
 func (m *benches) exec() *cobra.Command {
 	var o bench.ResumeExecOptions
@@ -123,74 +135,6 @@ func (m *benches) blk() *cobra.Command {
 	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
 	f.IntVar(&o.FileMiB, "file", 64, "size of the file, in MiB")
 	f.IntVar(&o.Requests, "requests", 1000, "requests of a run at random")
-	return cmd
-}
-
-// quick are options that make each benchmark short, to see whether it works.
-var quick = map[string]map[string]string{
-	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
-	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "peer-used": "4"},
-	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
-	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"delta_bytes":       {"runs": "1", "memory": "256", "written": "2", "left": "1", "settle": "1s"},
-	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
-	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
-	"fork_density":      {"forks": "2", "memory": "256"},
-	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
-	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
-	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
-	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
-	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
-	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
-	"policy_attach":     {"agents": "3", "processes": "1"},
-}
-
-// everything is the command that runs all benchmarks.
-func (m *benches) everything() *cobra.Command {
-	var short bool
-	cmd := &cobra.Command{
-		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs,
-		Long: `Run all benchmarks, one after another, each as its own command would without options,
-and resume_ready beside all other monitors. That takes hours. One that fails does not end the others: what was measured is printed,
-the failure is a row that says why, and the exit status is 1.`,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := m.prepare(); err != nil {
-				return err
-			}
-			var rows []bench.Row
-			var errs []error
-			for _, c := range m.all {
-				name := c.Name()
-				if err := cmd.Context().Err(); err != nil {
-					errs = append(errs, err)
-					break
-				}
-				options := map[string]string{}
-				if name == "resume_ready" {
-					options["peer"] = strings.Join(bench.Peers, ",")
-				}
-				if short {
-					maps.Copy(options, quick[name])
-				}
-				for flag, value := range options {
-					if err := c.Flags().Set(flag, value); err != nil {
-						return fmt.Errorf("%s: --%s %s: %w", name, flag, value, err)
-					}
-				}
-				m.app.log.Info("measuring " + name)
-				some, err := m.run[name](cmd.Context())
-				if err != nil {
-					err = fmt.Errorf("measuring %s: %w", name, err)
-					errs = append(errs, err)
-					some = append(some, bench.Row{Name: name, Params: map[string]any{}, Skipped: err.Error()})
-				}
-				rows = append(rows, some...)
-			}
-			return errors.Join(m.print(rows), errors.Join(errs...))
-		},
-	}
-	cmd.Flags().BoolVar(&short, "quick", false, "few runs and small guests, to see whether all of them work; the figures mean nothing")
 	return cmd
 }
 

@@ -20,20 +20,6 @@ func badRules(rules []int) bool {
 	return len(rules) == 0 || slices.Min(rules) < 1 || slices.Max(rules) > bench.MaxRules
 }
 
-// hostCommand is a command that measures without guests: it needs neither a store nor an agent.
-func (m *benches) hostCommand(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	cmd := m.command(use, short, measure)
-	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		m.env.Progress = func(s string) { m.app.log.Info(s) }
-		rows, err := measure(cmd.Context())
-		if err != nil {
-			return fmt.Errorf("measuring %s: %w", use, err)
-		}
-		return m.print(rows)
-	}
-	return cmd
-}
-
 func (m *benches) policyPacket() *cobra.Command {
 	var o bench.PolicyPacketOptions
 	cmd := m.hostCommand("policy_packet", "How long the programs of a policy take for a packet, beside an empty program", func(ctx context.Context) ([]bench.Row, error) {

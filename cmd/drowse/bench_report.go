@@ -10,19 +10,22 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/bench"
 	"github.com/drowse-vm/drowse/bench/page"
 )
 
 func (a *app) benchReport() *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
-		Use: "report [FILE.json ...]", Short: "Make one HTML page of what benchmarks have printed with -o json",
+		Use: "report [FILE.json ...]", Annotations: asBenchstat, Short: "Make one HTML page of what benchmarks have printed with -o json",
 		Long: `Make one HTML page of what benchmarks have printed with -o json.
 
 Reads files, or stdin if there are none or for "-". The page goes to stdout, or to the
 file that --out names. It needs no network and has no scripts: distributions, stages,
 latency by size of RAM and by depth of the chain, other monitors side by side, the
-machines and commits, and all rows as a table.`,
+machines and commits, which goals are met and what holds a number back, and all rows as a table.
+
+With -o benchstat it writes the runs in the format of Go's benchmarks instead.`,
 		RunE: func(_ *cobra.Command, args []string) error {
 			if a.json() {
 				return usageError{errors.New("bench report writes HTML: its input is the JSON")}
@@ -30,37 +33,58 @@ machines and commits, and all rows as a table.`,
 			if len(args) == 0 {
 				args = []string{"-"}
 			}
-			var p page.Page
-			for _, name := range args {
-				if err := addReport(&p, name); err != nil {
-					return fmt.Errorf("reading a report: %w", err)
-				}
-			}
-			var html bytes.Buffer
-			if err := p.HTML(&html); err != nil {
+			doc, err := a.report(args)
+			if err != nil {
 				return err
 			}
 			if out == "" {
-				_, err := a.stdout.Write(html.Bytes())
+				_, err := a.stdout.Write(doc)
 				return err
 			}
-			return replaceFile(out, html.Bytes())
+			return replaceFile(out, doc)
 		},
 	}
-	cmd.Flags().StringVar(&out, "out", "", "file to write the page to, instead of stdout")
+	cmd.Flags().StringVar(&out, "out", "", "file to write to, instead of stdout")
 	return cmd
 }
 
-func addReport(p *page.Page, name string) error {
+// report is what files of reports give.
+func (a *app) report(names []string) ([]byte, error) {
+	var p page.Page
+	var out bytes.Buffer
+	for _, name := range names {
+		err := withInput(name, func(called string, r io.Reader) error {
+			if a.output != benchstat {
+				return p.Add(called, r)
+			}
+			report, err := bench.ReadReport(r)
+			if err != nil {
+				return fmt.Errorf("%s: %w", called, err)
+			}
+			return report.Benchstat(&out)
+		})
+		if err != nil {
+			return nil, fmt.Errorf("reading a report: %w", err)
+		}
+	}
+	if a.output == benchstat {
+		return out.Bytes(), nil
+	}
+	err := p.HTML(&out)
+	return out.Bytes(), err
+}
+
+// withInput reads a file, or stdin for "-". called is its name without directories.
+func withInput(name string, read func(called string, r io.Reader) error) error {
 	if name == "-" {
-		return p.Add("stdin", os.Stdin)
+		return read("stdin", os.Stdin)
 	}
 	f, err := os.Open(name)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	return p.Add(filepath.Base(name), f)
+	return read(filepath.Base(name), f)
 }
 
 // replaceFile writes a file whole or not at all.

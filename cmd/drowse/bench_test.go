@@ -32,6 +32,24 @@ func TestBenchReport_files_give_one_page(t *testing.T) {
 	}
 }
 
+func TestBenchReport_benchstat_gives_a_line_for_each_run(t *testing.T) {
+	dir := t.TempDir()
+	in := filepath.Join(dir, "in.json")
+	if err := os.WriteFile(in, []byte(`{"rows": [{"name": "sleep", "p50": 5, "unit": "ms", "histogram": [[5, 2]]}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, stdout, stderr := drowse(t, dir, "bench", "report", "-o", "benchstat", in)
+	if want := "BenchmarkSleep 1 5e+06 ns/op\n"; code != 0 || strings.Count(stdout, want) != 2 {
+		t.Errorf("exit status %d: not twice %q in %s%s", code, want, stdout, stderr)
+	}
+	if code, _, stderr := drowse(t, dir, "ps", "-o", "benchstat"); code != exitUsage || !strings.Contains(stderr, "use text or json") {
+		t.Errorf("ps: exit status %d: %s", code, stderr)
+	}
+	if code, _, stderr := drowse(t, dir, "bench", "sleep", "-o", "yaml"); code != exitUsage || !strings.Contains(stderr, "use text or json or benchstat") {
+		t.Errorf("yaml: exit status %d: %s", code, stderr)
+	}
+}
+
 func TestBenchReport_what_is_no_report_gives_error_and_no_file(t *testing.T) {
 	dir := t.TempDir()
 	in := filepath.Join(dir, "in.json")
@@ -52,7 +70,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 	m := &benches{app: a}
 	seen := 0
 	for _, c := range []*cobra.Command{
-		m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.vsock(), m.blk(),
+		m.instruction(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.vsock(), m.blk(),
 		m.policyPacket(), m.policySwap(), m.policyAttach(),
 	} {
 		options, ok := quick[c.Name()]
@@ -66,8 +84,8 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 			}
 		}
 	}
-	if seen != len(quick) || seen != len(m.all) || seen != len(m.run) {
-		t.Errorf("%d benchmarks, %d quick ones, %d that run", seen, len(quick), len(m.run))
+	if seen != len(quick) || seen != len(m.all) || seen != len(usualMinutes) {
+		t.Errorf("%d benchmarks of %d, %d quick ones, %d weights", seen, len(m.all), len(quick), len(usualMinutes))
 	}
 	// All that there are, and what is none.
 	if got := len((&app{}).benchCommand().Commands()); got != seen+4 {

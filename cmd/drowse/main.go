@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"unicode"
@@ -106,8 +107,8 @@ func (a *app) root() *cobra.Command {
 		Args:          cobra.NoArgs,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
-			if a.output != "text" && a.output != "json" {
-				return usageError{fmt.Errorf("output format %q: use text or json", a.output)}
+			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
+				return usageError{fmt.Errorf("output format %q: use %s", a.output, strings.Join(formats, " or "))}
 			}
 			level := slog.LevelInfo
 			if a.verbose {
@@ -150,6 +151,18 @@ func usageArgs(cmd *cobra.Command) {
 }
 
 func (a *app) store() (*sandbox.Store, error) { return sandbox.OpenStore(a.state) }
+
+// formatAnnotation names a further output format that a command has.
+const formatAnnotation = "format"
+
+// outputFormats are those that a command has.
+func outputFormats(cmd *cobra.Command) []string {
+	formats := []string{"text", "json"}
+	if f := cmd.Annotations[formatAnnotation]; f != "" {
+		formats = append(formats, f)
+	}
+	return formats
+}
 
 func (a *app) json() bool { return a.output == "json" }
 

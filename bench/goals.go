@@ -1,0 +1,162 @@
+package bench
+
+import (
+	"fmt"
+	"maps"
+	"reflect"
+	"strings"
+)
+
+// Goal is what docs/SPECIFICATION.md says that a number is to be at the most. A limit of 0 is none.
+type Goal struct {
+	// Name is that of the rows, in whose unit the limits are.
+	Name string
+	// Params choose among the rows: those that have all of these. The value nil is for a
+	// parameter that a row must not have.
+	Params map[string]any
+	// P50 and P99 are the limits of the median and of the 99th percentile.
+	P50, P99 float64
+	// Times is the limit of the median as a multiple of the smallest median among rows that
+	// are alike but for the parameter Over.
+	Times float64
+	Over  string
+}
+
+// Goals are all that there are. Of several that choose a row the last counts.
+var Goals = []Goal{
+	{Name: "resume_entry", Params: map[string]any{"pool": true}, P50: 1.5, P99: 5, Times: 1.2, Over: "memory_mib"},
+	{Name: "resume_ready", Params: map[string]any{"cache": cacheWarm, "peer": nil}, P50: 25, P99: 50},
+	{Name: "resume_ready", Params: map[string]any{"cache": cacheCold, "peer": nil}, P50: 50, P99: 100},
+	{Name: "concurrent_resume_ratio", Params: map[string]any{"at_once": 20}, P50: 1.3},
+	{Name: "snapshot_pause", Params: map[string]any{"dirty_mib": 64}, P50: 10},
+	{Name: "delta_bytes", Params: map[string]any{"work": "idle", "seconds": 1}, P50: 1},
+	// 1.3 times what stays.
+	{Name: "delta_bytes", Params: map[string]any{"work": "install", "written_mib": 100, "left_mib": 5}, P50: 6.5},
+	{Name: "restore_depth", Times: 1.2, Over: "depth"},
+	{Name: "fork_pause", P50: 10},
+	{Name: "density_cpu", P50: 1},
+	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "known"}, P50: 300},
+	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "answer"}, P50: 300},
+	{Name: "policy_attach", Params: map[string]any{"process": "own"}, P50: 20},
+	{Name: "policy_attach", Params: map[string]any{"process": "same"}, P50: 20},
+}
+
+// RowGoal is what a row is to be, and whether it is. Limits are in its unit, and 0 is none.
+type RowGoal struct {
+	P50 float64 `json:"p50,omitempty"`
+	P99 float64 `json:"p99,omitempty"`
+	// Within limits the median too: so many times the smallest among the rows of the same
+	// report that are alike but for the parameter Over makes it.
+	Within float64 `json:"within,omitempty"`
+	Over   string  `json:"over,omitempty"`
+	// Met says that every limit holds.
+	Met bool `json:"met"`
+	// FewRuns says that a percentile with a limit comes from too few runs to be told from
+	// the slowest: fewer than 100 for the 99th, and fewer than 6 for bounds of the median.
+	FewRuns bool `json:"few_runs,omitempty"`
+}
+
+// Runs below which a percentile is not one.
+const fewForP99, fewForP50 = 100, 6
+
+// applyGoals gives each row the goal that it has, or none. Rows are measured in one run of
+// the program, or by the same build on the same machine.
+func applyGoals(rows []Row, goals []Goal) {
+	for i := range rows {
+		rows[i].Goal = nil
+	}
+	for _, g := range goals {
+		for i := range rows {
+			if r := &rows[i]; r.Skipped == "" && r.N > 0 && g.isFor(*r) {
+				r.Goal = g.of(*r, rows)
+			}
+		}
+	}
+}
+
+func (g Goal) isFor(r Row) bool {
+	if r.Name != g.Name {
+		return false
+	}
+	for name, want := range g.Params {
+		if got, ok := r.Params[name]; ok != (want != nil) || ok && !same(got, want) {
+			return false
+		}
+	}
+	return true
+}
+
+// same compares parameters, of which numbers have come back from JSON as another type.
+func same(a, b any) bool {
+	x, y := reflect.ValueOf(a), reflect.ValueOf(b)
+	f := reflect.TypeFor[float64]()
+	if x.IsValid() && y.IsValid() && x.Kind() != reflect.String && y.Kind() != reflect.String && x.CanConvert(f) && y.CanConvert(f) {
+		return x.Convert(f).Float() == y.Convert(f).Float()
+	}
+	return reflect.DeepEqual(a, b)
+}
+
+// of is the goal of a row, nil if it cannot be told: there is nothing to compare with.
+func (g Goal) of(r Row, all []Row) *RowGoal {
+	out := &RowGoal{P50: g.P50, P99: g.P99}
+	if least, ok := g.least(r, all); ok {
+		out.Within, out.Over = g.Times*least, g.Over
+	}
+	if out.P50 == 0 && out.P99 == 0 && out.Within == 0 {
+		return nil
+	}
+	holds := func(v, limit float64) bool { return limit == 0 || v <= limit }
+	out.Met = holds(r.P50, out.P50) && holds(r.P50, out.Within) && holds(r.P99, out.P99)
+	out.FewRuns = out.P99 > 0 && r.N < fewForP99 || r.N < fewForP50
+	return out
+}
+
+// least is the smallest median of the rows that are alike but for one parameter, of which
+// there must be two.
+func (g Goal) least(r Row, all []Row) (least float64, ok bool) {
+	if g.Times == 0 {
+		return 0, false
+	}
+	least = r.P50
+	key := likeness(r, g.Over)
+	for _, other := range all {
+		if other.Skipped != "" || other.N == 0 || !g.isFor(other) || likeness(other, g.Over) != key {
+			continue
+		}
+		least = min(least, other.P50)
+		ok = ok || !same(other.Params[g.Over], r.Params[g.Over])
+	}
+	return least, ok
+}
+
+// likeness is the same for rows that are alike but for a parameter.
+func likeness(r Row, but string) string {
+	params := maps.Clone(r.Params)
+	delete(params, but)
+	return r.Name + " " + sorted(params)
+}
+
+// String is the goal in words, for a table: its limits, and whether they hold.
+func (g *RowGoal) String() string {
+	if g == nil {
+		return "-"
+	}
+	verdict := "missed"
+	if g.Met {
+		verdict = "met"
+	}
+	var limits []string
+	for _, l := range []struct {
+		name  string
+		limit float64
+	}{{"p50", g.P50}, {"p50", g.Within}, {"p99", g.P99}} {
+		if l.limit > 0 {
+			limits = append(limits, fmt.Sprintf("%s ≤ %.4g", l.name, l.limit))
+		}
+	}
+	verdict += ": " + strings.Join(limits, ", ")
+	if g.FewRuns {
+		verdict += " (few runs)"
+	}
+	return verdict
+}

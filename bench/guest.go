@@ -1,0 +1,105 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// vmName is the name of a VM of this process, and of no other. What tells VMs of one
+// process apart follows.
+func vmName(parts ...int) string {
+	name := "bench-" + strconv.Itoa(os.Getpid())
+	for _, p := range parts {
+		name += "-" + strconv.Itoa(p)
+	}
+	return name
+}
+
+// boot boots a VM. There is nothing to remove after an error.
+func (e Env) boot(ctx context.Context, name string, mib int) error {
+	e.say("booting a guest of %d MiB", mib)
+	_, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib})
+	return err
+}
+
+// remove removes a VM, running or not, also when the context has ended.
+func (e Env) remove(ctx context.Context, name string) error {
+	return e.Store.Remove(context.WithoutCancel(ctx), name, true)
+}
+
+// started boots a VM and starts a python3 program in it. After an error nothing is left of it;
+// otherwise the caller removes it.
+func (e Env) started(ctx context.Context, name string, mib int, file, program string) error {
+	if err := e.boot(ctx, name, mib); err != nil {
+		return err
+	}
+	if err := e.startProgram(ctx, name, file, program); err != nil {
+		return errors.Join(err, e.remove(ctx, name))
+	}
+	return nil
+}
+
+// dirtied starts a VM in which dirtier has changed memory once, by each of the amounts in
+// MiB that are no more than half of its RAM. Those are returned. After an error nothing is
+// left of it; otherwise the caller removes it.
+func (e Env) dirtied(ctx context.Context, name string, mib int, dirtyMiB []int) (amounts []int, err error) {
+	if err := e.started(ctx, name, mib, "dirtier.py", dirtier); err != nil {
+		return nil, err
+	}
+	for _, d := range dirtyMiB {
+		if d > mib/2 {
+			continue
+		}
+		amounts = append(amounts, d)
+		e.say("filling %d MiB of the guest's memory", d)
+		if err := e.dirty(ctx, name, d); err != nil {
+			return nil, errors.Join(err, e.remove(ctx, name))
+		}
+	}
+	return amounts, nil
+}
+
+// ofSizes are the rows of all sizes of RAM, one after another.
+func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err error) {
+	for _, mib := range sizes {
+		some, err := measure(mib)
+		if err != nil {
+			return nil, err
+		}
+		rows = append(rows, some...)
+	}
+	return rows, nil
+}
+
+// perAmount is a series for each amount of memory.
+func perAmount(amounts []int) map[int]*series {
+	all := map[int]*series{}
+	for _, d := range amounts {
+		all[d] = newSeries()
+	}
+	return all
+}
+
+// pause waits.
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// runsDir makes a directory for what runs leave until the next one.
+func runsDir() (dir string, err error) {
+	if dir, err = os.MkdirTemp("", "drowse-bench-"); err != nil {
+		return "", fmt.Errorf("making a directory for the runs: %w", err)
+	}
+	return dir, nil
+}

@@ -1,0 +1,282 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/bench"
+)
+
+// quick are options that make each benchmark short, to see whether it works.
+var quick = map[string]map[string]string{
+	"guest_instruction": {"runs": "3", "warmup": "0"},
+	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
+	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "peer-used": "4"},
+	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
+	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
+	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
+	"delta_bytes":       {"runs": "1", "memory": "256", "written": "2", "left": "1", "settle": "1s"},
+	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
+	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
+	"fork_density":      {"forks": "2", "memory": "256"},
+	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
+	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
+	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
+	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
+	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
+	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
+	"policy_attach":     {"agents": "3", "processes": "1"},
+}
+
+// usualMinutes are about what benchmarks take with their defaults on a KVM that interprets
+// the guest's kernel: they only weigh what is left against what is done.
+var usualMinutes = map[string]float64{
+	"guest_instruction": 0.2, "resume_entry": 4, "resume_ready": 8, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
+	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1,
+}
+
+// weight is what a benchmark takes in proportion to others.
+func (o *allOptions) weight(b *benchmark) float64 {
+	if w := usualMinutes[b.Name()]; w > 0 && !o.quick {
+		return w
+	}
+	return 1
+}
+
+// allOptions are those of bench all.
+type allOptions struct {
+	quick       bool
+	runs        int
+	only, skip  []string
+	out, resume string
+}
+
+// everything is the command that runs all benchmarks.
+func (m *benches) everything() *cobra.Command {
+	var o allOptions
+	cmd := &cobra.Command{
+		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs, Annotations: asBenchstat,
+		Long: `Run all benchmarks, one after another, each as its own command would without options,
+and resume_ready beside all other monitors. That takes hours. One that fails does not end the others: what was measured is printed,
+the failure is a row that says why, and the exit status is 1. An interrupt ends the benchmark that runs, and
+what was measured before it is printed likewise.
+
+--only and --skip choose by name, with * and ? as in the shell. With --out, a file has all that was measured
+so far, whatever becomes of this process; it is JSON. --resume goes on with such a file: what a benchmark has measured with
+the same options, and without failing, is taken from it. The file must be of this machine and build.`,
+		RunE: func(cmd *cobra.Command, _ []string) error { return m.runAll(cmd.Context(), &o) },
+	}
+	f := cmd.Flags()
+	f.BoolVar(&o.quick, "quick", false, "few runs and small guests, to see whether all of them work; the figures mean nothing")
+	f.IntVar(&o.runs, "runs", 0, "runs of each benchmark that has --runs, instead of its own number")
+	f.StringSliceVar(&o.only, "only", nil, "names of benchmarks to run, or patterns of them")
+	f.StringSliceVar(&o.skip, "skip", nil, "names of benchmarks not to run, or patterns of them")
+	f.StringVar(&o.out, "out", "", "file to write the report to, as JSON, after each benchmark")
+	f.StringVar(&o.resume, "resume", "", "report to go on with; it may be that of --out, and is not there before the first run then")
+	return cmd
+}
+
+// runAll runs the benchmarks that are chosen.
+func (m *benches) runAll(ctx context.Context, o *allOptions) error {
+	chosen, err := m.choose(o)
+	if err != nil {
+		return err
+	}
+	report := bench.NewReport(nil)
+	before, err := o.before(report)
+	if err != nil {
+		return err
+	}
+	var toRun []*benchmark
+	for _, b := range chosen {
+		if rows := before.By(b.line()); rows != nil {
+			m.app.log.Info(fmt.Sprintf("%s: %d rows are from %s", b.Name(), len(rows), o.resume))
+			continue
+		}
+		toRun = append(toRun, b)
+		before = before.Without(b.line())
+	}
+	// All that is not measured again stays: nothing may be lost when this is written.
+	report.Add(before.Rows...)
+	if err := m.prepare(slices.ContainsFunc(toRun, func(b *benchmark) bool { return !b.onHost })); err != nil {
+		return err
+	}
+	e := estimate{weight: o.weight, left: toRun, begin: time.Now()}
+	var errs []error
+	for _, b := range toRun {
+		if err := ctx.Err(); err != nil {
+			errs = append(errs, fmt.Errorf("interrupted before %s: %w", b.Name(), err))
+			break
+		}
+		m.app.log.Info(e.next(time.Now()))
+		rows, err := m.run(ctx, b)
+		if err != nil {
+			errs = append(errs, err)
+			rows = append(rows, bench.Row{Name: b.Name(), Params: map[string]any{}, Skipped: err.Error(), Failed: true, Command: b.line()})
+		}
+		report.Add(rows...)
+		if err := o.save(report); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(m.print(report), errors.Join(errs...))
+}
+
+// choose sets the options of the benchmarks that are to be run, in their order.
+func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
+	if o.runs < 0 {
+		return nil, errRuns
+	}
+	for _, b := range m.all {
+		only, err := m.matches(b, o.only)
+		if err != nil {
+			return nil, err
+		}
+		skip, err := m.matches(b, o.skip)
+		if err != nil {
+			return nil, err
+		}
+		if len(o.only) > 0 && !only || skip {
+			continue
+		}
+		if err := o.set(b); err != nil {
+			return nil, err
+		}
+		chosen = append(chosen, b)
+	}
+	if len(chosen) == 0 {
+		return nil, usageError{errors.New("--only and --skip leave no benchmark")}
+	}
+	return chosen, nil
+}
+
+// matches is whether a benchmark has a name that one of the patterns is for. A pattern that
+// is for no benchmark is a usage error.
+func (m *benches) matches(b *benchmark, patterns []string) (bool, error) {
+	found := false
+	for _, p := range patterns {
+		known := false
+		for _, other := range m.all {
+			for _, name := range append([]string{other.Name()}, other.Aliases...) {
+				ok, err := path.Match(p, name)
+				if err != nil {
+					return false, usageError{fmt.Errorf("pattern %q: %w", p, err)}
+				}
+				known = known || ok
+				found = found || ok && other == b
+			}
+		}
+		if !known {
+			var names []string
+			for _, b := range m.all {
+				names = append(names, b.Name())
+			}
+			return false, usageError{fmt.Errorf("no benchmark is called %q: there are %s", p, strings.Join(names, ", "))}
+		}
+	}
+	return found, nil
+}
+
+// set sets the options of a benchmark.
+func (o *allOptions) set(b *benchmark) error {
+	options := map[string]string{}
+	if b.Name() == "resume_ready" {
+		options["peer"] = strings.Join(bench.Peers, ",")
+	}
+	if o.quick {
+		maps.Copy(options, quick[b.Name()])
+	}
+	if o.runs > 0 && b.Flags().Lookup("runs") != nil {
+		options["runs"] = strconv.Itoa(o.runs)
+	}
+	for flag, value := range options {
+		if err := b.Flags().Set(flag, value); err != nil {
+			return fmt.Errorf("%s: --%s %s: %w", b.Name(), flag, value, err)
+		}
+	}
+	return nil
+}
+
+// before is what the report to go on with has, nothing if there is none.
+func (o *allOptions) before(now bench.Report) (bench.Report, error) {
+	if o.resume == "" {
+		return bench.Report{}, nil
+	}
+	f, err := os.Open(o.resume)
+	if errors.Is(err, fs.ErrNotExist) && o.resume == o.out {
+		return bench.Report{}, nil
+	}
+	if err != nil {
+		return bench.Report{}, fmt.Errorf("going on with a report: %w", err)
+	}
+	defer f.Close()
+	r, err := bench.ReadReport(f)
+	if err == nil {
+		err = now.GoesOn(r)
+	}
+	if err != nil {
+		return bench.Report{}, fmt.Errorf("going on with %s: %w", o.resume, err)
+	}
+	return r, nil
+}
+
+// save writes what was measured so far.
+func (o *allOptions) save(r bench.Report) error {
+	if o.out == "" {
+		return nil
+	}
+	var doc bytes.Buffer
+	if err := printJSON(&doc, r); err != nil {
+		return err
+	}
+	return replaceFile(o.out, doc.Bytes())
+}
+
+// estimate says how far a run of all is, and about how long it is still to take.
+type estimate struct {
+	weight func(*benchmark) float64
+	left   []*benchmark
+	begin  time.Time
+
+	count int     // of those that were begun
+	done  float64 // the weight of those that have ended
+}
+
+// next says which benchmark begins. It is called for each, when it begins.
+func (e *estimate) next(now time.Time) string {
+	if e.count > 0 {
+		e.done += e.weight(e.left[0])
+		e.left = e.left[1:]
+	}
+	e.count++
+	total := e.count + len(e.left) - 1
+	text := fmt.Sprintf("measuring %s, %d of %d", e.left[0].Name(), e.count, total)
+	if e.done == 0 {
+		return text
+	}
+	took, rest := now.Sub(e.begin), 0.0
+	for _, b := range e.left {
+		rest += e.weight(b)
+	}
+	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/e.done)))
+}
+
+// roughly is a duration as people say it.
+func roughly(d time.Duration) string {
+	if d >= time.Minute {
+		return strings.TrimSuffix(d.Round(time.Minute).String(), "0s")
+	}
+	return d.Round(time.Second).String()
+}
