@@ -279,6 +279,9 @@ func (l *Listener) announced() (_ *announced, err error) {
 		_, err = io.ReadFull(l.control, buf)
 		from = printable(string(buf))
 	}
+	if err != nil {
+		l.carried.last()
+	}
 	switch {
 	case l.ctx.Err() != nil:
 		return nil, fmt.Errorf("guest: accept %s %s: %w", l.network, l.addr, net.ErrClosed)

@@ -292,6 +292,22 @@ func TestRecord_connections_to_one_address_are_one_entry(t *testing.T) {
 	}
 }
 
+func TestRecord_listener_that_the_sleep_has_cut_has_ended(t *testing.T) {
+	g, trail := recordedGuest(t)
+	c := g.Client(t)
+	l, err := c.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.Cut()
+	if _, err := l.AcceptGuest(); !errors.Is(err, guest.ErrConnectionLost) {
+		t.Errorf("got %v", err)
+	}
+	if all := trailOf(t, trail); len(all) != 1 || all[0].Status != audit.Ended {
+		t.Errorf("got %+v", all)
+	}
+}
+
 func TestRecord_more_addresses_than_are_kept_open_are_recorded_all(t *testing.T) {
 	g, trail := recordedGuest(t)
 	c := g.Client(t)
