@@ -57,7 +57,7 @@ func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
 		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen"},
 		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List"},
-		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Close"},
+		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "Close"},
 	}
 	class := map[string]string{}
 	for c, names := range classes {

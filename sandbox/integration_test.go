@@ -487,6 +487,9 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		forwardsEndWithTheSleep(t, e, "access")
 		recordedInTheTrail(t, e, "access")
 	})
+	sub("stats tell what the guest and the host count", func(t *testing.T, e *guesttest.Env) {
+		statsOfAGuest(t, e, "access")
+	})
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
 		records, err := e.Store.List()
 		if err != nil {

@@ -56,7 +56,7 @@ type ReadOptions struct {
 	// Follow goes on with what comes, until the context ends or the trail is gone. An
 	// action that has been given without an end is given again with it.
 	Follow bool
-	// Poll is how often is looked; 0 is 250 ms.
+	// Poll is how often the files are looked at; 0 is 250 ms.
 	Poll time.Duration
 }
 

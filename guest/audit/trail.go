@@ -203,7 +203,7 @@ func (t *Trail) turn(f *os.File, h Head) error {
 			return err
 		}
 	}
-	// Without KeptFiles above 1 it would still be there.
+	// It is still there if a crash has left one file with both names: rename(2).
 	if err := os.Remove(older(t.path, 1)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
