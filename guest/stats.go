@@ -15,7 +15,7 @@ var ErrNoStats = errors.New("the agent in the guest does not know this call: sta
 // Stats is what a guest's kernel has counted since its boot, as proc(5) tells it. All of it
 // is what the guest says. Sizes are in bytes. A number that its kernel does not have is 0.
 type Stats struct {
-	UptimeMs float64  `json:"uptime_ms"` // sleep does not count
+	UptimeMs float64  `json:"uptime_ms"` // CLOCK_BOOTTIME
 	CPU      CPUTimes `json:"cpu"`       // of all CPUs together
 	CPUs     int      `json:"cpus"`
 	// Load1, Load5 and Load15 are averages over minutes of tasks that run or wait for a
