@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/containerd/ttrpc"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 )
 
 // maxIdle is how many connections a Client keeps for its next calls.
@@ -32,6 +34,11 @@ type Client struct {
 	closed bool
 	// opening are connections of the forward port before their answer.
 	opening map[net.Conn]struct{}
+
+	trail atomic.Pointer[audit.Trail] // nil: nothing is recorded
+
+	carriedMu sync.Mutex          // held before mu; guards carried
+	carried   map[string]*carried // by network and address
 }
 
 // channel is one connection; one call at a time is made on it.
@@ -72,6 +79,7 @@ func (c *Client) Close() error {
 	for _, ch := range open {
 		c.discard(ch)
 	}
+	c.endCarried()
 	return nil
 }
 
@@ -80,6 +88,9 @@ func (c *Client) connect(ctx context.Context) (*channel, error) {
 	conn, err := c.dial(ctx, agentpb.AgentPort)
 	if err != nil {
 		return nil, err
+	}
+	if v, ok := conn.(*vsockConn); ok {
+		c.trail.Store(v.trail)
 	}
 	fc := &frameConn{Conn: conn}
 	rpc := ttrpc.NewClient(fc)
@@ -345,14 +356,14 @@ func (c *Client) List(ctx context.Context) ([]Process, error) {
 // Kill sends a signal to the process group of a process. It fails with
 // ErrNotFound or ErrNotRunning.
 func (c *Client) Kill(ctx context.Context, id string, signal int) error {
-	_, err := callOnce(ctx, c, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
-	return err
+	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: signal}
+	return recorded(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
 }
 
 // Forget makes the agent forget a detached process, killing it first when it
 // still runs.
 func (c *Client) Forget(ctx context.Context, id string) error {
 	const sigkill = 9
-	_, err := callOnce(ctx, c, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: sigkill, Forget: true})
-	return err
+	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: sigkill}
+	return recorded(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: sigkill, Forget: true})
 }

@@ -5,11 +5,13 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 )
 
 // Dialer opens a connection to a vsock port of the guest.
@@ -21,8 +23,14 @@ const maxHandshake = 32
 // UnixDialer dials a guest by the Unix socket that stands for its vsock
 // device: it sends "CONNECT <port>\n" and expects "OK <port>\n". The guest is
 // not up, or does not listen, when the socket closes instead; the error is
-// ErrUnavailable then.
+// ErrUnavailable then. Clients that dial so record what they do in the audit trail
+// beside the socket, if there is one: see package audit.
 func UnixDialer(path string) Dialer {
+	beside := path
+	if abs, err := filepath.Abs(path); err == nil {
+		beside = abs
+	}
+	trail := audit.Open(audit.Path(beside))
 	return func(ctx context.Context, port uint32) (net.Conn, error) {
 		var d net.Dialer
 		c, err := d.DialContext(ctx, "unix", path)
@@ -33,8 +41,17 @@ func UnixDialer(path string) Dialer {
 			c.Close()
 			return nil, err
 		}
+		if u, ok := c.(*net.UnixConn); ok {
+			return &vsockConn{u, trail}, nil
+		}
 		return c, nil
 	}
+}
+
+// vsockConn is a connection that knows where it is recorded what is done by it.
+type vsockConn struct {
+	*net.UnixConn
+	trail *audit.Trail
 }
 
 func handshake(ctx context.Context, c net.Conn, port uint32) error {

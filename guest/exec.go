@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
@@ -129,6 +131,10 @@ type Session struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	io     IO
+	record *audit.Pending
+	detach bool
+
+	in, out atomic.Int64 // bytes of stdin, and of both outputs
 
 	stdin  flow.Window
 	outq   chan *agentpb.ExecOutput // received and not yet written, within a window
@@ -165,7 +171,8 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 	if cmd.Pty != nil {
 		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message(), Modes: cmd.Pty.Modes}
 	}
-	return c.session(ctx, "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}}, cmd.IO, 0)
+	s := &Session{io: cmd.IO, detach: cmd.Detach}
+	return c.session(ctx, s, cmd.action(), "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}})
 }
 
 // Attach connects to a detached process and takes the place of whoever is
@@ -174,7 +181,8 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 // output and its status. The error is ErrNotFound when there is none of that ID.
 func (c *Client) Attach(ctx context.Context, id string, offset uint64, streams IO) (*Session, error) {
 	m := &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Attach{Attach: &agentpb.ExecAttach{Id: id, Offset: offset}}}
-	return c.session(ctx, opAttach, m, streams, offset)
+	s := &Session{io: streams, offset: offset}
+	return c.session(ctx, s, audit.Action{Kind: audit.KindAttach, Process: id}, opAttach, m)
 }
 
 func (s Size) message() *agentpb.WindowSize {
@@ -183,16 +191,21 @@ func (s Size) message() *agentpb.WindowSize {
 }
 
 // session opens a connection for one command and waits for its start.
-func (c *Client) session(ctx context.Context, op string, first *agentpb.ExecRequest, streams IO, offset uint64) (*Session, error) {
+func (c *Client) session(ctx context.Context, s *Session, a audit.Action, op string, first *agentpb.ExecRequest) (_ *Session, err error) {
+	if s.record, err = c.record(ctx, op, a); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			s.record.End(audit.Outcome{Error: text(err)})
+		}
+	}()
 	ch, err := c.connect(ctx)
 	if err != nil {
 		return nil, err
 	}
-	s := &Session{
-		c: c, ch: ch, io: streams, offset: offset,
-		outq: make(chan *agentpb.ExecOutput, agentpb.Window),
-		done: make(chan struct{}),
-	}
+	s.c, s.ch = c, ch
+	s.outq, s.done = make(chan *agentpb.ExecOutput, agentpb.Window), make(chan struct{})
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	ch.expect()
 	started, err := s.begin(first)
@@ -208,6 +221,7 @@ func (c *Client) session(ctx context.Context, op string, first *agentpb.ExecRequ
 	if started == nil {
 		s.cancel(nil)
 		c.discard(ch)
+		s.recordEnd()
 		close(s.done)
 		return s, nil
 	}
@@ -334,6 +348,7 @@ func (s *Session) run(op string) {
 			s.err = &ExitError{*status}
 		}
 	}
+	s.recordEnd()
 	close(s.done)
 }
 
@@ -360,6 +375,7 @@ func (s *Session) receive() (*ExitStatus, error) {
 			if len(m.Output.Data) > agentpb.MaxChunk {
 				return nil, fmt.Errorf("%w: %d bytes of output in one message", ErrProtocol, len(m.Output.Data))
 			}
+			s.out.Add(int64(len(m.Output.Data)))
 			select {
 			case s.outq <- m.Output:
 			default:
@@ -439,6 +455,7 @@ func (s *Session) feed() {
 			if s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Stdin{Stdin: buf[:n]}}) != nil {
 				return
 			}
+			s.in.Add(int64(n))
 		}
 		if errors.Is(err, io.EOF) {
 			_ = s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_StdinClose{StdinClose: &agentpb.Empty{}}})

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 	"github.com/drowse-vm/drowse/guest/internal/treetar"
 )
@@ -117,27 +118,27 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 // Mkdir makes a directory, with perm 0 as 0755, and with parents those that
 // are missing as well.
 func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, parents bool) error {
-	_, err := callOnce(ctx, c, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
-	return err
+	a := audit.Action{Kind: audit.KindMkdir, Path: path}
+	return recorded(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
 }
 
 // Remove removes a file or an empty directory, or with recursive a whole tree,
 // which need not exist.
 func (c *Client) Remove(ctx context.Context, path string, recursive bool) error {
-	_, err := callOnce(ctx, c, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
-	return err
+	a := audit.Action{Kind: audit.KindRemove, Path: path, Recursive: recursive}
+	return recorded(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
 }
 
 // Rename renames a file or directory.
 func (c *Client) Rename(ctx context.Context, from, to string) error {
-	_, err := callOnce(ctx, c, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
-	return err
+	a := audit.Action{Kind: audit.KindRename, Path: from, To: to}
+	return recorded(ctx, c, a, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
 }
 
 // Symlink makes a symbolic link at path.
 func (c *Client) Symlink(ctx context.Context, target, path string) error {
-	_, err := callOnce(ctx, c, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
-	return err
+	a := audit.Action{Kind: audit.KindSymlink, Path: path, To: target}
+	return recorded(ctx, c, a, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
 }
 
 // Readlink reads a symbolic link.
@@ -152,7 +153,12 @@ func (c *Client) Readlink(ctx context.Context, path string) (string, error) {
 // ReadFile copies length bytes of a file from offset on to w, or all there is
 // when length is 0. It returns how many there were. The guest decides how
 // much it sends: bound w, or give a length, which is held to.
-func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset, length int64) (int64, error) {
+func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset, length int64) (n int64, err error) {
+	p, err := c.record(ctx, "read "+path, audit.Action{Kind: audit.KindRead, Path: path})
+	if err != nil {
+		return 0, err
+	}
+	defer func() { p.End(audit.Outcome{BytesOut: n, Error: text(err)}) }()
 	first := &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Read{Read: &agentpb.ReadFile{Path: path, Offset: offset, Length: length}}}
 	t, err := c.transfer(ctx, "read "+path, first)
 	if err != nil {
@@ -210,7 +216,13 @@ func (o *Owner) message() *agentpb.Owner {
 }
 
 // WriteFile writes what it reads from r to a file of the guest.
-func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) error {
+func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) (err error) {
+	p, err := c.record(ctx, "write "+path, audit.Action{Kind: audit.KindWrite, Path: path})
+	if err != nil {
+		return err
+	}
+	var sent int64
+	defer func() { p.End(audit.Outcome{BytesIn: sent, Error: text(err)}) }()
 	m := &agentpb.WriteFile{
 		Path: path, Mode: uint32(o.Perm.Perm()), Owner: o.Owner.message(), Atomic: o.Atomic, Parents: o.Parents,
 		Offset: o.Offset, Append: o.Append,
@@ -224,7 +236,7 @@ func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o Writ
 	}
 	defer t.close()
 	_, err = t.sendFrom(func(w io.Writer) error {
-		_, err := io.CopyBuffer(w, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk))
+		_, err := io.CopyBuffer(&counted{w: w, tell: func(n int64) { sent = n }}, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk))
 		return err
 	})
 	return t.fail(err)
@@ -247,6 +259,16 @@ type CopyOptions struct {
 	// far: contents, names and what else describes files. It is called by one goroutine
 	// at a time, often, and holds up the copy.
 	Progress func(bytes int64)
+}
+
+// tell notes how many bytes were moved, and passes that on.
+func (o *CopyOptions) tell(moved *int64) func(int64) {
+	return func(n int64) {
+		*moved = n
+		if o.Progress != nil {
+			o.Progress(n)
+		}
+	}
 }
 
 // counted passes on what is written and tells how much it was.
@@ -285,14 +307,19 @@ func copyResult(r treetar.Result) CopyResult {
 // CopyIn copies a file or directory of the host into the guest. As with cp(1),
 // dst is a directory to copy into when it exists as one, and the name of the
 // copy otherwise; its parent must exist.
-func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (CopyResult, error) {
-	src, err := filepath.Abs(src)
-	if err != nil {
+func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (_ CopyResult, err error) {
+	if src, err = filepath.Abs(src); err != nil {
 		return CopyResult{}, fmt.Errorf("guest: copy %s: %w", src, err)
 	}
 	if _, err := os.Stat(src); err != nil {
 		return CopyResult{}, fmt.Errorf("guest: copy: %w", err)
 	}
+	p, err := c.record(ctx, "copy to "+dst, audit.Action{Kind: audit.KindCopyIn, Path: dst, HostPath: src})
+	if err != nil {
+		return CopyResult{}, err
+	}
+	var sent int64
+	defer func() { p.End(audit.Outcome{BytesIn: sent, Error: text(err)}) }()
 	dir, name, err := c.target(ctx, dst, filepath.Base(src))
 	if err != nil {
 		return CopyResult{}, err
@@ -312,7 +339,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (Co
 	}
 	var res treetar.Result
 	_, err = t.sendFrom(func(w io.Writer) error {
-		bw := bufio.NewWriterSize(&counted{w: w, tell: o.Progress}, agentpb.MaxChunk)
+		bw := bufio.NewWriterSize(&counted{w: w, tell: o.tell(&sent)}, agentpb.MaxChunk)
 		var err error
 		if res, err = treetar.Pack(t.ctx, bw, src, name); err != nil {
 			return err
@@ -348,7 +375,7 @@ func (c *Client) target(ctx context.Context, dst, base string) (dir, name string
 // copy otherwise. Nothing is created or changed outside of that directory, or
 // of dst's parent, whatever the guest sends; the copy has no other name there
 // than the last element of src or of dst.
-func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (CopyResult, error) {
+func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (_ CopyResult, err error) {
 	dir, name := filepath.Split(filepath.Clean(dst))
 	if dir == "" {
 		dir = "."
@@ -364,6 +391,16 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (C
 		return CopyResult{}, fmt.Errorf("guest: copy to %s: %w", dst, err)
 	}
 	defer root.Close()
+	at := dst
+	if abs, err := filepath.Abs(dst); err == nil {
+		at = abs
+	}
+	p, err := c.record(ctx, "copy from "+src, audit.Action{Kind: audit.KindCopyOut, Path: src, HostPath: at})
+	if err != nil {
+		return CopyResult{}, err
+	}
+	var received int64
+	defer func() { p.End(audit.Outcome{BytesOut: received, Error: text(err)}) }()
 	t, err := c.transfer(ctx, "copy from "+src, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Pack{Pack: &agentpb.Pack{Path: src}}})
 	if err != nil {
 		return CopyResult{}, err
@@ -390,7 +427,7 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (C
 		}
 		unpacked <- outcome{res, err}
 	}()
-	_, err = t.receiveTo(&counted{w: pw, tell: o.Progress})
+	_, err = t.receiveTo(&counted{w: pw, tell: o.tell(&received)})
 	pw.CloseWithError(errOr(err, io.EOF))
 	got := <-unpacked
 	if got.err != nil && (err == nil || errors.Is(err, got.err) || errors.Is(context.Cause(t.ctx), got.err)) {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/guest/internal/relay"
 )
 
@@ -69,12 +70,18 @@ func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, erro
 	if deadline, ok := ctx.Deadline(); ok {
 		m.TimeoutMs = uint32(min(max(time.Until(deadline).Milliseconds(), 1), 1<<31))
 	}
+	k, err := c.carriedTo(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
 	conn, text, err := c.forward(ctx, "dial", network, address, m, []byte(address))
 	if err != nil {
+		k.made(nil, err)
 		return nil, err
 	}
 	s := relay.NewStream(conn)
 	s.Local, s.Remote = guestAddr{network, printable(text)}, guestAddr{network, address}
+	k.made(s, nil)
 	return s, nil
 }
 
@@ -165,6 +172,7 @@ type Listener struct {
 	token   [agentpb.TokenSize]byte
 	addr    guestAddr
 	control net.Conn
+	carried *carried
 
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -186,8 +194,17 @@ const maxAcceptTime = 30 * time.Second
 // "tcp" with "host:port", where port 0 lets the guest choose, or "unix" with a path. The
 // listener is gone when the VM sleeps: Accept fails then, with ErrConnectionLost. At most
 // 64 connections wait in the agent to be accepted.
-func (c *Client) Listen(ctx context.Context, network, address string) (*Listener, error) {
+func (c *Client) Listen(ctx context.Context, network, address string) (_ *Listener, err error) {
 	m := agentpb.ForwardRequest{Op: agentpb.OpListen, Length: len(address)}
+	p, err := c.record(ctx, "listen "+network+" "+address, audit.Action{Kind: audit.KindListen, Network: network, Address: address})
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			p.End(audit.Outcome{Error: err.Error()})
+		}
+	}()
 	conn, text, err := c.forward(ctx, "listen", network, address, m, []byte(address))
 	if err != nil {
 		return nil, err
@@ -196,7 +213,7 @@ func (c *Client) Listen(ctx context.Context, network, address string) (*Listener
 		conn.Close()
 		return nil, fmt.Errorf("guest: listen %s %s: %w: an answer without a token", network, address, ErrProtocol)
 	}
-	l := &Listener{c: c, network: network, control: conn, addr: guestAddr{network, printable(text[agentpb.TokenSize:])}}
+	l := &Listener{c: c, network: network, control: conn, carried: &carried{record: p}, addr: guestAddr{network, printable(text[agentpb.TokenSize:])}}
 	copy(l.token[:], text)
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	return l, nil
@@ -208,6 +225,7 @@ func (l *Listener) Addr() net.Addr { return l.addr }
 // Close ends the listener in the guest. Connections that were accepted live on.
 func (l *Listener) Close() error {
 	l.cancel()
+	l.carried.last()
 	return l.control.Close()
 }
 
@@ -261,6 +279,9 @@ func (l *Listener) announced() (_ *announced, err error) {
 		_, err = io.ReadFull(l.control, buf)
 		from = printable(string(buf))
 	}
+	if err != nil {
+		l.carried.last()
+	}
 	switch {
 	case l.ctx.Err() != nil:
 		return nil, fmt.Errorf("guest: accept %s %s: %w", l.network, l.addr, net.ErrClosed)
@@ -275,11 +296,14 @@ func (l *Listener) take(token []byte, from string) (*Conn, error) {
 	ctx, cancel := context.WithTimeout(l.ctx, maxAcceptTime)
 	defer cancel()
 	m := agentpb.ForwardRequest{Op: agentpb.OpAccept, Length: 2 * agentpb.TokenSize}
+	l.carried.begin()
 	conn, _, err := l.c.forward(ctx, "accept", l.network, l.addr.address, m, append(l.token[:], token...))
 	if err != nil {
+		l.carried.made(nil, err)
 		return nil, err
 	}
 	s := relay.NewStream(conn)
 	s.Local, s.Remote = l.addr, guestAddr{l.network, from}
+	l.carried.made(s, nil)
 	return s, nil
 }

@@ -391,6 +391,9 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
 	defer log.Close()
+	if err := s.ensureAudit(ord.Name); err != nil {
+		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
+	}
 	if l.Pool != nil {
 		l.Pool.starts()
 		defer l.Pool.started()
@@ -655,7 +658,8 @@ func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions
 	return res, err
 }
 
-// Agent connects to the agent of a running VM. Close the client when done.
+// Agent connects to the agent of a running VM. Close the client when done. What is done by it
+// is recorded: see Audit.
 func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
 	r, err := s.Get(name)
 	if err != nil {
@@ -663,6 +667,9 @@ func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
 	}
 	if r.Phase != Running {
 		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+	}
+	if err := s.ensureAudit(name); err != nil {
+		return nil, err
 	}
 	return guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
 }

@@ -485,6 +485,10 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		clone(e, snap, "access")
 		sshServesAGuestWithoutAServer(t, e, "access")
 		forwardsEndWithTheSleep(t, e, "access")
+		recordedInTheTrail(t, e, "access")
+	})
+	sub("stats tell what the guest and the host count", func(t *testing.T, e *guesttest.Env) {
+		statsOfAGuest(t, e, "access")
 	})
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
 		records, err := e.Store.List()

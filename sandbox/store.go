@@ -35,6 +35,7 @@ var (
 //	vms/NAME/lock          held by the VM's process as long as it lives
 //	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
 //	vms/NAME/*.log         console.log: serial port; vmm.log: the process
+//	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
@@ -396,7 +397,11 @@ func (s *Store) create(r *Record) (*fileLock, error) {
 		l.release()
 		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, r.Spec.Name, r.Spec.Name)
 	}
-	if err := s.save(r); err != nil {
+	// The record comes last: without one the directory can be used again.
+	if err = s.beginAudit(r); err == nil {
+		err = s.save(r)
+	}
+	if err != nil {
 		l.release()
 		return nil, err
 	}

@@ -181,6 +181,669 @@ func (x *PingResponse) GetWallNanos() int64 {
 	return 0
 }
 
+type StatsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StatsRequest) Reset() {
+	*x = StatsRequest{}
+	mi := &file_agent_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StatsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StatsRequest) ProtoMessage() {}
+
+func (x *StatsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
+func (*StatsRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{3}
+}
+
+// What the kernel counts since the boot of the machine, as proc(5) has it. Times are in
+// nanoseconds, sizes in bytes. A number that the kernel does not have is 0.
+type StatsResponse struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	UptimeNanos int64                  `protobuf:"varint,1,opt,name=uptime_nanos,json=uptimeNanos,proto3" json:"uptime_nanos,omitempty"` // CLOCK_BOOTTIME
+	Cpu         *CPUTimes              `protobuf:"bytes,2,opt,name=cpu,proto3" json:"cpu,omitempty"`                                     // of all CPUs together
+	Cpus        uint32                 `protobuf:"varint,3,opt,name=cpus,proto3" json:"cpus,omitempty"`                                  // online
+	// Averages of the tasks that run or wait for a disk, in hundredths.
+	Load1         uint32         `protobuf:"varint,4,opt,name=load1,proto3" json:"load1,omitempty"`
+	Load5         uint32         `protobuf:"varint,5,opt,name=load5,proto3" json:"load5,omitempty"`
+	Load15        uint32         `protobuf:"varint,6,opt,name=load15,proto3" json:"load15,omitempty"`
+	TasksRunning  uint32         `protobuf:"varint,7,opt,name=tasks_running,json=tasksRunning,proto3" json:"tasks_running,omitempty"`
+	Tasks         uint32         `protobuf:"varint,8,opt,name=tasks,proto3" json:"tasks,omitempty"` // threads, those of the kernel included
+	Forks         uint64         `protobuf:"varint,9,opt,name=forks,proto3" json:"forks,omitempty"` // tasks that were ever made
+	OomKills      uint64         `protobuf:"varint,10,opt,name=oom_kills,json=oomKills,proto3" json:"oom_kills,omitempty"`
+	MajorFaults   uint64         `protobuf:"varint,11,opt,name=major_faults,json=majorFaults,proto3" json:"major_faults,omitempty"` // pages that had to be read
+	Memory        *MemoryUse     `protobuf:"bytes,12,opt,name=memory,proto3" json:"memory,omitempty"`
+	FileSystems   []*FileSystem  `protobuf:"bytes,13,rep,name=file_systems,json=fileSystems,proto3" json:"file_systems,omitempty"` // at most 64
+	Interfaces    []*Interface   `protobuf:"bytes,14,rep,name=interfaces,proto3" json:"interfaces,omitempty"`                      // at most 64
+	Disks         []*BlockDevice `protobuf:"bytes,15,rep,name=disks,proto3" json:"disks,omitempty"`                                // at most 64
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StatsResponse) Reset() {
+	*x = StatsResponse{}
+	mi := &file_agent_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StatsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StatsResponse) ProtoMessage() {}
+
+func (x *StatsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
+func (*StatsResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *StatsResponse) GetUptimeNanos() int64 {
+	if x != nil {
+		return x.UptimeNanos
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetCpu() *CPUTimes {
+	if x != nil {
+		return x.Cpu
+	}
+	return nil
+}
+
+func (x *StatsResponse) GetCpus() uint32 {
+	if x != nil {
+		return x.Cpus
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetLoad1() uint32 {
+	if x != nil {
+		return x.Load1
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetLoad5() uint32 {
+	if x != nil {
+		return x.Load5
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetLoad15() uint32 {
+	if x != nil {
+		return x.Load15
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetTasksRunning() uint32 {
+	if x != nil {
+		return x.TasksRunning
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetTasks() uint32 {
+	if x != nil {
+		return x.Tasks
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetForks() uint64 {
+	if x != nil {
+		return x.Forks
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetOomKills() uint64 {
+	if x != nil {
+		return x.OomKills
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetMajorFaults() uint64 {
+	if x != nil {
+		return x.MajorFaults
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetMemory() *MemoryUse {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
+func (x *StatsResponse) GetFileSystems() []*FileSystem {
+	if x != nil {
+		return x.FileSystems
+	}
+	return nil
+}
+
+func (x *StatsResponse) GetInterfaces() []*Interface {
+	if x != nil {
+		return x.Interfaces
+	}
+	return nil
+}
+
+func (x *StatsResponse) GetDisks() []*BlockDevice {
+	if x != nil {
+		return x.Disks
+	}
+	return nil
+}
+
+type CPUTimes struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	User          uint64                 `protobuf:"varint,1,opt,name=user,proto3" json:"user,omitempty"` // nice included, guests of the guest as well
+	System        uint64                 `protobuf:"varint,2,opt,name=system,proto3" json:"system,omitempty"`
+	Idle          uint64                 `protobuf:"varint,3,opt,name=idle,proto3" json:"idle,omitempty"`
+	Iowait        uint64                 `protobuf:"varint,4,opt,name=iowait,proto3" json:"iowait,omitempty"`
+	Irq           uint64                 `protobuf:"varint,5,opt,name=irq,proto3" json:"irq,omitempty"` // softirq included
+	Steal         uint64                 `protobuf:"varint,6,opt,name=steal,proto3" json:"steal,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CPUTimes) Reset() {
+	*x = CPUTimes{}
+	mi := &file_agent_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CPUTimes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CPUTimes) ProtoMessage() {}
+
+func (x *CPUTimes) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CPUTimes.ProtoReflect.Descriptor instead.
+func (*CPUTimes) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *CPUTimes) GetUser() uint64 {
+	if x != nil {
+		return x.User
+	}
+	return 0
+}
+
+func (x *CPUTimes) GetSystem() uint64 {
+	if x != nil {
+		return x.System
+	}
+	return 0
+}
+
+func (x *CPUTimes) GetIdle() uint64 {
+	if x != nil {
+		return x.Idle
+	}
+	return 0
+}
+
+func (x *CPUTimes) GetIowait() uint64 {
+	if x != nil {
+		return x.Iowait
+	}
+	return 0
+}
+
+func (x *CPUTimes) GetIrq() uint64 {
+	if x != nil {
+		return x.Irq
+	}
+	return 0
+}
+
+func (x *CPUTimes) GetSteal() uint64 {
+	if x != nil {
+		return x.Steal
+	}
+	return 0
+}
+
+type MemoryUse struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Total           uint64                 `protobuf:"varint,1,opt,name=total,proto3" json:"total,omitempty"`
+	Free            uint64                 `protobuf:"varint,2,opt,name=free,proto3" json:"free,omitempty"`
+	Available       uint64                 `protobuf:"varint,3,opt,name=available,proto3" json:"available,omitempty"`
+	Buffers         uint64                 `protobuf:"varint,4,opt,name=buffers,proto3" json:"buffers,omitempty"`
+	Cached          uint64                 `protobuf:"varint,5,opt,name=cached,proto3" json:"cached,omitempty"`
+	Shared          uint64                 `protobuf:"varint,6,opt,name=shared,proto3" json:"shared,omitempty"` // tmpfs and shared memory
+	SlabReclaimable uint64                 `protobuf:"varint,7,opt,name=slab_reclaimable,json=slabReclaimable,proto3" json:"slab_reclaimable,omitempty"`
+	SwapTotal       uint64                 `protobuf:"varint,8,opt,name=swap_total,json=swapTotal,proto3" json:"swap_total,omitempty"`
+	SwapFree        uint64                 `protobuf:"varint,9,opt,name=swap_free,json=swapFree,proto3" json:"swap_free,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *MemoryUse) Reset() {
+	*x = MemoryUse{}
+	mi := &file_agent_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemoryUse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemoryUse) ProtoMessage() {}
+
+func (x *MemoryUse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemoryUse.ProtoReflect.Descriptor instead.
+func (*MemoryUse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *MemoryUse) GetTotal() uint64 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetFree() uint64 {
+	if x != nil {
+		return x.Free
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetAvailable() uint64 {
+	if x != nil {
+		return x.Available
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetBuffers() uint64 {
+	if x != nil {
+		return x.Buffers
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetCached() uint64 {
+	if x != nil {
+		return x.Cached
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetShared() uint64 {
+	if x != nil {
+		return x.Shared
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetSlabReclaimable() uint64 {
+	if x != nil {
+		return x.SlabReclaimable
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetSwapTotal() uint64 {
+	if x != nil {
+		return x.SwapTotal
+	}
+	return 0
+}
+
+func (x *MemoryUse) GetSwapFree() uint64 {
+	if x != nil {
+		return x.SwapFree
+	}
+	return 0
+}
+
+type FileSystem struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Path          string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"` // where it is mounted, at most 255 bytes
+	Type          string                 `protobuf:"bytes,2,opt,name=type,proto3" json:"type,omitempty"` // at most 32 bytes
+	Size          uint64                 `protobuf:"varint,3,opt,name=size,proto3" json:"size,omitempty"`
+	Free          uint64                 `protobuf:"varint,4,opt,name=free,proto3" json:"free,omitempty"`           // for root
+	Available     uint64                 `protobuf:"varint,5,opt,name=available,proto3" json:"available,omitempty"` // for others
+	Inodes        uint64                 `protobuf:"varint,6,opt,name=inodes,proto3" json:"inodes,omitempty"`
+	InodesFree    uint64                 `protobuf:"varint,7,opt,name=inodes_free,json=inodesFree,proto3" json:"inodes_free,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FileSystem) Reset() {
+	*x = FileSystem{}
+	mi := &file_agent_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FileSystem) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FileSystem) ProtoMessage() {}
+
+func (x *FileSystem) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FileSystem.ProtoReflect.Descriptor instead.
+func (*FileSystem) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *FileSystem) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *FileSystem) GetType() string {
+	if x != nil {
+		return x.Type
+	}
+	return ""
+}
+
+func (x *FileSystem) GetSize() uint64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *FileSystem) GetFree() uint64 {
+	if x != nil {
+		return x.Free
+	}
+	return 0
+}
+
+func (x *FileSystem) GetAvailable() uint64 {
+	if x != nil {
+		return x.Available
+	}
+	return 0
+}
+
+func (x *FileSystem) GetInodes() uint64 {
+	if x != nil {
+		return x.Inodes
+	}
+	return 0
+}
+
+func (x *FileSystem) GetInodesFree() uint64 {
+	if x != nil {
+		return x.InodesFree
+	}
+	return 0
+}
+
+type Interface struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Name            string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // at most 32 bytes
+	ReceivedBytes   uint64                 `protobuf:"varint,2,opt,name=received_bytes,json=receivedBytes,proto3" json:"received_bytes,omitempty"`
+	ReceivedPackets uint64                 `protobuf:"varint,3,opt,name=received_packets,json=receivedPackets,proto3" json:"received_packets,omitempty"`
+	ReceivedErrors  uint64                 `protobuf:"varint,4,opt,name=received_errors,json=receivedErrors,proto3" json:"received_errors,omitempty"`
+	ReceivedDropped uint64                 `protobuf:"varint,5,opt,name=received_dropped,json=receivedDropped,proto3" json:"received_dropped,omitempty"`
+	SentBytes       uint64                 `protobuf:"varint,6,opt,name=sent_bytes,json=sentBytes,proto3" json:"sent_bytes,omitempty"`
+	SentPackets     uint64                 `protobuf:"varint,7,opt,name=sent_packets,json=sentPackets,proto3" json:"sent_packets,omitempty"`
+	SentErrors      uint64                 `protobuf:"varint,8,opt,name=sent_errors,json=sentErrors,proto3" json:"sent_errors,omitempty"`
+	SentDropped     uint64                 `protobuf:"varint,9,opt,name=sent_dropped,json=sentDropped,proto3" json:"sent_dropped,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Interface) Reset() {
+	*x = Interface{}
+	mi := &file_agent_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Interface) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Interface) ProtoMessage() {}
+
+func (x *Interface) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Interface.ProtoReflect.Descriptor instead.
+func (*Interface) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *Interface) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Interface) GetReceivedBytes() uint64 {
+	if x != nil {
+		return x.ReceivedBytes
+	}
+	return 0
+}
+
+func (x *Interface) GetReceivedPackets() uint64 {
+	if x != nil {
+		return x.ReceivedPackets
+	}
+	return 0
+}
+
+func (x *Interface) GetReceivedErrors() uint64 {
+	if x != nil {
+		return x.ReceivedErrors
+	}
+	return 0
+}
+
+func (x *Interface) GetReceivedDropped() uint64 {
+	if x != nil {
+		return x.ReceivedDropped
+	}
+	return 0
+}
+
+func (x *Interface) GetSentBytes() uint64 {
+	if x != nil {
+		return x.SentBytes
+	}
+	return 0
+}
+
+func (x *Interface) GetSentPackets() uint64 {
+	if x != nil {
+		return x.SentPackets
+	}
+	return 0
+}
+
+func (x *Interface) GetSentErrors() uint64 {
+	if x != nil {
+		return x.SentErrors
+	}
+	return 0
+}
+
+func (x *Interface) GetSentDropped() uint64 {
+	if x != nil {
+		return x.SentDropped
+	}
+	return 0
+}
+
+type BlockDevice struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // at most 32 bytes
+	Reads         uint64                 `protobuf:"varint,2,opt,name=reads,proto3" json:"reads,omitempty"`
+	ReadBytes     uint64                 `protobuf:"varint,3,opt,name=read_bytes,json=readBytes,proto3" json:"read_bytes,omitempty"`
+	Writes        uint64                 `protobuf:"varint,4,opt,name=writes,proto3" json:"writes,omitempty"`
+	WrittenBytes  uint64                 `protobuf:"varint,5,opt,name=written_bytes,json=writtenBytes,proto3" json:"written_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlockDevice) Reset() {
+	*x = BlockDevice{}
+	mi := &file_agent_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockDevice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockDevice) ProtoMessage() {}
+
+func (x *BlockDevice) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockDevice.ProtoReflect.Descriptor instead.
+func (*BlockDevice) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *BlockDevice) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *BlockDevice) GetReads() uint64 {
+	if x != nil {
+		return x.Reads
+	}
+	return 0
+}
+
+func (x *BlockDevice) GetReadBytes() uint64 {
+	if x != nil {
+		return x.ReadBytes
+	}
+	return 0
+}
+
+func (x *BlockDevice) GetWrites() uint64 {
+	if x != nil {
+		return x.Writes
+	}
+	return 0
+}
+
+func (x *BlockDevice) GetWrittenBytes() uint64 {
+	if x != nil {
+		return x.WrittenBytes
+	}
+	return 0
+}
+
 type ResumeRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	WallNanos int64                  `protobuf:"varint,1,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"` // Unix time; 0 leaves the clock alone
@@ -194,7 +857,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_agent_proto_msgTypes[3]
+	mi := &file_agent_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -206,7 +869,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[3]
+	mi := &file_agent_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -219,7 +882,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{3}
+	return file_agent_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ResumeRequest) GetWallNanos() int64 {
@@ -264,7 +927,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_agent_proto_msgTypes[4]
+	mi := &file_agent_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -276,7 +939,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[4]
+	mi := &file_agent_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -289,7 +952,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{4}
+	return file_agent_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ResumeResponse) GetBootId() string {
@@ -328,7 +991,7 @@ type HooksRequest struct {
 
 func (x *HooksRequest) Reset() {
 	*x = HooksRequest{}
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -340,7 +1003,7 @@ func (x *HooksRequest) String() string {
 func (*HooksRequest) ProtoMessage() {}
 
 func (x *HooksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[5]
+	mi := &file_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -353,7 +1016,7 @@ func (x *HooksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HooksRequest.ProtoReflect.Descriptor instead.
 func (*HooksRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{5}
+	return file_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *HooksRequest) GetEvent() string {
@@ -395,7 +1058,7 @@ type HooksResponse struct {
 
 func (x *HooksResponse) Reset() {
 	*x = HooksResponse{}
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -407,7 +1070,7 @@ func (x *HooksResponse) String() string {
 func (*HooksResponse) ProtoMessage() {}
 
 func (x *HooksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[6]
+	mi := &file_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -420,7 +1083,7 @@ func (x *HooksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HooksResponse.ProtoReflect.Descriptor instead.
 func (*HooksResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{6}
+	return file_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *HooksResponse) GetRan() uint32 {
@@ -456,7 +1119,7 @@ type HookFailure struct {
 
 func (x *HookFailure) Reset() {
 	*x = HookFailure{}
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -468,7 +1131,7 @@ func (x *HookFailure) String() string {
 func (*HookFailure) ProtoMessage() {}
 
 func (x *HookFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[7]
+	mi := &file_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -481,7 +1144,7 @@ func (x *HookFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HookFailure.ProtoReflect.Descriptor instead.
 func (*HookFailure) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{7}
+	return file_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *HookFailure) GetName() string {
@@ -525,7 +1188,7 @@ type FreezeRequest struct {
 
 func (x *FreezeRequest) Reset() {
 	*x = FreezeRequest{}
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -537,7 +1200,7 @@ func (x *FreezeRequest) String() string {
 func (*FreezeRequest) ProtoMessage() {}
 
 func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[8]
+	mi := &file_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -550,7 +1213,7 @@ func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
 func (*FreezeRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{8}
+	return file_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *FreezeRequest) GetLimitNanos() int64 {
@@ -598,7 +1261,7 @@ type FreezeResponse struct {
 
 func (x *FreezeResponse) Reset() {
 	*x = FreezeResponse{}
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -610,7 +1273,7 @@ func (x *FreezeResponse) String() string {
 func (*FreezeResponse) ProtoMessage() {}
 
 func (x *FreezeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[9]
+	mi := &file_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -623,7 +1286,7 @@ func (x *FreezeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FreezeResponse.ProtoReflect.Descriptor instead.
 func (*FreezeResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{9}
+	return file_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *FreezeResponse) GetRefused() bool {
@@ -648,7 +1311,7 @@ type ThawRequest struct {
 
 func (x *ThawRequest) Reset() {
 	*x = ThawRequest{}
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -660,7 +1323,7 @@ func (x *ThawRequest) String() string {
 func (*ThawRequest) ProtoMessage() {}
 
 func (x *ThawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[10]
+	mi := &file_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -673,7 +1336,7 @@ func (x *ThawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
 func (*ThawRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{10}
+	return file_agent_proto_rawDescGZIP(), []int{17}
 }
 
 type ThawResponse struct {
@@ -687,7 +1350,7 @@ type ThawResponse struct {
 
 func (x *ThawResponse) Reset() {
 	*x = ThawResponse{}
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -699,7 +1362,7 @@ func (x *ThawResponse) String() string {
 func (*ThawResponse) ProtoMessage() {}
 
 func (x *ThawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[11]
+	mi := &file_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -712,7 +1375,7 @@ func (x *ThawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
 func (*ThawResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{11}
+	return file_agent_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ThawResponse) GetExpired() bool {
@@ -744,7 +1407,7 @@ type HandoverRequest struct {
 
 func (x *HandoverRequest) Reset() {
 	*x = HandoverRequest{}
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -756,7 +1419,7 @@ func (x *HandoverRequest) String() string {
 func (*HandoverRequest) ProtoMessage() {}
 
 func (x *HandoverRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[12]
+	mi := &file_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -769,7 +1432,7 @@ func (x *HandoverRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandoverRequest.ProtoReflect.Descriptor instead.
 func (*HandoverRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{12}
+	return file_agent_proto_rawDescGZIP(), []int{19}
 }
 
 type HandoverResponse struct {
@@ -780,7 +1443,7 @@ type HandoverResponse struct {
 
 func (x *HandoverResponse) Reset() {
 	*x = HandoverResponse{}
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -792,7 +1455,7 @@ func (x *HandoverResponse) String() string {
 func (*HandoverResponse) ProtoMessage() {}
 
 func (x *HandoverResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[13]
+	mi := &file_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -805,7 +1468,7 @@ func (x *HandoverResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandoverResponse.ProtoReflect.Descriptor instead.
 func (*HandoverResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{13}
+	return file_agent_proto_rawDescGZIP(), []int{20}
 }
 
 type SetClockRequest struct {
@@ -817,7 +1480,7 @@ type SetClockRequest struct {
 
 func (x *SetClockRequest) Reset() {
 	*x = SetClockRequest{}
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -829,7 +1492,7 @@ func (x *SetClockRequest) String() string {
 func (*SetClockRequest) ProtoMessage() {}
 
 func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[14]
+	mi := &file_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -842,7 +1505,7 @@ func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetClockRequest.ProtoReflect.Descriptor instead.
 func (*SetClockRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{14}
+	return file_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SetClockRequest) GetWallNanos() int64 {
@@ -861,7 +1524,7 @@ type AddEntropyRequest struct {
 
 func (x *AddEntropyRequest) Reset() {
 	*x = AddEntropyRequest{}
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -873,7 +1536,7 @@ func (x *AddEntropyRequest) String() string {
 func (*AddEntropyRequest) ProtoMessage() {}
 
 func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[15]
+	mi := &file_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -886,7 +1549,7 @@ func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddEntropyRequest.ProtoReflect.Descriptor instead.
 func (*AddEntropyRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{15}
+	return file_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *AddEntropyRequest) GetEntropy() []byte {
@@ -914,7 +1577,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -926,7 +1589,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[16]
+	mi := &file_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -939,7 +1602,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{16}
+	return file_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ExecRequest) GetMsg() isExecRequest_Msg {
@@ -1083,7 +1746,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1095,7 +1758,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[17]
+	mi := &file_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1108,7 +1771,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{17}
+	return file_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ExecStart) GetArgv() []string {
@@ -1212,7 +1875,7 @@ type ExecAttach struct {
 
 func (x *ExecAttach) Reset() {
 	*x = ExecAttach{}
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1224,7 +1887,7 @@ func (x *ExecAttach) String() string {
 func (*ExecAttach) ProtoMessage() {}
 
 func (x *ExecAttach) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[18]
+	mi := &file_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1237,7 +1900,7 @@ func (x *ExecAttach) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecAttach.ProtoReflect.Descriptor instead.
 func (*ExecAttach) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{18}
+	return file_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ExecAttach) GetId() string {
@@ -1265,7 +1928,7 @@ type Pty struct {
 
 func (x *Pty) Reset() {
 	*x = Pty{}
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1277,7 +1940,7 @@ func (x *Pty) String() string {
 func (*Pty) ProtoMessage() {}
 
 func (x *Pty) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[19]
+	mi := &file_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1290,7 +1953,7 @@ func (x *Pty) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pty.ProtoReflect.Descriptor instead.
 func (*Pty) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{19}
+	return file_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Pty) GetSize() *WindowSize {
@@ -1324,7 +1987,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1336,7 +1999,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[20]
+	mi := &file_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1349,7 +2012,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{20}
+	return file_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -1381,7 +2044,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1393,7 +2056,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[21]
+	mi := &file_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1406,7 +2069,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{21}
+	return file_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ExecResponse) GetMsg() isExecResponse_Msg {
@@ -1492,7 +2155,7 @@ type ExecStarted struct {
 
 func (x *ExecStarted) Reset() {
 	*x = ExecStarted{}
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1504,7 +2167,7 @@ func (x *ExecStarted) String() string {
 func (*ExecStarted) ProtoMessage() {}
 
 func (x *ExecStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[22]
+	mi := &file_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1517,7 +2180,7 @@ func (x *ExecStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStarted.ProtoReflect.Descriptor instead.
 func (*ExecStarted) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{22}
+	return file_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ExecStarted) GetId() string {
@@ -1559,7 +2222,7 @@ type ExecOutput struct {
 
 func (x *ExecOutput) Reset() {
 	*x = ExecOutput{}
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1571,7 +2234,7 @@ func (x *ExecOutput) String() string {
 func (*ExecOutput) ProtoMessage() {}
 
 func (x *ExecOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1584,7 +2247,7 @@ func (x *ExecOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecOutput.ProtoReflect.Descriptor instead.
 func (*ExecOutput) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{23}
+	return file_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ExecOutput) GetStderr() bool {
@@ -1624,7 +2287,7 @@ type ExecExit struct {
 
 func (x *ExecExit) Reset() {
 	*x = ExecExit{}
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +2299,7 @@ func (x *ExecExit) String() string {
 func (*ExecExit) ProtoMessage() {}
 
 func (x *ExecExit) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +2312,7 @@ func (x *ExecExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecExit.ProtoReflect.Descriptor instead.
 func (*ExecExit) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{24}
+	return file_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ExecExit) GetCode() int32 {
@@ -1716,7 +2379,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1728,7 +2391,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1741,7 +2404,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{25}
+	return file_agent_proto_rawDescGZIP(), []int{32}
 }
 
 type ListResponse struct {
@@ -1753,7 +2416,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1765,7 +2428,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1778,7 +2441,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{26}
+	return file_agent_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -1806,7 +2469,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1818,7 +2481,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1831,7 +2494,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{27}
+	return file_agent_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Process) GetId() string {
@@ -1916,7 +2579,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1928,7 +2591,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1941,7 +2604,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{28}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *KillRequest) GetId() string {
@@ -1980,7 +2643,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1992,7 +2655,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2005,7 +2668,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{29}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *FileInfo) GetName() string {
@@ -2067,7 +2730,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2079,7 +2742,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2092,7 +2755,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{30}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -2119,7 +2782,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2131,7 +2794,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2144,7 +2807,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{31}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -2171,7 +2834,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2183,7 +2846,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2196,7 +2859,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -2224,7 +2887,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2236,7 +2899,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2249,7 +2912,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -2283,7 +2946,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2295,7 +2958,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2308,7 +2971,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -2335,7 +2998,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2347,7 +3010,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2360,7 +3023,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -2387,7 +3050,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2399,7 +3062,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2412,7 +3075,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -2438,7 +3101,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2450,7 +3113,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2463,7 +3126,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -2482,7 +3145,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2494,7 +3157,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2507,7 +3170,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -2535,7 +3198,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +3210,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +3223,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{39}
+	return file_agent_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -2690,7 +3353,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2702,7 +3365,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2715,7 +3378,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{40}
+	return file_agent_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -2755,7 +3418,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2767,7 +3430,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2780,7 +3443,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{41}
+	return file_agent_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -2849,7 +3512,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2861,7 +3524,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2874,7 +3537,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{42}
+	return file_agent_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -2900,7 +3563,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2912,7 +3575,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2925,7 +3588,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{43}
+	return file_agent_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *Pack) GetPath() string {
@@ -2947,7 +3610,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2959,7 +3622,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2972,7 +3635,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{44}
+	return file_agent_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *Unpack) GetPath() string {
@@ -3018,7 +3681,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3030,7 +3693,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3043,7 +3706,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{45}
+	return file_agent_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -3127,7 +3790,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3139,7 +3802,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3152,7 +3815,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{46}
+	return file_agent_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -3179,7 +3842,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3191,7 +3854,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3204,7 +3867,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{47}
+	return file_agent_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -3234,7 +3897,74 @@ const file_agent_proto_rawDesc = "" +
 	"\fuptime_nanos\x18\x03 \x01(\x03R\vuptimeNanos\x12\x10\n" +
 	"\x03pid\x18\x04 \x01(\x05R\x03pid\x12\x1d\n" +
 	"\n" +
-	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\x8d\x01\n" +
+	"wall_nanos\x18\x05 \x01(\x03R\twallNanos\"\x0e\n" +
+	"\fStatsRequest\"\xac\x04\n" +
+	"\rStatsResponse\x12!\n" +
+	"\fuptime_nanos\x18\x01 \x01(\x03R\vuptimeNanos\x12+\n" +
+	"\x03cpu\x18\x02 \x01(\v2\x19.drowse.guest.v1.CPUTimesR\x03cpu\x12\x12\n" +
+	"\x04cpus\x18\x03 \x01(\rR\x04cpus\x12\x14\n" +
+	"\x05load1\x18\x04 \x01(\rR\x05load1\x12\x14\n" +
+	"\x05load5\x18\x05 \x01(\rR\x05load5\x12\x16\n" +
+	"\x06load15\x18\x06 \x01(\rR\x06load15\x12#\n" +
+	"\rtasks_running\x18\a \x01(\rR\ftasksRunning\x12\x14\n" +
+	"\x05tasks\x18\b \x01(\rR\x05tasks\x12\x14\n" +
+	"\x05forks\x18\t \x01(\x04R\x05forks\x12\x1b\n" +
+	"\toom_kills\x18\n" +
+	" \x01(\x04R\boomKills\x12!\n" +
+	"\fmajor_faults\x18\v \x01(\x04R\vmajorFaults\x122\n" +
+	"\x06memory\x18\f \x01(\v2\x1a.drowse.guest.v1.MemoryUseR\x06memory\x12>\n" +
+	"\ffile_systems\x18\r \x03(\v2\x1b.drowse.guest.v1.FileSystemR\vfileSystems\x12:\n" +
+	"\n" +
+	"interfaces\x18\x0e \x03(\v2\x1a.drowse.guest.v1.InterfaceR\n" +
+	"interfaces\x122\n" +
+	"\x05disks\x18\x0f \x03(\v2\x1c.drowse.guest.v1.BlockDeviceR\x05disks\"\x8a\x01\n" +
+	"\bCPUTimes\x12\x12\n" +
+	"\x04user\x18\x01 \x01(\x04R\x04user\x12\x16\n" +
+	"\x06system\x18\x02 \x01(\x04R\x06system\x12\x12\n" +
+	"\x04idle\x18\x03 \x01(\x04R\x04idle\x12\x16\n" +
+	"\x06iowait\x18\x04 \x01(\x04R\x06iowait\x12\x10\n" +
+	"\x03irq\x18\x05 \x01(\x04R\x03irq\x12\x14\n" +
+	"\x05steal\x18\x06 \x01(\x04R\x05steal\"\x84\x02\n" +
+	"\tMemoryUse\x12\x14\n" +
+	"\x05total\x18\x01 \x01(\x04R\x05total\x12\x12\n" +
+	"\x04free\x18\x02 \x01(\x04R\x04free\x12\x1c\n" +
+	"\tavailable\x18\x03 \x01(\x04R\tavailable\x12\x18\n" +
+	"\abuffers\x18\x04 \x01(\x04R\abuffers\x12\x16\n" +
+	"\x06cached\x18\x05 \x01(\x04R\x06cached\x12\x16\n" +
+	"\x06shared\x18\x06 \x01(\x04R\x06shared\x12)\n" +
+	"\x10slab_reclaimable\x18\a \x01(\x04R\x0fslabReclaimable\x12\x1d\n" +
+	"\n" +
+	"swap_total\x18\b \x01(\x04R\tswapTotal\x12\x1b\n" +
+	"\tswap_free\x18\t \x01(\x04R\bswapFree\"\xb3\x01\n" +
+	"\n" +
+	"FileSystem\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x12\n" +
+	"\x04type\x18\x02 \x01(\tR\x04type\x12\x12\n" +
+	"\x04size\x18\x03 \x01(\x04R\x04size\x12\x12\n" +
+	"\x04free\x18\x04 \x01(\x04R\x04free\x12\x1c\n" +
+	"\tavailable\x18\x05 \x01(\x04R\tavailable\x12\x16\n" +
+	"\x06inodes\x18\x06 \x01(\x04R\x06inodes\x12\x1f\n" +
+	"\vinodes_free\x18\a \x01(\x04R\n" +
+	"inodesFree\"\xcb\x02\n" +
+	"\tInterface\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12%\n" +
+	"\x0ereceived_bytes\x18\x02 \x01(\x04R\rreceivedBytes\x12)\n" +
+	"\x10received_packets\x18\x03 \x01(\x04R\x0freceivedPackets\x12'\n" +
+	"\x0freceived_errors\x18\x04 \x01(\x04R\x0ereceivedErrors\x12)\n" +
+	"\x10received_dropped\x18\x05 \x01(\x04R\x0freceivedDropped\x12\x1d\n" +
+	"\n" +
+	"sent_bytes\x18\x06 \x01(\x04R\tsentBytes\x12!\n" +
+	"\fsent_packets\x18\a \x01(\x04R\vsentPackets\x12\x1f\n" +
+	"\vsent_errors\x18\b \x01(\x04R\n" +
+	"sentErrors\x12!\n" +
+	"\fsent_dropped\x18\t \x01(\x04R\vsentDropped\"\x93\x01\n" +
+	"\vBlockDevice\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05reads\x18\x02 \x01(\x04R\x05reads\x12\x1d\n" +
+	"\n" +
+	"read_bytes\x18\x03 \x01(\x04R\treadBytes\x12\x16\n" +
+	"\x06writes\x18\x04 \x01(\x04R\x06writes\x12#\n" +
+	"\rwritten_bytes\x18\x05 \x01(\x04R\fwrittenBytes\"\x8d\x01\n" +
 	"\rResumeRequest\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\x12\x18\n" +
@@ -3451,11 +4181,12 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
-	"graceNanos2\x9f\v\n" +
+	"graceNanos2\xe7\v\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
-	"\bHandover\x12 .drowse.guest.v1.HandoverRequest\x1a!.drowse.guest.v1.HandoverResponse\x12D\n" +
+	"\bHandover\x12 .drowse.guest.v1.HandoverRequest\x1a!.drowse.guest.v1.HandoverResponse\x12F\n" +
+	"\x05Stats\x12\x1d.drowse.guest.v1.StatsRequest\x1a\x1e.drowse.guest.v1.StatsResponse\x12D\n" +
 	"\bSetClock\x12 .drowse.guest.v1.SetClockRequest\x1a\x16.drowse.guest.v1.Empty\x12H\n" +
 	"\n" +
 	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12F\n" +
@@ -3487,127 +4218,141 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 55)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),             // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),       // 1: drowse.guest.v1.PingRequest
 	(*PingResponse)(nil),      // 2: drowse.guest.v1.PingResponse
-	(*ResumeRequest)(nil),     // 3: drowse.guest.v1.ResumeRequest
-	(*ResumeResponse)(nil),    // 4: drowse.guest.v1.ResumeResponse
-	(*HooksRequest)(nil),      // 5: drowse.guest.v1.HooksRequest
-	(*HooksResponse)(nil),     // 6: drowse.guest.v1.HooksResponse
-	(*HookFailure)(nil),       // 7: drowse.guest.v1.HookFailure
-	(*FreezeRequest)(nil),     // 8: drowse.guest.v1.FreezeRequest
-	(*FreezeResponse)(nil),    // 9: drowse.guest.v1.FreezeResponse
-	(*ThawRequest)(nil),       // 10: drowse.guest.v1.ThawRequest
-	(*ThawResponse)(nil),      // 11: drowse.guest.v1.ThawResponse
-	(*HandoverRequest)(nil),   // 12: drowse.guest.v1.HandoverRequest
-	(*HandoverResponse)(nil),  // 13: drowse.guest.v1.HandoverResponse
-	(*SetClockRequest)(nil),   // 14: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil), // 15: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),       // 16: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),         // 17: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),        // 18: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),               // 19: drowse.guest.v1.Pty
-	(*WindowSize)(nil),        // 20: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),      // 21: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),       // 22: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),        // 23: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),          // 24: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),       // 25: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 26: drowse.guest.v1.ListResponse
-	(*Process)(nil),           // 27: drowse.guest.v1.Process
-	(*KillRequest)(nil),       // 28: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),          // 29: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 30: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),    // 31: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),   // 32: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),      // 33: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),     // 34: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),     // 35: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),    // 36: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),   // 37: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),  // 38: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),   // 39: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),          // 40: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),         // 41: drowse.guest.v1.WriteFile
-	(*Owner)(nil),             // 42: drowse.guest.v1.Owner
-	(*Pack)(nil),              // 43: drowse.guest.v1.Pack
-	(*Unpack)(nil),            // 44: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),  // 45: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),      // 46: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),   // 47: drowse.guest.v1.ShutdownRequest
+	(*StatsRequest)(nil),      // 3: drowse.guest.v1.StatsRequest
+	(*StatsResponse)(nil),     // 4: drowse.guest.v1.StatsResponse
+	(*CPUTimes)(nil),          // 5: drowse.guest.v1.CPUTimes
+	(*MemoryUse)(nil),         // 6: drowse.guest.v1.MemoryUse
+	(*FileSystem)(nil),        // 7: drowse.guest.v1.FileSystem
+	(*Interface)(nil),         // 8: drowse.guest.v1.Interface
+	(*BlockDevice)(nil),       // 9: drowse.guest.v1.BlockDevice
+	(*ResumeRequest)(nil),     // 10: drowse.guest.v1.ResumeRequest
+	(*ResumeResponse)(nil),    // 11: drowse.guest.v1.ResumeResponse
+	(*HooksRequest)(nil),      // 12: drowse.guest.v1.HooksRequest
+	(*HooksResponse)(nil),     // 13: drowse.guest.v1.HooksResponse
+	(*HookFailure)(nil),       // 14: drowse.guest.v1.HookFailure
+	(*FreezeRequest)(nil),     // 15: drowse.guest.v1.FreezeRequest
+	(*FreezeResponse)(nil),    // 16: drowse.guest.v1.FreezeResponse
+	(*ThawRequest)(nil),       // 17: drowse.guest.v1.ThawRequest
+	(*ThawResponse)(nil),      // 18: drowse.guest.v1.ThawResponse
+	(*HandoverRequest)(nil),   // 19: drowse.guest.v1.HandoverRequest
+	(*HandoverResponse)(nil),  // 20: drowse.guest.v1.HandoverResponse
+	(*SetClockRequest)(nil),   // 21: drowse.guest.v1.SetClockRequest
+	(*AddEntropyRequest)(nil), // 22: drowse.guest.v1.AddEntropyRequest
+	(*ExecRequest)(nil),       // 23: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),         // 24: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),        // 25: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),               // 26: drowse.guest.v1.Pty
+	(*WindowSize)(nil),        // 27: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),      // 28: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),       // 29: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),        // 30: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),          // 31: drowse.guest.v1.ExecExit
+	(*ListRequest)(nil),       // 32: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 33: drowse.guest.v1.ListResponse
+	(*Process)(nil),           // 34: drowse.guest.v1.Process
+	(*KillRequest)(nil),       // 35: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),          // 36: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 37: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),    // 38: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),   // 39: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),      // 40: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),     // 41: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),     // 42: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),    // 43: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),   // 44: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),  // 45: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),   // 46: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),          // 47: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),         // 48: drowse.guest.v1.WriteFile
+	(*Owner)(nil),             // 49: drowse.guest.v1.Owner
+	(*Pack)(nil),              // 50: drowse.guest.v1.Pack
+	(*Unpack)(nil),            // 51: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),  // 52: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),      // 53: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),   // 54: drowse.guest.v1.ShutdownRequest
 }
 var file_agent_proto_depIdxs = []int32{
-	7,  // 0: drowse.guest.v1.HooksResponse.failures:type_name -> drowse.guest.v1.HookFailure
-	7,  // 1: drowse.guest.v1.FreezeResponse.failures:type_name -> drowse.guest.v1.HookFailure
-	7,  // 2: drowse.guest.v1.ThawResponse.failures:type_name -> drowse.guest.v1.HookFailure
-	17, // 3: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
-	18, // 4: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
-	0,  // 5: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
-	20, // 6: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
-	19, // 7: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
-	20, // 8: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
-	22, // 9: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
-	23, // 10: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
-	24, // 11: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	27, // 12: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	24, // 13: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	29, // 14: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	40, // 15: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	41, // 16: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	43, // 17: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	44, // 18: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 19: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	42, // 20: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	42, // 21: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	29, // 22: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	46, // 23: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	1,  // 24: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	3,  // 25: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	12, // 26: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	14, // 27: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	15, // 28: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	5,  // 29: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	8,  // 30: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	10, // 31: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	16, // 32: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	25, // 33: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	28, // 34: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	30, // 35: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	31, // 36: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	33, // 37: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	34, // 38: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	35, // 39: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	36, // 40: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	37, // 41: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	39, // 42: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	47, // 43: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	2,  // 44: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	4,  // 45: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	13, // 46: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	0,  // 47: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 48: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	6,  // 49: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	9,  // 50: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	11, // 51: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	21, // 52: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	26, // 53: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 54: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	29, // 55: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	32, // 56: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 57: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 58: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 59: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 60: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	38, // 61: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	45, // 62: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 63: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	44, // [44:64] is the sub-list for method output_type
-	24, // [24:44] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
+	6,  // 1: drowse.guest.v1.StatsResponse.memory:type_name -> drowse.guest.v1.MemoryUse
+	7,  // 2: drowse.guest.v1.StatsResponse.file_systems:type_name -> drowse.guest.v1.FileSystem
+	8,  // 3: drowse.guest.v1.StatsResponse.interfaces:type_name -> drowse.guest.v1.Interface
+	9,  // 4: drowse.guest.v1.StatsResponse.disks:type_name -> drowse.guest.v1.BlockDevice
+	14, // 5: drowse.guest.v1.HooksResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	14, // 6: drowse.guest.v1.FreezeResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	14, // 7: drowse.guest.v1.ThawResponse.failures:type_name -> drowse.guest.v1.HookFailure
+	24, // 8: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
+	25, // 9: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
+	0,  // 10: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
+	27, // 11: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
+	26, // 12: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
+	27, // 13: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
+	29, // 14: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
+	30, // 15: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
+	31, // 16: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
+	34, // 17: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	31, // 18: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	36, // 19: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	47, // 20: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	48, // 21: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	50, // 22: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	51, // 23: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 24: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	49, // 25: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	49, // 26: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	36, // 27: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	53, // 28: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	1,  // 29: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 30: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 31: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 32: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	21, // 33: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	22, // 34: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	12, // 35: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 36: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 37: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	23, // 38: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	32, // 39: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	35, // 40: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	37, // 41: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	38, // 42: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	40, // 43: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	41, // 44: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	42, // 45: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	43, // 46: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	44, // 47: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	46, // 48: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	54, // 49: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	2,  // 50: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 51: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 52: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 53: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	0,  // 54: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 55: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	13, // 56: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 57: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 58: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	28, // 59: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	33, // 60: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 61: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	36, // 62: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	39, // 63: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 64: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 65: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 66: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 67: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	45, // 68: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	52, // 69: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 70: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	50, // [50:71] is the sub-list for method output_type
+	29, // [29:50] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -3615,7 +4360,7 @@ func file_agent_proto_init() {
 	if File_agent_proto != nil {
 		return
 	}
-	file_agent_proto_msgTypes[16].OneofWrappers = []any{
+	file_agent_proto_msgTypes[23].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Attach)(nil),
 		(*ExecRequest_Stdin)(nil),
@@ -3624,13 +4369,13 @@ func file_agent_proto_init() {
 		(*ExecRequest_Signal)(nil),
 		(*ExecRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[21].OneofWrappers = []any{
+	file_agent_proto_msgTypes[28].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
 		(*ExecResponse_Output)(nil),
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[39].OneofWrappers = []any{
+	file_agent_proto_msgTypes[46].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -3639,7 +4384,7 @@ func file_agent_proto_init() {
 		(*TransferRequest_End)(nil),
 		(*TransferRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[45].OneofWrappers = []any{
+	file_agent_proto_msgTypes[52].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
@@ -3651,7 +4396,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   48,
+			NumMessages:   55,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -11,6 +11,7 @@ type AgentService interface {
 	Ping(context.Context, *PingRequest) (*PingResponse, error)
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
+	Stats(context.Context, *StatsRequest) (*StatsResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
@@ -97,6 +98,13 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 					return nil, err
 				}
 				return svc.Handover(ctx, &req)
+			},
+			"Stats": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req StatsRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Stats(ctx, &req)
 			},
 			"SetClock": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req SetClockRequest
@@ -227,6 +235,7 @@ type AgentClient interface {
 	Ping(context.Context, *PingRequest) (*PingResponse, error)
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
+	Stats(context.Context, *StatsRequest) (*StatsResponse, error)
 	SetClock(context.Context, *SetClockRequest) (*Empty, error)
 	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
@@ -275,6 +284,14 @@ func (c *agentClient) Resume(ctx context.Context, req *ResumeRequest) (*ResumeRe
 func (c *agentClient) Handover(ctx context.Context, req *HandoverRequest) (*HandoverResponse, error) {
 	var resp HandoverResponse
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Handover", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Stats(ctx context.Context, req *StatsRequest) (*StatsResponse, error) {
+	var resp StatsResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Stats", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -41,6 +41,12 @@ const (
 	// opcodes, of 5 bytes with their argument.
 	MaxTerminalModes = 1 << 10
 
+	// MaxStatsItems bounds the file systems, interfaces and disks in an answer to Stats,
+	// each; MaxStatsPath and MaxStatsName their texts, in bytes.
+	MaxStatsItems = 64
+	MaxStatsPath  = 255
+	MaxStatsName  = 32
+
 	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and
 	// of their counterparts. The others are bounds in bytes.
 	MaxHookFailures = 128

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/crypto/ssh"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/guest/internal/relay"
 )
 
@@ -47,7 +48,7 @@ type Server struct {
 // Serve serves one client until it leaves or ctx ends, and closes c. What the client has
 // started in the guest has ended then.
 func (s *Server) Serve(ctx context.Context, c net.Conn) error {
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, cancel := context.WithCancel(audit.WithVia(ctx, "ssh"))
 	defer cancel()
 	defer context.AfterFunc(ctx, func() { c.Close() })()
 	defer c.Close()

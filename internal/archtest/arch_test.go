@@ -32,12 +32,12 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
-	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/forward", "guest/sshd", "internal/..."}},
+	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 	// netpolicy/resolver and netpolicy/hostnet: a VM's process serves its names, and takes
 	// its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},

@@ -35,6 +35,11 @@ type Stream struct {
 	conn net.Conn
 	// Local and Remote are what LocalAddr and RemoteAddr say; nil are the connection's.
 	Local, Remote net.Addr
+	// Gone, when set before the stream is used, is called once when it is closed, with the
+	// bytes that were sent and received until then.
+	Gone func(sent, received int64)
+
+	sent, received atomic.Int64
 
 	readMu sync.Mutex // held by the reader
 	in     parser
@@ -121,6 +126,7 @@ func (s *Stream) Read(p []byte) (int, error) {
 				return 0, s.broken(err)
 			}
 			if len(data) > 0 {
+				s.received.Add(int64(len(data)))
 				return copy(p, data), nil
 			}
 		}
@@ -168,6 +174,7 @@ func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
 			}
 			p = p[used:]
 			if len(data) > 0 {
+				s.received.Add(int64(len(data)))
 				n, err := w.Write(data)
 				written += int64(n)
 				if err != nil {
@@ -262,6 +269,7 @@ func (s *Stream) frame(buf *buffer, n int) error {
 		s.ended.Store(true)
 		return s.cut(err)
 	}
+	s.sent.Add(int64(n))
 	return nil
 }
 
@@ -325,7 +333,11 @@ func (s *Stream) Abort() error {
 	if s.closed.Swap(true) {
 		return nil
 	}
-	return s.conn.Close()
+	err := s.conn.Close()
+	if s.Gone != nil {
+		s.Gone(s.sent.Load(), s.received.Load())
+	}
+	return err
 }
 
 // LocalAddr implements net.Conn.

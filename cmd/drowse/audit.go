@@ -1,0 +1,228 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+	"unicode"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func (a *app) auditCommand() *cobra.Command {
+	var (
+		follow bool
+		since  string
+	)
+	cmd := &cobra.Command{
+		Use: "audit NAME", Short: "Say who has run what in a VM, and how it ended", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Say what was done in a VM through its agent, by drowse and all programs that use its library:
+commands, sessions, copies, forwarded connections. A VM that sleeps is not woken.
+
+The result is an exit code or signal, "running", "detached" for a process that was left to
+itself, or "unknown" where whoever has asked for it was killed before its end. Values of
+environment variables, standard input and output are not kept. docs/AUDIT.md says what the
+trail proves, and what not.
+
+With --follow, each is printed as it begins and again as it ends, until the VM is removed;
+with -o json as a line of JSON each.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			o := audit.ReadOptions{Follow: follow}
+			var err error
+			if o.Since, err = sinceTime(since, time.Now()); err != nil {
+				return usageError{err}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if follow {
+				return a.followAudit(cmd.Context(), s, args[0], o)
+			}
+			entries := []audit.Entry{}
+			is, err := s.Audit(cmd.Context(), args[0], o, func(e audit.Entry) error {
+				entries = append(entries, e)
+				return nil
+			})
+			if err != nil {
+				return err
+			}
+			doc := struct {
+				audit.Trailer
+				Entries []audit.Entry `json:"entries"`
+			}{is, entries}
+			return a.print(doc, func(w io.Writer) {
+				if is.First > 1 {
+					fmt.Fprintln(w, "what is older was dropped: a trail has", 1+audit.KeptFiles, "files of", bytesText(audit.MaxFile))
+				}
+				switch {
+				case is.Parent != "":
+					fmt.Fprintf(w, "%s is a fork of %s, whose own trail has what was done before\n", is.Name, is.Parent)
+				case is.Snapshot != "":
+					fmt.Fprintf(w, "%s was made from snapshot %s; what was done before is in the trail of the VM that that is of\n", is.Name, is.Snapshot)
+				}
+				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				fmt.Fprintln(t, auditColumns)
+				for _, e := range entries {
+					fmt.Fprintln(t, auditRow(e))
+				}
+				t.Flush()
+			})
+		},
+	}
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
+	cmd.Flags().StringVar(&since, "since", "", "leave out what was over before: a time (RFC 3339), or how long ago (10m, 24h)")
+	return cmd
+}
+
+func (a *app) followAudit(ctx context.Context, s *sandbox.Store, name string, o audit.ReadOptions) error {
+	e := json.NewEncoder(a.stdout)
+	e.SetEscapeHTML(false)
+	_, err := s.Audit(ctx, name, o, func(entry audit.Entry) error {
+		if a.json() {
+			return e.Encode(entry)
+		}
+		_, err := fmt.Fprintln(a.stdout, auditRow(entry))
+		return err
+	})
+	if errors.Is(err, context.Canceled) {
+		return nil // by Ctrl-C
+	}
+	return err
+}
+
+// sinceTime reads --since.
+func sinceTime(s string, now time.Time) (time.Time, error) {
+	if s == "" {
+		return time.Time{}, nil
+	}
+	if d, err := time.ParseDuration(s); err == nil && d >= 0 {
+		return now.Add(-d), nil
+	}
+	t, err := time.Parse(time.RFC3339, s)
+	if err != nil {
+		return t, fmt.Errorf("--since %q: use a time such as 2026-01-02T15:04:05Z, or how long ago, such as 10m", s)
+	}
+	return t, nil
+}
+
+const auditColumns = "BEGIN\tTOOK\tRESULT\tIN\tOUT\tBY\tUSER\tWHAT"
+
+// auditRow is an entry in one line.
+func auditRow(e audit.Entry) string {
+	if e.Status == audit.Damaged {
+		return "-\t-\tdamaged\t-\t-\t-\t-\ta line of the trail cannot be read"
+	}
+	begin, took, in, out, by := "-", "-", "-", "-", "-"
+	if !e.Begin.IsZero() {
+		begin = e.Begin.Local().Format("2006-01-02 15:04:05.000")
+	}
+	if e.Status == audit.Ended {
+		took = (time.Duration(e.Elapsed*1000) * time.Microsecond).Round(time.Millisecond).String()
+	}
+	if o := e.Outcome; o != nil {
+		in, out = bytesText(o.BytesIn), bytesText(o.BytesOut)
+	}
+	if p := e.By; p != nil {
+		by = fmt.Sprintf("%s[%d] uid %d", auditWord(p.Comm), p.PID, p.UID)
+		if p.LoginUID != nil && int64(*p.LoginUID) != int64(p.UID) {
+			by += fmt.Sprintf(" (login %d)", *p.LoginUID)
+		}
+	}
+	user := "-"
+	if e.User != "" {
+		user = auditWord(e.User)
+	}
+	return strings.Join([]string{begin, took, auditResult(e), in, out, by, user, auditWhat(e)}, "\t")
+}
+
+// auditResult says how an action has ended.
+func auditResult(e audit.Entry) string {
+	o := e.Outcome
+	switch {
+	case e.Status != audit.Ended || o == nil:
+		return string(e.Status)
+	case o.TimedOut:
+		return "timed out"
+	case o.ExitSignal != 0:
+		return "signal " + strconv.Itoa(o.ExitSignal)
+	case o.Exit != nil:
+		return "exit " + strconv.Itoa(*o.Exit)
+	case e.Detach && o.Started != "":
+		return "detached"
+	case o.Error != "":
+		return "failed"
+	}
+	return "ok"
+}
+
+// auditWhat says what an action was.
+func auditWhat(e audit.Entry) string {
+	words := []string{string(e.Kind)}
+	if e.Kind == "" {
+		words[0] = "something whose beginning was dropped"
+	}
+	if e.Via != "" {
+		words = append(words, "by "+auditWord(e.Via))
+	}
+	if e.Pty {
+		words = append(words, "(terminal)")
+	}
+	add := func(parts ...string) {
+		for _, p := range parts {
+			words = append(words, auditWord(p))
+		}
+	}
+	add(e.Argv...)
+	if e.ArgvSHA256 != "" {
+		words = append(words, "... (cut)")
+	}
+	if e.Process != "" {
+		add(e.Process)
+	}
+	if e.Number != 0 {
+		words = append(words, "signal "+strconv.Itoa(e.Number))
+	}
+	switch e.Kind {
+	case audit.KindCopyIn:
+		add(e.HostPath, e.Path)
+	case audit.KindCopyOut:
+		add(e.Path, e.HostPath)
+	case audit.KindRename, audit.KindSymlink:
+		add(e.Path, e.To)
+	case audit.KindForward, audit.KindListen:
+		add(e.Network, e.Address)
+		if o := e.Outcome; o != nil {
+			words = append(words, fmt.Sprintf("(%d connections)", o.Connections))
+		}
+	default:
+		if e.Path != "" {
+			add(e.Path)
+		}
+	}
+	if o := e.Outcome; o != nil && o.Started != "" {
+		words = append(words, "as "+auditWord(o.Started))
+	}
+	if o := e.Outcome; o != nil && o.Error != "" {
+		words = append(words, ": "+printable(strings.ReplaceAll(o.Error, "\n", " ")))
+	}
+	return strings.Join(words, " ")
+}
+
+// auditWord is a word as a shell takes it, or as Go writes it if it has what a terminal
+// would not show.
+func auditWord(s string) string {
+	if strings.IndexFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) >= 0 {
+		return strconv.Quote(s)
+	}
+	return shellQuote(s)
+}

@@ -1,0 +1,97 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func (a *app) statsCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "stats NAME", Short: "Say what a running VM uses: processor, memory, disk, network", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Say what a running VM uses, as its guest and its host count it, since the guest's boot or the
+beginning of the VM's process. It is measured once, now: nothing in the guest runs for it
+before or after. A VM that sleeps is not woken.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			st, err := s.Stats(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			if st.Problem != "" {
+				a.log.Warn("the guest could not be asked", "vm", st.Name, "problem", st.Problem)
+			}
+			return a.print(st, func(w io.Writer) { writeVMStats(w, st) })
+		},
+	}
+}
+
+// took is a time in milliseconds for people.
+func took(ms float64) string {
+	d := time.Duration(ms * float64(time.Millisecond))
+	if d >= time.Minute {
+		return d.Round(time.Second).String()
+	}
+	return d.Round(10 * time.Millisecond).String()
+}
+
+// sizeText is a size that a guest has named.
+func sizeText(n uint64) string {
+	const most = 1<<63 - 1
+	return bytesText(int64(min(n, most)))
+}
+
+func writeVMStats(w io.Writer, st sandbox.Stats) {
+	h := st.Host
+	fmt.Fprintf(w, "process  pid %d, for %s, processor %s user and %s system\n", h.PID, took(h.AwakeMs), took(h.CPUUserMs), took(h.CPUSystemMs))
+	fmt.Fprintf(w, "         memory %s private, %s shared, %s swapped\n", sizeText(h.MemoryPrivate), sizeText(h.MemoryShared), sizeText(h.MemorySwapped))
+	if h.Faults > 0 || h.MiBTouched > 0 {
+		fmt.Fprintf(w, "         since it came back: %d page faults, %.1f MiB loaded\n", h.Faults, h.MiBTouched)
+	}
+	if st.Guest != nil {
+		writeGuestStats(w, st.Guest)
+	}
+}
+
+func writeGuestStats(w io.Writer, g *guest.Stats) {
+	c, m := g.CPU, g.Memory
+	fmt.Fprintf(w, "guest    up %s, %d CPUs, load %.2f %.2f %.2f\n", took(g.UptimeMs), g.CPUs, g.Load1, g.Load5, g.Load15)
+	fmt.Fprintf(w, "         %d tasks, %d running, %d made since boot, %d killed for want of memory\n", g.Tasks, g.TasksRunning, g.Forks, g.OOMKills)
+	fmt.Fprintf(w, "         processor %s user, %s system, %s idle, %s waiting for disks, %s interrupts, %s stolen\n",
+		took(c.User), took(c.System), took(c.Idle), took(c.IOWait), took(c.IRQ), took(c.Steal))
+	fmt.Fprintf(w, "         memory %s, %s available, %s free, %s cached, %d major faults\n",
+		sizeText(m.Total), sizeText(m.Available), sizeText(m.Free), sizeText(m.Cached), g.MajorFaults)
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	if len(g.FileSystems) > 0 {
+		fmt.Fprintln(t, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE")
+		for _, f := range g.FileSystems {
+			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\n", f.Path, f.Type, sizeText(f.Size), sizeText(f.Size-min(f.Free, f.Size)), sizeText(f.Available), f.InodesFree)
+		}
+		t.Flush()
+	}
+	if len(g.Disks) > 0 {
+		fmt.Fprintln(t, "DISK\tREADS\tREAD\tWRITES\tWRITTEN")
+		for _, d := range g.Disks {
+			fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%s\n", d.Name, d.Reads, sizeText(d.ReadBytes), d.Writes, sizeText(d.WrittenBytes))
+		}
+		t.Flush()
+	}
+	if len(g.Interfaces) > 0 {
+		fmt.Fprintln(t, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED")
+		for _, i := range g.Interfaces {
+			fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%s\t%d\t%d\t%d\n", i.Name,
+				sizeText(i.ReceivedBytes), i.ReceivedPackets, i.ReceivedErrors, i.ReceivedDropped,
+				sizeText(i.SentBytes), i.SentPackets, i.SentErrors, i.SentDropped)
+		}
+		t.Flush()
+	}
+}

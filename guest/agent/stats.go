@@ -1,0 +1,291 @@
+package agent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+const (
+	// maxProcFile bounds what is read of a file in /proc; a line that it cuts is left out.
+	maxProcFile = 256 << 10
+	// tick is USER_HZ, in which proc_stat(5) counts, in nanoseconds.
+	tick = nanosPerSec / 100
+	// sectorSize is what /proc/diskstats counts in, whatever the disk's is
+	// (Documentation/admin-guide/iostats.rst).
+	sectorSize = 512
+)
+
+// Stats implements agentpb.AgentService. It reads seven files of /proc and asks each file system
+// once: nothing runs before or after.
+func (s *Server) Stats(context.Context, *agentpb.StatsRequest) (*agentpb.StatsResponse, error) {
+	out := &agentpb.StatsResponse{Cpu: &agentpb.CPUTimes{}, Memory: &agentpb.MemoryUse{}}
+	var up unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
+		return nil, fmt.Errorf("read the uptime: %w", err)
+	}
+	out.UptimeNanos = up.Nano()
+	for _, file := range []struct {
+		path     string
+		parse    func([]byte, *agentpb.StatsResponse)
+		optional bool
+	}{
+		{"/proc/stat", parseStat, false},
+		{"/proc/loadavg", parseLoad, false},
+		{"/proc/meminfo", parseMemory, false},
+		{"/proc/vmstat", parseVMStat, false},
+		// Kernels may be built without these.
+		{"/proc/net/dev", parseInterfaces, true},
+		{"/proc/diskstats", parseDisks, true},
+		{"/proc/self/mounts", parseMounts, false},
+	} {
+		text, err := readProc(file.path)
+		if file.optional && errors.Is(err, unix.ENOENT) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read %s: %w", file.path, err)
+		}
+		file.parse(text, out)
+	}
+	out.FileSystems = measured(out.FileSystems, unix.Statfs)
+	return out, nil
+}
+
+// readProc reads a file of /proc to its end, or the whole lines within maxProcFile.
+func readProc(path string) ([]byte, error) {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	buf := make([]byte, 0, 8<<10)
+	for {
+		if len(buf) == cap(buf) {
+			if cap(buf) >= maxProcFile {
+				return buf[:bytes.LastIndexByte(buf, '\n')+1], nil
+			}
+			buf = append(make([]byte, 0, 2*cap(buf)), buf...)
+		}
+		n, err := unix.Read(fd, buf[len(buf):cap(buf)])
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return nil, err
+		case n == 0:
+			return buf, nil
+		default:
+			buf = buf[:len(buf)+n]
+		}
+	}
+}
+
+// each calls f for the fields of each line, at most limit of them.
+func each(text []byte, limit int, f func(fields []string)) {
+	for line := range bytes.Lines(text) {
+		fields := strings.Fields(string(line[:min(len(line), maxProcLine)]))
+		if len(fields) > 0 {
+			f(fields[:min(len(fields), limit)])
+		}
+	}
+}
+
+// maxProcLine is more than what is used of a line: the one of interrupts in /proc/stat is
+// long.
+const maxProcLine = 8 << 10
+
+// number is an unsigned number, 0 for what is none.
+func number(s string) uint64 {
+	n, err := strconv.ParseUint(s, 10, 64)
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
+// at is a field as a number, 0 if there is none.
+func at(fields []string, i int) uint64 {
+	if i >= len(fields) {
+		return 0
+	}
+	return number(fields[i])
+}
+
+// parseStat reads proc_stat(5).
+func parseStat(text []byte, out *agentpb.StatsResponse) {
+	const fieldsOfCPU = 11
+	each(text, fieldsOfCPU, func(f []string) {
+		switch cpu, ok := strings.CutPrefix(f[0], "cpu"); {
+		case ok && cpu == "":
+			// user nice system idle iowait irq softirq steal, then times of guests, which
+			// are in user and nice already.
+			out.Cpu = &agentpb.CPUTimes{
+				User: (at(f, 1) + at(f, 2)) * tick, System: at(f, 3) * tick, Idle: at(f, 4) * tick,
+				Iowait: at(f, 5) * tick, Irq: (at(f, 6) + at(f, 7)) * tick, Steal: at(f, 8) * tick,
+			}
+		case ok:
+			out.Cpus++
+		case f[0] == "processes":
+			out.Forks = at(f, 1)
+		}
+	})
+}
+
+// parseLoad reads proc_loadavg(5): "0.20 0.18 0.12 1/80 11206".
+func parseLoad(text []byte, out *agentpb.StatsResponse) {
+	f := strings.Fields(string(text[:min(len(text), maxProcLine)]))
+	if len(f) < 4 {
+		return
+	}
+	out.Load1, out.Load5, out.Load15 = hundredths(f[0]), hundredths(f[1]), hundredths(f[2])
+	if running, all, ok := strings.Cut(f[3], "/"); ok {
+		out.TasksRunning, out.Tasks = uint32(number(running)), uint32(number(all))
+	}
+}
+
+// hundredths reads a number with two decimals.
+func hundredths(s string) uint32 {
+	whole, rest, ok := strings.Cut(s, ".")
+	if !ok || len(rest) != 2 {
+		return 0
+	}
+	n, err := strconv.ParseUint(whole+rest, 10, 32)
+	if err != nil {
+		return 0
+	}
+	return uint32(n)
+}
+
+// parseMemory reads proc_meminfo(5), in KiB.
+func parseMemory(text []byte, out *agentpb.StatsResponse) {
+	m := &agentpb.MemoryUse{}
+	to := map[string]*uint64{
+		"MemTotal:": &m.Total, "MemFree:": &m.Free, "MemAvailable:": &m.Available, "Buffers:": &m.Buffers, "Cached:": &m.Cached,
+		"Shmem:": &m.Shared, "SReclaimable:": &m.SlabReclaimable, "SwapTotal:": &m.SwapTotal, "SwapFree:": &m.SwapFree,
+	}
+	each(text, 2, func(f []string) {
+		if p := to[f[0]]; p != nil {
+			*p = at(f, 1) << 10
+		}
+	})
+	out.Memory = m
+}
+
+// parseVMStat reads proc_vmstat(5). oom_kill is there since Linux 4.13.
+func parseVMStat(text []byte, out *agentpb.StatsResponse) {
+	each(text, 2, func(f []string) {
+		switch f[0] {
+		case "oom_kill":
+			out.OomKills = at(f, 1)
+		case "pgmajfault":
+			out.MajorFaults = at(f, 1)
+		}
+	})
+}
+
+// parseInterfaces reads proc_pid_net(5), dev: a name, a colon, 8 numbers received and 8 sent.
+func parseInterfaces(text []byte, out *agentpb.StatsResponse) {
+	for line := range bytes.Lines(text) {
+		line := string(line[:min(len(line), maxProcLine)])
+		colon := strings.LastIndexByte(line, ':')
+		if colon < 0 || len(out.Interfaces) == agentpb.MaxStatsItems {
+			continue
+		}
+		f := strings.Fields(line[colon+1:])
+		const received, sent, fields = 0, 8, 16
+		if len(f) < fields {
+			continue
+		}
+		out.Interfaces = append(out.Interfaces, &agentpb.Interface{
+			Name:          text32(strings.TrimSpace(line[:colon])),
+			ReceivedBytes: at(f, received), ReceivedPackets: at(f, received+1), ReceivedErrors: at(f, received+2), ReceivedDropped: at(f, received+3),
+			SentBytes: at(f, sent), SentPackets: at(f, sent+1), SentErrors: at(f, sent+2), SentDropped: at(f, sent+3),
+		})
+	}
+}
+
+// parseDisks reads /proc/diskstats: Documentation/admin-guide/iostats.rst.
+func parseDisks(text []byte, out *agentpb.StatsResponse) {
+	const name, reads, readSectors, writes, writtenSectors = 2, 3, 5, 7, 9
+	each(text, writtenSectors+1, func(f []string) {
+		if len(f) <= writtenSectors || len(out.Disks) == agentpb.MaxStatsItems ||
+			strings.HasPrefix(f[name], "loop") || strings.HasPrefix(f[name], "ram") {
+			return
+		}
+		out.Disks = append(out.Disks, &agentpb.BlockDevice{
+			Name: text32(f[name]), Reads: at(f, reads), ReadBytes: at(f, readSectors) * sectorSize,
+			Writes: at(f, writes), WrittenBytes: at(f, writtenSectors) * sectorSize,
+		})
+	})
+}
+
+// parseMounts finds the file systems whose use is of interest, in proc_pid_mounts(5): the
+// root, and those on disks that can be written to.
+func parseMounts(text []byte, out *agentpb.StatsResponse) {
+	seen := map[string]bool{}
+	each(text, 3, func(f []string) {
+		if len(f) < 3 || len(out.FileSystems) == agentpb.MaxStatsItems {
+			return
+		}
+		source, path, kind := f[0], unescape(f[1]), f[2]
+		key := source
+		switch {
+		case path == "/":
+			key = "/"
+		case !strings.HasPrefix(source, "/dev/"), kind == "erofs", kind == "squashfs", kind == "iso9660", kind == "devtmpfs":
+			return
+		}
+		if seen[key] || len(path) > agentpb.MaxStatsPath {
+			return // mounted in several places
+		}
+		seen[key] = true
+		out.FileSystems = append(out.FileSystems, &agentpb.FileSystem{Path: strings.ToValidUTF8(path, "\uFFFD"), Type: text32(kind)})
+	})
+}
+
+// unescape undoes the octal escapes of spaces, tabs, line feeds and backslashes.
+func unescape(s string) string {
+	var b strings.Builder
+	for i := 0; i < len(s); i++ {
+		if s[i] == '\\' && i+3 < len(s) {
+			if n, err := strconv.ParseUint(s[i+1:i+4], 8, 8); err == nil {
+				b.WriteByte(byte(n))
+				i += 3
+				continue
+			}
+		}
+		b.WriteByte(s[i])
+	}
+	return b.String()
+}
+
+// text32 is a name as it may be sent.
+func text32(s string) string {
+	return strings.ToValidUTF8(s[:min(len(s), agentpb.MaxStatsName)], "")
+}
+
+// measured are the file systems that tell their size.
+func measured(in []*agentpb.FileSystem, statfs func(string, *unix.Statfs_t) error) []*agentpb.FileSystem {
+	out := in[:0]
+	for _, fs := range in {
+		var st unix.Statfs_t
+		if statfs(fs.Path, &st) != nil {
+			continue // unmounted since, or hidden
+		}
+		block := uint64(max(st.Frsize, 0))
+		if block == 0 {
+			block = uint64(max(st.Bsize, 0))
+		}
+		fs.Size, fs.Free, fs.Available = st.Blocks*block, st.Bfree*block, st.Bavail*block
+		fs.Inodes, fs.InodesFree = st.Files, st.Ffree
+		out = append(out, fs)
+	}
+	return out
+}

@@ -1,0 +1,195 @@
+package audit
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// Kind is what is done in a guest.
+type Kind string
+
+// The kinds.
+const (
+	KindExec    Kind = "exec"     // a command
+	KindShell   Kind = "shell"    // a login shell without a command
+	KindAttach  Kind = "attach"   // a session with a process that was there before
+	KindSFTP    Kind = "sftp"     // a session of the file transfer protocol; its files are not told
+	KindCopyIn  Kind = "copy-in"  // a file or tree into the guest
+	KindCopyOut Kind = "copy-out" // a file or tree out of the guest
+	KindRead    Kind = "read"     // of a file's content
+	KindWrite   Kind = "write"    // of a file's content
+	KindMkdir   Kind = "mkdir"
+	KindRemove  Kind = "remove"
+	KindRename  Kind = "rename"
+	KindSymlink Kind = "symlink"
+	KindSignal  Kind = "signal"  // to a process, or to forget one
+	KindForward Kind = "forward" // connections to one address in or beyond the guest
+	KindListen  Kind = "listen"  // connections that come out of the guest
+)
+
+// Bounds of what is recorded of one action, in bytes. What is longer is cut.
+const (
+	maxArgv  = 32 << 10 // all arguments together
+	maxText  = 4 << 10  // a path, a name or an address
+	maxError = 1 << 10
+	maxArgs  = 4096 // arguments, not bytes
+)
+
+// Action is something that is about to be done in a guest. What an action does not have is
+// empty.
+type Action struct {
+	Kind Kind `json:"kind"`
+	// Via is what asked for it, if it was not the program itself: "ssh".
+	Via string `json:"via,omitempty"`
+	// Argv is the command with its arguments, at most 32 KiB together. If they had more,
+	// ArgvSHA256 is the hash of all of them, each followed by a zero byte.
+	Argv       []string `json:"argv,omitempty"`
+	ArgvSHA256 string   `json:"argv_sha256,omitempty"`
+	// Login says that the user's login shell was given the command.
+	Login bool `json:"login,omitempty"`
+	// User is "name" or "uid", with ":group" if one was named.
+	User string `json:"user,omitempty"`
+	// Dir is the working directory. It is empty for a login shell that begins in the
+	// user's home directory.
+	Dir    string `json:"dir,omitempty"`
+	Pty    bool   `json:"pty,omitempty"`
+	Detach bool   `json:"detach,omitempty"`
+	// Process is the agent's name for the process that an attachment or a signal is about.
+	Process string `json:"process,omitempty"`
+	// Number is that of a signal.
+	Number int `json:"number,omitempty"`
+	// Path is in the guest, and To where it is renamed to, or what a link leads to.
+	Path string `json:"path,omitempty"`
+	To   string `json:"to,omitempty"`
+	// HostPath is the other end of a copy.
+	HostPath string `json:"host_path,omitempty"`
+	// Recursive removes all that is below Path.
+	Recursive bool `json:"recursive,omitempty"`
+	// Network and Address are where connections are made or accepted in the guest.
+	Network string `json:"network,omitempty"`
+	Address string `json:"address,omitempty"`
+}
+
+// Outcome is how an action has ended, as the host sees it. Exit codes are the guest's word.
+type Outcome struct {
+	// Exit is the exit code as a shell gives it; nil if it is not known, and Error says
+	// why.
+	Exit *int `json:"exit,omitempty"`
+	// ExitSignal is the signal that ended the command.
+	ExitSignal int  `json:"exit_signal,omitempty"`
+	TimedOut   bool `json:"timed_out,omitempty"`
+	// Started is the agent's name for a detached process.
+	Started string `json:"started,omitempty"`
+	// Connections that were carried.
+	Connections int64 `json:"connections,omitempty"`
+	// BytesIn went into the guest, BytesOut came out of it: standard input and output,
+	// contents of files, or what connections carried.
+	BytesIn  int64 `json:"bytes_in"`
+	BytesOut int64 `json:"bytes_out"`
+	// Error is why it has failed, or ended early.
+	Error string `json:"error,omitempty"`
+}
+
+// bounded returns the action as it is recorded.
+func (a Action) bounded() Action {
+	a.Argv, a.ArgvSHA256 = boundedArgv(a.Argv)
+	for _, s := range []*string{&a.Via, &a.User, &a.Dir, &a.Process, &a.Path, &a.To, &a.HostPath, &a.Network, &a.Address} {
+		*s = cut(*s, maxText)
+	}
+	return a
+}
+
+func boundedArgv(argv []string) ([]string, string) {
+	total := 0
+	for _, s := range argv {
+		total += len(s)
+	}
+	if total <= maxArgv && len(argv) <= maxArgs {
+		return argv, ""
+	}
+	h := sha256.New()
+	var out []string
+	room := maxArgv
+	for i, s := range argv {
+		h.Write([]byte(s))
+		h.Write([]byte{0})
+		if i < maxArgs && room > 0 {
+			out = append(out, cut(s, room))
+			room -= len(s)
+		}
+	}
+	return out, hex.EncodeToString(h.Sum(nil))
+}
+
+// cut keeps the first n bytes or a few less, without half of a character.
+func cut(s string, n int) string {
+	if len(s) <= n {
+		return s
+	}
+	for n > 0 && !utf8.RuneStart(s[n]) {
+		n--
+	}
+	return s[:n] + "[cut]"
+}
+
+func (o Outcome) bounded() Outcome {
+	o.Error = cut(strings.TrimPrefix(o.Error, "guest: "), maxError)
+	o.Started = cut(o.Started, maxText)
+	return o
+}
+
+// viaKey is the context key of Via.
+type viaKey struct{}
+
+// WithVia returns a context with which things are done for something that has asked for
+// them: what Action.Via says then.
+func WithVia(ctx context.Context, via string) context.Context {
+	return context.WithValue(ctx, viaKey{}, via)
+}
+
+func via(ctx context.Context) string {
+	v, _ := ctx.Value(viaKey{}).(string)
+	return v
+}
+
+// Head is the first line of each file of a trail.
+type Head struct {
+	// Version of the format: Version.
+	Version int `json:"drowse_audit"`
+	// VM is the VM's id, and Name what it was called.
+	VM   string `json:"vm"`
+	Name string `json:"name"`
+	// Part numbers the files, from 1.
+	Part int `json:"part"`
+	// Time is when the file was begun.
+	Time time.Time `json:"time"`
+	// Parent is the VM that this one is a fork of, and Snapshot what it was made of.
+	// What was done in either is in their trails.
+	Parent   string `json:"parent,omitempty"`
+	ParentID string `json:"parent_id,omitempty"`
+	Snapshot string `json:"snapshot,omitempty"`
+}
+
+// Version is that of the format of a trail.
+const Version = 1
+
+// line is any other line of a file.
+type line struct {
+	Type string    `json:"type"` // typeBegin or typeEnd
+	ID   string    `json:"id"`   // 16 hex digits
+	Time time.Time `json:"time"`
+	*Action
+	By *Process `json:"by,omitempty"`
+	*Outcome
+	// Elapsed is by the monotonic clock: the other one may have been set meanwhile.
+	Elapsed float64 `json:"elapsed_ms,omitempty"`
+}
+
+const (
+	typeBegin = "begin"
+	typeEnd   = "end"
+)

@@ -1,0 +1,358 @@
+package audit
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Bounds of a trail on disk: this many bytes for each file, the one that is written to and
+// KeptFiles older ones.
+const (
+	MaxFile   = 16 << 20
+	KeptFiles = 3
+)
+
+// Errors that callers may want to tell apart.
+var (
+	// ErrTrail: an action was not recorded, and therefore not done.
+	ErrTrail = errors.New("it cannot be recorded in the audit trail")
+	// ErrNone: there is no trail.
+	ErrNone = errors.New("there is no audit trail")
+	// ErrDamaged: what there is does not begin as a trail does.
+	ErrDamaged = errors.New("the audit trail is damaged")
+)
+
+// errOther: the trail is another VM's by now.
+var errOther = errors.New("the audit trail is that of another VM")
+
+// Path is where the trail of a guest is, given the path of the Unix socket that stands for
+// its vsock device. Older files are called so with ".1" to ".3" behind.
+func Path(socket string) string { return filepath.Join(filepath.Dir(socket), "audit.jsonl") }
+
+func older(path string, n int) string { return path + "." + strconv.Itoa(n) }
+
+// Trail writes to the trail of one VM. Its methods may be called from any goroutine.
+type Trail struct {
+	path string
+	max  int64 // of a file
+
+	mu   sync.Mutex // held while a line is written; guards what follows
+	head []byte     // the first line of the file that was written to last
+	vm   string     // the VM whose trail it is, once known
+}
+
+// Open returns the trail at a path. It need not be there yet.
+func Open(path string) *Trail { return &Trail{path: path, max: MaxFile} }
+
+// Pending is an action that has begun. Nil is one that is not recorded.
+type Pending struct {
+	trail *Trail
+	id    string
+	begin time.Time
+	once  sync.Once
+}
+
+// Begin records that an action begins. It returns nil where there is no trail. The error is
+// ErrTrail, or the context's: then nothing may be done. It writes one line and does not wait
+// for the disk.
+func (t *Trail) Begin(ctx context.Context, a Action) (*Pending, error) {
+	if t == nil {
+		return nil, nil
+	}
+	a = a.bounded()
+	if a.Via == "" {
+		a.Via = cut(via(ctx), maxText)
+	}
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // never fails
+	p := &Pending{trail: t, id: hex.EncodeToString(id[:]), begin: time.Now()}
+	by := self()
+	err := t.add(ctx, line{Type: typeBegin, ID: p.id, Time: p.begin.UTC(), Action: &a, By: &by})
+	switch {
+	case errors.Is(err, ErrNone):
+		return nil, nil
+	case err != nil && ctx.Err() != nil:
+		return nil, ctx.Err()
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrTrail, err)
+	}
+	return p, nil
+}
+
+// End records how the action has ended; only the first call counts. What cannot be recorded
+// leaves the action without an end, which readers are told.
+func (p *Pending) End(o Outcome) {
+	if p == nil {
+		return
+	}
+	p.once.Do(func() {
+		o = o.bounded()
+		now := time.Now()
+		elapsed := float64(now.Sub(p.begin).Microseconds()) / 1000
+		_ = p.trail.add(context.Background(), line{Type: typeEnd, ID: p.id, Time: now.UTC(), Outcome: &o, Elapsed: elapsed})
+	})
+}
+
+// encode makes a line of a value.
+func encode(v any) ([]byte, error) {
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	err := e.Encode(v) // ends with a line feed, and has no other
+	return b.Bytes(), err
+}
+
+// add appends a line, to a new file if the one there is is full.
+func (t *Trail) add(ctx context.Context, l line) error {
+	data, err := encode(l)
+	if err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for {
+		f, err := openLocked(ctx, t.path, os.O_RDWR|os.O_APPEND)
+		if err != nil {
+			return err
+		}
+		full, err := t.addTo(f, data)
+		f.Close()
+		if err != nil || !full {
+			return err
+		}
+	}
+}
+
+// addTo appends a line to a file that is locked. It makes another file if this one is full,
+// and says so.
+func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
+	st, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	size := st.Size()
+	head, err := t.check(f)
+	if err != nil {
+		return false, err
+	}
+	if size > int64(len(t.head)) && size+int64(len(data)) > t.max {
+		return true, t.turn(f, head)
+	}
+	// A line that a power cut has left without its end stays one of its own.
+	var last [1]byte
+	if _, err := f.ReadAt(last[:], size-1); err != nil {
+		return false, err
+	}
+	if last[0] != '\n' {
+		data = append([]byte{'\n'}, data...)
+	}
+	if _, err := f.Write(data); err != nil {
+		return false, errors.Join(fmt.Errorf("%w: make room, or see to the file system of the state directory", err), f.Truncate(size))
+	}
+	return false, nil
+}
+
+// check reads the first line of a file, which must be of the same VM as before.
+func (t *Trail) check(f *os.File) (Head, error) {
+	var h Head
+	if len(t.head) > 0 {
+		same := make([]byte, len(t.head))
+		if _, err := f.ReadAt(same, 0); err == nil && bytes.Equal(same, t.head) {
+			return h, json.Unmarshal(same, &h)
+		}
+	}
+	h, raw, err := readHead(f)
+	if err != nil {
+		return h, err
+	}
+	if t.vm != "" && h.VM != t.vm {
+		return h, errOther
+	}
+	t.vm, t.head = h.VM, raw
+	return h, nil
+}
+
+// turn puts a new file in the place of one that is full and locked. There is a file at the
+// path at every moment, and after a crash at any.
+func (t *Trail) turn(f *os.File, h Head) error {
+	h.Part, h.Time = h.Part+1, time.Now().UTC()
+	data, err := encode(h)
+	if err != nil {
+		return err
+	}
+	next := t.path + ".new"
+	if err := os.WriteFile(next, data, 0o600); err != nil {
+		return errors.Join(err, os.Remove(next))
+	}
+	for n := KeptFiles; n > 1; n-- {
+		if err := os.Rename(older(t.path, n-1), older(t.path, n)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	// It is still there if a crash has left one file with both names: rename(2).
+	if err := os.Remove(older(t.path, 1)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := os.Link(t.path, older(t.path, 1)); err != nil {
+		return err
+	}
+	return os.Rename(next, t.path)
+}
+
+// lockPatience is how long others may hold the lock, which they do for the time of a write.
+const lockPatience = 10 * time.Second
+
+// openLocked opens the file at a path and takes its lock, which its closing gives back. The
+// file is still the one at that path.
+func openLocked(ctx context.Context, path string, flags int) (*os.File, error) {
+	deadline := time.Now().Add(lockPatience)
+	for {
+		f, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, ErrNone
+		}
+		if err != nil {
+			return nil, err
+		}
+		if err := lock(ctx, f, deadline); err != nil {
+			f.Close()
+			return nil, err
+		}
+		if isAt(f, path) {
+			return f, nil
+		}
+		f.Close()
+	}
+}
+
+func lock(ctx context.Context, f *os.File, deadline time.Time) error {
+	for {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return nil
+		case errors.Is(err, unix.EINTR):
+			continue
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			return fmt.Errorf("lock %s: %w", f.Name(), err)
+		case time.Now().After(deadline):
+			return fmt.Errorf("lock %s: another process has held it for %v: see who has it open", f.Name(), lockPatience)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(200 * time.Microsecond):
+		}
+	}
+}
+
+// isAt says whether a file is the one at a path.
+func isAt(f *os.File, path string) bool {
+	a, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	b, err := os.Lstat(path)
+	return err == nil && os.SameFile(a, b)
+}
+
+// maxHead bounds the first line, in bytes.
+const maxHead = 4 << 10
+
+// readHead reads the first line of a file.
+func readHead(f io.ReaderAt) (h Head, raw []byte, err error) {
+	buf := make([]byte, maxHead)
+	n, err := f.ReadAt(buf, 0)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return h, nil, err
+	}
+	end := bytes.IndexByte(buf[:n], '\n')
+	if end < 0 {
+		return h, nil, fmt.Errorf("%w: no first line", ErrDamaged)
+	}
+	raw = buf[:end+1]
+	if err := json.Unmarshal(raw, &h); err != nil || h.VM == "" || h.Part < 1 {
+		return h, nil, fmt.Errorf("%w: its first line is not one of a trail", ErrDamaged)
+	}
+	if h.Version != Version {
+		return h, nil, fmt.Errorf("%w: version %d, this build reads %d", ErrDamaged, h.Version, Version)
+	}
+	return h, raw, nil
+}
+
+// ReadHead says whose trail is at a path. The error is ErrNone or ErrDamaged.
+func ReadHead(path string) (Head, error) {
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return Head{}, ErrNone
+	}
+	if err != nil {
+		return Head{}, err
+	}
+	defer f.Close()
+	h, _, err := readHead(f)
+	return h, err
+}
+
+// Ensure makes the trail of a VM, unless it is there. One that is damaged, as after a power
+// cut, or another VM's is put aside, with ".damaged" behind its name.
+func Ensure(ctx context.Context, path string, h Head) error {
+	h.Version, h.Part, h.Time = Version, 1, time.Now().UTC()
+	data, err := encode(h)
+	if err == nil && len(data) > maxHead {
+		err = fmt.Errorf("a first line of %d bytes, at most %d", len(data), maxHead)
+	}
+	if err != nil {
+		return fmt.Errorf("making an audit trail: %w", err)
+	}
+	for {
+		f, err := openLocked(ctx, path, os.O_RDWR|os.O_APPEND|os.O_CREATE)
+		if err != nil {
+			return fmt.Errorf("making an audit trail: %w", err)
+		}
+		done, err := ensure(f, path, h.VM, data)
+		f.Close()
+		if err != nil {
+			return fmt.Errorf("making an audit trail: %w", err)
+		}
+		if done {
+			return nil
+		}
+	}
+}
+
+// ensure is Ensure with the file that is there, locked.
+func ensure(f *os.File, path, vm string, head []byte) (done bool, err error) {
+	st, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if st.Size() == 0 {
+		if _, err := f.Write(head); err != nil {
+			return false, errors.Join(err, f.Truncate(0))
+		}
+		return true, nil
+	}
+	is, _, err := readHead(f)
+	if err == nil && is.VM == vm {
+		return true, nil
+	}
+	if err != nil && !errors.Is(err, ErrDamaged) {
+		return false, err
+	}
+	return false, os.Rename(path, path+".damaged")
+}

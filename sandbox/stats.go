@@ -1,0 +1,153 @@
+package sandbox
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+)
+
+// Stats are what a running VM uses, as its guest and its host count it.
+type Stats struct {
+	Name string    `json:"name"`
+	Time time.Time `json:"time"`
+	Host HostStats `json:"host"`
+	// Guest is what the guest says; nil if it could not be asked, and Problem says why.
+	Guest   *guest.Stats `json:"guest,omitempty"`
+	Problem string       `json:"problem,omitempty"`
+}
+
+// HostStats are of a VM's process, since it began: at the VM's last boot, wake or fork, or
+// before that if it came from a Pool. Sizes are in bytes.
+type HostStats struct {
+	PID int `json:"pid"`
+	// AwakeMs is how long the process has been there.
+	AwakeMs float64 `json:"awake_ms"`
+	// CPUUserMs and CPUSystemMs are its processor time, that of its vCPUs included, in steps of
+	// 10: fields 14 and 15 of proc_pid_stat(5).
+	CPUUserMs   float64 `json:"cpu_user_ms"`
+	CPUSystemMs float64 `json:"cpu_system_ms"`
+	// MemoryPrivate is RAM that is its own alone, the guest's included, MemoryShared what it
+	// has in common with others, such as pages that forks share, and MemorySwapped what is
+	// in the swap: proc_pid_smaps(5).
+	MemoryPrivate uint64 `json:"memory_private"`
+	MemoryShared  uint64 `json:"memory_shared"`
+	MemorySwapped uint64 `json:"memory_swapped"`
+	// Faults and MiBTouched are those of a VM that came back from a snapshot: how often its
+	// guest had to wait for RAM, and how much of it has been loaded. 0 after a boot.
+	Faults     uint64  `json:"faults"`
+	MiBTouched float64 `json:"mib_touched"`
+	// Hung says that the guest loops with interrupts off.
+	Hung bool `json:"hung"`
+}
+
+// statsTime is how long a guest may take to answer for Stats.
+const statsTime = 30 * time.Second
+
+// Stats measures a running VM once. A VM that sleeps is not woken: the error is
+// ErrNotRunning. A guest that does not answer within 30 s, or whose agent is older than
+// this, is no error.
+func (s *Store) Stats(ctx context.Context, name string) (Stats, error) {
+	info, err := s.Info(ctx, name)
+	if err != nil {
+		return Stats{}, err
+	}
+	out := Stats{Name: name, Time: time.Now().UTC()}
+	out.Host, err = processStats(info.PID)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+		return Stats{}, fmt.Errorf("%w: %s: its process has just ended", ErrNotRunning, name)
+	}
+	if err != nil {
+		return Stats{}, fmt.Errorf("measuring the process of VM %s: %w", name, err)
+	}
+	out.Host.Faults, out.Host.MiBTouched, out.Host.Hung = info.Faults, info.MiBTouched, info.Hung
+	if info.Hung {
+		out.Problem = "the guest hangs: " + info.Problem
+		return out, nil
+	}
+	g, err := s.guestStats(ctx, name)
+	if ctx.Err() != nil {
+		return Stats{}, ctx.Err()
+	}
+	if err != nil {
+		out.Problem = err.Error()
+		return out, nil
+	}
+	out.Guest = &g
+	return out, nil
+}
+
+func (s *Store) guestStats(ctx context.Context, name string) (guest.Stats, error) {
+	ctx, cancel := context.WithTimeout(ctx, statsTime)
+	defer cancel()
+	c, err := guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
+	if err != nil {
+		return guest.Stats{}, err
+	}
+	defer c.Close()
+	return c.Stats(ctx)
+}
+
+// processStats reads proc_pid_stat(5) and the sum of proc_pid_smaps(5).
+func processStats(pid int) (HostStats, error) {
+	h := HostStats{PID: pid}
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return h, err
+	}
+	// The fields after the name, which is in parentheses and may have some in it.
+	text := string(stat)
+	f := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
+	const state, user, system, start = 3, 14, 15, 22 // numbers of fields
+	if len(f) <= start-state {
+		return h, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(f))
+	}
+	const tickMs = 10 // of USER_HZ
+	ticks := func(field int) float64 {
+		n, _ := strconv.ParseUint(f[field-state], 10, 64)
+		return float64(n) * tickMs
+	}
+	h.CPUUserMs, h.CPUSystemMs = ticks(user), ticks(system)
+	var up unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
+		return h, err
+	}
+	h.AwakeMs = max(ms(time.Duration(up.Nano()))-ticks(start), 0)
+	err = h.addMemory(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	return h, err
+}
+
+// addMemory sums up the lines "Private_Dirty:  12 kB".
+func (h *HostStats) addMemory(path string) error {
+	file, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		key, value, _ := strings.Cut(lines.Text(), ":")
+		n, err := strconv.ParseUint(strings.TrimSpace(strings.TrimSuffix(value, "kB")), 10, 53)
+		if err != nil {
+			continue // the first line
+		}
+		switch n <<= 10; key {
+		case "Private_Clean", "Private_Dirty", "Private_Hugetlb":
+			h.MemoryPrivate += n
+		case "Shared_Clean", "Shared_Dirty", "Shared_Hugetlb":
+			h.MemoryShared += n
+		case "Swap":
+			h.MemorySwapped += n
+		}
+	}
+	return lines.Err()
+}
