@@ -1,6 +1,7 @@
 package netpolicy
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 	"strconv"
@@ -122,6 +123,7 @@ type FlowLog struct {
 	others  recordRing
 	more    chan struct{} // closed when there are more records
 	ended   bool
+	failure error // why, if the flow table could not be read
 	readers int
 	left    chan struct{} // closed when there are no readers
 }
@@ -170,7 +172,7 @@ func (g *FlowLog) Run(ctx context.Context) error {
 			continue
 		}
 		if err := g.look(false); err != nil {
-			g.close()
+			g.fail(err)
 			return err
 		}
 		next = begin.Add(flowShare * time.Since(begin))
@@ -215,22 +217,22 @@ func (g *FlowLog) end() error {
 		}
 		g.write(r)
 	}
-	g.closeLocked()
+	g.close(err)
 	return err
 }
 
-// close lets nobody add to the log, and lets readers end.
-func (g *FlowLog) close() {
+func (g *FlowLog) fail(err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.closeLocked()
+	g.close(err)
 }
 
-func (g *FlowLog) closeLocked() {
+// close lets nobody add to the log, and lets readers end. The lock is held.
+func (g *FlowLog) close(err error) {
 	if g.ended {
 		return
 	}
-	g.ended = true
+	g.ended, g.failure = true, err
 	clear(g.flows.flows)
 	clear(g.denied.flows)
 	close(g.more)
@@ -313,8 +315,8 @@ const readBatch = 256
 
 // Records calls fn with the records that are kept, the oldest first, some at a time. Then it
 // goes on with those that come, if follow is set, until the context or the log ends; else with
-// what is open at this moment. It returns what fn returns, if that is an error, or the context's error
-// if that has ended.
+// what is open at this moment. It returns what fn returns, if that is an error, the context's error
+// if that has ended, and Run's.
 func (g *FlowLog) Records(ctx context.Context, follow bool, fn func([]FlowRecord) error) error {
 	g.mu.Lock()
 	g.readers++
@@ -345,7 +347,7 @@ func (g *FlowLog) Records(ctx context.Context, follow bool, fn func([]FlowRecord
 	for ctx.Err() == nil {
 		g.mu.Lock()
 		recs := g.read(&at, readBatch)
-		more, ended := g.more, g.ended
+		more, ended, failure := g.more, g.ended, g.failure
 		g.mu.Unlock()
 		switch {
 		case len(recs) > 0:
@@ -353,7 +355,7 @@ func (g *FlowLog) Records(ctx context.Context, follow bool, fn func([]FlowRecord
 				return err
 			}
 		case ended:
-			return nil
+			return failure
 		default:
 			select {
 			case <-ctx.Done():
@@ -368,7 +370,8 @@ func (g *FlowLog) Records(ctx context.Context, follow bool, fn func([]FlowRecord
 func (g *FlowLog) all() ([]FlowRecord, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := g.lookLocked(true); err != nil {
+	err := g.lookLocked(true)
+	if err = cmp.Or(err, g.failure); err != nil {
 		return nil, err
 	}
 	var at [2]uint64

@@ -338,10 +338,15 @@ func (p *process) watched(w http.ResponseWriter) *network {
 	if n := p.in.network; n != nil {
 		return n
 	}
+	failed(w, noNetwork(p.in.parts.Spec.Name))
+	return nil
+}
+
+// failed answers with an error.
+func failed(w http.ResponseWriter, err error) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusInternalServerError)
-	_ = json.NewEncoder(w).Encode(reportError(noNetwork(p.in.parts.Spec.Name)))
-	return nil
+	_ = json.NewEncoder(w).Encode(reportError(err))
 }
 
 // serveFlows writes records of flows as lines of JSON.
@@ -350,12 +355,13 @@ func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
 	if n == nil {
 		return
 	}
-	w.Header().Set("Content-Type", "application/x-ndjson")
 	out := http.NewResponseController(w)
-	if err := out.Flush(); err != nil {
-		return
-	}
+	begun := false
 	err := n.flows.Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
+		if !begun {
+			w.Header().Set("Content-Type", "application/x-ndjson")
+			begun = true
+		}
 		lines := json.NewEncoder(w)
 		for i := range recs {
 			if err := lines.Encode(&recs[i]); err != nil {
@@ -364,7 +370,11 @@ func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
 		}
 		return out.Flush()
 	})
-	if err != nil && r.Context().Err() == nil {
+	switch {
+	case err == nil || r.Context().Err() != nil:
+	case !begun:
+		failed(w, err)
+	default:
 		p.log.Warn("telling of the network's flows", "error", err)
 	}
 }
