@@ -129,8 +129,8 @@ type FlowLog struct {
 }
 
 // FlowLog begins a log of the flows of an agent. Run keeps it, and Denied has to be called for
-// each event of the Link. Flows that are open already belong to it. Only their counts, and
-// their first packet, are from before.
+// each event of the Link. Flows that are open already belong to it, with what they have carried
+// before. It fails if the use of the network cannot be read.
 func (l *Link) FlowLog(id Identity) (*FlowLog, error) { return newFlowLog(l.eng, id, ktime, coarse()) }
 
 // newFlowLog begins at a moment on the clock of the programs, now.
@@ -239,7 +239,7 @@ func (g *FlowLog) close(err error) {
 }
 
 // Drain waits until those who follow the log have all of it, after Run has returned, but
-// no longer than that.
+// no longer than most.
 func (g *FlowLog) Drain(most time.Duration) {
 	g.mu.Lock()
 	if g.readers == 0 {

@@ -310,13 +310,13 @@ func (g *FlowLog) Denied(e Event) {
 			g.lost.Denied++
 			return
 		}
-		d = &deniedFlow{first: at, begun: wall(at, g.now()), rule: g.eng.told.rule(e.Generation, e.Rule)}
+		d = &deniedFlow{first: at, last: at, begun: wall(at, g.now()), rule: g.eng.told.rule(e.Generation, e.Rule)}
 		if e.Direction == Egress {
 			d.name = g.eng.told.name(e.Peer, at)
 		}
 		g.denied.flows[k] = d
 	}
-	d.last = max(at, d.first)
+	d.last = max(d.last, at)
 	d.count.Packets++
 	d.count.Bytes += uint64(e.Bytes)
 }
