@@ -141,3 +141,42 @@ func BenchmarkLoad(b *testing.B) {
 		e.Close()
 	}
 }
+
+// BenchmarkFlowLog_look is a look at a full flow table, which is at most one in flowShare of the time.
+func BenchmarkFlowLog_look(b *testing.B) {
+	needRoot(b)
+	for _, n := range []int{DefaultFlows, MaxFlows} {
+		b.Run(fmt.Sprintf("flows=%d", n), func(b *testing.B) {
+			e, err := NewEngine(n, true)
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer e.Close()
+			s, err := Compile(&Policy{Default: Defaults{Egress: Allow}}, agent, Environment{})
+			if err != nil {
+				b.Fatal(err)
+			}
+			if err := e.Install(s); err != nil {
+				b.Fatal(err)
+			}
+			log, err := e.FlowLog()
+			if err != nil {
+				b.Fatal(err)
+			}
+			frame := sent(peer4, 17, udp(1, 9))
+			for i := range n {
+				be.PutUint16(frame[34:], uint16(i))
+				if _, err := e.Run(Egress, frame, 0); err != nil {
+					b.Fatal(err)
+				}
+			}
+			for b.Loop() {
+				if err := log.Look(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			flows, _, _ := log.Held()
+			b.ReportMetric(float64(flows), "flows")
+		})
+	}
+}

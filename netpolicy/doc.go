@@ -147,6 +147,10 @@
 //
 // Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
 //
+// What a flow has carried, when it was opened and by which rule, is in the flow table for those who
+// tell of it (FlowLog), and decides nothing. A flow that a new policy has cut stays
+// in the table, marked so.
+//
 // # Limits
 //
 // Each limit is the generic cell rate algorithm on a clock in nanoseconds. Units cost

@@ -44,6 +44,8 @@ type engine struct {
 	table ebpf.MapID // the table that is installed
 	spec  *Spec
 	names map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+
+	told told
 }
 
 // eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
@@ -124,6 +126,7 @@ func (e *engine) start(s *Spec, keep bool) error {
 		return errors.Join(err, table.Close())
 	}
 	e.gen++
+	e.told.judges(e.gen, s.names)
 	e.table, e.spec = id, s
 	e.wg.Go(func() {
 		// What the writers have to say was said when their maps were seen to be there.
@@ -160,6 +163,7 @@ func (e *engine) exchange(s *Spec, table *ebpf.Map) error {
 		return err
 	}
 	e.gen++
+	e.told.judges(e.gen, s.names)
 	if err := e.repin(s); err != nil {
 		return err
 	}
@@ -337,6 +341,7 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		return fmt.Errorf("pinning %v: %w: it has 64 names", a, ErrPinsFull)
 	}
 	names[name] = max(names[name], until)
+	e.told.asked(name, a)
 	return e.writePin(e.spec, a, names)
 }
 

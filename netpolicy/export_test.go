@@ -16,6 +16,7 @@ import (
 type Engine struct {
 	*engine
 	clock *ebpf.Variable
+	now   uint64
 }
 
 func NewEngine(flows int, testing bool) (*Engine, error) {
@@ -27,11 +28,14 @@ func NewEngine(flows int, testing bool) (*Engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Engine{e, clock}, nil
+	return &Engine{engine: e, clock: clock}, nil
 }
 
-func (e *Engine) Close() error                 { return e.close() }
-func (e *Engine) SetTime(now uint64) error     { return e.clock.Set(now) }
+func (e *Engine) Close() error { return e.close() }
+func (e *Engine) SetTime(now uint64) error {
+	e.now = now
+	return e.clock.Set(now)
+}
 func (e *Engine) Counters() ([]Counter, error) { return e.counters() }
 func (e *Engine) Pin(name string, a netip.Addr, until uint64) error {
 	return e.pin(name, a, until)
@@ -219,3 +223,22 @@ func (e *Engine) SetPeer(p Peer, claim uint32) error {
 	v := tagged(claim, p.Tags)
 	return e.shared.agents.Put(p.Address.As16(), &v)
 }
+
+// FlowLog is a log on the clock that tests set, from now on.
+func (e *Engine) FlowLog() (*FlowLog, error) {
+	return newFlowLog(e.engine, e.spec.ident, func() uint64 { return e.now }, e.now)
+}
+
+// Look is what Run does from time to time, and End what it does at the end.
+func (g *FlowLog) Look() error { return g.look(true) }
+func (g *FlowLog) End() error  { return g.end() }
+
+// Held is how many entries the log has.
+func (g *FlowLog) Held() (flows, denied, records int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.flows.flows), len(g.denied.flows), len(g.passed.recs) + len(g.others.recs)
+}
+
+// Generation is that of the table that is installed.
+func (e *Engine) Generation() uint32 { return e.gen }

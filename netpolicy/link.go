@@ -516,6 +516,15 @@ func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
 	return l.eng.pin(name, a.Unmap(), ktime()+uint64(max(0, ttl)))
 }
 
+// Name is the last name that Pin was called with for an address; empty is none.
+func (l *Link) Name(a netip.Addr) string { return l.eng.told.name(a.Unmap(), ^uint64(0)) }
+
+// RuleName names a rule of a table by its generation, for events: its name, or its place. It
+// is empty for tables before the last few, and for those of a process before this one.
+func (l *Link) RuleName(generation uint32, rule int) string {
+	return l.eng.told.rule(generation, rule)
+}
+
 // Counters says what became of packets since the programs were loaded.
 func (l *Link) Counters() ([]Counter, error) { return l.eng.counters() }
 
@@ -530,8 +539,10 @@ type Event struct {
 	Direction Direction     `json:"direction"`
 	Verdict   Verdict       `json:"verdict"`
 	Reason    Reason        `json:"reason"`
-	// Rule is its number in the table, see Spec.RuleName; -1 is none.
-	Rule int `json:"rule"`
+	// Rule is its number in the table, see Spec.RuleName; -1 is none. Generation says
+	// which table, see Link.RuleName.
+	Rule       int    `json:"rule"`
+	Generation uint32 `json:"generation"`
 	// Peer, Protocol and the ports are zero where the packet was denied before they
 	// were known.
 	Peer       netip.Addr `json:"peer"`
@@ -584,7 +595,7 @@ func decodeEvent(b []byte) (Event, bool) {
 		return Event{}, false
 	}
 	e := Event{
-		Uptime: time.Duration(le.Uint64(b)), Peer: netip.AddrFrom16([16]byte(b[8:24])).Unmap(), Bytes: le.Uint32(b[28:]),
+		Uptime: time.Duration(le.Uint64(b)), Peer: netip.AddrFrom16([16]byte(b[8:24])).Unmap(), Generation: le.Uint32(b[24:]), Bytes: le.Uint32(b[28:]),
 		Suppressed: le.Uint32(b[32:]), Rule: int(le.Uint16(b[36:])), PeerPort: be.Uint16(b[38:]), GuestPort: be.Uint16(b[40:]),
 		EtherType: be.Uint16(b[42:]), Verdict: verdicts[v], Reason: Reason(b[45]), Direction: directions[d], Protocol: b[47],
 	}

@@ -302,7 +302,10 @@ func TestLink_events_tell_what_was_denied(t *testing.T) {
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
-	ev.Uptime, ev.Suppressed = 0, 0
+	if got := l.RuleName(ev.Generation, ev.Rule); got != "rules[0]" {
+		t.Errorf("its rule is called %q", got)
+	}
+	ev.Uptime, ev.Suppressed, ev.Generation = 0, 0, 0
 	want := Event{Direction: Egress, Verdict: Reject, Reason: ReasonRule, Peer: wire.Gateway4, Protocol: 6, PeerPort: 22, GuestPort: 4000, EtherType: 0x0800, Bytes: 54}
 	if ev != want {
 		t.Errorf("event %+v, want %+v", ev, want)

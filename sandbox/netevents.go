@@ -69,50 +69,16 @@ func protocolName(e netpolicy.Event) string {
 
 // event notes an event of the link.
 func (n *network) event(e netpolicy.Event) {
+	n.flows.Denied(e)
 	ev := NetEvent{
 		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
 		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.address.Addr(), GuestPort: e.GuestPort,
 		EtherType: e.EtherType, Bytes: e.Bytes, Suppressed: e.Suppressed,
 	}
 	if e.Peer.IsValid() && !e.Peer.IsUnspecified() {
-		ev.Peer, ev.Name = e.Peer, n.names.of(e.Peer)
+		ev.Peer, ev.Name = e.Peer, n.link.Name(e.Peer)
 	}
 	n.events.add(ev)
-}
-
-// nameTable remembers which names the resolver has given addresses for.
-type nameTable struct {
-	link *netpolicy.Link
-
-	mu    sync.Mutex // guards names
-	names map[netip.Addr]string
-}
-
-// maxNames bounds the table: as many as may be pinned at once.
-const maxNames = 4096
-
-// Pin implements resolver.Pinner.
-func (t *nameTable) Pin(name string, a netip.Addr, ttl time.Duration) error {
-	if err := t.link.Pin(name, a, ttl); err != nil {
-		return err
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if _, ok := t.names[a.Unmap()]; !ok && len(t.names) >= maxNames {
-		for old := range t.names {
-			delete(t.names, old) // any one
-			break
-		}
-	}
-	t.names[a.Unmap()] = name
-	return nil
-}
-
-// of is the last name that an address was given for, or empty.
-func (t *nameTable) of(a netip.Addr) string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.names[a]
 }
 
 // Bounds of what is kept of events: for those who ask later, and for each who follows.

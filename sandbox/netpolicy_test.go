@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -393,6 +394,32 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("%+v, %v", st, err)
 	}
 
+	// The flows of all that.
+	flows := map[string]netpolicy.FlowRecord{}
+	err = e.Store.NetworkFlows(t.Context(), "pol", false, func(r netpolicy.FlowRecord) error {
+		if r.FlowInfo != nil && r.Guest == own {
+			flows[fmt.Sprintf("%s %s %v %d %s %q", r.Verdict, r.Protocol, r.Peer, r.PeerPort, r.Rule, r.Name)] = r
+		}
+		return nil
+	})
+	for _, want := range []string{
+		`allow tcp 93.184.216.34 80 web ""`, `deny tcp 93.184.216.34 81  ""`, `reject tcp 93.184.216.99 80 never ""`,
+		`allow tcp 172.31.255.1 7000 local ""`, `allow tcp 93.184.216.35 8080 named "good.example"`, `allow udp 172.31.255.1 53 (resolver) ""`,
+	} {
+		r, ok := flows[want]
+		if !ok || r.Egress.Packets == 0 || r.Verdict == netpolicy.Allow && r.Ingress.Bytes == 0 || time.Since(r.First) > time.Hour {
+			t.Errorf("flow %s: %+v, %+v, %v; there are %v", want, r, r.FlowInfo, err, slices.Collect(maps.Keys(flows)))
+		}
+	}
+	var followed []netpolicy.FlowRecord
+	follower := make(chan error, 1)
+	go func() {
+		follower <- e.Store.NetworkFlows(context.Background(), "pol", true, func(r netpolicy.FlowRecord) error {
+			followed = append(followed, r)
+			return nil
+		})
+	}()
+
 	// A live swap cuts what it does not allow.
 	p.expect("hold 93.184.216.34 80 "+forSure, "held")
 	res, err := e.Store.SetPolicy(t.Context(), "pol", nil)
@@ -419,6 +446,18 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	// Asleep, it gets another one, and comes back with that.
 	e.Sleep("pol")
 	gone(t, device, own)
+	// Whoever has followed its flows has got them all, and the one that was cut with all that it has sent.
+	if err := <-follower; err != nil {
+		t.Error(err)
+	}
+	if !slices.ContainsFunc(followed, func(r netpolicy.FlowRecord) bool {
+		return r.FlowInfo != nil && r.End == netpolicy.FlowCut && r.Rule == "web" && r.State == "established" && r.Egress.Packets >= 3 && r.Ingress.Packets >= 2
+	}) {
+		for _, r := range followed {
+			t.Logf("%v %+v %+v", r.First, r.FlowInfo, r.FlowsLost)
+		}
+		t.Error("no record of the flow that was cut")
+	}
 	if res, err := e.Store.SetPolicy(t.Context(), "pol", policy); err != nil || res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}

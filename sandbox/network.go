@@ -43,9 +43,9 @@ type network struct {
 	agents  netip.Prefix
 	address *hostnet.Address
 	tap     *tap.Device
-	names   *nameTable
 	dns     *resolver.Resolver
 	events  *eventLog
+	flows   *netpolicy.FlowLog // nil until the policy is on the device
 
 	// attached is closed when the policy is on the device, or err says why not.
 	attached chan struct{}
@@ -136,14 +136,21 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string) (err error) {
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
-	n.names = &nameTable{link: n.link, names: map[netip.Addr]string{}}
-	n.dns = resolver.New(resolver.Config{Pinner: n.names})
+	n.dns = resolver.New(resolver.Config{Pinner: n.link})
+	if n.flows, err = n.link.FlowLog(spec.Identity()); err != nil {
+		return err
+	}
 	// The guest has no IPv6 address, and what the host would send by itself would only
 	// be denied and told of. The policy holds without this.
 	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/disable_ipv6", []byte("1\n"), 0o644)
 	n.wg.Go(func() {
 		if err := n.link.Events(n.ctx, n.event); n.ctx.Err() == nil {
 			n.log.Error("denied packets are not told of any more", "error", err)
+		}
+	})
+	n.wg.Go(func() {
+		if err := n.flows.Run(n.ctx); err != nil {
+			n.log.Error("the log of flows has ended", "error", err)
 		}
 	})
 	if err := n.link.Up(spec.Identity()); err != nil {
@@ -174,6 +181,9 @@ func (n *network) wait(ctx context.Context) error {
 	return nil
 }
 
+// drainFlows is how long a network that goes away waits for those who follow its flows.
+const drainFlows = time.Second
+
 // Close takes the network away.
 func (n *network) Close() error {
 	<-n.attached
@@ -186,6 +196,9 @@ func (n *network) Close() error {
 	}
 	n.mu.Unlock()
 	n.wg.Wait()
+	if n.flows != nil {
+		n.flows.Drain(drainFlows)
+	}
 	var err error
 	if n.link != nil {
 		err = n.link.Remove()

@@ -275,12 +275,25 @@ const maxEventLine = 64 << 10
 // oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
 // does. At most 1024 are kept. It returns what fn returns, if that is an error.
 func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn func(NetEvent) error) error {
+	return watch(ctx, s, name, "/policy/events", follow, fn)
+}
+
+// NetworkFlows calls fn for the flows of a running VM that have ended or were denied, the oldest first,
+// as far as they are kept, and then, if follow is set, for those that end, until ctx ends or the
+// VM's process does, which writes all; else for those that are open. Times, counts and bounds are
+// those of netpolicy.FlowLog. It returns what fn returns, if that is an error.
+func (s *Store) NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error {
+	return watch(ctx, s, name, "/policy/flows", follow, fn)
+}
+
+// watch calls fn for each line of JSON of a VM's process.
+func watch[T any](ctx context.Context, s *Store, name, path string, follow bool, fn func(T) error) error {
 	var stop error
-	err := s.callWith(ctx, name, http.MethodGet, "/policy/events?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
+	err := s.callWith(ctx, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
 		lines := bufio.NewScanner(body)
 		lines.Buffer(make([]byte, 0, 4096), maxEventLine)
 		for lines.Scan() {
-			var e NetEvent
+			var e T
 			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
 				return err
 			}
@@ -316,15 +329,60 @@ func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*htt
 	}, nil)
 	handle("GET /policy/stats", func(*http.Request) (any, error) { return p.networkStats() }, nil)
 	mux.HandleFunc("GET /policy/events", p.serveEvents)
+	mux.HandleFunc("GET /policy/flows", p.serveFlows)
+}
+
+// watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
+// there is none.
+func (p *process) watched(w http.ResponseWriter) *network {
+	if n := p.in.network; n != nil {
+		return n
+	}
+	failed(w, noNetwork(p.in.parts.Spec.Name))
+	return nil
+}
+
+// failed answers with an error.
+func failed(w http.ResponseWriter, err error) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusInternalServerError)
+	_ = json.NewEncoder(w).Encode(reportError(err))
+}
+
+// serveFlows writes records of flows as lines of JSON.
+func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
+	n := p.watched(w)
+	if n == nil {
+		return
+	}
+	out := http.NewResponseController(w)
+	begun := false
+	err := n.flows.Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
+		if !begun {
+			w.Header().Set("Content-Type", "application/x-ndjson")
+			begun = true
+		}
+		lines := json.NewEncoder(w)
+		for i := range recs {
+			if err := lines.Encode(&recs[i]); err != nil {
+				return err
+			}
+		}
+		return out.Flush()
+	})
+	switch {
+	case err == nil || r.Context().Err() != nil:
+	case !begun:
+		failed(w, err)
+	default:
+		p.log.Warn("telling of the network's flows", "error", err)
+	}
 }
 
 // serveEvents writes events as lines of JSON.
 func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
-	n := p.in.network
+	n := p.watched(w)
 	if n == nil {
-		w.Header().Set("Content-Type", "application/json")
-		w.WriteHeader(http.StatusInternalServerError)
-		_ = json.NewEncoder(w).Encode(reportError(noNetwork(p.in.parts.Spec.Name)))
 		return
 	}
 	events, f, stop := n.events.recent(r.URL.Query().Get("follow") == "true")

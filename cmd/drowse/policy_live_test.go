@@ -3,11 +3,13 @@ package main
 import (
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 )
@@ -69,6 +71,56 @@ func TestDiffLines(t *testing.T) {
 	}
 }
 
+func TestFlowPrinter(t *testing.T) {
+	at := time.Date(2026, 1, 2, 3, 4, 5, 0, time.Local)
+	flow := netpolicy.FlowInfo{
+		End: netpolicy.FlowClosed, Direction: netpolicy.Egress, Protocol: "tcp", Peer: netip.MustParseAddr("2001:db8::1"), PeerPort: 443, Name: "a.example",
+		Guest: netip.MustParseAddr("10.200.3.7"), GuestPort: 4000, Verdict: netpolicy.Allow, Reason: netpolicy.ReasonRule, Rule: "web\u202e",
+		Egress: netpolicy.Count{Packets: 4, Bytes: 2048},
+	}
+	in := flow
+	in.Direction, in.Rule, in.Reason, in.Peer, in.PeerPort, in.GuestPort = netpolicy.Ingress, "", netpolicy.ReasonDefault, in.Guest, 0, 0
+	records := []netpolicy.FlowRecord{
+		{Type: netpolicy.RecordFlow, First: at, Last: at.Add(1500 * time.Millisecond), FlowInfo: &flow},
+		{Type: netpolicy.RecordFlow, First: at, Last: at, FlowInfo: &in},
+		{Type: netpolicy.RecordLost, First: at, Last: at, FlowsLost: &netpolicy.FlowsLost{Flows: 1, Denied: 2}},
+		{Type: "of a later version", First: at, Last: at},
+	}
+	for _, tt := range []struct {
+		format string
+		follow bool
+		want   []string
+	}{
+		{"text", false, []string{
+			"FIRST                LASTED  END     VERDICT  RULE     PROTOCOL  FROM             TO                 NAME       SENT          RECEIVED",
+			"2026-01-02 03:04:05  1.5s    closed  allow    web\ufffd     tcp       10.200.3.7:4000  [2001:db8::1]:443  a.example  2.0 KiB in 4  0 B in 0",
+			"2026-01-02 03:04:05  0s      closed  allow    default  tcp       10.200.3.7       10.200.3.7         a.example  2.0 KiB in 4  0 B in 0",
+			"2026-01-02 03:04:05          lost    1 flows, 2 denied packets and 0 records are not told of",
+		}},
+		{"json", true, []string{`"end":"closed"`, `"direction":"ingress"`, `"denied":2`, `"type":"of a later version"`}},
+	} {
+		var out strings.Builder
+		p := (&app{output: tt.format, stdout: &out}).flowPrinter(tt.follow)
+		for _, r := range records {
+			if err := p.print(r); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := p.end(); err != nil {
+			t.Fatal(err)
+		}
+		lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
+		if len(lines) != len(tt.want) {
+			t.Fatalf("%s: %d lines, want %d:\n%s", tt.format, len(lines), len(tt.want), &out)
+		}
+		for i, l := range lines {
+			if !strings.Contains(l, tt.want[i]) {
+				t.Errorf("%s: line %d is\n%s, want\n%s", tt.format, i, l, tt.want[i])
+			}
+		}
+	}
+}
+
 func TestPolicyCommands_of_vms_that_are_not_there_or_files_that_are_wrong(t *testing.T) {
 	dir := t.TempDir()
 	good, bad := filepath.Join(dir, "good.yaml"), filepath.Join(dir, "bad.yaml")
@@ -90,6 +142,8 @@ func TestPolicyCommands_of_vms_that_are_not_there_or_files_that_are_wrong(t *tes
 		{"policy show none", exitFailed, "no such VM"},
 		{"policy stats none", exitFailed, "no such VM"},
 		{"policy events none --follow", exitFailed, "no such VM"},
+		{"policy flows none --follow", exitFailed, "no such VM"},
+		{"policy flows", exitUsage, "accepts 1 arg"},
 		{"run x --net tap --policy " + bad, exitUsage, "ruels"},
 		{"run x --policy " + good, exitUsage, "no network"},
 		{"restore 0123 --policy " + bad, exitUsage, "ruels"},

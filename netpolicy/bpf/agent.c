@@ -203,15 +203,26 @@ struct flow_key {
 
 enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO };
 
+struct counter {
+	__u64 packets, bytes;
+};
+
+// Nothing decides by first, count and rule: they are for those who read the map.
 struct flow {
 	__u64 seen;
+	__u64 first;	// when it was opened
+	struct counter count[2]; // by direction
 	__u32 gen;
 	__u32 claim; // of the peer, if it is an agent
+	__u16 rule;  // of the table gen; NO_RULE is the default
 	__u8 state;
 	__u8 opener; // direction
 	__u8 fin;    // bit for each direction
-	__u8 pad[5];
+	__u8 cut;    // it is not allowed any more, and only there for those who read the map
+	__u8 pad[2];
 };
+
+_Static_assert(sizeof(struct flow) == 64, "size of a flow");
 
 struct flow_map {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -235,8 +246,10 @@ struct usage {
 	__u64 bit_tat, packet_tat, conn_tat, event_tat;
 	__u64 used;   // bytes, against the quota
 	__u64 active; // when a packet passed last
-	__u64 pad;    // 64 bytes
+	__u64 opened; // flows
 };
+
+_Static_assert(sizeof(struct usage) == 64, "size of the usage");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -244,10 +257,6 @@ struct {
 	__type(key, __u32);
 	__type(value, struct usage);
 } usages SEC(".maps");
-
-struct counter {
-	__u64 packets, bytes;
-};
 
 // counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason.
 struct counter_map {
@@ -1009,7 +1018,7 @@ static __always_inline struct flow *fresh(void *map, const struct packet *p, con
 {
 	struct flow *f = bpf_map_lookup_elem(map, k);
 
-	return f && p->now < f->seen + lifetime(f->state) ? f : 0;
+	return f && !f->cut && p->now < f->seen + lifetime(f->state) ? f : 0;
 }
 
 // settled says whether a flow need not be judged anew: the table that has judged it is that
@@ -1030,18 +1039,19 @@ static __always_inline bool settled(const struct row *r0, const struct flow *f, 
 // keep judges a flow anew after a swap: the packet that opened it, whose peer has been
 // classified. A flow that is not allowed any more is gone, and so is one with an agent
 // that is not there any more, though another may have its address.
-static __always_inline bool keep(void *table, const struct row *r0, void *map, struct packet *p, struct flow *f,
-				 const struct flow_key *k)
+static __always_inline bool keep(void *table, const struct row *r0, struct packet *p, struct flow *f, const struct flow_key *k)
 {
 	__u8 opener = f->opener;
 	int verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
+	__u16 rule = p->rule;
 
 	p->rule = NO_RULE;
 	if (verdict != ALLOW || (f->claim && f->claim != p->claim)) {
-		bpf_map_delete_elem(map, k);
+		f->cut = 1;
 		return false;
 	}
 	f->claim = p->claim;
+	f->rule = rule;
 	f->gen = r0->id.gen;
 	return true;
 }
@@ -1194,7 +1204,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	p->proto = k->proto;
 	p->related = 1;
 	f = fresh(map, p, k);
-	err = f && (settled(r0, f, k) || keep(table, r0, map, p, f, k)) ? 0 : R_NO_FLOW;
+	err = f && (settled(r0, f, k) || keep(table, r0, p, f, k)) ? 0 : R_NO_FLOW;
 	p->proto = proto;
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
@@ -1291,6 +1301,39 @@ static __always_inline int icmp_class(const struct packet *p)
 	return p->flags == 8 || p->flags == 0 ? 0 : -R_ICMP_TYPE;
 }
 
+// open_flow records the flow that a packet opens. A SYN that is sent again belongs to the flow
+// that it has opened before. The function is apart for its stack. Anything but 0 is why not.
+static __noinline int open_flow(void *map, const struct flow_key *k, const struct packet *p, const struct flow *old, __u32 gen)
+{
+	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
+	struct flow n = {
+		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
+	};
+	struct usage *s;
+	bool again = old && old->state == OPENING && old->opener == dir;
+
+	if (again) {
+		n.first = old->first;
+		n.count[0] = old->count[0];
+		n.count[1] = old->count[1];
+	}
+	if (dir == EGRESS) {
+		n.count[0].packets += p->segments;
+		n.count[0].bytes += p->bytes;
+	} else {
+		n.count[1].packets += p->segments;
+		n.count[1].bytes += p->bytes;
+	}
+	if (bpf_map_update_elem(map, k, &n, BPF_ANY))
+		return R_FLOW_TABLE;
+	if (!again) {
+		s = bpf_map_lookup_elem(&usages, &i);
+		if (s)
+			__sync_fetch_and_add(&s->opened, 1);
+	}
+	return 0;
+}
+
 // decide is all but the translation. It returns the reason, and leaves the verdict in p.
 static __always_inline int decide(struct __sk_buff *skb, void *table, const struct row *r0, struct packet *p)
 {
@@ -1338,7 +1381,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 			if (reason)
 				return reason;
 		}
-		if (f && !keep(table, r0, map, p, f, &k))
+		if (f && !keep(table, r0, p, f, &k))
 			f = 0;
 	}
 	step = flow_step(p, f);
@@ -1366,11 +1409,14 @@ limits:
 	if (err)
 		return err;
 	if (step == OPENS) {
-		struct flow n = { .seen = p->now, .gen = r0->id.gen, .claim = p->claim, .state = p->next, .opener = p->dir };
-
-		if (bpf_map_update_elem(map, &k, &n, BPF_ANY))
-			return R_FLOW_TABLE;
+		err = open_flow(map, &k, p, f, r0->id.gen);
+		if (err)
+			return err;
 	} else if (f) {
+		struct counter *c = &f->count[p->dir & 1];
+
+		__sync_fetch_and_add(&c->packets, p->segments);
+		__sync_fetch_and_add(&c->bytes, p->bytes);
 		f->seen = p->now;
 		f->state = p->next;
 		f->fin = p->fin;
@@ -1540,8 +1586,13 @@ __noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason,
 	if (!map)
 		return 1;
 	e = bpf_ringbuf_reserve(map, sizeof(*e), 0);
-	if (!e)
+	if (!e) {
+		// Whoever reads is too slow: this one is told of by number, too.
+		bpf_spin_lock(&s->lock);
+		s->suppressed += suppressed + 1;
+		bpf_spin_unlock(&s->lock);
 		return 1;
+	}
 	e->time = now;
 	__builtin_memcpy(e->peer, p->peer, 16);
 	e->gen = gen;

@@ -39,12 +39,16 @@ type AgentEvent struct {
 type AgentFlow struct {
 	_      structs.HostLayout
 	Seen   uint64
+	First  uint64
+	Count  [2]AgentCounter
 	Gen    uint32
 	Claim  uint32
+	Rule   uint16
 	State  uint8
 	Opener uint8
 	Fin    uint8
-	Pad    [5]uint8
+	Cut    uint8
+	Pad    [2]uint8
 }
 
 type AgentFlowKey struct {
@@ -92,7 +96,7 @@ type AgentUsage struct {
 	EventTat   uint64
 	Used       uint64
 	Active     uint64
-	Pad        uint64
+	Opened     uint64
 }
 
 // Names of all BPF objects in the ELF.

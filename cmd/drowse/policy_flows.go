@@ -1,0 +1,125 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+func (a *app) policyFlowsCommand() *cobra.Command {
+	var follow bool
+	cmd := &cobra.Command{
+		Use: "flows NAME", Short: "Print the flows of a running VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Print the flows of a running VM that have ended or were denied, as far as they are kept,
+and those that are open. With --follow, go on with those that end, until the VM sleeps or
+ends, which ends all; those that are open are not printed before. With -o json, a JSON
+object on a line for each.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			p := a.flowPrinter(follow)
+			err = s.NetworkFlows(cmd.Context(), args[0], follow, p.print)
+			if err != nil && !(follow && errors.Is(err, context.Canceled)) { // by Ctrl-C
+				return err
+			}
+			return p.end()
+		},
+	}
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that end")
+	return cmd
+}
+
+// flowPrinter prints records: in columns as wide as they have to be, if all are there at once.
+type flowPrinter struct {
+	json   *json.Encoder // nil for columns
+	table  *tabwriter.Writer
+	follow bool
+	begun  bool
+}
+
+func (a *app) flowPrinter(follow bool) *flowPrinter {
+	p := &flowPrinter{follow: follow}
+	if a.json() {
+		p.json = json.NewEncoder(a.stdout)
+	} else {
+		p.table = tabwriter.NewWriter(a.stdout, 0, 8, 2, ' ', 0)
+	}
+	return p
+}
+
+// head begins the table, even if there are no records.
+func (p *flowPrinter) head() {
+	if !p.begun && p.json == nil {
+		fmt.Fprintln(p.table, "FIRST\tLASTED\tEND\tVERDICT\tRULE\tPROTOCOL\tFROM\tTO\tNAME\tSENT\tRECEIVED")
+	}
+	p.begun = true
+}
+
+func (p *flowPrinter) print(r netpolicy.FlowRecord) error {
+	if p.json != nil {
+		return p.json.Encode(r)
+	}
+	p.head()
+	err := writeFlow(p.table, r)
+	if p.follow {
+		err = errors.Join(err, p.table.Flush()) // a line is out when its record is there
+	}
+	return err
+}
+
+func (p *flowPrinter) end() error {
+	if p.json != nil {
+		return nil
+	}
+	p.head()
+	return p.table.Flush()
+}
+
+func writeFlow(w io.Writer, r netpolicy.FlowRecord) error {
+	first := r.First.Local().Format(time.DateTime)
+	if r.FlowInfo == nil {
+		if l := r.FlowsLost; l != nil {
+			_, err := fmt.Fprintf(w, "%s\t\tlost\t%d flows, %d denied packets and %d records are not told of\n", first, l.Flows, l.Denied, l.Records)
+			return err
+		}
+		return nil
+	}
+	from, to := flowEnd(r.Guest, r.GuestPort), flowEnd(r.Peer, r.PeerPort)
+	if r.Direction == netpolicy.Ingress {
+		from, to = to, from
+	}
+	rule := r.Rule
+	if rule == "" {
+		rule = r.Reason.String()
+	}
+	_, err := fmt.Fprintln(w, strings.Join([]string{
+		first, r.Last.Sub(r.First).Round(time.Millisecond).String(), string(r.End), string(r.Verdict), printable(rule), r.Protocol,
+		from, to, printable(r.Name), flowCount(r.Egress), flowCount(r.Ingress),
+	}, "\t"))
+	return err
+}
+
+func flowEnd(a netip.Addr, port uint16) string {
+	if port == 0 {
+		return a.String()
+	}
+	return net.JoinHostPort(a.String(), strconv.Itoa(int(port)))
+}
+
+func flowCount(c netpolicy.Count) string {
+	return fmt.Sprintf("%s in %d", bytesText(int64(min(c.Bytes, 1<<62))), c.Packets)
+}
