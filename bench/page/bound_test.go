@@ -57,6 +57,10 @@ func TestBounds_rows_give_largest_stage_and_what_bounds_it(t *testing.T) {
 			"soft", `{"name": "fork_ready", "unit": "ms", "p50": 400, "stages": {"child": 240, "ahead": 16, "durable": 900, "save": 500}, "faults": {}}`,
 			"child", "the guest: nothing is counted", 60, 0, nil,
 		},
+		"a boot, whose call takes longer": {
+			"soft", `{"name": "boot", "unit": "ms", "p50": 1000, "stages": {"load": 20, "guest": 950, "run": 1100}}`,
+			"guest", "the guest: nothing is counted", 95, 0, nil,
+		},
 		"stage of the same name that is a part": {
 			"soft", `{"name": "sleep", "unit": "ms", "p50": 100, "stages": {"pause": 5, "save": 75}}`, "save", "host work", 75, 0, nil,
 		},
