@@ -151,6 +151,8 @@ func TestGoal_of_a_row_gives_words_and_odd_ones_a_note(t *testing.T) {
 		"met":                    {`{"p50": 10, "p99": 20, "met": true}`, "met: p50 ≤ 10, p99 ≤ 20", ""},
 		"missed":                 {`{"p50": 1, "met": false, "few_runs": true}`, "missed: p50 ≤ 1 (few runs)", ""},
 		"by the fastest":         {`{"within": 6.5, "over": "depth<b>", "met": true}`, "met: p50 ≤ 6.5 (by the fastest in depth<b>)", ""},
+		"at least":               {`{"at_least": 5, "met": true}`, "met: p50 ≥ 5", ""},
+		"less than figures deny": {`{"at_least": 5.5, "met": true}`, "missed: p50 ≥ 5.5", "its figures do not"},
 		"what the figures deny":  {`{"p50": 4, "met": true}`, "missed: p50 ≤ 4", "its figures do not"},
 		"a percentile not there": {`{"p99": 4, "within": 4, "met": true}`, "missed: p50 ≤ 4 (by the fastest in ), p99 ≤ 4", "its figures do not"},
 		"no verdict":             {`{"p50": 10}`, "", "does not say whether"},

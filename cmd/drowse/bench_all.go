@@ -39,13 +39,14 @@ var quick = map[string]map[string]string{
 	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
 	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
 	"policy_attach":     {"agents": "3", "processes": "1"},
+	"policy_throughput": {"runs": "1", "warmup": "0", "rules": "1,1000", "send": "1s"},
 }
 
 // usualMinutes are about what benchmarks take with their defaults on a KVM that interprets
 // the guest's kernel: they only weigh what is left against what is done.
 var usualMinutes = map[string]float64{
 	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 8, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1,
+	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 10,
 }
 
 // weight is what a benchmark takes in proportion to others.
