@@ -24,6 +24,8 @@ import (
 type PolicyThroughputOptions struct {
 	// N is the number of runs for each row, after Warmup that do not count.
 	N, Warmup int
+	// Links are what to measure, out of ThroughputLinks.
+	Links []string
 	// MemoryMiB is the size of guest RAM.
 	MemoryMiB int
 	// Rules are numbers of rules of a policy, 1 to MaxRules.
@@ -31,6 +33,12 @@ type PolicyThroughputOptions struct {
 	// Send is how long a sender sends in a run, up to MaxSend.
 	Send time.Duration
 }
+
+// ThroughputLinks are what a policy can be on: the TAP device of a guest, or one end of a pair of Ethernet devices
+// (veth(4)) of which the other one stands for a guest.
+var ThroughputLinks = []string{linkTAP, linkVeth}
+
+const linkTAP, linkVeth = "tap", "veth"
 
 // MaxSend bounds how long a sender sends in a run: the guest's answer is waited for 10 minutes.
 const MaxSend = time.Minute
@@ -40,7 +48,7 @@ const MaxSend = time.Minute
 // clock from the connection on.
 const throughputProgram = `
 import socket, time
-BLOCK = bytearray(256 << 10)
+BLOCK = bytearray(64 << 10)
 def run(how, host, port, ms):
     with socket.socket() as s:
         s.connect((host, port))
@@ -73,8 +81,8 @@ while True:
             c.send(b'error: %s\n' % str(e).encode())
 `
 
-// throughputBlock is what the host writes or reads at once at the most, in bytes, as the program in the guest does.
-const throughputBlock = 256 << 10
+// throughputBlock is what an end writes or reads at once at the most, in bytes, as the program in the guest does.
+const throughputBlock = 64 << 10
 
 // noPolicy stands for a device without programs among numbers of rules.
 const noPolicy = 0
@@ -83,13 +91,16 @@ const noPolicy = 0
 const policyNone, policyRules = "none", "rules"
 
 // PolicyThroughput measures how many bytes a second pass between a guest and its host over one TCP
-// connection through the VM's TAP device: policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress), for policies
+// connection: policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress), for policies
 // with so many rules, of which the last one allows the connection, and for a device without any programs
 // (policy is none). The figure is what the receiver has read, by the time on its own clock from the beginning of
 // the connection to its end. The sender sends for a given time, and all that it has sent must have come. policy_throughput_ratio is the rate with a policy /
 // the one without programs in the same round. In a round each is measured once, and in every other round in reverse order.
 //
-// The guest, its TAP device and the server are in a network namespace of their own, from which there is no way
+// With link tap it is a guest behind its TAP device, whose own speed is in the figure; with link veth both ends are
+// threads of this process, and the way between them has nothing but the host's kernel and the programs.
+//
+// The devices and the server are in a network namespace of their own, from which there is no way
 // out: while the programs are off the device, the guest can reach nothing but the server.
 //
 // faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets that
@@ -105,7 +116,17 @@ func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (ro
 			err = fmt.Errorf("making a network namespace: %w: run as root", err)
 			return
 		}
-		rows, err = e.policyThroughput(ctx, o)
+		for _, link := range o.Links {
+			measure := e.tapThroughput
+			if link == linkVeth {
+				measure = e.vethThroughput
+			}
+			var some []Row
+			if some, err = measure(ctx, o); err != nil {
+				return
+			}
+			rows = append(rows, some...)
+		}
 	}()
 	<-done
 	return rows, err
@@ -127,7 +148,18 @@ func waysOf(rules []int) (all []flowWay) {
 	return all
 }
 
-func (e Env) policyThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
+// farEnd is the guest's side of a link with a policy.
+type farEnd interface {
+	// setPolicy puts a policy of so many rules into force.
+	setPolicy(ctx context.Context, rules int) error
+	// counters are what the policy's programs have counted.
+	counters(context.Context) ([]netpolicy.Counter, error)
+	// transfer connects to the server, and sends for so long, or receives.
+	transfer(ctx context.Context, d netpolicy.Direction, server netip.AddrPort, send time.Duration) (transfer, error)
+}
+
+// tapThroughput measures a guest.
+func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
 	name := vmName()
 	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: sandbox.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
 	if err != nil {
@@ -140,21 +172,30 @@ func (e Env) policyThroughput(ctx context.Context, o PolicyThroughputOptions) (r
 	if err := e.startProgram(ctx, name, "throughput.py", throughputProgram); err != nil {
 		return nil, err
 	}
-	programs, err := programsOn(report.Network.TAP)
+	all, err := e.throughputsOf(ctx, guestEnd{e, name}, report.Network.TAP, o)
+	if err != nil {
+		return nil, err
+	}
+	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
+}
+
+// throughputsOf measures all rounds of a link, whose programs are on a device.
+func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o PolicyThroughputOptions) (all *throughputs, err error) {
+	programs, err := programsOn(device)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, programs.close()) }()
-	all := newThroughputs(o.Rules)
+	all = newThroughputs(o.Rules)
 	for i := range o.Warmup + o.N {
 		ways := waysOf(o.Rules)
 		if i%2 == 1 {
 			slices.Reverse(ways)
 		}
+		e.say("policy_throughput: round %d of %d", i, o.Warmup+o.N)
 		round := map[flowWay]passed{}
 		for _, w := range ways {
-			e.say("policy_throughput: round %d of %d, %s, %d rules", i, o.Warmup+o.N, w.direction, w.rules)
-			if round[w], err = e.throughputOf(ctx, name, w, programs, o.Send); err != nil {
+			if round[w], err = throughputOf(ctx, far, w, programs, o.Send); err != nil {
 				return nil, fmt.Errorf("%s, %d rules: %w", w.direction, w.rules, err)
 			}
 		}
@@ -165,9 +206,31 @@ func (e Env) policyThroughput(ctx context.Context, o PolicyThroughputOptions) (r
 			return nil, err
 		}
 	}
-	return all.rows(map[string]any{
-		"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "seconds": o.Send.Seconds(), "connections": 1,
-	}), nil
+	return all, nil
+}
+
+// guestEnd is a guest in which throughputProgram runs.
+type guestEnd struct {
+	env  Env
+	name string
+}
+
+func (g guestEnd) setPolicy(ctx context.Context, rules int) error {
+	_, err := g.env.Store.SetPolicy(ctx, g.name, policyOf(rules, netpolicy.Host))
+	return err
+}
+
+func (g guestEnd) counters(ctx context.Context) ([]netpolicy.Counter, error) {
+	st, err := g.env.Store.NetworkStats(ctx, g.name)
+	return st.Counters, err
+}
+
+func (g guestEnd) transfer(ctx context.Context, d netpolicy.Direction, server netip.AddrPort, send time.Duration) (transfer, error) {
+	answer, err := g.env.ask(ctx, g.name, fmt.Sprintf("%s %v %d %d", d, server.Addr(), server.Port(), send.Milliseconds()))
+	if err != nil {
+		return transfer{}, err
+	}
+	return readTransfer(answer)
 }
 
 // passed is what a run has brought through.
@@ -181,35 +244,34 @@ type passed struct {
 func (p passed) rate() float64 { return float64(p.bytes) / mibBytes / p.took.Seconds() }
 
 // throughputOf is one run. The policy is put into force before it, or its programs taken off.
-func (e Env) throughputOf(ctx context.Context, name string, w flowWay, programs *tapPrograms, send time.Duration) (p passed, err error) {
+func throughputOf(ctx context.Context, far farEnd, w flowWay, programs *linkPrograms, send time.Duration) (p passed, err error) {
 	if w.rules == noPolicy {
 		if err := programs.off(); err != nil {
 			return p, err
 		}
 		defer func() { err = errors.Join(err, programs.on()) }()
-	} else if _, err := e.Store.SetPolicy(ctx, name, policyOf(w.rules, netpolicy.Host)); err != nil {
+	} else if err := far.setPolicy(ctx, w.rules); err != nil {
 		return p, err
 	}
-	before, err := e.Store.NetworkStats(ctx, name)
+	before, err := far.counters(ctx)
 	if err != nil {
 		return p, err
 	}
-	if p.bytes, p.took, err = e.pass(ctx, name, w.direction, send); err != nil {
+	if p.bytes, p.took, err = pass(ctx, far, w.direction, send); err != nil {
 		return p, err
 	}
-	after, err := e.Store.NetworkStats(ctx, name)
+	after, err := far.counters(ctx)
 	if err != nil {
 		return p, err
 	}
-	p.counts = countsBetween(before.Counters, after.Counters)
+	p.counts = countsBetween(before, after)
 	return p, p.check(w)
 }
 
-// pass has the guest connect to a server at the gateway's address, and one of them send.
-func (e Env) pass(ctx context.Context, name string, d netpolicy.Direction, send time.Duration) (bytes int64, took time.Duration, err error) {
+// pass has the far end connect to a server at the gateway's address, and one of them send.
+func pass(ctx context.Context, far farEnd, d netpolicy.Direction, send time.Duration) (bytes int64, took time.Duration, err error) {
 	var lc net.ListenConfig
-	gateway := netpolicy.TheWire.Gateway4
-	l, err := lc.Listen(ctx, "tcp4", netip.AddrPortFrom(gateway, 0).String())
+	l, err := lc.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, 0).String())
 	if err != nil {
 		return 0, 0, fmt.Errorf("listening for the guest: %w", err)
 	}
@@ -221,21 +283,18 @@ func (e Env) pass(ctx context.Context, name string, d netpolicy.Direction, send 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var here transfer
+	var hereErr error
 	served := make(chan struct{})
 	go func() {
 		defer close(served)
-		here = serveTransfer(ctx, l, d, send)
+		here, hereErr = serveTransfer(ctx, l, d, send)
 	}()
-	answer, err := e.ask(ctx, name, fmt.Sprintf("%s %v %d %d", d, at.Addr(), at.Port(), send.Milliseconds()))
-	var there transfer
-	if err == nil {
-		there, err = readTransfer(answer)
-	}
+	there, err := far.transfer(ctx, d, at, send)
 	if err != nil {
 		cancel()
 	}
 	<-served
-	if err := errors.Join(err, here.err); err != nil {
+	if err := errors.Join(err, hereErr); err != nil {
 		return 0, 0, err
 	}
 	return received(d, here, there)
@@ -245,7 +304,6 @@ func (e Env) pass(ctx context.Context, name string, d netpolicy.Direction, send 
 type transfer struct {
 	bytes int64
 	took  time.Duration
-	err   error
 }
 
 // readTransfer reads what the program in the guest says.
@@ -268,43 +326,48 @@ func received(d netpolicy.Direction, host, guest transfer) (bytes int64, took ti
 	return receiver.bytes, receiver.took, nil
 }
 
-// serveTransfer takes one connection of the guest's and receives from it until its end, or sends for so long
-// and waits until the guest has closed it. It ends with the context.
-func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, send time.Duration) (t transfer) {
+// serveTransfer takes one connection of the guest's and receives from it, or sends for so long. It ends with the context.
+func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, send time.Duration) (transfer, error) {
 	defer context.AfterFunc(ctx, func() { l.Close() })()
 	c, err := l.Accept()
 	if err != nil {
-		return transfer{err: fmt.Errorf("waiting for the guest's connection: %w", err)}
+		return transfer{}, fmt.Errorf("waiting for the guest's connection: %w", err)
 	}
+	return transferOver(ctx, c, d == netpolicy.Ingress, send)
+}
+
+// transferOver is one end of a connection, which it closes: it sends for so long and waits until the other end has read all, or receives
+// until the end. It ends with the context.
+func transferOver(ctx context.Context, c net.Conn, sends bool, send time.Duration) (t transfer, err error) {
 	defer c.Close()
 	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
 	begin := time.Now()
 	block := make([]byte, throughputBlock)
-	if d == netpolicy.Ingress {
+	if sends {
 		for time.Since(begin) < send {
 			n, err := c.Write(block)
 			t.bytes += int64(n)
 			if err != nil {
-				return transfer{err: fmt.Errorf("sending to the guest: %w", err)}
+				return transfer{}, fmt.Errorf("sending: %w", err)
 			}
 		}
 		if half, ok := c.(interface{ CloseWrite() error }); ok {
 			if err := half.CloseWrite(); err != nil {
-				return transfer{err: fmt.Errorf("sending to the guest: %w", err)}
+				return transfer{}, fmt.Errorf("sending: %w", err)
 			}
 		}
 	}
 	for {
 		n, err := c.Read(block)
-		if d == netpolicy.Egress {
+		if !sends {
 			t.bytes += int64(n)
 		}
 		switch {
 		case errors.Is(err, io.EOF):
 			t.took = time.Since(begin)
-			return t
+			return t, nil
 		case err != nil:
-			return transfer{err: fmt.Errorf("receiving from the guest: %w", err)}
+			return transfer{}, fmt.Errorf("receiving: %w", err)
 		}
 	}
 }
@@ -409,20 +472,20 @@ func (t *throughputs) rows(common map[string]any) (rows []Row) {
 	return rows
 }
 
-// tapPrograms are the programs of a policy on a TAP device, which can be taken off and put on
+// linkPrograms are the programs of a policy on a device, which can be taken off and put on
 // again. One goroutine at a time, in the device's network namespace.
-type tapPrograms struct {
+type linkPrograms struct {
 	filters  []*netlink.BpfFilter
 	programs []*ebpf.Program
 }
 
 // programsOn are those of a device. They stay there.
-func programsOn(device string) (_ *tapPrograms, err error) {
+func programsOn(device string) (_ *linkPrograms, err error) {
 	link, err := netlink.LinkByName(device)
 	if err != nil {
-		return nil, fmt.Errorf("finding TAP device %q: %w", device, err)
+		return nil, fmt.Errorf("finding %q: %w", device, err)
 	}
-	t := &tapPrograms{}
+	t := &linkPrograms{}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, t.close())
@@ -450,29 +513,29 @@ func programsOn(device string) (_ *tapPrograms, err error) {
 }
 
 // off takes them off the device.
-func (t *tapPrograms) off() error {
+func (t *linkPrograms) off() error {
 	for _, f := range t.filters {
 		if err := netlink.FilterDel(f); err != nil {
-			return fmt.Errorf("taking a program off the TAP device: %w", err)
+			return fmt.Errorf("taking a program off a device: %w", err)
 		}
 	}
 	return nil
 }
 
 // on puts them on the device again.
-func (t *tapPrograms) on() error {
+func (t *linkPrograms) on() error {
 	var errs []error
 	for i, f := range t.filters {
 		again := &netlink.BpfFilter{FilterAttrs: f.FilterAttrs, Fd: t.programs[i].FD(), Name: f.Name, DirectAction: true}
 		if err := netlink.FilterReplace(again); err != nil {
-			errs = append(errs, fmt.Errorf("putting a program on the TAP device again: %w", err))
+			errs = append(errs, fmt.Errorf("putting a program on a device again: %w", err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
 // close lets go of them: they stay where they are.
-func (t *tapPrograms) close() error {
+func (t *linkPrograms) close() error {
 	var errs []error
 	for _, p := range t.programs {
 		errs = append(errs, p.Close())

@@ -2,8 +2,10 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"strings"
 	"testing"
@@ -28,16 +30,25 @@ func TestPolicyOf_rules_give_a_policy_whose_last_one_allows(t *testing.T) {
 	}
 }
 
+// ended is how a transfer has ended.
+type ended struct {
+	transfer
+	err error
+}
+
 // tcp begins a transfer on the host's side, and gives the other end's connection.
-func tcp(t *testing.T, ctx context.Context, d netpolicy.Direction, send time.Duration) (net.Conn, <-chan transfer) {
+func tcp(t *testing.T, ctx context.Context, d netpolicy.Direction, send time.Duration) (net.Conn, <-chan ended) {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Close() })
-	out := make(chan transfer, 1)
-	go func() { out <- serveTransfer(ctx, l, d, send) }()
+	out := make(chan ended, 1)
+	go func() {
+		got, err := serveTransfer(ctx, l, d, send)
+		out <- ended{got, err}
+	}()
 	c, err := net.Dial("tcp4", l.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -206,7 +217,7 @@ func TestThroughputs_rounds_give_rates_and_ratios_of_pairs(t *testing.T) {
 	}
 }
 
-func TestTapPrograms_go_off_and_on_again(t *testing.T) {
+func TestLinkPrograms_go_off_and_on_again(t *testing.T) {
 	needRoot(t)
 	// The thread's, which ends with the test.
 	runtime.LockOSThread()
@@ -256,5 +267,45 @@ func TestTapPrograms_go_off_and_on_again(t *testing.T) {
 		if err := a.links[0].Up(spec.Identity()); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+func TestPolicyThroughput_between_devices_is_judged_unless_the_programs_are_off(t *testing.T) {
+	needRoot(t)
+	rows, err := PolicyThroughput(t.Context(), Env{}, PolicyThroughputOptions{
+		N: 2, Warmup: 1, Links: []string{linkVeth}, Rules: []int{1, 1000}, Send: 20 * time.Millisecond,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(rows) != 10 {
+		t.Fatalf("%d rows, want 10", len(rows))
+	}
+	for _, r := range rows {
+		if r.N != 2 || r.P50 <= 0 || r.Params["link"] != linkVeth {
+			t.Errorf("%+v", r)
+		}
+		if r.Name != "policy_throughput" {
+			continue
+		}
+		if judged := r.Faults["egress_packets"] > 0 && r.Faults["ingress_packets"] > 0; judged != (r.Params["policy"] == policyRules) {
+			t.Errorf("%v: %v", r.Params, r.Faults)
+		}
+	}
+	if _, err := os.Stat(attachRoot()); !os.IsNotExist(err) {
+		t.Errorf("pins are left: %v", err)
+	}
+}
+
+func TestPolicyThroughput_that_is_ended_leaves_nothing_behind(t *testing.T) {
+	needRoot(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := PolicyThroughput(ctx, Env{}, PolicyThroughputOptions{N: 1, Links: []string{linkVeth}, Rules: []int{1}, Send: MaxSend})
+	if !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if _, err := os.Stat(attachRoot()); !os.IsNotExist(err) {
+		t.Errorf("pins are left: %v", err)
 	}
 }

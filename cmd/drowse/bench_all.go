@@ -46,7 +46,7 @@ var quick = map[string]map[string]string{
 // the guest's kernel: they only weigh what is left against what is done.
 var usualMinutes = map[string]float64{
 	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 8, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 10,
+	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
 }
 
 // weight is what a benchmark takes in proportion to others.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -90,6 +91,8 @@ func (m *benches) policyThroughput() *cobra.Command {
 		switch {
 		case o.N < 1, o.Warmup < 0, o.MemoryMiB < 1:
 			return nil, errRuns
+		case len(o.Links) == 0 || slices.ContainsFunc(o.Links, func(l string) bool { return !slices.Contains(bench.ThroughputLinks, l) }):
+			return nil, usageError{fmt.Errorf("--link: there are %s", strings.Join(bench.ThroughputLinks, ", "))}
 		case o.Send < time.Millisecond, o.Send > bench.MaxSend:
 			return nil, usageError{fmt.Errorf("--send must be 1ms to %v", bench.MaxSend)}
 		case badRules(o.Rules):
@@ -101,6 +104,7 @@ func (m *benches) policyThroughput() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 10, "runs for each direction and policy")
 	f.IntVar(&o.Warmup, "warmup", 1, "runs before that do not count")
+	f.StringSliceVar(&o.Links, "link", bench.ThroughputLinks, "what the policy is on: tap, a guest's device, or veth, a device between threads of this process")
 	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
 	f.IntSliceVar(&o.Rules, "rules", []int{1, 100, 1000}, "numbers of rules of a policy")
 	f.DurationVar(&o.Send, "send", 5*time.Second, "how long is sent in a run")

@@ -75,6 +75,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"bench blk --file 0", exitUsage, "--file"},
 		{"bench resume_exec --depth -1", exitUsage, "--runs"},
 		{"bench policy_throughput --rules 0", exitUsage, "--rules"},
+		{"bench policy_throughput --link wire", exitUsage, "tap, veth"},
 		{"bench policy_throughput --send 1h", exitUsage, "--send"},
 		{"bench report /nonexistent/x", exitFailed, "/nonexistent/x"},
 		{"bench report -o json x", exitUsage, "writes HTML"},
