@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// Goal is what docs/SPECIFICATION.md says that a number is to be at the most. A limit of 0 is none.
+// Goal is what docs/SPECIFICATION.md says that a number is to be at the most, or at the least. A limit of 0 is none.
 type Goal struct {
 	// Name is that of the rows, in whose unit the limits are.
 	Name string
@@ -16,6 +16,8 @@ type Goal struct {
 	Params map[string]any
 	// P50 and P99 are the limits of the median and of the 99th percentile.
 	P50, P99 float64
+	// AtLeast is what the median must not fall below.
+	AtLeast float64
 	// Times is the limit of the median as a multiple of the smallest median among rows that
 	// are alike but for the parameter Over.
 	Times float64
@@ -37,6 +39,8 @@ var Goals = []Goal{
 	{Name: "density_cpu", P50: 1},
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "known"}, P50: 300},
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "answer"}, P50: 300},
+	// At most 5% of the rate lost.
+	{Name: "policy_throughput_ratio", Params: map[string]any{"rules": 1000}, AtLeast: 0.95},
 	{Name: "policy_attach", Params: map[string]any{"process": "own"}, P50: 20},
 	{Name: "policy_attach", Params: map[string]any{"process": "same"}, P50: 20},
 }
@@ -45,6 +49,8 @@ var Goals = []Goal{
 type RowGoal struct {
 	P50 float64 `json:"p50,omitempty"`
 	P99 float64 `json:"p99,omitempty"`
+	// AtLeast is the lower limit of the median.
+	AtLeast float64 `json:"at_least,omitempty"`
 	// Within limits the median too: so many times the smallest among the rows of the same
 	// report that are alike but for the parameter Over makes it.
 	Within float64 `json:"within,omitempty"`
@@ -98,15 +104,15 @@ func same(a, b any) bool {
 
 // of is the goal of a row, nil if it cannot be told: there is nothing to compare with.
 func (g Goal) of(r Row, all []Row) *RowGoal {
-	out := &RowGoal{P50: g.P50, P99: g.P99}
+	out := &RowGoal{P50: g.P50, P99: g.P99, AtLeast: g.AtLeast}
 	if least, ok := g.least(r, all); ok {
 		out.Within, out.Over = g.Times*least, g.Over
 	}
-	if out.P50 == 0 && out.P99 == 0 && out.Within == 0 {
+	if out.P50 == 0 && out.P99 == 0 && out.AtLeast == 0 && out.Within == 0 {
 		return nil
 	}
 	holds := func(v, limit float64) bool { return limit == 0 || v <= limit }
-	out.Met = holds(r.P50, out.P50) && holds(r.P50, out.Within) && holds(r.P99, out.P99)
+	out.Met = holds(r.P50, out.P50) && holds(r.P50, out.Within) && holds(r.P99, out.P99) && r.P50 >= out.AtLeast
 	out.FewRuns = out.P99 > 0 && r.N < fewForP99 || r.N < fewForP50
 	return out
 }
@@ -153,6 +159,9 @@ func (g *RowGoal) String() string {
 		if l.limit > 0 {
 			limits = append(limits, fmt.Sprintf("%s ≤ %.4g", l.name, l.limit))
 		}
+	}
+	if g.AtLeast > 0 {
+		limits = append(limits, fmt.Sprintf("p50 ≥ %.4g", g.AtLeast))
 	}
 	verdict += ": " + strings.Join(limits, ", ")
 	if g.FewRuns {

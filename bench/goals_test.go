@@ -12,6 +12,7 @@ func TestApplyGoals_rows_give_limits_and_verdicts(t *testing.T) {
 		{Name: "a", Params: map[string]any{"pool": true, "peer": nil}, P50: 10, P99: 20},
 		{Name: "a", Params: map[string]any{"rules": 1000}, P50: 5},
 		{Name: "b", Times: 1.2, Over: "mib"},
+		{Name: "d", AtLeast: 0.95},
 	}
 	type params = map[string]any
 	tests := map[string]struct {
@@ -31,6 +32,9 @@ func TestApplyGoals_rows_give_limits_and_verdicts(t *testing.T) {
 		"parameter that must not be":   {[]Row{{Name: "a", Params: params{"pool": true, "peer": "qemu"}, N: 100, P50: 1}}, "-"},
 		"other name":                   {[]Row{{Name: "c", Params: params{"pool": true}, N: 100, P50: 1}}, "-"},
 		"not measured":                 {[]Row{{Name: "a", Params: params{"pool": true}, Skipped: "why"}}, "-"},
+		"as much as the least":         {[]Row{{Name: "d", N: 6, P50: 0.95}}, "met: p50 ≥ 0.95"},
+		"less than the least":          {[]Row{{Name: "d", N: 6, P50: 0.949, P99: 2}}, "missed: p50 ≥ 0.95"},
+		"few runs for the least":       {[]Row{{Name: "d", N: 5, P50: 1}}, "met: p50 ≥ 0.95 (few runs)"},
 		"as fast as the fastest": {[]Row{
 			{Name: "b", Params: params{"mib": 256}, N: 6, P50: 10}, {Name: "b", Params: params{"mib": 4096}, N: 6, P50: 50},
 		}, "met: p50 ≤ 12"},
@@ -59,7 +63,7 @@ func TestGoals_each_is_stated_in_the_specification(t *testing.T) {
 		if !strings.Contains(string(spec), "`"+g.Name+"`") {
 			t.Errorf("the specification has no %s", g.Name)
 		}
-		if g.P50 == 0 && g.P99 == 0 && g.Times == 0 || (g.Times != 0) != (g.Over != "") {
+		if g.P50 == 0 && g.P99 == 0 && g.AtLeast == 0 && g.Times == 0 || (g.Times != 0) != (g.Over != "") {
 			t.Errorf("%+v limits nothing", g)
 		}
 	}

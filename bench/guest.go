@@ -23,9 +23,15 @@ func vmName(parts ...int) string {
 
 // boot boots a VM. There is nothing to remove after an error.
 func (e Env) boot(ctx context.Context, name string, mib int) error {
-	e.say("booting a guest of %d MiB", mib)
-	_, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: name, Image: e.Image, Kernel: e.Kernel, MemoryMiB: mib})
+	_, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: mib})
 	return err
+}
+
+// bootSpec is boot for more than a size, with what the VM's process says of it.
+func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (sandbox.Report, error) {
+	e.say("booting a guest of %d MiB", spec.MemoryMiB)
+	spec.Image, spec.Kernel = e.Image, e.Kernel
+	return e.Store.Run(ctx, e.Launcher, spec)
 }
 
 // remove removes a VM, running or not, also when the context has ended.

@@ -29,9 +29,14 @@ const MaxRules = netpolicy.MaxRules
 // policyAgent is the agent whose packets are judged.
 var policyAgent = netpolicy.Identity{Address4: netip.AddrFrom4([4]byte{10, 200, 3, 7})}
 
-// rulesOf is a policy of n rules of which the last one allows what is measured: each of the others
-// denies a network and three ports of its own.
+// rulesOf is a policy of n rules of which the last one allows what is measured.
 func rulesOf(n int) (*netpolicy.Spec, error) {
+	return netpolicy.Compile(policyOf(n, netpolicy.Public), policyAgent, netpolicy.Environment{})
+}
+
+// policyOf is a policy of n rules of which the last one allows all that goes to a group: each of the others
+// denies a network and three ports of its own.
+func policyOf(n int, to netpolicy.Group) *netpolicy.Policy {
 	p := &netpolicy.Policy{}
 	for i := range n - 1 {
 		network := netip.PrefixFrom(netip.AddrFrom4([4]byte{20, byte(i >> 8), byte(i), 0}), 24)
@@ -43,10 +48,10 @@ func rulesOf(n int) (*netpolicy.Spec, error) {
 		})
 	}
 	p.Rules = append(p.Rules, netpolicy.Rule{
-		Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Public},
+		Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{to},
 		Protocols: []netpolicy.Protocol{netpolicy.AnyProtocol}, Ports: []netpolicy.PortRange{netpolicy.AnyPort},
 	})
-	return netpolicy.Compile(p, policyAgent, netpolicy.Environment{})
+	return p
 }
 
 // The frame that is judged: to an address in the last rules' networks, of which the ports do

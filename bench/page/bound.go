@@ -28,7 +28,7 @@ var kinds = map[string]kind{
 	"child": guest, "answer": guest,
 	"snapshot_pause/save": beside, "fork_ready/save": beside, "fork_ready/durable": beside, "policy_swap/compile": beside,
 	"concurrent_resume/first": beside, "concurrent_resume/median": beside, "concurrent_resume/last": beside,
-	"processes": beside, "disk": beside, "pss": beside, "pss_total": beside, "image": beside, "total": beside,
+	"boot/run": beside, "processes": beside, "disk": beside, "pss": beside, "pss_total": beside, "image": beside, "total": beside,
 }
 
 func kindOf(row, stage string) kind {

@@ -57,6 +57,10 @@ func TestBounds_rows_give_largest_stage_and_what_bounds_it(t *testing.T) {
 			"soft", `{"name": "fork_ready", "unit": "ms", "p50": 400, "stages": {"child": 240, "ahead": 16, "durable": 900, "save": 500}, "faults": {}}`,
 			"child", "the guest: nothing is counted", 60, 0, nil,
 		},
+		"a boot, whose call takes longer": {
+			"soft", `{"name": "boot", "unit": "ms", "p50": 1000, "stages": {"load": 20, "guest": 950, "run": 1100}}`,
+			"guest", "the guest: nothing is counted", 95, 0, nil,
+		},
 		"stage of the same name that is a part": {
 			"soft", `{"name": "sleep", "unit": "ms", "p50": 100, "stages": {"pause": 5, "save": 75}}`, "save", "host work", 75, 0, nil,
 		},
@@ -147,6 +151,8 @@ func TestGoal_of_a_row_gives_words_and_odd_ones_a_note(t *testing.T) {
 		"met":                    {`{"p50": 10, "p99": 20, "met": true}`, "met: p50 ≤ 10, p99 ≤ 20", ""},
 		"missed":                 {`{"p50": 1, "met": false, "few_runs": true}`, "missed: p50 ≤ 1 (few runs)", ""},
 		"by the fastest":         {`{"within": 6.5, "over": "depth<b>", "met": true}`, "met: p50 ≤ 6.5 (by the fastest in depth<b>)", ""},
+		"at least":               {`{"at_least": 5, "met": true}`, "met: p50 ≥ 5", ""},
+		"less than figures deny": {`{"at_least": 5.5, "met": true}`, "missed: p50 ≥ 5.5", "its figures do not"},
 		"what the figures deny":  {`{"p50": 4, "met": true}`, "missed: p50 ≤ 4", "its figures do not"},
 		"a percentile not there": {`{"p99": 4, "within": 4, "met": true}`, "missed: p50 ≤ 4 (by the fastest in ), p99 ≤ 4", "its figures do not"},
 		"no verdict":             {`{"p50": 10}`, "", "does not say whether"},

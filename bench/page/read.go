@@ -75,11 +75,11 @@ type row struct {
 	histogram                               [][2]float64
 }
 
-// goal is what a row is to be at most: some of its limits, and its word on whether it is.
+// goal is what a row is to be at most, or at least: some of its limits, and its word on whether it is.
 type goal struct {
-	P50, P99, Within *float64
-	Over             string
-	Met, FewRuns     bool
+	P50, P99, Within, AtLeast *float64
+	Over                      string
+	Met, FewRuns              bool
 }
 
 // Add reads reports: JSON documents, one after another. file is what the page calls
@@ -187,15 +187,18 @@ func (p *Page) goal(where string, raw json.RawMessage, r row) *goal {
 		return nil
 	}
 	number := func(name string) *float64 { return p.number(where+", goal", name, fields[name]) }
-	g := &goal{P50: number("p50"), P99: number("p99"), Within: number("within"), Met: *met}
+	g := &goal{P50: number("p50"), P99: number("p99"), Within: number("within"), AtLeast: number("at_least"), Met: *met}
 	var over string
 	_ = json.Unmarshal(fields["over"], &over) // it only explains
 	g.Over = text(over)
 	if !null(fields["few_runs"]) && json.Unmarshal(fields["few_runs"], &few) == nil && few != nil {
 		g.FewRuns = *few
 	}
-	for _, l := range []struct{ v, limit *float64 }{{r.P50, g.P50}, {r.P50, g.Within}, {r.P99, g.P99}} {
-		if g.Met && l.limit != nil && (l.v == nil || *l.v > *l.limit) {
+	for _, l := range []struct {
+		v, limit *float64
+		least    bool
+	}{{r.P50, g.P50, false}, {r.P50, g.Within, false}, {r.P99, g.P99, false}, {r.P50, g.AtLeast, true}} {
+		if g.Met && l.limit != nil && (l.v == nil || *l.v > *l.limit && !l.least || *l.v < *l.limit && l.least) {
 			p.note("%s: it says that its goal is met, and its figures do not", where)
 			g.Met = false
 		}
@@ -213,9 +216,9 @@ func (g *goal) String() string {
 	for _, l := range []struct {
 		name, why string
 		limit     *float64
-	}{{"p50", "", g.P50}, {"p50", " (by the fastest in " + g.Over + ")", g.Within}, {"p99", "", g.P99}} {
+	}{{"p50 ≤ ", "", g.P50}, {"p50 ≤ ", " (by the fastest in " + g.Over + ")", g.Within}, {"p99 ≤ ", "", g.P99}, {"p50 ≥ ", "", g.AtLeast}} {
 		if l.limit != nil {
-			limits = append(limits, l.name+" ≤ "+figure(*l.limit)+l.why)
+			limits = append(limits, l.name+figure(*l.limit)+l.why)
 		}
 	}
 	verdict += strings.Join(limits, ", ")

@@ -28,8 +28,8 @@ func (a *app) benchCommand() *cobra.Command {
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
 	m := &benches{app: a, env: &e}
 	cmd.AddCommand(
-		m.instruction(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
-		m.concurrent(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(),
+		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
+		m.concurrent(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
 	)
 	// It knows those above.
 	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest(), a.benchAttach())

@@ -22,6 +22,7 @@ import (
 // quick are options that make each benchmark short, to see whether it works.
 var quick = map[string]map[string]string{
 	"guest_instruction": {"runs": "3", "warmup": "0"},
+	"boot":              {"runs": "1", "warmup": "0"},
 	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
 	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "peer-used": "4"},
 	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
@@ -38,13 +39,14 @@ var quick = map[string]map[string]string{
 	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
 	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
 	"policy_attach":     {"agents": "3", "processes": "1"},
+	"policy_throughput": {"runs": "1", "warmup": "0", "rules": "1,1000", "send": "1s"},
 }
 
 // usualMinutes are about what benchmarks take with their defaults on a KVM that interprets
 // the guest's kernel: they only weigh what is left against what is done.
 var usualMinutes = map[string]float64{
-	"guest_instruction": 0.2, "resume_entry": 4, "resume_ready": 8, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1,
+	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 8, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
+	"fork_density": 3, "density": 6, "concurrent_resume": 20, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
 }
 
 // weight is what a benchmark takes in proportion to others.

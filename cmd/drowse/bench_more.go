@@ -27,6 +27,22 @@ func (m *benches) instruction() *cobra.Command {
 	return cmd
 }
 
+func (m *benches) boot() *cobra.Command {
+	var o bench.BootOptions
+	cmd := m.command("boot", "From the beginning of a VM's process to the call of its agent", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.VCPUs) == 0 {
+			return nil, errRuns
+		}
+		return bench.Boots(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 10, "boots for each size and number of CPUs")
+	f.IntVar(&o.Warmup, "warmup", 1, "boots before that do not count")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{sandbox.DefaultMemoryMiB}, "sizes of RAM in MiB")
+	f.IntSliceVar(&o.VCPUs, "vcpus", []int{sandbox.DefaultVCPUs}, "numbers of CPUs of the guest")
+	return cmd
+}
+
 func (m *benches) exec() *cobra.Command {
 	var o bench.ResumeExecOptions
 	cmd := m.command("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there", func(ctx context.Context) ([]bench.Row, error) {

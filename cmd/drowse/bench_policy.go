@@ -8,10 +8,13 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/bench"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 var errRules = usageError{fmt.Errorf("--rules must be 1 to %d", bench.MaxRules)}
@@ -79,6 +82,32 @@ func (m *benches) policyAttach() *cobra.Command {
 	f.IntVar(&o.Agents, "agents", 1000, "agents that there are at once")
 	f.IntVar(&o.Processes, "processes", 50, "further agents, each attached by a process of its own")
 	f.IntVar(&o.Rules, "rules", 10, "rules of each policy")
+	return cmd
+}
+
+func (m *benches) policyThroughput() *cobra.Command {
+	var o bench.PolicyThroughputOptions
+	cmd := m.command("policy_throughput", "How much passes between a guest and its host through a policy, beside none", func(ctx context.Context) ([]bench.Row, error) {
+		switch {
+		case o.N < 1, o.Warmup < 0, o.MemoryMiB < 1:
+			return nil, errRuns
+		case len(o.Links) == 0 || slices.ContainsFunc(o.Links, func(l string) bool { return !slices.Contains(bench.ThroughputLinks, l) }):
+			return nil, usageError{fmt.Errorf("--link: there are %s", strings.Join(bench.ThroughputLinks, ", "))}
+		case o.Send < time.Millisecond, o.Send > bench.MaxSend:
+			return nil, usageError{fmt.Errorf("--send must be 1ms to %v", bench.MaxSend)}
+		case badRules(o.Rules):
+			return nil, errRules
+		}
+		return bench.PolicyThroughput(ctx, *m.env, o)
+	})
+	cmd.Aliases = []string{"policy_throughput_ratio"}
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 10, "runs for each direction and policy")
+	f.IntVar(&o.Warmup, "warmup", 1, "runs before that do not count")
+	f.StringSliceVar(&o.Links, "link", bench.ThroughputLinks, "what the policy is on: tap, a guest's device, or veth, a device between threads of this process")
+	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntSliceVar(&o.Rules, "rules", []int{1, 100, 1000}, "numbers of rules of a policy")
+	f.DurationVar(&o.Send, "send", 5*time.Second, "how long is sent in a run")
 	return cmd
 }
 

@@ -70,9 +70,13 @@ func TestWrongCommandLines(t *testing.T) {
 		{"volume rm x", exitFailed, "drowse volume ls"},
 		{"bench bogus", exitUsage, "drowse bench --help"},
 		{"bench concurrent_resume --at-once 0", exitUsage, "1 to 256"},
+		{"bench boot --warmup -1", exitUsage, "--runs"},
 		{"bench vsock_rtt --runs 0", exitUsage, "--runs"},
 		{"bench blk --file 0", exitUsage, "--file"},
 		{"bench resume_exec --depth -1", exitUsage, "--runs"},
+		{"bench policy_throughput --rules 0", exitUsage, "--rules"},
+		{"bench policy_throughput --link wire", exitUsage, "tap, veth"},
+		{"bench policy_throughput --send 1h", exitUsage, "--send"},
 		{"bench report /nonexistent/x", exitFailed, "/nonexistent/x"},
 		{"bench report -o json x", exitUsage, "writes HTML"},
 	}
