@@ -86,7 +86,7 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (w
 	before := map[int]time.Duration{}
 	if pooled {
 		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{
-			Processes: len(names), Shape: sandbox.Shape{MemoryMiB: mib, VCPUs: sandbox.DefaultVCPUs},
+			Processes: len(names), Shapes: []sandbox.Shape{{MemoryMiB: mib, VCPUs: sandbox.DefaultVCPUs}},
 		})
 		if err != nil {
 			return nil, err

@@ -39,6 +39,9 @@ type Launcher struct {
 	Agent string
 	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
 	Pool *Pool
+	// Supervised takes such processes from another process that serves a pool for the store
+	// (Pool.Serve), if there is one and Pool is nil.
+	Supervised bool
 }
 
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
@@ -88,7 +91,7 @@ func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord or
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launchWith(ctx, l, ord, files...)
+	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -204,7 +207,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launch(ctx, l, name, "", false)
+	return s.launch(ctx, l, r.Spec, "")
 }
 
 // Wake brings a VM back from its last sleep. Waking one that runs does nothing.
@@ -233,7 +236,7 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 			return Report{}, err
 		}
 	}
-	rep, err := s.launch(ctx, l, name, r.Snapshot, false)
+	rep, err := s.launch(ctx, l, r.Spec, r.Snapshot)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
 		return s.awaitRunning(ctx, name)
@@ -379,13 +382,13 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 }
 
 // launch starts the process of a VM and waits for its report.
-func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string, newIdentity bool) (rep Report, err error) {
-	return s.launchWith(ctx, l, order{Name: name, Snapshot: snapshotID, NewIdentity: newIdentity})
+func (s *Store) launch(ctx context.Context, l Launcher, spec Spec, snapshotID string) (rep Report, err error) {
+	return s.launchWith(ctx, l, spec.shape(), order{Name: spec.Name, Snapshot: snapshotID})
 }
 
 // launchWith is launch for any order, with the files that belong to it after that for
 // the report.
-func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...*os.File) (rep Report, err error) {
+func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
@@ -394,21 +397,20 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...
 	if err := s.ensureAudit(ord.Name); err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
-	if l.Pool != nil {
-		l.Pool.starts()
-		defer l.Pool.started()
-		for ready := l.Pool.pop(); ready != nil; ready = l.Pool.pop() {
+	if ord.ahead() {
+		from, done := s.standbys(l)
+		defer done()
+		for ready := from(shape); ready != nil; ready = from(shape) {
 			rep, err := s.launchBy(ctx, ord, log, files, ready.start)
 			// It may have been killed as it stood by: then nobody has the order.
-			if !errors.Is(err, ErrCrashed) && !errors.Is(err, errNoOrder) || ready.took() {
-				ready.conn.Close()
+			again := (errors.Is(err, ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
+			ready.close()
+			if !again {
 				return rep, err
 			}
-			ready.conn.Close()
-			l.Pool.log.Warn("a process of the pool takes no order", "error", err, "it_says", ready.said.last())
 		}
 	}
-	return s.launchBy(ctx, ord, log, files, func(ord order, files []*os.File) (*os.Process, <-chan struct{}, error) {
+	return s.launchBy(ctx, ord, log, files, func(ord order, files []*os.File) (vmProcess, error) {
 		return s.startProcess(l, ord, files)
 	})
 }
@@ -416,57 +418,46 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...
 // launchBy gives an order to a process by start, which gets the files of the order: the log,
 // that for the report, and those that follow. It waits for the report.
 func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*os.File,
-	start func(order, []*os.File) (*os.Process, <-chan struct{}, error)) (rep Report, err error) {
+	start func(order, []*os.File) (vmProcess, error)) (rep Report, err error) {
 	name := ord.Name
 	r, w, err := os.Pipe()
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", name, err)
 	}
 	defer r.Close()
-	proc, exited, err := start(ord, append([]*os.File{log, w}, files...))
+	proc, err := start(ord, append([]*os.File{log, w}, files...))
 	w.Close()
 	if err != nil {
 		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
 	}
-	stop := context.AfterFunc(ctx, func() { _ = proc.Kill(); r.Close() })
+	stop := context.AfterFunc(ctx, func() { proc.kill(); r.Close() })
 	defer stop()
 	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
 	switch {
 	case ctx.Err() != nil:
-		<-exited
+		proc.wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.
-		_ = proc.Kill()
-		<-exited
+		proc.kill()
+		proc.wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
 	case rep.Error != nil:
-		<-exited
+		proc.wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
 	}
 	return rep, nil
 }
 
-// startProcess starts a process with an order. files begin with its log. exited is closed
-// when it has ended.
-func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (proc *os.Process, exited <-chan struct{}, err error) {
+// startProcess starts a process with an order. files begin with its log.
+func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess, error) {
 	if len(l.Command) == 0 {
-		return nil, nil, errors.New("no program is configured for it")
+		return nil, errors.New("no program is configured for it")
 	}
 	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.dir)...)...)
 	cmd.Stdout, cmd.Stderr = files[0], files[0]
 	cmd.ExtraFiles = files[1:] // reportFD and up
-	// A session of its own: it outlives the terminal and whoever started it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	done := make(chan struct{})
-	go func() {
-		_ = cmd.Wait() // so that it does not stay a zombie of a long-lived caller
-		close(done)
-	}()
-	return cmd.Process, done, nil
+	return startChild(cmd, nil)
 }
 
 // lastLine is the last line of a file, or empty.

@@ -178,7 +178,7 @@ func (f *forker) choose(o ForkOptions) error {
 		if err := f.store.checkPaths(spec.Name); err != nil {
 			return err
 		}
-		if _, err := os.Stat(filepath.Join(f.store.vmDir(spec.Name), "vm.json")); err == nil {
+		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
 		f.specs = append(f.specs, spec)

@@ -330,7 +330,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
-		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shape: sandbox.Shape{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1}})
+		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shapes: []sandbox.Shape{{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -365,13 +365,40 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if _, err := e.Store.Restore(t.Context(), pool.Launcher(), snap, "q"); err != nil {
 			t.Fatal(err)
 		}
+		// Another process has them from one that serves them.
+		if err := pool.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		ahead = standbys(e)
+		ctx, stop := context.WithCancel(t.Context())
+		served := make(chan error, 1)
+		go func() { served <- pool.Serve(ctx) }()
+		for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+			if _, err := os.Stat(filepath.Join(e.Store.Dir(), "pool.sock")); err == nil {
+				break
+			} else if time.Now().After(end) {
+				t.Fatal(err)
+			}
+		}
+		l = e.Launcher
+		l.Supervised = true
+		if _, err := e.Store.Restore(t.Context(), l, snap, "r"); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := e.Store.Get("r"); err != nil || !slices.Contains(ahead, r.PID) {
+			t.Errorf("the VM's process is %d (%v), and %v stood by", r.PID, err, ahead)
+		}
+		stop()
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
 		if err := pool.Close(); err != nil {
 			t.Error(err)
 		}
 		if left := standbys(e); len(left) != 0 {
 			t.Errorf("processes %v stand by after the pool's end", left)
 		}
-		for _, name := range []string{"p", "q"} {
+		for _, name := range []string{"p", "q", "r"} {
 			if got := e.Sh(name, ask); got != said {
 				t.Errorf("the keeper says %q in VM %s, want %q", got, name, said)
 			}

@@ -11,8 +11,8 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"sync"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,9 +25,13 @@ const MaxPool = 256
 type PoolOptions struct {
 	// Processes is how many are ready: 1 to MaxPool.
 	Processes int
-	// Shape is what VM they are made for. Others can use them as well, and save only the
-	// start of the process.
-	Shape Shape
+	// Shapes are what VMs they are made for, as many of each as its share of the list: 1 to
+	// MaxPool. Others can use them as well, and save only the start of the process.
+	Shapes []Shape
+	// Follow has each VM that is started take the place of the oldest shape, so that after a
+	// while the pool is one for the VMs that there are. Shapes may be empty then: it begins with
+	// those of the VMs that have been put to sleep last, or with that of a VM whose Spec says nothing.
+	Follow bool
 	// Log gets what goes wrong; nil discards it.
 	Log *slog.Logger
 }
@@ -40,7 +44,7 @@ type PoolOptions struct {
 // goroutine.
 type Pool struct {
 	launcher Launcher
-	dir      string
+	store    *Store
 	o        PoolOptions
 	log      *slog.Logger
 
@@ -51,6 +55,8 @@ type Pool struct {
 
 	mu    sync.Mutex
 	ready []*standby
+	// shapes are what processes are wanted for, the oldest first.
+	shapes []Shape
 	// starting are VMs that are being started with processes of the pool.
 	starting int
 	closed   bool
@@ -60,10 +66,12 @@ type Pool struct {
 
 // standby is a process that waits for an order.
 type standby struct {
-	cmd    *exec.Cmd
-	conn   *net.UnixConn
-	exited chan struct{} // closed when it has ended
-	said   *tail         // what it has said on its standard error
+	vmProcess
+	conn  *net.UnixConn
+	said  *tail // what it has said on its standard error
+	pid   int
+	shape Shape
+	what  program
 }
 
 // The words on the socket between a pool and one of its processes, which is of type
@@ -83,13 +91,27 @@ func (s *Store) NewPool(l Launcher, o PoolOptions) (*Pool, error) {
 	if o.Processes < 1 || o.Processes > MaxPool {
 		return nil, fmt.Errorf("%w: a pool of %d processes: use 1 to %d", ErrSpec, o.Processes, MaxPool)
 	}
-	if err := o.Shape.check(); err != nil {
-		return nil, err
+	if o.Follow && len(o.Shapes) == 0 {
+		var err error
+		if o.Shapes, err = s.shapesAsleep(o.Processes); err != nil {
+			return nil, fmt.Errorf("starting a pool: %w", err)
+		}
+	}
+	if n := len(o.Shapes); n < 1 || n > MaxPool {
+		return nil, fmt.Errorf("%w: a pool for VMs of %d shapes: name 1 to %d", ErrSpec, n, MaxPool)
+	}
+	for _, shape := range o.Shapes {
+		if err := shape.check(); err != nil {
+			return nil, err
+		}
 	}
 	if len(l.Command) == 0 {
 		return nil, errors.New("starting a pool: no program is configured for the process of a VM")
 	}
-	p := &Pool{launcher: l, dir: s.dir, o: o, log: o.Log, want: make(chan struct{}, 1)}
+	p := &Pool{launcher: l, store: s, o: o, log: o.Log, want: make(chan struct{}, 1)}
+	for i := range o.Processes {
+		p.shapes = append(p.shapes, o.Shapes[i%len(o.Shapes)])
+	}
 	if p.log == nil {
 		p.log = slog.New(slog.DiscardHandler)
 	}
@@ -99,6 +121,34 @@ func (s *Store) NewPool(l Launcher, o PoolOptions) (*Pool, error) {
 	p.done.Go(func() { p.keep(ctx) })
 	p.wake()
 	return p, nil
+}
+
+// shapesAsleep are those of the VMs that have been put to sleep last, the last one last; that of a VM by
+// default if none sleeps.
+func (s *Store) shapesAsleep(most int) (shapes []Shape, err error) {
+	all, err := s.List()
+	if err != nil && len(all) == 0 {
+		return nil, err // a record that cannot be read is no reason
+	}
+	type asleep struct {
+		shape Shape
+		since time.Time
+	}
+	var found []asleep
+	for _, r := range all {
+		// The record was written when it had gone to sleep.
+		if st, err := os.Stat(s.recordPath(r.Spec.Name)); err == nil && r.Phase == Asleep {
+			found = append(found, asleep{r.Spec.shape(), st.ModTime()})
+		}
+	}
+	slices.SortFunc(found, func(a, b asleep) int { return a.since.Compare(b.since) })
+	for _, a := range found[max(0, len(found)-most):] {
+		shapes = append(shapes, a.shape)
+	}
+	if len(shapes) == 0 {
+		shapes = append(shapes, Shape{MemoryMiB: DefaultMemoryMiB, VCPUs: DefaultVCPUs})
+	}
+	return shapes, nil
 }
 
 // Launcher is the one that the pool was made with, with the pool.
@@ -137,7 +187,7 @@ func (p *Pool) PIDs() (pids []int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, s := range p.ready {
-		pids = append(pids, s.cmd.Process.Pid)
+		pids = append(pids, s.pid)
 	}
 	return pids
 }
@@ -187,8 +237,15 @@ func (p *Pool) keep(ctx context.Context) {
 				continue
 			}
 		}
-		for p.short() {
-			s, err := p.make(ctx)
+		for {
+			shape, surplus, ok := p.short()
+			if !ok {
+				break
+			}
+			if surplus != nil {
+				surplus.end()
+			}
+			s, err := p.make(ctx, shape)
 			if ctx.Err() != nil {
 				if s != nil {
 					s.end()
@@ -206,11 +263,39 @@ func (p *Pool) keep(ctx context.Context) {
 	}
 }
 
-// short says whether a process is to be made now.
-func (p *Pool) short() bool {
+// short says whether a process is to be made now, and for what VM; surplus, if not nil, has
+// been taken out to make room for it.
+func (p *Pool) short() (shape Shape, surplus *standby, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return !p.closed && p.starting == 0 && len(p.ready) < p.o.Processes
+	if p.closed || p.starting > 0 {
+		return shape, nil, false
+	}
+	missing := map[Shape]int{}
+	for _, s := range p.shapes {
+		missing[s]++
+	}
+	over := -1
+	for i, s := range p.ready {
+		if missing[s.shape]--; missing[s.shape] < 0 {
+			over = i
+		}
+	}
+	// What was asked for last comes first.
+	for _, s := range slices.Backward(p.shapes) {
+		if missing[s] > 0 {
+			shape, ok = s, true
+			break
+		}
+	}
+	if !ok {
+		return shape, nil, false
+	}
+	if len(p.ready) >= p.o.Processes {
+		surplus = p.ready[over]
+		p.ready = slices.Delete(p.ready, over, over+1)
+	}
+	return shape, surplus, true
 }
 
 // put adds a process, or why it could not be made.
@@ -228,8 +313,8 @@ func (p *Pool) put(s *standby, err error) {
 	}
 }
 
-// make starts a process and waits until it stands by.
-func (p *Pool) make(ctx context.Context) (*standby, error) {
+// make starts a process for VMs of a shape and waits until it stands by.
+func (p *Pool) make(ctx context.Context, shape Shape) (*standby, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
@@ -241,20 +326,22 @@ func (p *Pool) make(ctx context.Context) (*standby, error) {
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
 	}
 	l := p.launcher
-	s := &standby{conn: conn, exited: make(chan struct{}), said: &tail{}}
-	s.cmd = exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), standbyArgs(p.dir, p.o.Shape)...)...)
-	s.cmd.Stdout, s.cmd.Stderr = s.said, s.said
-	s.cmd.ExtraFiles = []*os.File{theirs} // poolFD
-	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := s.cmd.Start(); err != nil {
+	what, err := programOf(l)
+	if err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("making a process for the pool: %w", err)
+	}
+	s := &standby{conn: conn, said: &tail{}, shape: shape, what: what}
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), standbyArgs(p.store.dir, shape)...)...)
+	cmd.Stdout, cmd.Stderr = s.said, s.said
+	cmd.ExtraFiles = []*os.File{theirs} // poolFD
+	child, err := startChild(cmd, func() { p.gone(s) })
+	if err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
 	}
 	theirs.Close()
-	go func() {
-		_ = s.cmd.Wait() // so that it does not stay a zombie
-		close(s.exited)
-	}()
+	s.vmProcess, s.pid = child, child.proc.Pid
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
 	word := make([]byte, len(poolReady)+1)
@@ -272,13 +359,11 @@ func (p *Pool) make(ctx context.Context) (*standby, error) {
 // end ends a process that has no order.
 func (s *standby) end() {
 	s.conn.Close()
-	select {
-	case <-s.exited:
+	if s.wait(poolPatience) {
 		return
-	case <-time.After(poolPatience):
 	}
-	_ = s.cmd.Process.Kill()
-	<-s.exited
+	s.kill()
+	s.wait(0)
 }
 
 // poolPatience is how long a process has to end by itself.
@@ -288,12 +373,20 @@ const poolPatience = 10 * time.Second
 var errNoOrder = errors.New("it takes no order")
 
 // start gives it an order.
-func (s *standby) start(ord order, files []*os.File) (*os.Process, <-chan struct{}, error) {
+func (s *standby) start(ord order, files []*os.File) (vmProcess, error) {
 	if err := sendOrder(s.conn, ord, files...); err != nil {
-		_ = s.cmd.Process.Kill()
-		return nil, nil, fmt.Errorf("%w: %w", errNoOrder, err)
+		s.kill()
+		return nil, fmt.Errorf("%w: %w", errNoOrder, err)
 	}
-	return s.cmd.Process, s.exited, nil
+	return s.vmProcess, nil
+}
+
+// close gives back what this process has of it. Its own life does not end by that.
+func (s *standby) close() {
+	s.conn.Close()
+	if f, ok := s.vmProcess.(foreign); ok {
+		f.pidfd.Close()
+	}
 }
 
 // took says whether a process that has ended has taken the order. Only then may anything
@@ -304,16 +397,50 @@ func (s *standby) took() bool {
 	return err == nil && string(word[:n]) == poolTaken
 }
 
-// pop takes a process out of the pool; nil if none is ready.
-func (p *Pool) pop() *standby {
+// gone takes a process out that has ended, and has another one made some time later: what made
+// it end may do that to the next as well.
+func (p *Pool) gone(s *standby) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.ready) == 0 {
-		return nil
+	i := slices.Index(p.ready, s)
+	if i < 0 {
+		return
+	}
+	p.ready = slices.Delete(p.ready, i, i+1)
+	s.conn.Close()
+	p.log.Warn("a process of the pool has ended", "pid", s.pid, "it_says", s.said.last())
+	time.AfterFunc(poolRetry, p.wake)
+}
+
+// pop takes a process out of the pool for a VM; nil if none is ready.
+func (p *Pool) pop(shape Shape) *standby { return p.popIf(shape, nil) }
+
+// popIf is pop among those of a program, unless that is nil.
+func (p *Pool) popIf(shape Shape, of *program) *standby {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.o.Follow && shape.check() == nil {
+		p.shapes = append(p.shapes[1:], shape)
 	}
 	// The one that has waited least: what it needs is most likely to be in caches.
-	s := p.ready[len(p.ready)-1]
-	p.ready = p.ready[:len(p.ready)-1]
+	found := -1
+	for i, s := range slices.Backward(p.ready) {
+		if of != nil && !s.what.equal(*of) {
+			continue
+		}
+		if s.shape == shape {
+			found = i
+			break
+		}
+		if found < 0 {
+			found = i
+		}
+	}
+	if found < 0 {
+		return nil
+	}
+	s := p.ready[found]
+	p.ready = slices.Delete(p.ready, found, found+1)
 	return s
 }
 
@@ -362,32 +489,17 @@ func sendOrder(c *net.UnixConn, ord order, files ...*os.File) error {
 
 // receiveOrder returns the order and its files, as poolReady says; io.EOF if there will be none.
 func receiveOrder(c *net.UnixConn) (ord order, files []*os.File, err error) {
-	text, oob := make([]byte, maxOrder), make([]byte, unix.CmsgSpace(4*maxOrderFiles))
-	n, oobn, flags, _, err := c.ReadMsgUnix(text, oob)
+	text := make([]byte, maxOrder)
+	n, files, err := readWithFiles(c, text, maxOrderFiles)
+	if err != nil {
+		return ord, nil, fmt.Errorf("an order: %w", err)
+	}
 	defer func() {
 		if err != nil {
-			for _, f := range files {
-				f.Close()
-			}
+			closeAll(files)
 			files = nil
 		}
 	}()
-	if err != nil {
-		return ord, nil, err
-	}
-	msgs, err := unix.ParseSocketControlMessage(oob[:oobn])
-	if err != nil {
-		return ord, nil, fmt.Errorf("an order's files: %w", err)
-	}
-	for i := range msgs {
-		fds, err := unix.ParseUnixRights(&msgs[i])
-		if err != nil {
-			continue
-		}
-		for _, fd := range fds {
-			files = append(files, os.NewFile(uintptr(fd), "order"))
-		}
-	}
 	if n == 0 {
 		return ord, files, io.EOF
 	}
@@ -398,10 +510,48 @@ func receiveOrder(c *net.UnixConn) (ord order, files []*os.File, err error) {
 	if ord.Fork {
 		want++
 	}
-	if len(files) != want || flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+	if len(files) != want {
 		return ord, files, fmt.Errorf("an order with %d files, not %d", len(files), want)
 	}
 	return ord, files, nil
+}
+
+// readWithFiles reads a message with at most so many files, which are the caller's; none after an error.
+func readWithFiles(c *net.UnixConn, p []byte, most int) (n int, files []*os.File, err error) {
+	defer func() {
+		if err != nil {
+			closeAll(files)
+			files = nil
+		}
+	}()
+	oob := make([]byte, unix.CmsgSpace(4*most))
+	n, oobn, flags, _, err := c.ReadMsgUnix(p, oob)
+	if err != nil {
+		return n, nil, err
+	}
+	msgs, err := unix.ParseSocketControlMessage(oob[:oobn])
+	if err != nil {
+		return n, nil, fmt.Errorf("the files of a message: %w", err)
+	}
+	for i := range msgs {
+		fds, err := unix.ParseUnixRights(&msgs[i])
+		if err != nil {
+			continue
+		}
+		for _, fd := range fds {
+			files = append(files, os.NewFile(uintptr(fd), "passed"))
+		}
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return n, files, errors.New("a message or its files were cut off")
+	}
+	return n, files, nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		f.Close()
+	}
 }
 
 // tail keeps the end of what is written to it.

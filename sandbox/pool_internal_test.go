@@ -31,14 +31,14 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			lock.release()
 			script := `case "$*" in *--standby*) printf ready >&3; ` + tc.standby + `;; *) echo '{"name":"a","faults":7}' >&3;; esac`
 			l := Launcher{Command: []string{"/bin/sh", "-c", script, "sh"}}
-			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shape: Shape{MemoryMiB: 256, VCPUs: 1}})
+			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shapes: []Shape{{MemoryMiB: 256, VCPUs: 1}}})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if err := p.Wait(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			rep, err := s.launch(t.Context(), p.Launcher(), "a", "", false)
+			rep, err := s.launch(t.Context(), p.Launcher(), Spec{Name: "a"}, "x")
 			switch {
 			case tc.again && (err != nil || rep.Faults != 7):
 				t.Errorf("got %+v, %v, want the report of another process", rep, err)

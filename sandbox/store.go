@@ -26,6 +26,7 @@ var (
 	ErrRunning    = errors.New("the VM is running")
 	ErrCrashed    = errors.New("the VM's process was killed")
 	ErrRecord     = errors.New("unreadable VM record")
+	ErrServed     = errors.New("another process does that already")
 )
 
 // Store is a directory that holds everything of a set of VMs. Any number of
@@ -36,6 +37,7 @@ var (
 //	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
 //	vms/NAME/*.log         console.log: serial port; vmm.log: the process
 //	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
+//	pool.sock, pool.lock   of the process that serves a pool: Pool.Serve
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
@@ -71,9 +73,10 @@ func (s *Store) KernelDir() string { return s.dir }
 // CacheDir is where system disks and initramfs archives are kept.
 func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
 
-func (s *Store) vmDir(name string) string     { return filepath.Join(s.dir, "vms", name) }
-func (s *Store) layerDir() string             { return filepath.Join(s.dir, "layers") }
-func (s *Store) snapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
+func (s *Store) vmDir(name string) string      { return filepath.Join(s.dir, "vms", name) }
+func (s *Store) recordPath(name string) string { return filepath.Join(s.vmDir(name), "vm.json") }
+func (s *Store) layerDir() string              { return filepath.Join(s.dir, "layers") }
+func (s *Store) snapshotDir(id string) string  { return filepath.Join(s.dir, "snapshots", id) }
 func (s *Store) controlSocket(name string) string {
 	return filepath.Join(s.vmDir(name), "control.sock")
 }
@@ -193,7 +196,7 @@ func (s *Store) save(r *Record) error {
 	if err != nil {
 		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
 	}
-	if err := writeFileAtomic(filepath.Join(s.vmDir(r.Spec.Name), "vm.json"), append(data, '\n')); err != nil {
+	if err := writeFileAtomic(s.recordPath(r.Spec.Name), append(data, '\n')); err != nil {
 		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
 	}
 	return nil
@@ -204,7 +207,7 @@ func (s *Store) load(name string) (*Record, error) {
 	if !nameRE.MatchString(name) {
 		return nil, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
 	}
-	data, err := os.ReadFile(filepath.Join(s.vmDir(name), "vm.json"))
+	data, err := os.ReadFile(s.recordPath(name))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
 	}

@@ -42,6 +42,10 @@ type order struct {
 	Fork bool `json:"fork,omitempty"`
 }
 
+// ahead says whether a process that was made ahead is of use: a boot takes so long that
+// its start does not count.
+func (o order) ahead() bool { return o.Snapshot != "" || o.Fork }
+
 // args are the order as arguments of a process.
 func (o order) args(dir string) []string {
 	args := []string{"--state", dir, "--name", o.Name}
@@ -62,6 +66,9 @@ func standbyArgs(dir string, s Shape) []string {
 	return []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
 }
 
+// goMaxProcsEnv is read by the Go runtime.
+const goMaxProcsEnv = "GOMAXPROCS"
+
 // PrepareProcess makes the Go runtime of this process fit for a VM: GOMAXPROCS is 16 at
 // least, if the environment does not say. A vCPU in KVM_RUN, a device's worker that waits for its
 // queue and a page fault's handler in an ioctl are system calls to Go, which takes their
@@ -71,7 +78,7 @@ func standbyArgs(dir string, s Shape) []string {
 // themselves.
 func PrepareProcess() {
 	const procs = 16
-	if os.Getenv("GOMAXPROCS") == "" && runtime.GOMAXPROCS(0) < procs {
+	if os.Getenv(goMaxProcsEnv) == "" && runtime.GOMAXPROCS(0) < procs {
 		runtime.GOMAXPROCS(procs)
 	}
 }

@@ -129,7 +129,7 @@ func (a *app) root() *cobra.Command {
 		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
-		a.policyCommand(), a.netCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
+		a.policyCommand(), a.netCommand(), a.serveCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
 	)
 	usageArgs(root)
 	return root
@@ -197,7 +197,7 @@ func (a *app) launcher() (sandbox.Launcher, error) {
 	if _, err := os.Stat(agent); err != nil {
 		return sandbox.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
 	}
-	return sandbox.Launcher{Command: []string{self, "vmm"}, Agent: agent}, nil
+	return sandbox.Launcher{Command: []string{self, "vmm"}, Agent: agent, Supervised: true}, nil
 }
 
 func isTerminal(w any) bool {

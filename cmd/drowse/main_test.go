@@ -46,6 +46,8 @@ func TestWrongCommandLines(t *testing.T) {
 		{"image rm nothing", exitFailed, "no such image"},
 		{"cp a b", exitUsage, "exactly one"},
 		{"inspect nobody", exitFailed, "nobody"},
+		{"serve extra", exitUsage, "drowse serve --help"},
+		{"serve --pool 0", exitUsage, "use 1 to 256"},
 		{"exec nobody -- true", exitExec, "nobody"},
 		{"port-forward x", exitUsage, "drowse port-forward --help"},
 		{"port-forward x 8080", exitUsage, "[BIND:]PORT:[HOST:]PORT"},
