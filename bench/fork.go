@@ -106,7 +106,7 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 			return nil, err
 		}
 	}
-	params := map[string]any{"memory_mib": mib, "used_mib": used, "count": o.Count, "busy": o.Busy, "vcpus": sandbox.DefaultVCPUs}
+	params := map[string]any{"memory_mib": mib, paramUsed: used, "count": o.Count, "busy": o.Busy, "vcpus": sandbox.DefaultVCPUs}
 	return []Row{pause.row("fork_pause", params), ready.row("fork_ready", params)}, nil
 }
 

@@ -17,6 +17,9 @@ var Peers = []string{"qemu", "firecracker"}
 // depends on. The field state_mib of rows says how much each has.
 const DefaultPeerUsedMiB = 32
 
+// paramUsed is the parameter of rows that says how much memory a program in the guest has in use, in MiB.
+const paramUsed = "used_mib"
+
 // peer is a guest of another monitor, saved to a file.
 type peer interface {
 	// params say what was measured, besides the name of the peer.
@@ -105,7 +108,11 @@ func (b *beside) rows(name string) []Row {
 		return []Row{{Name: name, Params: params, Unit: "ms", Skipped: b.why}}
 	}
 	ratio := func(s *series, process string) Row {
-		return s.ratioRow(name+"_ratio", map[string]any{"peer": b.name, "memory_mib": b.mib, "peer_process": process})
+		p := map[string]any{"peer": b.name, "memory_mib": b.mib, "peer_process": process}
+		if used, ok := b.peer.params()[paramUsed]; ok {
+			p[paramUsed] = used
+		}
+		return s.ratioRow(name+"_ratio", p)
 	}
 	rows := []Row{ratio(b.whole, "counted"), ratio(b.bare, "not counted")}
 	maps.Copy(params, b.peer.params())

@@ -126,7 +126,7 @@ func (q *qemu) close() error { return os.RemoveAll(q.dir) }
 func (q *qemu) params() map[string]any {
 	return map[string]any{
 		"peer_version": q.version, "peer_machine": qemuMachine, "peer_cpu": q.cpu, "vcpus": sandbox.DefaultVCPUs,
-		"guest": "initramfs", "used_mib": q.usedMiB, "cache": "warm",
+		"guest": "initramfs", paramUsed: q.usedMiB, "cache": "warm",
 	}
 }
 

@@ -69,9 +69,9 @@ type resumes struct {
 	params    map[string]any // besides those that all have
 	then      then
 	// peers are measured in turn with the VMs, each with a guest that has so many MiB in
-	// use.
+	// use, by the size of its RAM.
 	peers       []string
-	peerUsedMiB int
+	peerUsedMiB func(mib int) int
 	// caches are the states of the page cache to measure in turn, out of Caches; none is
 	// warm alone.
 	caches []string
@@ -116,7 +116,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	}()
 	for i, mib := range r.sizes {
 		for _, name := range r.peers {
-			b, err := e.preparePeer(ctx, name, mib, r.peerUsedMiB)
+			b, err := e.preparePeer(ctx, name, mib, r.peerUsedMiB(mib))
 			peers[i] = append(peers[i], b)
 			if err != nil {
 				return nil, err

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"strconv"
 	"strings"
 	"time"
 
@@ -26,6 +27,9 @@ type ResumeReadyOptions struct {
 	Peers []string
 	// PeerUsedMiB is how much memory a process in a peer's guest has in use.
 	PeerUsedMiB int
+	// UsedPercent is the part of RAM that a program has in use, in drowse's guest and in those of peers alike, besides
+	// what they need without it; a quarter of each page is random.
+	UsedPercent int
 	// Caches are the states of the page cache to measure in turn, out of the list Caches;
 	// none is warm alone. Peers are measured once in each turn, with theirs warm, and
 	// compared with the first of these.
@@ -37,8 +41,12 @@ type ResumeReadyOptions struct {
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
 // made what it lives with.
 const busy = `
-import time
+import random, sys, time
 numbers = list(range(1000000))
+PAGE = 4096
+memory = bytearray(int(sys.argv[1]) << 20)
+for at in range(0, len(memory), PAGE):
+    memory[at:at + PAGE // 4] = random.randbytes(PAGE // 4)
 open('` + busyFile + `', 'w').close()
 while True:
     numbers[0] += 1
@@ -52,13 +60,16 @@ const busyWait = 15 * time.Minute
 
 // startBusy starts busy in a guest, and returns when it is at work: a snapshot is to have
 // a live interpreter, not one that is being loaded.
-func (e Env) startBusy(ctx context.Context, name string) error {
-	return e.startLive(ctx, name, "busy.py", busy)
+func (e Env) startBusy(ctx context.Context, name string) error { return e.startUsing(ctx, name, 0) }
+
+// startUsing is startBusy with so much memory in use.
+func (e Env) startUsing(ctx context.Context, name string, mib int) error {
+	return e.startLive(ctx, name, "busy.py", busy, strconv.Itoa(mib))
 }
 
 // startLive starts a program that makes busyFile when it is at work, and waits for that.
-func (e Env) startLive(ctx context.Context, name, file, program string) error {
-	if err := e.startProgram(ctx, name, file, program); err != nil {
+func (e Env) startLive(ctx context.Context, name, file, program string, args ...string) error {
+	if err := e.startProgram(ctx, name, file, program, args...); err != nil {
 		return err
 	}
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
@@ -93,17 +104,21 @@ func (e Env) startLive(ctx context.Context, name, file, program string) error {
 // that of drowse's run before, once as measured and once without the start of its process,
 // since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches, pools: o.Pools}
-	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
+	used := func(mib int) int { return mib * o.UsedPercent / 100 }
+	r := resumes{
+		name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth},
+		peers: o.Peers, peerUsedMiB: func(mib int) int { return o.PeerUsedMiB + used(mib) }, caches: o.Caches, pools: o.Pools,
+	}
+	if o.UsedPercent > 0 {
+		r.params["used_percent"] = o.UsedPercent
+	}
+	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) {
+		return e.sleeperWith(ctx, mib, o.Depth, func(ctx context.Context, name string) error { return e.startUsing(ctx, name, used(mib)) })
+	})
 }
 
-// sleeperAt boots a VM, starts a program in it, and puts it to sleep and wakes it as often
+// sleeperWith boots a VM, starts a program in it, and puts it to sleep and wakes it as often
 // as is said, and to sleep once more.
-func (e Env) sleeperAt(ctx context.Context, mib, depth int) (*sleeper, error) {
-	return e.sleeperWith(ctx, mib, depth, e.startBusy)
-}
-
-// sleeperWith is sleeperAt for other programs.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
 	name := vmName(mib)
 	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
@@ -126,7 +141,7 @@ func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx con
 }
 
 // startProgram starts a python3 program in a guest.
-func (e Env) startProgram(ctx context.Context, name, file, program string) error {
+func (e Env) startProgram(ctx context.Context, name, file, program string, args ...string) error {
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
 	if err != nil {
 		return err
@@ -136,7 +151,7 @@ func (e Env) startProgram(ctx context.Context, name, file, program string) error
 	if err := c.WriteFile(ctx, path, strings.NewReader(program), guest.WriteOptions{}); err != nil {
 		return err
 	}
-	p, err := c.Start(ctx, guest.Cmd{Argv: []string{"python3", "-S", "-E", path}, Detach: true})
+	p, err := c.Start(ctx, guest.Cmd{Argv: append([]string{"python3", "-S", "-E", path}, args...), Detach: true})
 	if err != nil {
 		return err
 	}

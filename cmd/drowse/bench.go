@@ -190,6 +190,9 @@ func (m *benches) ready() *cobra.Command {
 		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
 			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
 		}
+		if o.UsedPercent < 0 || o.UsedPercent > 50 {
+			return nil, usageError{errors.New("--used-percent must be 0 to 50")}
+		}
 		var err error
 		if o.Pools, err = pools(pool); err != nil {
 			return nil, err
@@ -204,6 +207,7 @@ func (m *benches) ready() *cobra.Command {
 	f.StringSliceVar(&o.Caches, "cache", bench.Caches, "states of the page cache: warm, cold, or both")
 	f.StringSliceVar(&pool, "pool", []string{poolNo}, poolHelp)
 	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
+	f.IntVar(&o.UsedPercent, "used-percent", 0, "part of RAM that a program has in use, in all guests, besides what they need without it")
 	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd
 }
