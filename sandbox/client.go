@@ -321,6 +321,8 @@ type RestoreChanges struct {
 	Name string
 	// Policy is the clone's network policy; nil is that of the snapshot.
 	Policy *netpolicy.Policy
+	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
+	Idle *IdleSpec
 }
 
 // RestoreWith is Restore with changes.
@@ -335,6 +337,12 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 	}
 	if err := r.Spec.usePolicy(c.Policy); err != nil {
 		return Report{}, err
+	}
+	if c.Idle != nil {
+		if err := c.Idle.check(); err != nil {
+			return Report{}, err
+		}
+		r.Spec.Idle = *c.Idle
 	}
 	return s.launchNew(ctx, l, r, id)
 }

@@ -726,6 +726,7 @@ const (
 	failFork          // no child can be started
 	failCancel        // it is called off when all has been frozen
 	failExists        // there is a snapshot of that name
+	failStill         // somebody objects when the guest stands still
 	failKinds
 )
 
@@ -774,6 +775,9 @@ func (m *testMachine) capture() (i *instant, child *testMachine) {
 			writing = true
 			go func() { writer <- m.writeUntil(stop, rand.New(rand.NewPCG(deviceSeed, 5))) }()
 		},
+	}
+	if fail == failStill {
+		o.Still = func() error { return errMeant }
 	}
 	if fork {
 		o.Fork = func(image *os.File, _ *Capture) error {

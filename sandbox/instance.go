@@ -110,6 +110,7 @@ type Instance struct {
 	balloon     *balloon.Device
 	net         *virtionet.Device // nil without a network, as network is
 	network     *network
+	vsock       *vsock.Device
 
 	started time.Time
 	ready   time.Duration
@@ -177,6 +178,7 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 		return err
 	}
 	in.closers = append(in.closers, vs)
+	in.vsock = vs
 	add(deviceVsock, vs)
 	add(deviceRNG, rng.New(rng.Options{}))
 	in.balloon = balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)})
@@ -564,6 +566,8 @@ type CaptureOptions struct {
 	// Resumed, if not nil, is called when a live capture lets the guest run on. It
 	// must not block.
 	Resumed func()
+	// Still, if not nil, is called when the guest stands still, before anything is changed. If it fails, so does Capture.
+	Still func() error
 	// Fork, if not nil, is given a sealed image of RAM, with what RestoreFork needs
 	// besides, as soon as there is one and before the snapshot is written. It may be
 	// used until Capture returns, and longer through a copy of its descriptor. If
@@ -641,6 +645,11 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 			err = errors.Join(err, resume())
 		}
 	}()
+	if o.Still != nil {
+		if err := o.Still(); err != nil {
+			return nil, err
+		}
+	}
 	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack()}
 	states, err := in.machine.Export()
 	if err != nil {

@@ -517,6 +517,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	sub("stats tell what the guest and the host count", func(t *testing.T, e *guesttest.Env) {
 		statsOfAGuest(t, e, "access")
 	})
+	sub("a VM that nobody uses goes to sleep by itself", func(t *testing.T, e *guesttest.Env) { idleVM(t, e, snap, said) })
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
 		records, err := e.Store.List()
 		if err != nil {

@@ -146,6 +146,8 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Fatal(err)
 	}
 
+	publishedPortWakes(t, e, "net")
+
 	r, err := e.Store.Get("net")
 	if err != nil {
 		t.Fatal(err)

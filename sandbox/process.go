@@ -53,6 +53,10 @@ type process struct {
 	endOnce sync.Once
 
 	// lasting ends with the process, which waits for what goes on in the background.
+	// holders keep it awake, and falling says that it is being put to sleep.
+	holders holdSet
+	falling atomic.Bool
+
 	lasting    context.Context
 	background sync.WaitGroup
 	shortening atomic.Bool
@@ -145,6 +149,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		if err := o.Shells.Close(); err != nil {
 			p.log.Warn("closing what was made ahead and is not needed", "error", err)
 		}
+	}
+	if p.r.Spec.Idle.SleepSeconds > 0 {
+		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
 	// A VM that has come back is left alone unless it is urgent.
 	if len(p.r.Disk.Layers) > 2*maxStack {
@@ -360,11 +367,13 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	return c, res, nil
 }
 
-// sleep writes the VM to a snapshot and ends the process. When anything fails, the
-// VM runs on.
-func (p *process) sleep(ctx context.Context, policy HookPolicy) (SleepResult, error) {
+// sleep writes the VM to a snapshot and ends the process. When anything fails, still included, the
+// VM runs on. still, if not nil, is called when the guest stands still.
+func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() error) (SleepResult, error) {
 	p.op.Lock()
 	defer p.op.Unlock()
+	p.falling.Store(true)
+	defer p.falling.Store(false)
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
@@ -374,7 +383,10 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy) (SleepResult, er
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	hooked := time.Since(begin)
-	c, res, err := p.capture(ctx, kindSleep, "")
+	if still == nil {
+		p.holders.dismiss(dismissTime)
+	}
+	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = still })
 	res.Hooks = hooks.failures
 	if err != nil {
 		hooks.after(ctx)
@@ -475,12 +487,11 @@ func (p *process) listen() (*http.Server, error) {
 	handle := func(pattern string, f func(*http.Request) (any, error), after func()) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
 			v, err := f(req)
-			w.Header().Set("Content-Type", "application/json")
 			if err != nil {
-				w.WriteHeader(http.StatusInternalServerError)
-				_ = json.NewEncoder(w).Encode(reportError(err))
+				writeError(w, err)
 				return
 			}
+			w.Header().Set("Content-Type", "application/json")
 			_ = json.NewEncoder(w).Encode(v)
 			if after != nil {
 				_ = http.NewResponseController(w).Flush()
@@ -495,7 +506,7 @@ func (p *process) listen() (*http.Server, error) {
 		if err := policy.check(); err != nil {
 			return nil, err
 		}
-		return p.sleep(context.WithoutCancel(r.Context()), policy)
+		return p.sleep(context.WithoutCancel(r.Context()), policy, nil)
 	}, p.end)
 	handle("POST /snapshot", func(r *http.Request) (any, error) {
 		q := r.URL.Query()
@@ -509,6 +520,7 @@ func (p *process) listen() (*http.Server, error) {
 		return p.snapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
 	}, nil)
 	mux.HandleFunc("POST /fork", p.serveFork)
+	mux.HandleFunc("GET /hold", p.serveHold)
 	p.handlePolicy(mux, handle)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)
@@ -521,6 +533,13 @@ func (p *process) listen() (*http.Server, error) {
 		}
 	}()
 	return srv, nil
+}
+
+// writeError answers a request with what is wrong.
+func writeError(w http.ResponseWriter, err error) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusInternalServerError)
+	_ = json.NewEncoder(w).Encode(reportError(err))
 }
 
 // listenUnix binds a Unix socket that only its owner may use.

@@ -46,6 +46,8 @@ type Spec struct {
 	NoACPI bool `json:"no_acpi,omitempty"`
 	// Hooks says how hooks in the guest are run. Default: they are required.
 	Hooks HookSpec `json:"hooks,omitzero"`
+	// Idle says when the VM goes to sleep by itself. Default: never.
+	Idle IdleSpec `json:"idle,omitzero"`
 	// Volumes are disks of the store's that the VM finds mounted.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
 }
@@ -133,6 +135,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := s.Hooks.check(); err != nil {
+		return s, err
+	}
+	if err := s.Idle.check(); err != nil {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {

@@ -325,6 +325,22 @@ func (s *Store) List() ([]*Record, error) {
 	return out, errors.Join(errs...)
 }
 
+// Stamps say of each VM when its record was last written, at little cost: whoever follows what becomes of VMs need
+// read only the records that have changed.
+func (s *Store) Stamps() (map[string]time.Time, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	out := make(map[string]time.Time, len(entries))
+	for _, e := range entries {
+		if st, err := os.Stat(s.recordPath(e.Name())); err == nil {
+			out[e.Name()] = st.ModTime()
+		}
+	}
+	return out, nil
+}
+
 // fileLock is an exclusive flock(2), which the kernel drops when its holder dies.
 type fileLock struct{ f *os.File }
 

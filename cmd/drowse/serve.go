@@ -1,25 +1,30 @@
 package main
 
 import (
-	"errors"
+	"fmt"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
 // defaultPool is how many processes "drowse serve" keeps ready.
 const defaultPool = 2
 
 func (a *app) serveCommand() *cobra.Command {
-	var processes int
+	var processes, conns int
 	cmd := &cobra.Command{
-		Use: "serve", Short: "Keep processes ready for VMs that wake, until interrupted", Args: cobra.NoArgs,
+		Use: "serve", Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
 		Long: `Keep processes ready in which VMs wake, with what KVM has of a VM, so that a wake, a
 restore or a fork need not start one. They are made for VMs of the sizes that were
 started last. Commands with the same --state find them, and do without when there are none.
 
-VMs do not depend on it: when it ends, they run on, and only what nobody has taken ends.`,
+Listen at the addresses where policies publish TCP ports of VMs ("publish", see "drowse
+policy"). A connection wakes a VM that sleeps, waits until it is there, and keeps it awake.
+
+VMs do not depend on it: when it ends, they run on, but connections that it carries end.
+It goes on until it is interrupted.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -29,15 +34,14 @@ VMs do not depend on it: when it ends, they run on, and only what nobody has tak
 			if err != nil {
 				return err
 			}
-			p, err := s.NewPool(l, sandbox.PoolOptions{Processes: processes, Follow: true, Log: a.log})
-			if err != nil {
-				return err
+			if processes < 0 || processes > sandbox.MaxPool {
+				return usageError{fmt.Errorf("a pool of %d processes: use 0 to %d", processes, sandbox.MaxPool)}
 			}
 			a.log.Info("serving", "state", s.Dir(), "pool", processes)
-			err = p.Serve(cmd.Context())
-			return errors.Join(err, p.Close())
+			return supervisor.Run(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log})
 		},
 	}
-	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory")
+	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
+	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections that are carried at once for one port")
 	return cmd
 }

@@ -273,19 +273,28 @@ func (a *app) snapshotImportCommand() *cobra.Command {
 }
 
 func (a *app) restoreCommand() *cobra.Command {
-	var name, policy string
-	cmd := a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
+	var (
+		name, policy string
+		idle         sandbox.IdleSpec
+		cmd          *cobra.Command
+	)
+	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, id string) (sandbox.Report, error) {
 			p, err := policyFrom(policy)
 			if err != nil {
 				return sandbox.Report{}, err
 			}
-			return s.RestoreWith(ctx, l, id, sandbox.RestoreChanges{Name: name, Policy: p})
+			c := sandbox.RestoreChanges{Name: name, Policy: p}
+			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
+				c.Idle = &idle
+			}
+			return s.RestoreWith(ctx, l, id, c)
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil
 	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: a random one)")
 	policyFlag(cmd, &policy, "that of the snapshot")
+	idleFlags(cmd, &idle, "as for the VM of the snapshot")
 	return cmd
 }
 

@@ -32,7 +32,7 @@ func (a *app) runCommand() *cobra.Command {
 when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks,
+memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks, idle,
 volumes; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
@@ -91,6 +91,7 @@ is denied, both ways.`,
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
 	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	idleFlags(cmd, &spec.Idle, "never")
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
@@ -133,6 +134,8 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
 			{"hooks-timeout", func() { spec.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
+			{"sleep-after", func() { spec.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
+			{"idle-cpu", func() { spec.Idle.CPUPercent = flags.Idle.CPUPercent }},
 			{"volume", func() { spec.Volumes = flags.Volumes }},
 			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
 		} {

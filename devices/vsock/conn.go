@@ -62,6 +62,7 @@ type conn struct {
 	fd    int   // -1 after the host's end was closed
 	state connState
 	key   key
+	own   bool // the host's end is this process's
 
 	say    uint8
 	queued bool  // in the engine's queue towards the guest

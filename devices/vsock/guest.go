@@ -129,7 +129,7 @@ func (e *engine) request(k key, h *header) {
 		e.sendReset(k, typeStream)
 		return
 	}
-	c := e.newConn(fd, stateOpen)
+	c := e.newConn(fd, stateOpen, false)
 	if c == nil {
 		e.stats.refused.Add(1)
 		e.sendReset(k, typeStream)

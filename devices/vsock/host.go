@@ -44,7 +44,7 @@ func (e *engine) accept() {
 			e.acceptAfter = e.now + int64(acceptPause)
 			return
 		}
-		c := e.newConn(fd, stateHandshake)
+		c := e.newConn(fd, stateHandshake, own(fd))
 		if c == nil {
 			e.stats.refused.Add(1)
 			continue
@@ -53,9 +53,15 @@ func (e *engine) accept() {
 	}
 }
 
+// own says whether this very process is at the other end (unix(7), SO_PEERCRED).
+func own(fd int) bool {
+	cred, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
+	return err == nil && int(cred.Pid) == unix.Getpid()
+}
+
 // newConn makes a connection around fd, which it owns from then on; nil when
-// there are too many.
-func (e *engine) newConn(fd int, s connState) *conn {
+// there are too many. It counts as a use unless this process has made it.
+func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	if e.open >= MaxConnections {
 		unix.Close(fd)
 		return nil
@@ -69,7 +75,7 @@ func (e *engine) newConn(fd int, s connState) *conn {
 		e.slots = append(e.slots, nil)
 	}
 	e.generation++
-	c := &conn{slot: slot, gen: e.generation, fd: fd, state: s, burst: 1}
+	c := &conn{slot: slot, gen: e.generation, fd: fd, state: s, burst: 1, own: own}
 	if err := e.loop.Watch(fd, watched, slot, c.gen); err != nil {
 		unix.Close(fd)
 		e.freeSlots = append(e.freeSlots, slot)
@@ -77,6 +83,10 @@ func (e *engine) newConn(fd int, s connState) *conn {
 	}
 	e.slots[slot] = c
 	e.open++
+	if !own {
+		e.stats.open.Add(1)
+		e.stats.uses.Add(1)
+	}
 	return c
 }
 
@@ -151,6 +161,9 @@ func (e *engine) drop(c *conn) {
 	e.slots[c.slot] = nil
 	e.freeSlots = append(e.freeSlots, c.slot)
 	e.open--
+	if !c.own {
+		e.stats.open.Add(^uint64(0))
+	}
 	if c.alloc == largeBuffer {
 		e.large--
 	}

@@ -24,6 +24,9 @@ type Stats struct {
 	// ShortBuffers counts receive buffers of the guest that cannot hold a
 	// packet.
 	ShortBuffers uint64
+	// Open is how many host clients are connected and connections of the guest's to the host are open, and Uses
+	// how many there ever were, those of this process left out: what others do with the guest.
+	Open, Uses uint64
 	// Buffered is how many bytes of the guest wait for host clients that do
 	// not read.
 	Buffered uint64
@@ -35,6 +38,7 @@ type counters struct {
 	packetsFromGuest, bytesFromGuest atomic.Uint64
 	violations, ignored              atomic.Uint64
 	droppedResets, shortBuffers      atomic.Uint64
+	open, uses                       atomic.Uint64
 	buffered                         atomic.Uint64
 }
 
@@ -52,6 +56,8 @@ func (d *Device) Stats() Stats {
 		Ignored:          c.ignored.Load(),
 		DroppedResets:    c.droppedResets.Load(),
 		ShortBuffers:     c.shortBuffers.Load(),
+		Open:             c.open.Load(),
+		Uses:             c.uses.Load(),
 		Buffered:         c.buffered.Load(),
 	}
 }

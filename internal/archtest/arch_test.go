@@ -35,6 +35,7 @@ var rules = []rule{
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
+	{"sandbox/supervisor", []string{"sandbox", "netpolicy"}},
 	// netpolicy/resolver and netpolicy/hostnet: a VM's process serves its names, and takes
 	// its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},

@@ -1,0 +1,42 @@
+package main
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// idleFlags add the flags that say when a VM goes to sleep by itself. def is what holds without them.
+func idleFlags(cmd *cobra.Command, idle *sandbox.IdleSpec, def string) {
+	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "put it to sleep when nobody has used it for so long, as 15s or 10m; 0 is never (default "+def+")")
+	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which it counts as unused (default %d)", sandbox.DefaultIdleCPUPercent))
+}
+
+// wholeSeconds is a flag: a duration of whole seconds.
+type wholeSeconds int
+
+func (w *wholeSeconds) String() string {
+	if *w == 0 {
+		return ""
+	}
+	return (time.Duration(*w) * time.Second).String()
+}
+
+// Set parses a duration.
+func (w *wholeSeconds) Set(s string) error {
+	d, err := time.ParseDuration(s)
+	if err != nil {
+		return fmt.Errorf("%q is no duration: use one as 15s or 10m", s)
+	}
+	if d%time.Second != 0 {
+		return fmt.Errorf("%q: use whole seconds", s)
+	}
+	*w = wholeSeconds(d / time.Second)
+	return nil
+}
+
+// Type is what the help calls it.
+func (*wholeSeconds) Type() string { return "duration" }

@@ -1,0 +1,197 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// IdleSpec says when a VM that nobody uses goes to sleep by itself. It is used while
+//
+//   - a command, a session, a copy or a forwarded connection has a connection to it, or the guest has one to a
+//     program of the host's, through vsock; or somebody holds it ([Store.Hold]);
+//   - a packet passes on its network, either way; those that its policy denies do not count;
+//   - its processors work: see CPUPercent;
+//   - a snapshot or a fork of it is being made.
+//
+// What a guest merely waits for is no use: a program that sleeps for an hour goes on sleeping when the VM is woken.
+// A hook in the guest before the sleep can refuse it (ErrHooks); it is asked again after as long as before. A VM
+// that sleeps is woken by the next command.
+type IdleSpec struct {
+	// SleepSeconds is how long nobody must have used it: 1 to MaxIdleSeconds; 0 is for ever.
+	SleepSeconds int `json:"sleep_seconds,omitempty"`
+	// CPUPercent is how much of one CPU the VM's process uses at most, that of its vCPUs included, while
+	// the guest does nothing: 1 to 100. Default: 10.
+	CPUPercent int `json:"cpu_percent,omitempty"`
+}
+
+// Default and limit of an IdleSpec.
+const (
+	DefaultIdleCPUPercent = 10
+	MaxIdleSeconds        = 30 * 24 * 60 * 60
+)
+
+func (i IdleSpec) check() error {
+	if i.SleepSeconds < 0 || i.SleepSeconds > MaxIdleSeconds {
+		return fmt.Errorf("%w: sleep after %d s: use 1 to %d, or 0 for never", ErrSpec, i.SleepSeconds, MaxIdleSeconds)
+	}
+	if i.CPUPercent < 0 || i.CPUPercent > 100 {
+		return fmt.Errorf("%w: idle below %d%% of a CPU: use 1 to 100", ErrSpec, i.CPUPercent)
+	}
+	return nil
+}
+
+// idleLooks is how often it is looked whether somebody uses the VM, in the time after which it
+// sleeps; and the bounds of the time between two.
+const (
+	idleLooks   = 10
+	idleSoonest = 100 * time.Millisecond
+	idleLatest  = 5 * time.Second
+)
+
+// uses is what is known of how a VM is used.
+type uses struct {
+	// open is how many connections there are, and made how many there ever were.
+	open, made uint64
+	// packet says that one has passed at some time, and quiet how long ago the last one has.
+	packet bool
+	quiet  time.Duration
+	// cpu is processor time of its process.
+	cpu time.Duration
+	// busy says that something is being done with the VM as a whole.
+	busy bool
+}
+
+// idleWatch finds out for how long nobody has used a VM.
+type idleWatch struct {
+	percent int
+	every   time.Duration
+	since   time.Time // nobody has used it
+	looked  time.Time
+	last    uses
+}
+
+func newIdleWatch(s IdleSpec, now time.Time, u uses) *idleWatch {
+	w := &idleWatch{percent: s.CPUPercent, since: now, looked: now, last: u}
+	if w.percent == 0 {
+		w.percent = DefaultIdleCPUPercent
+	}
+	w.every = min(max(s.after()/idleLooks, idleSoonest), idleLatest)
+	return w
+}
+
+func (i IdleSpec) after() time.Duration { return time.Duration(i.SleepSeconds) * time.Second }
+
+// look takes what is known now, and says for how long nobody has used the VM.
+func (w *idleWatch) look(now time.Time, u uses) time.Duration {
+	passed := now.Sub(w.looked)
+	switch {
+	case u.busy, u.open > 0, u.made != w.last.made:
+		w.since = now
+	case u.packet && (!w.last.packet || u.quiet <= passed):
+		w.since = now
+	case (u.cpu-w.last.cpu)*100 > passed*time.Duration(w.percent):
+		w.since = now
+	case passed > 3*w.every:
+		// This process did not run, so it does not know.
+		w.since = now
+	}
+	w.looked, w.last = now, u
+	return now.Sub(w.since)
+}
+
+// errUsed says that somebody uses a VM that was about to sleep.
+var errUsed = errors.New("somebody has just begun to use it")
+
+// sleepWhenIdle puts the VM to sleep when nobody has used it for as long as its Spec says.
+func (p *process) sleepWhenIdle(ctx context.Context) {
+	spec := p.r.Spec.Idle
+	w := newIdleWatch(spec, time.Now(), p.uses())
+	tick := time.NewTicker(w.every)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-p.in.Machine().Done():
+			return
+		case <-tick.C:
+		}
+		now := time.Now()
+		if w.look(now, p.uses()) < spec.after() {
+			continue
+		}
+		res, err := p.sleep(ctx, "", func() error { return p.stillUnused(w, now) })
+		switch {
+		case err == nil:
+			p.log.Info("gone to sleep, since nobody has used it", "for", spec.after(), "snapshot", res.Snapshot, "bytes", res.BytesStored)
+			p.end()
+			return
+		case errors.Is(err, ErrNotRunning):
+			return
+		case errors.Is(err, errUsed):
+		default:
+			p.log.Warn("it was to sleep, since nobody uses it, and is awake", "error", err, "again_after", spec.after())
+		}
+		w = newIdleWatch(spec, time.Now(), p.uses())
+	}
+}
+
+// stillUnused fails if anybody has begun to use the VM since it was last looked, with the guest
+// standing still: what comes from now on waits, and finds it asleep.
+func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
+	u := p.uses()
+	if u.open > 0 || u.made != w.last.made || u.packet && u.quiet <= time.Since(looked) {
+		return errUsed
+	}
+	return nil
+}
+
+// uses says how the VM is used. The one who is about to change it as a whole does not count.
+func (p *process) uses() uses {
+	st := p.in.vsock.Stats()
+	held, ever := p.holders.count()
+	u := uses{open: st.Open + held, made: st.Uses + ever}
+	if p.op.TryLock() {
+		p.op.Unlock()
+	} else {
+		u.busy = true
+	}
+	var ru unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &ru); err == nil {
+		u.cpu = time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
+	}
+	u.packet, u.quiet = p.in.network.lastPacket()
+	return u
+}
+
+// lastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that
+// has passed just now.
+func (n *network) lastPacket() (ever bool, ago time.Duration) {
+	if n == nil {
+		return false, 0
+	}
+	select {
+	case <-n.attached:
+	default:
+		return true, 0 // it is being set up
+	}
+	if n.link == nil {
+		return false, 0
+	}
+	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
+		use, err := n.link.Usage(d)
+		if err != nil {
+			return true, 0
+		}
+		if use.Idle >= 0 && (!ever || use.Idle < ago) {
+			ever, ago = true, use.Idle
+		}
+	}
+	return ever, ago
+}

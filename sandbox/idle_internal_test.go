@@ -1,0 +1,86 @@
+package sandbox
+
+import (
+	"errors"
+	"testing"
+	"time"
+)
+
+func TestIdleSpec_that_cannot_be_is_refused(t *testing.T) {
+	t.Parallel()
+	for name, s := range map[string]IdleSpec{
+		"negative time":       {SleepSeconds: -1},
+		"too long":            {SleepSeconds: MaxIdleSeconds + 1},
+		"negative processor":  {SleepSeconds: 1, CPUPercent: -1},
+		"more than a CPU has": {SleepSeconds: 1, CPUPercent: 101},
+	} {
+		if err := s.check(); !errors.Is(err, ErrSpec) {
+			t.Errorf("%s: got %v, want ErrSpec", name, err)
+		}
+	}
+	for _, s := range []IdleSpec{{}, {SleepSeconds: 1}, {SleepSeconds: MaxIdleSeconds, CPUPercent: 100}} {
+		if err := s.check(); err != nil {
+			t.Errorf("%+v: %v", s, err)
+		}
+	}
+}
+
+func TestIdleWatch(t *testing.T) {
+	t.Parallel()
+	const second = time.Second
+	// Each step is a second after the one before; uses add up as said.
+	type step struct {
+		u    uses
+		late time.Duration // more than a second
+		want time.Duration
+	}
+	for name, tc := range map[string]struct {
+		spec  IdleSpec
+		steps []step
+	}{
+		"nothing happens": {steps: []step{{want: second}, {want: 2 * second}, {want: 3 * second}}},
+		"a connection is open": {steps: []step{
+			{want: second}, {u: uses{open: 1, made: 1}}, {u: uses{open: 1, made: 1}}, {u: uses{made: 1}, want: second},
+		}},
+		"a connection came and went in between": {steps: []step{{want: second}, {u: uses{made: 1}}, {u: uses{made: 1}, want: second}}},
+		"a packet passes": {steps: []step{
+			{want: second}, {u: uses{packet: true, quiet: second / 2}},
+			{u: uses{packet: true, quiet: 3 * second / 2}, want: second}, {u: uses{packet: true, quiet: second}},
+		}},
+		"the only packet is old": {steps: []step{{u: uses{packet: true, quiet: 10 * second}}, {u: uses{packet: true, quiet: 11 * second}, want: second}}},
+		"it computes": {steps: []step{
+			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + second/5}}, {u: uses{cpu: second/20 + second/5}, want: second},
+		}},
+		"it computes no more than it may": {spec: IdleSpec{CPUPercent: 30}, steps: []step{
+			{u: uses{cpu: 3 * second / 10}, want: second}, {u: uses{cpu: 6 * second / 10}, want: 2 * second}, {u: uses{cpu: 91 * second / 100}},
+		}},
+		"a snapshot is made":         {steps: []step{{want: second}, {u: uses{busy: true}}, {want: second}}},
+		"nobody has looked for long": {steps: []step{{want: second}, {late: 5 * second}, {want: second}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			now := time.Unix(1000, 0)
+			spec := tc.spec
+			spec.SleepSeconds = 10
+			w := newIdleWatch(spec, now, uses{})
+			if w.every != second {
+				t.Fatalf("it looks each %v, and the steps are seconds", w.every)
+			}
+			for i, s := range tc.steps {
+				now = now.Add(second + s.late)
+				if got := w.look(now, s.u); got != s.want {
+					t.Errorf("step %d: unused for %v, want %v", i, got, s.want)
+				}
+			}
+		})
+	}
+}
+
+func TestIdleWatch_looks_neither_too_often_nor_too_seldom(t *testing.T) {
+	t.Parallel()
+	for seconds, want := range map[int]time.Duration{1: 100 * time.Millisecond, 15: 1500 * time.Millisecond, 3600: 5 * time.Second} {
+		if w := newIdleWatch(IdleSpec{SleepSeconds: seconds}, time.Now(), uses{}); w.every != want {
+			t.Errorf("for a sleep after %d s: each %v, want %v", seconds, w.every, want)
+		}
+	}
+}

@@ -1,0 +1,70 @@
+package sandbox_test
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
+func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
+	const seconds = 2
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "i", Idle: &sandbox.IdleSpec{SleepSeconds: seconds}}); err != nil {
+		t.Fatal(err)
+	}
+	// use is what a command does: a VM that sleeps is woken first.
+	use := func() *guest.Client {
+		t.Helper()
+		for {
+			e.Wake("i")
+			c, err := e.Store.Agent(t.Context(), "i")
+			if err == nil {
+				return c
+			}
+			if !errors.Is(err, sandbox.ErrNotRunning) {
+				t.Fatal(err)
+			}
+		}
+	}
+	staysAwake := func(why string) {
+		t.Helper()
+		time.Sleep(3 * seconds * time.Second)
+		if r, err := e.Store.Get("i"); err != nil || r.Phase != sandbox.Running {
+			t.Errorf("%s, and it is %v (%v)", why, r.Phase, err)
+		}
+	}
+	c := use()
+	staysAwake("a connection to its agent is open")
+	if _, err := c.Exec(t.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", "while :; do :; done >/dev/null 2>&1 & echo $! > /root/busy"}}); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	staysAwake("it computes")
+	c = use()
+	if _, err := c.Exec(t.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", "kill $(cat /root/busy)"}}); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	r := e.WaitPhase("i", sandbox.Asleep, 5*time.Minute)
+	if r.PID != 0 || r.Snapshot == snap {
+		t.Errorf("it sleeps with process %d and snapshot %s", r.PID, r.Snapshot)
+	}
+	use().Close()
+	r = e.WaitPhase("i", sandbox.Asleep, 5*time.Minute)
+	// A clone that does not fall asleep between two questions.
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &sandbox.IdleSpec{}}); err != nil {
+		t.Fatal(err)
+	}
+	if got := e.Sh("j", ask); got != said {
+		t.Errorf("the keeper says %q after a sleep of its own accord, want %q", got, said)
+	}
+	for _, name := range []string{"i", "j"} {
+		if err := e.Store.Remove(t.Context(), name, true); err != nil {
+			t.Error(err)
+		}
+	}
+}

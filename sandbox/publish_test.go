@@ -1,0 +1,164 @@
+package sandbox_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
+)
+
+// counter answers each line with how many it has had, and ends a connection when the other side does.
+const counter = `
+import socket
+s = socket.create_server(('', 8000), backlog=64)
+n = 0
+print('listens', flush=True)
+while True:
+    c, _ = s.accept()
+    try:
+        for _ in c.makefile('r'):
+            n += 1
+            c.sendall(b'%d\n' % n)
+    except OSError:
+        pass
+    c.close()
+`
+
+// publishedPortWakes has a supervisor carry connections to a VM that runs, and to one that sleeps.
+func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
+	free, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := free.Addr().String()
+	free.Close()
+	publish := fmt.Sprintf("publish: [{listen: %q, port: 8000, protocol: tcp}]\n", at)
+	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, publish)); err != nil {
+		t.Fatal(err)
+	}
+	agent := e.Agent(name)
+	if err := agent.WriteFile(t.Context(), "/root/counter.py", strings.NewReader(counter), guest.WriteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	e.Sh(name, "python3 -S -E /root/counter.py > /root/counter.log 2>&1 & until grep -q listens /root/counter.log; do sleep 1; done")
+
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- supervisor.Run(ctx, e.Store, e.Launcher, supervisor.Options{Pool: 1, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	}()
+	dial := func() net.Conn {
+		t.Helper()
+		for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+			c, err := net.Dial("tcp4", at)
+			if err == nil {
+				t.Cleanup(func() { c.Close() })
+				return c
+			}
+			if !errors.Is(err, syscall.ECONNREFUSED) || time.Now().After(end) {
+				t.Fatal(err)
+			}
+		}
+	}
+	ask := func(c net.Conn) string {
+		t.Helper()
+		if err := c.SetDeadline(time.Now().Add(2 * time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := fmt.Fprintln(c, "more"); err != nil {
+			t.Fatal(err)
+		}
+		line, err := bufio.NewReader(c).ReadString('\n')
+		if err != nil {
+			t.Fatalf("the answer of the guest: %v", err)
+		}
+		return strings.TrimSpace(line)
+	}
+	running := dial()
+	if got := ask(running); got != "1" {
+		t.Errorf("the guest says %q, want 1", got)
+	}
+	// What ends on one side ends on the other.
+	if err := running.(*net.TCPConn).CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if rest, err := io.ReadAll(running); err != nil || len(rest) != 0 {
+		t.Errorf("after the end there are %q, %v", rest, err)
+	}
+
+	e.Sleep(name)
+	woken := dial()
+	if got := ask(woken); got != "2" {
+		t.Errorf("the guest that was woken by a connection says %q, want 2", got)
+	}
+	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Running {
+		t.Errorf("after it has answered it is %v (%v)", r.Phase, err)
+	}
+
+	// A sleep that somebody asks for cuts a connection, which must not look as if it had come to its end.
+	e.Sleep(name)
+	if _, err := io.ReadAll(woken); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("a connection to a VM that was put to sleep ends with %v, want a reset", err)
+	}
+
+	// Several at once make one VM.
+	answers := make(chan string, 3)
+	for range cap(answers) {
+		c := dial()
+		go func() {
+			_ = c.SetDeadline(time.Now().Add(2 * time.Minute))
+			_, _ = fmt.Fprintln(c, "more")
+			line, err := bufio.NewReader(c).ReadString('\n')
+			c.Close()
+			answers <- strings.TrimSpace(line) + errorText(err)
+		}()
+	}
+	seen := map[string]bool{}
+	for range cap(answers) {
+		seen[<-answers] = true
+	}
+	if !seen["3"] || !seen["4"] || !seen["5"] {
+		t.Errorf("three connections at once got %v, want 3, 4 and 5", seen)
+	}
+
+	// A port that is not published any more is not listened for.
+	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, "rules: []\n")); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		c, err := net.Dial("tcp4", at)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			break
+		}
+		if err == nil {
+			c.Close()
+		}
+		if time.Now().After(end) {
+			t.Fatalf("a minute after its port was taken back: %v", err)
+		}
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Errorf("the supervisor: %v", err)
+	}
+}
+
+func errorText(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}

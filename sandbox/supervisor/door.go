@@ -1,0 +1,199 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// door listens for one published port.
+type door struct {
+	v        *supervisor
+	port     port
+	listener *net.TCPListener
+	room     chan struct{} // has as many elements as connections are carried
+	ctx      context.Context
+	cancel   context.CancelFunc
+
+	mu     sync.Mutex // guards what follows
+	said   time.Time  // when a failure was logged
+	unsaid int        // how many since then were not
+}
+
+const (
+	// wakeTries bounds how often a VM is woken for one connection that is put to sleep again in between.
+	wakeTries = 5
+	// wakeTime is how long a connection is held for a VM that wakes.
+	wakeTime = time.Minute
+	// dialTime is how long a guest may take to accept it.
+	dialTime = 30 * time.Second
+	// sayEvery is how often a failure is logged.
+	sayEvery = time.Second
+	// acceptPause is how long nothing is accepted after that has failed, for want of descriptors, say.
+	acceptPause = 100 * time.Millisecond
+)
+
+func (v *supervisor) openDoor(ctx context.Context, p port) (*door, error) {
+	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(p.listen))
+	if err != nil {
+		return nil, err
+	}
+	d := &door{v: v, port: p, listener: l, room: make(chan struct{}, v.o.MaxConns)}
+	d.ctx, d.cancel = context.WithCancel(ctx)
+	v.carried.Go(d.accept)
+	return d, nil
+}
+
+// close stops listening, and ends the connections that are carried.
+func (d *door) close() {
+	d.cancel()
+	d.listener.Close()
+}
+
+func (d *door) accept() {
+	for {
+		select {
+		case d.room <- struct{}{}:
+		case <-d.ctx.Done():
+			return
+		}
+		c, err := d.listener.AcceptTCP()
+		if err != nil {
+			<-d.room
+			if d.ctx.Err() != nil {
+				return
+			}
+			d.v.log.Warn("accepting a connection failed", "at", d.port.listen, "error", err)
+			select {
+			case <-time.After(acceptPause):
+			case <-d.ctx.Done():
+				return
+			}
+			continue
+		}
+		d.v.carried.Go(func() {
+			defer func() { <-d.room }()
+			if err := d.carry(c); err != nil && d.ctx.Err() == nil {
+				d.failed(c.RemoteAddr(), err)
+			}
+		})
+	}
+}
+
+// failed logs why a connection found no way, once a second at most: whoever connects does not write the log.
+func (d *door) failed(from net.Addr, err error) {
+	now := time.Now()
+	d.mu.Lock()
+	quiet := now.Sub(d.said) < sayEvery
+	unsaid := d.unsaid
+	if quiet {
+		d.unsaid++
+	} else {
+		d.said, d.unsaid = now, 0
+	}
+	d.mu.Unlock()
+	if !quiet {
+		d.v.log.Warn("a connection found no way to its VM", "vm", d.port.vm, "at", d.port.listen, "from", from, "error", err, "others_before", unsaid)
+	}
+}
+
+// carry brings a connection to the guest, waking it if it sleeps. An error says that it did not get there.
+func (d *door) carry(c *net.TCPConn) error {
+	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
+	defer cancel()
+	hold, addr, err := d.awake(ctx)
+	if err != nil {
+		reset(c)
+		return err
+	}
+	defer hold.Release()
+	dialer := net.Dialer{Timeout: dialTime}
+	g, err := dialer.DialContext(ctx, "tcp", netip.AddrPortFrom(addr, d.port.guest).String())
+	if err != nil {
+		reset(c)
+		return err
+	}
+	guest := g.(*net.TCPConn)
+	// When the VM sleeps or ends, or the door is closed, there is nobody at the other end.
+	ended := make(chan struct{})
+	var cut sync.WaitGroup
+	cut.Go(func() {
+		select {
+		case <-hold.Done():
+		case <-d.ctx.Done():
+		case <-ended:
+			return
+		}
+		reset(c)
+		reset(guest)
+	})
+	relay(c, guest)
+	close(ended)
+	cut.Wait()
+	return nil
+}
+
+// awake sees to it that the VM is awake and stays so until the hold is released.
+func (d *door) awake(ctx context.Context) (*sandbox.Hold, netip.Addr, error) {
+	name := d.port.vm
+	for range wakeTries {
+		hold, err := d.v.store.Hold(ctx, name)
+		if errors.Is(err, sandbox.ErrNotRunning) {
+			if _, err := d.v.store.Wake(ctx, d.v.launcher, name); err != nil {
+				return nil, netip.Addr{}, err
+			}
+			continue
+		}
+		if err != nil {
+			return nil, netip.Addr{}, err
+		}
+		info, err := d.v.store.Info(ctx, name)
+		switch {
+		case err != nil:
+		case info.Network == nil || !info.Network.Address.IsValid():
+			err = fmt.Errorf("VM %s has no network", name)
+		default:
+			return hold, info.Network.Address, nil
+		}
+		hold.Release()
+		if !errors.Is(err, sandbox.ErrNotRunning) {
+			return nil, netip.Addr{}, err
+		}
+	}
+	return nil, netip.Addr{}, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
+}
+
+// relay carries bytes both ways until both ends have ended, or one has failed; then the other one is told so.
+func relay(a, b *net.TCPConn) {
+	var both sync.WaitGroup
+	one := func(to, from *net.TCPConn) {
+		// Of TCP sockets this is splice(2): the bytes stay in the kernel.
+		if _, err := io.Copy(to, from); err != nil {
+			reset(to)
+			reset(from)
+			return
+		}
+		if err := to.CloseWrite(); err != nil {
+			reset(to)
+			reset(from)
+		}
+	}
+	both.Go(func() { one(a, b) })
+	both.Go(func() { one(b, a) })
+	both.Wait()
+	a.Close()
+	b.Close()
+}
+
+// reset ends a connection so that nobody takes it for one that has come to its end.
+func reset(c *net.TCPConn) {
+	_ = c.SetLinger(0)
+	_ = c.Close()
+}
