@@ -39,6 +39,9 @@ type Launcher struct {
 	Agent string
 	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
 	Pool *Pool
+	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
+	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
+	Secrets func(ctx context.Context, vm string, awaited []SecretFile) ([]Secret, error)
 }
 
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
@@ -257,6 +260,11 @@ func (s *Store) rewind(name string) error {
 		return err
 	}
 	r.Disk = snapshotDisk(m)
+	var then Record
+	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil {
+		// Those that its memory has.
+		r.Spec.Services = then.Spec.Services
+	}
 	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
 	return s.save(r)
 }
@@ -386,6 +394,14 @@ func (s *Store) launch(ctx context.Context, l Launcher, name, snapshotID string,
 // launchWith is launch for any order, with the files that belong to it after that for
 // the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, ord order, files ...*os.File) (rep Report, err error) {
+	if rep, err = s.launchOnly(ctx, l, ord, files...); err != nil {
+		return rep, err
+	}
+	return rep, s.handIn(ctx, l, ord.Name)
+}
+
+// launchOnly is launchWith without what the VM waits for then.
+func (s *Store) launchOnly(ctx context.Context, l Launcher, ord order, files ...*os.File) (rep Report, err error) {
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)

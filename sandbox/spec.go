@@ -48,6 +48,8 @@ type Spec struct {
 	Hooks HookSpec `json:"hooks,omitzero"`
 	// Volumes are disks of the store's that the VM finds mounted.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
+	// Services are programs that the VM's agent keeps running.
+	Services []ServiceSpec `json:"services,omitempty"`
 }
 
 // Values of Spec.Network.
@@ -136,6 +138,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {
+		return s, err
+	}
+	if err := checkServices(s.Services); err != nil {
 		return s, err
 	}
 	if err := vmm.CheckHostMemory(s.memory()); err != nil {
