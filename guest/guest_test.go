@@ -111,8 +111,9 @@ type vm struct {
 	machine *fakeMachine
 	ports   *ports
 	server  *agent.Server
-	hooks   string   // the directory of hooks; it does not exist yet
-	conns   sync.Map // of net.Conn, as the device's end
+	hooks   string      // the directory of hooks; it does not exist yet
+	events  chan string // lines about services
+	conns   sync.Map    // of net.Conn, as the device's end
 }
 
 // chanListener hands connections to the agent.
@@ -135,8 +136,9 @@ func (l *chanListener) Addr() net.Addr { return &net.UnixAddr{Name: "agent"} }
 
 func startVM(t *testing.T) *vm {
 	t.Helper()
-	v := &vm{path: filepath.Join(t.TempDir(), "vsock"), machine: &fakeMachine{power: make(chan bool, 1)}, ports: &ports{device: handover.New(nil)}, hooks: filepath.Join(t.TempDir(), "hooks")}
-	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, Ports: v.ports, HookDir: v.hooks})
+	v := &vm{path: filepath.Join(t.TempDir(), "vsock"), machine: &fakeMachine{power: make(chan bool, 1)}, ports: &ports{device: handover.New(nil)}, hooks: filepath.Join(t.TempDir(), "hooks"), events: make(chan string, 100)}
+	event := func(line string) error { v.events <- line; return nil }
+	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, Ports: v.ports, HookDir: v.hooks, ReportService: event})
 	if err != nil {
 		t.Fatal(err)
 	}

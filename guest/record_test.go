@@ -55,9 +55,10 @@ func only(t *testing.T, path string, seen *int) audit.Entry {
 // guest's commands and files but what is named here.
 func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
-		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen"},
-		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List"},
-		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "Close"},
+		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService"},
+		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services"},
+		"what a service has printed":   {"ServiceLog"},
+		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "ServeSecrets", "Close"},
 	}
 	class := map[string]string{}
 	for c, names := range classes {

@@ -42,6 +42,9 @@ type Launcher struct {
 	// Supervised takes such processes from another process that serves a pool for the store
 	// (Pool.Serve), if there is one and Pool is nil.
 	Supervised bool
+	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
+	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
+	Secrets func(ctx context.Context, vm string, awaited []SecretFile) ([]Secret, error)
 }
 
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
@@ -260,6 +263,11 @@ func (s *Store) rewind(name string) error {
 		return err
 	}
 	r.Disk = snapshotDisk(m)
+	var then Record
+	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil {
+		// Those that its memory has.
+		r.Spec.Services = then.Spec.Services
+	}
 	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
 	return s.save(r)
 }
@@ -397,6 +405,14 @@ func (s *Store) launch(ctx context.Context, l Launcher, spec Spec, snapshotID st
 // launchWith is launch for any order, with the files that belong to it after that for
 // the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
+	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
+		return rep, err
+	}
+	return rep, s.handIn(ctx, l, ord.Name)
+}
+
+// launchOnly is launchWith without what the VM waits for then.
+func (s *Store) launchOnly(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)

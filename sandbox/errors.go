@@ -50,6 +50,7 @@ var codes = []struct {
 	{"addresses-full", hostnet.ErrFull},
 	{"invalid", ErrSpec},
 	{"hooks", ErrHooks},
+	{"secrets", ErrSecrets},
 	{"disk-only", ErrDiskOnly},
 	{"volume-not-found", volume.ErrNotFound},
 	{"volume-in-use", volume.ErrInUse},

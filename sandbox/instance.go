@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -57,6 +58,10 @@ type Parts struct {
 	VM string
 	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
 	RAM *os.File
+	// Secrets are those that the guest waits for until they are in Machine().Secrets().
+	Secrets []SecretFile
+	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
+	ServiceEvent func(guest.ServiceEvent)
 	// Shells, if not nil, may have a part of the VM that was made ahead.
 	Shells *Shells
 	// Symbolize names guest kernel addresses in reports, if not nil.
@@ -116,6 +121,9 @@ type Instance struct {
 	ready   time.Duration
 	// hooks says that there are hooks in the guest.
 	hooks atomic.Bool
+	// services is where the guest tells of its services; nil if nobody listens.
+	services   net.Listener
+	servicesMu sync.Mutex // guards it
 	// hookFailures are those of hooks that ran after the restore.
 	hookFailures []guest.HookFailure
 }
@@ -195,7 +203,10 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
 	}
 	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
-	return err
+	if err != nil {
+		return err
+	}
+	return in.awaitSecrets()
 }
 
 // NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages: for
@@ -429,6 +440,12 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	if err != nil {
 		return err
 	}
+	if len(in.parts.Spec.Services) > 0 {
+		// Before the guest can tell of them.
+		if err := in.listenServices(); err != nil {
+			return err
+		}
+	}
 	in.machine.EndQuiet()
 	if in.net != nil {
 		// Its link is down until its policy is there and it has its identity.
@@ -620,10 +637,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		calm = o.urgent()
 	}
 	defer calm()
-	release := in.standBy(ctx)
+	release, begin, err := in.standStill(ctx, secretLimit)
 	defer release()
-	begin := time.Now()
-	if err := in.machine.Pause(ctx); err != nil {
+	if err != nil {
 		return nil, err
 	}
 	if !o.Live {
@@ -829,6 +845,11 @@ func (in *Instance) Close() error {
 	if in.snap != nil {
 		errs = append(errs, in.snap.Close())
 	}
+	in.servicesMu.Lock()
+	if in.services != nil {
+		errs = append(errs, in.services.Close())
+	}
+	in.servicesMu.Unlock()
 	for _, c := range in.closers {
 		errs = append(errs, c.Close())
 	}

@@ -59,7 +59,7 @@ const (
 // labels are those of a snapshot of a VM.
 func (r *Record) labels(kind string) (map[string]string, error) {
 	bare := *r
-	bare.Spec.Policy = nil
+	bare.Spec.Policy, bare.Secrets = nil, nil
 	record, err := json.Marshal(&bare)
 	if err != nil {
 		return nil, err

@@ -187,6 +187,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	parts := p.store.Parts(r, st)
 	parts.Console, parts.Log, parts.Shells = console, p.log, o.Shells
+	parts.ServiceEvent = p.serviceEvents()
 	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}
@@ -196,8 +197,8 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		p.in, err = RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), RestoreOptions{NewIdentity: o.NewIdentity})
 		err = errors.Join(err, o.Fork.Close())
 	case o.Snapshot == "":
-		if p.in, err = Boot(ctx, parts); err == nil && o.NewIdentity {
-			if err = p.in.newIdentity(ctx); err != nil {
+		if p.in, err = Boot(ctx, parts); err == nil {
+			if err = p.booted(ctx, o); err != nil {
 				err = errors.Join(err, p.in.Close())
 			}
 		}
@@ -212,11 +213,33 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	return p.store.save(r)
 }
 
+// booted prepares a guest that has booted for what uses it.
+func (p *process) booted(ctx context.Context, o ServeOptions) error {
+	if o.NewIdentity {
+		if err := p.in.newIdentity(ctx); err != nil {
+			return err
+		}
+	}
+	if len(p.r.Secrets) > 0 {
+		// Before the services, which may want them.
+		if err := p.in.serveSecrets(ctx); err != nil {
+			return err
+		}
+	}
+	if len(p.r.Spec.Services) > 0 {
+		if err := p.in.listenServices(); err != nil {
+			return err
+		}
+		p.startServices(ctx)
+	}
+	return nil
+}
+
 // Parts are the pieces of a recorded VM, with the given disk.
 func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 	p := Parts{
 		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
-		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID,
+		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
 	}
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
@@ -522,6 +545,8 @@ func (p *process) listen() (*http.Server, error) {
 	mux.HandleFunc("POST /fork", p.serveFork)
 	mux.HandleFunc("GET /hold", p.serveHold)
 	p.handlePolicy(mux, handle)
+	p.handleSecrets(handle)
+	p.handleServices(handle)
 	handle("POST /kill", func(*http.Request) (any, error) {
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil

@@ -50,6 +50,8 @@ type Spec struct {
 	Idle IdleSpec `json:"idle,omitzero"`
 	// Volumes are disks of the store's that the VM finds mounted.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
+	// Services are programs that the VM's agent keeps running.
+	Services []ServiceSpec `json:"services,omitempty"`
 }
 
 // Values of Spec.Network.
@@ -141,6 +143,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {
+		return s, err
+	}
+	if err := checkServices(s.Services); err != nil {
 		return s, err
 	}
 	if err := vmm.CheckHostMemory(s.memory()); err != nil {

@@ -137,6 +137,9 @@ type Record struct {
 	// Base is the snapshot of a fork that the next one of this VM builds upon, while
 	// its process lives.
 	Base string `json:"base,omitempty"`
+	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
+	// are made of it have none.
+	Secrets []SecretFile `json:"secrets,omitempty"`
 }
 
 // BootFiles are what a VM boots, by path and, where it has one, id.

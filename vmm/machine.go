@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/devices/mmio"
 	"github.com/drowse-vm/drowse/devices/reset"
+	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/devices/serial"
 	"github.com/drowse-vm/drowse/vmm/boot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -99,6 +100,7 @@ type Machine struct {
 	serial    *serial.UART
 	serialIRQ *devices.Event
 	handover  *handover.Device
+	secrets   *secrets.Device
 	quiet     quiet
 	virtio    []*transport
 
@@ -194,9 +196,11 @@ func (m *Machine) buildDevices() (err error) {
 	}
 	m.serial = serial.New(m.cfg.Console, m.serialIRQ.Signal)
 	m.handover = handover.New(m.handoverEvent)
+	m.secrets = secrets.New()
 	if err := errors.Join(
 		m.pioBus.Add(serialPort, serialPorts, m.serial),
 		m.handover.AddTo(&m.pioBus),
+		m.secrets.AddTo(&m.pioBus),
 		reset.NewI8042(m.powerEvent).AddTo(&m.pioBus),
 		reset.NewPower(m.powerEvent).AddTo(&m.pioBus),
 		reset.NewPVPanic(m.powerEvent).AddTo(&m.pioBus),
@@ -240,6 +244,10 @@ func (m *Machine) Memory() *guestmem.Memory { return m.mem }
 // Handover is where the agent in the guest can be met at the instant of a capture and of
 // a resume.
 func (m *Machine) Handover() *handover.Device { return m.handover }
+
+// Secrets are what the agent in the guest hands on to programs and no snapshot has. Close
+// wipes them.
+func (m *Machine) Secrets() *secrets.Device { return m.secrets }
 
 // KVMStats are KVM's counters, added up over the vCPUs: see kvm.VCPU.Stats. The first
 // call may wait while the guest runs.
@@ -564,6 +572,9 @@ func (m *Machine) release() error {
 	var errs []error
 	for _, t := range m.virtio {
 		errs = append(errs, t.Close(), t.irq.Close())
+	}
+	if m.secrets != nil {
+		errs = append(errs, m.secrets.Close())
 	}
 	if m.serial != nil {
 		errs = append(errs, m.serial.Close())

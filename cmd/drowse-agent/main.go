@@ -1,6 +1,7 @@
 // Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
 // up and serves; as "drowse-agent service" it only serves, in an image that
-// has an init of its own. As "drowse-agent sftp", which it starts itself, it transfers files.
+// has an init of its own. As "drowse-agent sftp" and "drowse-agent secrets", which it starts
+// itself, it transfers files and serves secrets.
 //
 // The runtime is told not to follow cgroup limits, which would cost a look at
 // /proc every second.
@@ -12,14 +13,18 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/signal"
 	"runtime"
 	"runtime/debug"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/guest/agent"
 	"github.com/drowse-vm/drowse/guest/agent/early"
+	"github.com/drowse-vm/drowse/guest/agent/secretfs"
 	"github.com/drowse-vm/drowse/guest/agent/sftp"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -53,9 +58,17 @@ func main() {
 		}
 		return
 	}
+	if len(os.Args) == 2 && os.Args[1] == agentpb.SubsystemSecrets {
+		if err := serveSecrets(); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+			os.Exit(1)
+		}
+		return
+	}
 	if len(os.Args) != 2 || os.Args[1] != "service" {
-		os.Stderr.WriteString("usage: drowse-agent service|sftp|version\n" +
+		os.Stderr.WriteString("usage: drowse-agent service|sftp|secrets|version\n" +
 			"service serves the host of this VM; sftp transfers files by stdin and stdout;\n" +
+			"secrets serves the VM's secrets as files until stdin ends;\n" +
 			"as PID 1 the command takes no argument.\n")
 		os.Exit(exitUsage)
 	}
@@ -63,6 +76,20 @@ func main() {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 		os.Exit(1)
 	}
+}
+
+// serveSecrets is the life of the process that serves secrets.
+func serveSecrets() error {
+	// No core dump, and no debugger but root's.
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return fmt.Errorf("keep secrets out of core dumps: %w", err)
+	}
+	runtime.LockOSThread() // the ports are a thread's
+	ports, err := secretfs.OpenPorts()
+	if err != nil {
+		return err
+	}
+	return secretfs.Serve(agentpb.SecretsDir, ports, os.Stdin, func() { os.Stdout.WriteString(agent.SecretsReady) })
 }
 
 // runInit is the life of PID 1. It does not return: the kernel would panic.
@@ -84,7 +111,8 @@ func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
 		return err
 	}
 	report := func(present bool) error { return agent.ReportHooks(agentpb.HooksPort, present) }
-	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k, ReportHooks: report})
+	event := func(line string) error { return agent.ReportService(agentpb.ServicesPort, line) }
+	s, err := agent.New(agent.Config{Version: version, Init: isInit, Machine: k, ReportHooks: report, ReportService: event})
 	if err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -49,6 +50,8 @@ func (a *app) execCommand() *cobra.Command {
 		tty, interA bool
 		noConfig    bool
 		timeout     time.Duration
+		secrets     []string
+		envFile     string
 	)
 	cmd := &cobra.Command{
 		Use:   "exec [flags] NAME COMMAND [ARG...]",
@@ -73,12 +76,36 @@ are root, / and the least that a program needs.`,
 			if len(c.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse exec --help`")}
 			}
+			stdins := 0
+			for _, is := range []bool{interA, envFile == "-", slices.ContainsFunc(secrets, func(s string) bool { return strings.HasSuffix(s, "=-") })} {
+				if is {
+					stdins++
+				}
+			}
+			if stdins > 1 {
+				return usageError{errors.New("stdin can be a secret, the variables or the command's, and only one of them")}
+			}
+			list, err := readSecrets(secrets, os.Stdin)
+			if err != nil {
+				return err
+			}
+			defer wipeSecrets(list)
+			vars, err := readEnv(envFile, os.Stdin)
+			if err != nil {
+				return err
+			}
+			c.Env = append(vars, c.Env...) // the later one of a name counts
 			client, err := a.awake(cmd.Context(), s, args[0])
 			if err != nil {
 				return err
 			}
 			defer client.Close()
 			c.Timeout = timeout
+			back, err := lendSecrets(cmd.Context(), s, args[0], list)
+			if err != nil {
+				return err
+			}
+			defer back()
 			if !noConfig {
 				if c, err = s.Command(args[0], c); err != nil {
 					return err
@@ -108,12 +135,49 @@ are root, / and the least that a program needs.`,
 	f.BoolVarP(&interA, "interactive", "i", false, "pass stdin on")
 	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
 	f.StringArrayVarP(&c.Env, "env", "e", nil, "set a variable, KEY=VALUE")
+	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, or - for stdin; -e comes after it")
 	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
 	f.StringVarP(&c.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
 	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
+	secretFlag(cmd, &secrets, " for the time of the command, as a file in "+guest.SecretsDir)
 	return cmd
 }
+
+// readEnv reads variables from a file: a line each, with empty ones and those that begin with
+// # left out.
+func readEnv(path string, stdin io.Reader) (vars []string, err error) {
+	if path == "" {
+		return nil, nil
+	}
+	in := stdin
+	if path != "-" {
+		f, err := os.Open(path)
+		if err != nil {
+			return nil, fmt.Errorf("reading variables: %w", err)
+		}
+		defer f.Close()
+		in = f
+	}
+	text, err := readAtMost(in, maxEnvFile)
+	if err != nil {
+		return nil, fmt.Errorf("reading variables: %w", err)
+	}
+	for i, line := range strings.Split(string(text), "\n") {
+		line = strings.TrimSuffix(line, "\r")
+		if strings.TrimSpace(line) == "" || strings.HasPrefix(line, "#") {
+			continue
+		}
+		if key, _, ok := strings.Cut(line, "="); !ok || key == "" || strings.ContainsAny(key, " \t") {
+			return nil, usageError{fmt.Errorf("line %d of the variables is not KEY=VALUE", i+1)}
+		}
+		vars = append(vars, line)
+	}
+	return vars, nil
+}
+
+// maxEnvFile bounds a file with variables, in bytes.
+const maxEnvFile = 1 << 20
 
 // execResult turns the end of a command into that of drowse.
 func execResult(st *guest.ExitStatus, err error) error {

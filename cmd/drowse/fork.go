@@ -2,8 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -13,6 +15,7 @@ import (
 func (a *app) forkCommand() *cobra.Command {
 	var o sandbox.ForkOptions
 	var policy string
+	var secrets []string
 	limit := bootTimeout
 	cmd := &cobra.Command{
 		Use:   "fork NAME",
@@ -41,6 +44,11 @@ sleeping. The names of the children are printed.`,
 			if err != nil {
 				return err
 			}
+			list, err := readSecrets(secrets, os.Stdin)
+			if err != nil {
+				return err
+			}
+			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			res, err := s.Fork(ctx, l, args[0], o)
@@ -50,14 +58,16 @@ sleeping. The names of the children are printed.`,
 			if res.Problem != "" {
 				a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
 			}
+			var names []string
 			for _, c := range res.Children {
 				a.warnNetwork(c.Name, c.Network)
+				names = append(names, c.Name)
 			}
-			return a.print(res, func(w io.Writer) {
+			return errors.Join(handIn(ctx, s, list, names...), a.print(res, func(w io.Writer) {
 				for _, c := range res.Children {
 					fmt.Fprintln(w, c.Name)
 				}
-			})
+			}))
 		},
 	}
 	f := cmd.Flags()
@@ -65,6 +75,7 @@ sleeping. The names of the children are printed.`,
 	f.StringVar(&o.Name, "name", "", "name of the child; of several, what their names begin with (default: random ones)")
 	f.BoolVar(&o.Early, "early", false, "do not wait for the snapshot that the children come back from if they are killed")
 	policyFlag(cmd, &policy, "that of the VM")
+	secretFlag(cmd, &secrets, " to each child, which has none of the VM's")
 	f.DurationVar(&limit, "timeout", limit, "give up after this time")
 	return cmd
 }

@@ -22,6 +22,7 @@ func (a *app) runCommand() *cobra.Command {
 		config   string
 		fromDisk string
 		volumes  []string
+		secrets  []string
 		policy   string
 		limit    time.Duration
 	)
@@ -33,7 +34,7 @@ when this command has ended. The VM's name is printed.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
 memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks, idle,
-volumes; flags override it.
+volumes, services; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
 is denied, both ways.`,
@@ -62,6 +63,11 @@ is denied, both ways.`,
 			if err != nil {
 				return err
 			}
+			list, err := readSecrets(secrets, os.Stdin)
+			if err != nil {
+				return err
+			}
+			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			var rep sandbox.Report
@@ -73,9 +79,10 @@ is denied, both ways.`,
 			if err != nil {
 				return err
 			}
-			return a.printReport(rep)
+			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
 		},
 	}
+	secretFlag(cmd, &secrets, " once it runs (see `drowse secret`)")
 	f := cmd.Flags()
 	f.StringVar(&spec.Name, "name", "", "name of the VM (default: a random one)")
 	f.StringVar(&spec.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
@@ -159,6 +166,7 @@ func (a *app) printReport(rep sandbox.Report) error {
 // vmCommand is a command on one VM that prints a report.
 func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, sandbox.Launcher, string) (sandbox.Report, error)) *cobra.Command {
 	limit := bootTimeout
+	var secrets []string
 	cmd := &cobra.Command{
 		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -170,16 +178,22 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 			if err != nil {
 				return err
 			}
+			list, err := readSecrets(secrets, os.Stdin)
+			if err != nil {
+				return err
+			}
+			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			rep, err := do(ctx, s, l, args[0])
 			if err != nil {
 				return err
 			}
-			return a.printReport(rep)
+			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
 		},
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
+	secretFlag(cmd, &secrets, " (see `drowse secret`)")
 	return cmd
 }
 

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"context"
 	"slices"
 	"sync"
 )
@@ -24,6 +25,7 @@ type output struct {
 	ended  bool   // no more writes will come
 	reader uint64 // who may read: the latest to attach
 
+	grown    chan struct{} // closed when there is more; nil if nobody waits for that
 	readable chan struct{} // capacity 1: there is something new for the reader
 	writable sync.Cond     // on mu: there may be room, or the state has changed
 }
@@ -110,9 +112,14 @@ func (o *output) grow(n int) {
 		size *= 2
 	}
 	size = min(size, o.limit)
-	if size == len(o.buf) {
-		return
+	if size != len(o.buf) {
+		o.rebuffer(size)
 	}
+}
+
+// rebuffer moves what is held into a buffer of another size, in which it has room.
+// Precondition: o.mu is held.
+func (o *output) rebuffer(size int) {
 	old := o.buf
 	o.buf = make([]byte, size)
 	for off := o.start; off < o.end; {
@@ -138,6 +145,10 @@ func (o *output) put(stderr bool, p []byte) {
 		n := o.copyIn(o.end, p)
 		o.end += uint64(n)
 		p = p[n:]
+	}
+	if o.grown != nil {
+		close(o.grown)
+		o.grown = nil
 	}
 	if k := len(o.segs); k > 0 && o.segs[k-1].stderr == stderr {
 		o.segs[k-1].end = o.end
@@ -253,4 +264,52 @@ func (o *output) bounds() (start, end uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.start, o.end
+}
+
+// resize sets how much is held. What does not fit any more goes, the oldest first.
+func (o *output) resize(limit int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.limit = limit
+	if len(o.buf) <= limit {
+		return
+	}
+	if held := o.end - o.start; held > uint64(limit) {
+		o.drop(o.end - uint64(limit))
+	}
+	o.rebuffer(limit)
+}
+
+// look copies what is held from an offset on, of both streams, without being a reader. It
+// returns the offset of the first byte, and that behind the newest one.
+func (o *output) look(offset uint64, p []byte) (n int, at, end uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	at = min(max(offset, o.start), o.end)
+	want := int(min(uint64(len(p)), o.end-at))
+	for n < want {
+		n += copy(p[n:want], ringSlice(o.buf, at+uint64(n), want-n))
+	}
+	return n, at, o.end
+}
+
+// waitBehind waits until there is something behind an offset, which is the end, or ctx ends.
+func (o *output) waitBehind(ctx context.Context, offset uint64) {
+	for {
+		o.mu.Lock()
+		if o.end != offset {
+			o.mu.Unlock()
+			return
+		}
+		if o.grown == nil {
+			o.grown = make(chan struct{})
+		}
+		grown := o.grown
+		o.mu.Unlock()
+		select {
+		case <-grown:
+		case <-ctx.Done():
+			return
+		}
+	}
 }

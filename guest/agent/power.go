@@ -37,6 +37,7 @@ func (s *Server) Stop(reboot bool, grace time.Duration) {
 		if grace == 0 {
 			grace = defaultGrace
 		}
+		s.services.retire(false)
 		if s.cfg.Init {
 			s.procs.reaper.endAll(grace)
 		}

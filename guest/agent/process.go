@@ -87,8 +87,21 @@ type startError struct {
 func (e *startError) Error() string { return e.err.Error() }
 func (e *startError) Unwrap() error { return e.err }
 
+// startOptions say what of a process is not in its message.
+type startOptions struct {
+	// path is the program; empty looks argv[0] up.
+	path string
+	// out gets the output; nil makes a place for it.
+	out *output
+}
+
 // start starts a command. The error is a *startError or a status.
 func (t *table) start(m *agentpb.ExecStart) (*process, error) {
+	return t.startWith(m, startOptions{})
+}
+
+// startWith is start with options.
+func (t *table) startWith(m *agentpb.ExecStart, o startOptions) (*process, error) {
 	if err := checkStart(m); err != nil {
 		return nil, err
 	}
@@ -96,7 +109,7 @@ func (t *table) start(m *agentpb.ExecStart) (*process, error) {
 	if err != nil {
 		return nil, status.Errorf(codes.InvalidArgument, "%v", err)
 	}
-	var path string
+	path := o.path
 	if m.Login || m.Subsystem != "" {
 		if a, path, err = login("/etc", m, a); err != nil {
 			return nil, err
@@ -116,8 +129,11 @@ func (t *table) start(m *agentpb.ExecStart) (*process, error) {
 		pty:     m.Pty != nil,
 		detach:  m.Detach,
 		started: time.Now(),
-		out:     newOutput(outputLimit(m), m.Detach),
+		out:     o.out,
 		exited:  make(chan struct{}),
+	}
+	if p.out == nil {
+		p.out = newOutput(outputLimit(m), m.Detach)
 	}
 	if err := t.reserve(p, m.Id); err != nil {
 		return nil, err

@@ -35,6 +35,9 @@ type Config struct {
 	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
 	// returns when the host knows.
 	ReportHooks func(present bool) error
+	// ReportService, when set, is called with an event of a service (agentpb.ServiceEvent),
+	// one at a time. It returns when the host knows.
+	ReportService func(line string) error
 }
 
 // Server is the agent's service. Create it with New; Serve and Close may be
@@ -57,6 +60,8 @@ type Server struct {
 	hookWatch *hookWatch // nil: the host asks whenever it must know
 	freeze    freeze
 	forwards  forwards
+	secrets   secretServer
+	services  services
 
 	stopping sync.Once
 
@@ -90,6 +95,10 @@ func New(cfg Config) (*Server, error) {
 		procs: &table{reaper: newReaper(cfg.Init), byID: make(map[string]*process)},
 		rpc:   rpc,
 		conns: make(map[*trackedConn]struct{}),
+	}
+	s.services.procs, s.services.byName = s.procs, make(map[string]*service)
+	if cfg.ReportService != nil {
+		s.services.events = &eventQueue{report: cfg.ReportService}
 	}
 	agentpb.RegisterAgentService(rpc, s)
 	if cfg.ReportHooks != nil {
@@ -184,7 +193,9 @@ func (s *Server) Close() {
 	s.forwards.close()
 	s.thawLate()
 	s.hookWatch.close()
+	s.services.retire(false)
 	s.procs.endAll()
+	s.services.retire(true)
 }
 
 // endAll kills every process that the agent has started and waits for them.

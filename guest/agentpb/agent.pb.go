@@ -3884,6 +3884,605 @@ func (x *ShutdownRequest) GetGraceNanos() int64 {
 	return 0
 }
 
+type SecretsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SecretsRequest) Reset() {
+	*x = SecretsRequest{}
+	mi := &file_agent_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SecretsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SecretsRequest) ProtoMessage() {}
+
+func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SecretsRequest.ProtoReflect.Descriptor instead.
+func (*SecretsRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{55}
+}
+
+// Service is a program that the agent keeps running. It tells port 1021 of the host when
+// one has started or ended: see ServiceEvent.
+type Service struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Name            string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // at most 64 bytes
+	Argv            []string               `protobuf:"bytes,2,rep,name=argv,proto3" json:"argv,omitempty"`
+	Env             []string               `protobuf:"bytes,3,rep,name=env,proto3" json:"env,omitempty"`
+	Cwd             string                 `protobuf:"bytes,4,opt,name=cwd,proto3" json:"cwd,omitempty"`
+	User            string                 `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`
+	Restart         string                 `protobuf:"bytes,6,opt,name=restart,proto3" json:"restart,omitempty"`                                           // "never", "on-failure" or "always"
+	BackoffNanos    int64                  `protobuf:"varint,7,opt,name=backoff_nanos,json=backoffNanos,proto3" json:"backoff_nanos,omitempty"`            // before the first restart in a row; doubled for each
+	MaxBackoffNanos int64                  `protobuf:"varint,8,opt,name=max_backoff_nanos,json=maxBackoffNanos,proto3" json:"max_backoff_nanos,omitempty"` // at most; a run of this length ends the row
+	MaxRestarts     uint32                 `protobuf:"varint,9,opt,name=max_restarts,json=maxRestarts,proto3" json:"max_restarts,omitempty"`               // in a row; 0: no limit
+	StopSignal      int32                  `protobuf:"varint,10,opt,name=stop_signal,json=stopSignal,proto3" json:"stop_signal,omitempty"`                 // 0: SIGTERM
+	StopNanos       int64                  `protobuf:"varint,11,opt,name=stop_nanos,json=stopNanos,proto3" json:"stop_nanos,omitempty"`                    // until SIGKILL; 0: 10 s
+	LogLimit        uint32                 `protobuf:"varint,12,opt,name=log_limit,json=logLimit,proto3" json:"log_limit,omitempty"`                       // bytes of output kept; 0: 256 KiB
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Service) Reset() {
+	*x = Service{}
+	mi := &file_agent_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Service) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Service) ProtoMessage() {}
+
+func (x *Service) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Service.ProtoReflect.Descriptor instead.
+func (*Service) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{56}
+}
+
+func (x *Service) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Service) GetArgv() []string {
+	if x != nil {
+		return x.Argv
+	}
+	return nil
+}
+
+func (x *Service) GetEnv() []string {
+	if x != nil {
+		return x.Env
+	}
+	return nil
+}
+
+func (x *Service) GetCwd() string {
+	if x != nil {
+		return x.Cwd
+	}
+	return ""
+}
+
+func (x *Service) GetUser() string {
+	if x != nil {
+		return x.User
+	}
+	return ""
+}
+
+func (x *Service) GetRestart() string {
+	if x != nil {
+		return x.Restart
+	}
+	return ""
+}
+
+func (x *Service) GetBackoffNanos() int64 {
+	if x != nil {
+		return x.BackoffNanos
+	}
+	return 0
+}
+
+func (x *Service) GetMaxBackoffNanos() int64 {
+	if x != nil {
+		return x.MaxBackoffNanos
+	}
+	return 0
+}
+
+func (x *Service) GetMaxRestarts() uint32 {
+	if x != nil {
+		return x.MaxRestarts
+	}
+	return 0
+}
+
+func (x *Service) GetStopSignal() int32 {
+	if x != nil {
+		return x.StopSignal
+	}
+	return 0
+}
+
+func (x *Service) GetStopNanos() int64 {
+	if x != nil {
+		return x.StopNanos
+	}
+	return 0
+}
+
+func (x *Service) GetLogLimit() uint32 {
+	if x != nil {
+		return x.LogLimit
+	}
+	return 0
+}
+
+type SetServiceRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Service *Service               `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
+	// Start it; one that runs already is ended first if it was another, or with restart.
+	Start         bool `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
+	Restart       bool `protobuf:"varint,3,opt,name=restart,proto3" json:"restart,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetServiceRequest) Reset() {
+	*x = SetServiceRequest{}
+	mi := &file_agent_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetServiceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetServiceRequest) ProtoMessage() {}
+
+func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetServiceRequest.ProtoReflect.Descriptor instead.
+func (*SetServiceRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *SetServiceRequest) GetService() *Service {
+	if x != nil {
+		return x.Service
+	}
+	return nil
+}
+
+func (x *SetServiceRequest) GetStart() bool {
+	if x != nil {
+		return x.Start
+	}
+	return false
+}
+
+func (x *SetServiceRequest) GetRestart() bool {
+	if x != nil {
+		return x.Restart
+	}
+	return false
+}
+
+type StopServiceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Forget        bool                   `protobuf:"varint,2,opt,name=forget,proto3" json:"forget,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StopServiceRequest) Reset() {
+	*x = StopServiceRequest{}
+	mi := &file_agent_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StopServiceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StopServiceRequest) ProtoMessage() {}
+
+func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StopServiceRequest.ProtoReflect.Descriptor instead.
+func (*StopServiceRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{58}
+}
+
+func (x *StopServiceRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StopServiceRequest) GetForget() bool {
+	if x != nil {
+		return x.Forget
+	}
+	return false
+}
+
+type ListServicesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListServicesRequest) Reset() {
+	*x = ListServicesRequest{}
+	mi := &file_agent_proto_msgTypes[59]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListServicesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListServicesRequest) ProtoMessage() {}
+
+func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[59]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListServicesRequest.ProtoReflect.Descriptor instead.
+func (*ListServicesRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{59}
+}
+
+type ListServicesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Services      []*ServiceState        `protobuf:"bytes,1,rep,name=services,proto3" json:"services,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListServicesResponse) Reset() {
+	*x = ListServicesResponse{}
+	mi := &file_agent_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListServicesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListServicesResponse) ProtoMessage() {}
+
+func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListServicesResponse.ProtoReflect.Descriptor instead.
+func (*ListServicesResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *ListServicesResponse) GetServices() []*ServiceState {
+	if x != nil {
+		return x.Services
+	}
+	return nil
+}
+
+type ServiceState struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	State         string                 `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"` // "running", "waiting" to be restarted, "stopping", "stopped", "ended", "failed"
+	Pid           int32                  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
+	StartedNanos  int64                  `protobuf:"varint,4,opt,name=started_nanos,json=startedNanos,proto3" json:"started_nanos,omitempty"` // Unix time of the last start; 0: none
+	Restarts      uint64                 `protobuf:"varint,5,opt,name=restarts,proto3" json:"restarts,omitempty"`                             // by the agent, since it was set
+	Exit          *ExecExit              `protobuf:"bytes,6,opt,name=exit,proto3" json:"exit,omitempty"`                                      // of the last run that has ended; absent: none has
+	EndedNanos    int64                  `protobuf:"varint,7,opt,name=ended_nanos,json=endedNanos,proto3" json:"ended_nanos,omitempty"`       // Unix time of that
+	Problem       string                 `protobuf:"bytes,8,opt,name=problem,proto3" json:"problem,omitempty"`                                // why it could not be started
+	LogStart      uint64                 `protobuf:"varint,9,opt,name=log_start,json=logStart,proto3" json:"log_start,omitempty"`             // oldest offset of output that is kept
+	LogEnd        uint64                 `protobuf:"varint,10,opt,name=log_end,json=logEnd,proto3" json:"log_end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServiceState) Reset() {
+	*x = ServiceState{}
+	mi := &file_agent_proto_msgTypes[61]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServiceState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServiceState) ProtoMessage() {}
+
+func (x *ServiceState) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[61]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServiceState.ProtoReflect.Descriptor instead.
+func (*ServiceState) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{61}
+}
+
+func (x *ServiceState) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ServiceState) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *ServiceState) GetPid() int32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *ServiceState) GetStartedNanos() int64 {
+	if x != nil {
+		return x.StartedNanos
+	}
+	return 0
+}
+
+func (x *ServiceState) GetRestarts() uint64 {
+	if x != nil {
+		return x.Restarts
+	}
+	return 0
+}
+
+func (x *ServiceState) GetExit() *ExecExit {
+	if x != nil {
+		return x.Exit
+	}
+	return nil
+}
+
+func (x *ServiceState) GetEndedNanos() int64 {
+	if x != nil {
+		return x.EndedNanos
+	}
+	return 0
+}
+
+func (x *ServiceState) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
+func (x *ServiceState) GetLogStart() uint64 {
+	if x != nil {
+		return x.LogStart
+	}
+	return 0
+}
+
+func (x *ServiceState) GetLogEnd() uint64 {
+	if x != nil {
+		return x.LogEnd
+	}
+	return 0
+}
+
+type ServiceLogRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Offset        uint64                 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
+	Wait          bool                   `protobuf:"varint,3,opt,name=wait,proto3" json:"wait,omitempty"` // up to 30 s for something behind the offset
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServiceLogRequest) Reset() {
+	*x = ServiceLogRequest{}
+	mi := &file_agent_proto_msgTypes[62]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServiceLogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServiceLogRequest) ProtoMessage() {}
+
+func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[62]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServiceLogRequest.ProtoReflect.Descriptor instead.
+func (*ServiceLogRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{62}
+}
+
+func (x *ServiceLogRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ServiceLogRequest) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *ServiceLogRequest) GetWait() bool {
+	if x != nil {
+		return x.Wait
+	}
+	return false
+}
+
+type ServiceLogResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Offset        uint64                 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"` // of data[0]
+	Data          []byte                 `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`      // at most 32 KiB
+	End           uint64                 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`       // of all that there is
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServiceLogResponse) Reset() {
+	*x = ServiceLogResponse{}
+	mi := &file_agent_proto_msgTypes[63]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServiceLogResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServiceLogResponse) ProtoMessage() {}
+
+func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[63]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServiceLogResponse.ProtoReflect.Descriptor instead.
+func (*ServiceLogResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{63}
+}
+
+func (x *ServiceLogResponse) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *ServiceLogResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *ServiceLogResponse) GetEnd() uint64 {
+	if x != nil {
+		return x.End
+	}
+	return 0
+}
+
 var File_agent_proto protoreflect.FileDescriptor
 
 const file_agent_proto_rawDesc = "" +
@@ -4181,7 +4780,55 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
-	"graceNanos2\xe7\v\n" +
+	"graceNanos\"\x10\n" +
+	"\x0eSecretsRequest\"\xd4\x02\n" +
+	"\aService\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04argv\x18\x02 \x03(\tR\x04argv\x12\x10\n" +
+	"\x03env\x18\x03 \x03(\tR\x03env\x12\x10\n" +
+	"\x03cwd\x18\x04 \x01(\tR\x03cwd\x12\x12\n" +
+	"\x04user\x18\x05 \x01(\tR\x04user\x12\x18\n" +
+	"\arestart\x18\x06 \x01(\tR\arestart\x12#\n" +
+	"\rbackoff_nanos\x18\a \x01(\x03R\fbackoffNanos\x12*\n" +
+	"\x11max_backoff_nanos\x18\b \x01(\x03R\x0fmaxBackoffNanos\x12!\n" +
+	"\fmax_restarts\x18\t \x01(\rR\vmaxRestarts\x12\x1f\n" +
+	"\vstop_signal\x18\n" +
+	" \x01(\x05R\n" +
+	"stopSignal\x12\x1d\n" +
+	"\n" +
+	"stop_nanos\x18\v \x01(\x03R\tstopNanos\x12\x1b\n" +
+	"\tlog_limit\x18\f \x01(\rR\blogLimit\"w\n" +
+	"\x11SetServiceRequest\x122\n" +
+	"\aservice\x18\x01 \x01(\v2\x18.drowse.guest.v1.ServiceR\aservice\x12\x14\n" +
+	"\x05start\x18\x02 \x01(\bR\x05start\x12\x18\n" +
+	"\arestart\x18\x03 \x01(\bR\arestart\"@\n" +
+	"\x12StopServiceRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06forget\x18\x02 \x01(\bR\x06forget\"\x15\n" +
+	"\x13ListServicesRequest\"Q\n" +
+	"\x14ListServicesResponse\x129\n" +
+	"\bservices\x18\x01 \x03(\v2\x1d.drowse.guest.v1.ServiceStateR\bservices\"\xab\x02\n" +
+	"\fServiceState\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\x12\x10\n" +
+	"\x03pid\x18\x03 \x01(\x05R\x03pid\x12#\n" +
+	"\rstarted_nanos\x18\x04 \x01(\x03R\fstartedNanos\x12\x1a\n" +
+	"\brestarts\x18\x05 \x01(\x04R\brestarts\x12-\n" +
+	"\x04exit\x18\x06 \x01(\v2\x19.drowse.guest.v1.ExecExitR\x04exit\x12\x1f\n" +
+	"\vended_nanos\x18\a \x01(\x03R\n" +
+	"endedNanos\x12\x18\n" +
+	"\aproblem\x18\b \x01(\tR\aproblem\x12\x1b\n" +
+	"\tlog_start\x18\t \x01(\x04R\blogStart\x12\x17\n" +
+	"\alog_end\x18\n" +
+	" \x01(\x04R\x06logEnd\"S\n" +
+	"\x11ServiceLogRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
+	"\x04wait\x18\x03 \x01(\bR\x04wait\"R\n" +
+	"\x12ServiceLogResponse\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\x12\x10\n" +
+	"\x03end\x18\x03 \x01(\x04R\x03end2\x83\x0f\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
@@ -4204,7 +4851,14 @@ const file_agent_proto_rawDesc = "" +
 	"\aSymlink\x12\x1f.drowse.guest.v1.SymlinkRequest\x1a\x16.drowse.guest.v1.Empty\x12O\n" +
 	"\bReadlink\x12 .drowse.guest.v1.ReadlinkRequest\x1a!.drowse.guest.v1.ReadlinkResponse\x12S\n" +
 	"\bTransfer\x12 .drowse.guest.v1.TransferRequest\x1a!.drowse.guest.v1.TransferResponse(\x010\x01\x12D\n" +
-	"\bShutdown\x12 .drowse.guest.v1.ShutdownRequest\x1a\x16.drowse.guest.v1.EmptyB+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
+	"\bShutdown\x12 .drowse.guest.v1.ShutdownRequest\x1a\x16.drowse.guest.v1.Empty\x12B\n" +
+	"\aSecrets\x12\x1f.drowse.guest.v1.SecretsRequest\x1a\x16.drowse.guest.v1.Empty\x12O\n" +
+	"\n" +
+	"SetService\x12\".drowse.guest.v1.SetServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12Q\n" +
+	"\vStopService\x12#.drowse.guest.v1.StopServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12[\n" +
+	"\fListServices\x12$.drowse.guest.v1.ListServicesRequest\x1a%.drowse.guest.v1.ListServicesResponse\x12U\n" +
+	"\n" +
+	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponseB+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
 
 var (
 	file_agent_proto_rawDescOnce sync.Once
@@ -4218,63 +4872,72 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 55)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
 var file_agent_proto_goTypes = []any{
-	(*Empty)(nil),             // 0: drowse.guest.v1.Empty
-	(*PingRequest)(nil),       // 1: drowse.guest.v1.PingRequest
-	(*PingResponse)(nil),      // 2: drowse.guest.v1.PingResponse
-	(*StatsRequest)(nil),      // 3: drowse.guest.v1.StatsRequest
-	(*StatsResponse)(nil),     // 4: drowse.guest.v1.StatsResponse
-	(*CPUTimes)(nil),          // 5: drowse.guest.v1.CPUTimes
-	(*MemoryUse)(nil),         // 6: drowse.guest.v1.MemoryUse
-	(*FileSystem)(nil),        // 7: drowse.guest.v1.FileSystem
-	(*Interface)(nil),         // 8: drowse.guest.v1.Interface
-	(*BlockDevice)(nil),       // 9: drowse.guest.v1.BlockDevice
-	(*ResumeRequest)(nil),     // 10: drowse.guest.v1.ResumeRequest
-	(*ResumeResponse)(nil),    // 11: drowse.guest.v1.ResumeResponse
-	(*HooksRequest)(nil),      // 12: drowse.guest.v1.HooksRequest
-	(*HooksResponse)(nil),     // 13: drowse.guest.v1.HooksResponse
-	(*HookFailure)(nil),       // 14: drowse.guest.v1.HookFailure
-	(*FreezeRequest)(nil),     // 15: drowse.guest.v1.FreezeRequest
-	(*FreezeResponse)(nil),    // 16: drowse.guest.v1.FreezeResponse
-	(*ThawRequest)(nil),       // 17: drowse.guest.v1.ThawRequest
-	(*ThawResponse)(nil),      // 18: drowse.guest.v1.ThawResponse
-	(*HandoverRequest)(nil),   // 19: drowse.guest.v1.HandoverRequest
-	(*HandoverResponse)(nil),  // 20: drowse.guest.v1.HandoverResponse
-	(*SetClockRequest)(nil),   // 21: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil), // 22: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),       // 23: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),         // 24: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),        // 25: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),               // 26: drowse.guest.v1.Pty
-	(*WindowSize)(nil),        // 27: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),      // 28: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),       // 29: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),        // 30: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),          // 31: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),       // 32: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 33: drowse.guest.v1.ListResponse
-	(*Process)(nil),           // 34: drowse.guest.v1.Process
-	(*KillRequest)(nil),       // 35: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),          // 36: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 37: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),    // 38: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),   // 39: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),      // 40: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),     // 41: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),     // 42: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),    // 43: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),   // 44: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),  // 45: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),   // 46: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),          // 47: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),         // 48: drowse.guest.v1.WriteFile
-	(*Owner)(nil),             // 49: drowse.guest.v1.Owner
-	(*Pack)(nil),              // 50: drowse.guest.v1.Pack
-	(*Unpack)(nil),            // 51: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),  // 52: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),      // 53: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),   // 54: drowse.guest.v1.ShutdownRequest
+	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
+	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
+	(*PingResponse)(nil),         // 2: drowse.guest.v1.PingResponse
+	(*StatsRequest)(nil),         // 3: drowse.guest.v1.StatsRequest
+	(*StatsResponse)(nil),        // 4: drowse.guest.v1.StatsResponse
+	(*CPUTimes)(nil),             // 5: drowse.guest.v1.CPUTimes
+	(*MemoryUse)(nil),            // 6: drowse.guest.v1.MemoryUse
+	(*FileSystem)(nil),           // 7: drowse.guest.v1.FileSystem
+	(*Interface)(nil),            // 8: drowse.guest.v1.Interface
+	(*BlockDevice)(nil),          // 9: drowse.guest.v1.BlockDevice
+	(*ResumeRequest)(nil),        // 10: drowse.guest.v1.ResumeRequest
+	(*ResumeResponse)(nil),       // 11: drowse.guest.v1.ResumeResponse
+	(*HooksRequest)(nil),         // 12: drowse.guest.v1.HooksRequest
+	(*HooksResponse)(nil),        // 13: drowse.guest.v1.HooksResponse
+	(*HookFailure)(nil),          // 14: drowse.guest.v1.HookFailure
+	(*FreezeRequest)(nil),        // 15: drowse.guest.v1.FreezeRequest
+	(*FreezeResponse)(nil),       // 16: drowse.guest.v1.FreezeResponse
+	(*ThawRequest)(nil),          // 17: drowse.guest.v1.ThawRequest
+	(*ThawResponse)(nil),         // 18: drowse.guest.v1.ThawResponse
+	(*HandoverRequest)(nil),      // 19: drowse.guest.v1.HandoverRequest
+	(*HandoverResponse)(nil),     // 20: drowse.guest.v1.HandoverResponse
+	(*SetClockRequest)(nil),      // 21: drowse.guest.v1.SetClockRequest
+	(*AddEntropyRequest)(nil),    // 22: drowse.guest.v1.AddEntropyRequest
+	(*ExecRequest)(nil),          // 23: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),            // 24: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),           // 25: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),                  // 26: drowse.guest.v1.Pty
+	(*WindowSize)(nil),           // 27: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),         // 28: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),          // 29: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),           // 30: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),             // 31: drowse.guest.v1.ExecExit
+	(*ListRequest)(nil),          // 32: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),         // 33: drowse.guest.v1.ListResponse
+	(*Process)(nil),              // 34: drowse.guest.v1.Process
+	(*KillRequest)(nil),          // 35: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),             // 36: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),          // 37: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),       // 38: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),      // 39: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),         // 40: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),        // 41: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),        // 42: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),       // 43: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),      // 44: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),     // 45: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),      // 46: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),             // 47: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),            // 48: drowse.guest.v1.WriteFile
+	(*Owner)(nil),                // 49: drowse.guest.v1.Owner
+	(*Pack)(nil),                 // 50: drowse.guest.v1.Pack
+	(*Unpack)(nil),               // 51: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),     // 52: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),         // 53: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),      // 54: drowse.guest.v1.ShutdownRequest
+	(*SecretsRequest)(nil),       // 55: drowse.guest.v1.SecretsRequest
+	(*Service)(nil),              // 56: drowse.guest.v1.Service
+	(*SetServiceRequest)(nil),    // 57: drowse.guest.v1.SetServiceRequest
+	(*StopServiceRequest)(nil),   // 58: drowse.guest.v1.StopServiceRequest
+	(*ListServicesRequest)(nil),  // 59: drowse.guest.v1.ListServicesRequest
+	(*ListServicesResponse)(nil), // 60: drowse.guest.v1.ListServicesResponse
+	(*ServiceState)(nil),         // 61: drowse.guest.v1.ServiceState
+	(*ServiceLogRequest)(nil),    // 62: drowse.guest.v1.ServiceLogRequest
+	(*ServiceLogResponse)(nil),   // 63: drowse.guest.v1.ServiceLogResponse
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -4306,53 +4969,66 @@ var file_agent_proto_depIdxs = []int32{
 	49, // 26: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
 	36, // 27: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
 	53, // 28: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	1,  // 29: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 30: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 31: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 32: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	21, // 33: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	22, // 34: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	12, // 35: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 36: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 37: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	23, // 38: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	32, // 39: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	35, // 40: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	37, // 41: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	38, // 42: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	40, // 43: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	41, // 44: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	42, // 45: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	43, // 46: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	44, // 47: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	46, // 48: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	54, // 49: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	2,  // 50: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 51: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 52: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 53: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	0,  // 54: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 55: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	13, // 56: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 57: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 58: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	28, // 59: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	33, // 60: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 61: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	36, // 62: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	39, // 63: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 64: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 65: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 66: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 67: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	45, // 68: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	52, // 69: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 70: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	50, // [50:71] is the sub-list for method output_type
-	29, // [29:50] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	56, // 29: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	61, // 30: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	31, // 31: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	1,  // 32: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 33: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 34: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 35: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	21, // 36: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	22, // 37: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	12, // 38: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 39: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 40: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	23, // 41: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	32, // 42: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	35, // 43: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	37, // 44: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	38, // 45: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	40, // 46: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	41, // 47: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	42, // 48: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	43, // 49: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	44, // 50: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	46, // 51: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	54, // 52: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	55, // 53: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	57, // 54: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	58, // 55: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	59, // 56: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	62, // 57: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	2,  // 58: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 59: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 60: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 61: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	0,  // 62: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 63: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	13, // 64: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 65: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 66: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	28, // 67: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	33, // 68: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 69: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	36, // 70: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	39, // 71: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 72: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 73: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 74: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 75: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	45, // 76: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	52, // 77: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 78: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 79: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	61, // 80: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	61, // 81: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	60, // 82: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	63, // 83: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	58, // [58:84] is the sub-list for method output_type
+	32, // [32:58] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -4396,7 +5072,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   55,
+			NumMessages:   64,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

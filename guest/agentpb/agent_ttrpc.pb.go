@@ -29,6 +29,11 @@ type AgentService interface {
 	Readlink(context.Context, *ReadlinkRequest) (*ReadlinkResponse, error)
 	Transfer(context.Context, Agent_TransferServer) error
 	Shutdown(context.Context, *ShutdownRequest) (*Empty, error)
+	Secrets(context.Context, *SecretsRequest) (*Empty, error)
+	SetService(context.Context, *SetServiceRequest) (*ServiceState, error)
+	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
+	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
+	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 }
 
 type Agent_ExecServer interface {
@@ -211,6 +216,41 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 				}
 				return svc.Shutdown(ctx, &req)
 			},
+			"Secrets": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req SecretsRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Secrets(ctx, &req)
+			},
+			"SetService": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req SetServiceRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.SetService(ctx, &req)
+			},
+			"StopService": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req StopServiceRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.StopService(ctx, &req)
+			},
+			"ListServices": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req ListServicesRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.ListServices(ctx, &req)
+			},
+			"ServiceLog": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req ServiceLogRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.ServiceLog(ctx, &req)
+			},
 		},
 		Streams: map[string]ttrpc.Stream{
 			"Exec": {
@@ -253,6 +293,11 @@ type AgentClient interface {
 	Readlink(context.Context, *ReadlinkRequest) (*ReadlinkResponse, error)
 	Transfer(context.Context) (Agent_TransferClient, error)
 	Shutdown(context.Context, *ShutdownRequest) (*Empty, error)
+	Secrets(context.Context, *SecretsRequest) (*Empty, error)
+	SetService(context.Context, *SetServiceRequest) (*ServiceState, error)
+	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
+	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
+	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 }
 
 type agentClient struct {
@@ -480,6 +525,46 @@ func (x *agentTransferClient) Recv() (*TransferResponse, error) {
 func (c *agentClient) Shutdown(ctx context.Context, req *ShutdownRequest) (*Empty, error) {
 	var resp Empty
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Shutdown", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Secrets(ctx context.Context, req *SecretsRequest) (*Empty, error) {
+	var resp Empty
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Secrets", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) SetService(ctx context.Context, req *SetServiceRequest) (*ServiceState, error) {
+	var resp ServiceState
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "SetService", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) StopService(ctx context.Context, req *StopServiceRequest) (*ServiceState, error) {
+	var resp ServiceState
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "StopService", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) ListServices(ctx context.Context, req *ListServicesRequest) (*ListServicesResponse, error) {
+	var resp ListServicesResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "ListServices", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) ServiceLog(ctx context.Context, req *ServiceLogRequest) (*ServiceLogResponse, error) {
+	var resp ServiceLogResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "ServiceLog", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -29,6 +29,14 @@ const (
 	KindSignal  Kind = "signal"  // to a process, or to forget one
 	KindForward Kind = "forward" // connections to one address in or beyond the guest
 	KindListen  Kind = "listen"  // connections that come out of the guest
+	// A secret of the VM, by the path of its file; its value is in no trail.
+	KindSecretSet    Kind = "secret-set"
+	KindSecretRemove Kind = "secret-remove"
+	// A service of the VM: what users do with it, and what becomes of it by itself.
+	KindServiceSet   Kind = "service-set"
+	KindServiceStop  Kind = "service-stop"
+	KindServiceStart Kind = "service-start"
+	KindServiceExit  Kind = "service-exit"
 )
 
 // Bounds of what is recorded of one action, in bytes. What is longer is cut.

@@ -61,7 +61,7 @@ var rules = []rule{
 }
 
 // forTests is what tests may import on top.
-var forTests = []string{"devices/devicetest", "devices/handover", "devices/mmio", "vmm/guestmem", "guest/sshd", "internal/..."}
+var forTests = []string{"devices/devicetest", "devices/handover", "devices/secrets", "devices/mmio", "vmm/guestmem", "guest/sshd", "internal/..."}
 
 func matches(pattern, pkg string) bool {
 	if dir, ok := strings.CutSuffix(pattern, "/..."); ok {

@@ -1,0 +1,271 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+func (a *app) secretCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has", Args: cobra.NoArgs,
+		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
+values are in the memory of the VM's process only: neither in its record, nor on its disk,
+nor in a snapshot of it. They go when the VM falls asleep or stops. When it is awake again,
+programs that open the files wait until the secrets have been handed in anew, for a minute
+at most. docs/SECRETS.md says what is promised, and what cannot be.`,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())
+	return cmd
+}
+
+func (a *app) secretSetCommand() *cobra.Command {
+	var (
+		mode     string
+		uid, gid uint32
+		once     bool
+	)
+	cmd := &cobra.Command{
+		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Hand secrets to a VM, and wake it if it sleeps",
+		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			m, err := strconv.ParseUint(mode, 8, 16)
+			if err != nil || m == 0 || m > 0o777 {
+				return usageError{fmt.Errorf("--mode %q: use permissions in octal, 0001 to 0777", mode)}
+			}
+			list, err := readSecrets(args[1:], os.Stdin)
+			if err != nil {
+				return err
+			}
+			defer wipeSecrets(list)
+			for i := range list {
+				list[i].Mode, list[i].UID, list[i].GID, list[i].Transient = uint16(m), uid, gid, once
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+				return err
+			}
+			if err := s.SetSecrets(cmd.Context(), args[0], list...); err != nil {
+				return err
+			}
+			return a.print(map[string]any{"name": args[0], "set": secretNames(list)}, func(io.Writer) {})
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&mode, "mode", strconv.FormatUint(sandbox.DefaultSecretMode, 8), "permissions of the files, in octal")
+	f.Uint32Var(&uid, "uid", 0, "their owner, in numbers")
+	f.Uint32Var(&gid, "gid", 0, "their group, in numbers")
+	f.BoolVar(&once, "once", false, "do not wait for them after a sleep or stop")
+	return cmd
+}
+
+func (a *app) secretListCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			list, err := s.Secrets(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			if list == nil {
+				list = []sandbox.SecretState{}
+			}
+			return a.print(list, func(w io.Writer) {
+				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				fmt.Fprintln(t, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE")
+				for _, l := range list {
+					value, after, m := "awaited", "gone", l.Mode
+					if l.Present {
+						value = bytesText(int64(l.Size))
+					}
+					if l.Kept {
+						after = "awaited"
+					}
+					if m == 0 {
+						m = sandbox.DefaultSecretMode
+					}
+					fmt.Fprintf(t, "%s\t%s\t%04o\t%d:%d\t%s\n", l.Name, value, m, l.UID, l.GID, after)
+				}
+				t.Flush()
+			})
+		},
+	}
+}
+
+func (a *app) secretRemoveCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "rm NAME SECRET...", Short: "Take secrets away from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := s.RemoveSecrets(cmd.Context(), args[0], args[1:]...); err != nil {
+				return err
+			}
+			return a.print(map[string]any{"name": args[0], "removed": args[1:]}, func(io.Writer) {})
+		},
+	}
+}
+
+// secretFlag adds --secret to a command.
+func secretFlag(cmd *cobra.Command, to *[]string, more string) {
+	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, or NAME=- for stdin: hand a secret in"+more+"; may be given several times")
+}
+
+// readSecrets reads NAME=@FILE and NAME=-. There are no other ways: a command line can be
+// seen by everybody.
+func readSecrets(words []string, stdin io.Reader) (list []sandbox.Secret, err error) {
+	defer func() {
+		if err != nil {
+			wipeSecrets(list)
+		}
+	}()
+	seen := map[string]bool{}
+	for _, w := range words {
+		name, from, ok := strings.Cut(w, "=")
+		path, file := strings.CutPrefix(from, "@")
+		switch {
+		case !ok || from != "-" && (!file || path == ""):
+			return list, usageError{fmt.Errorf("a secret is given as NAME=@FILE, or NAME=- for stdin, and not by its value, which others could see: %s=...", name)}
+		case seen[name]:
+			return list, usageError{fmt.Errorf("secret %s is given twice", name)}
+		case from == "-" && seen["-"]:
+			return list, usageError{errors.New("stdin can be one secret, not two")}
+		}
+		if err := sandbox.CheckSecretName(name); err != nil {
+			return list, usageError{err}
+		}
+		seen[name] = true
+		in := stdin
+		if from == "-" {
+			seen["-"] = true
+		} else {
+			f, err := os.Open(path)
+			if err != nil {
+				return list, fmt.Errorf("reading secret %s: %w", name, err)
+			}
+			defer f.Close()
+			in = f
+		}
+		value, err := readAtMost(in, sandbox.MaxSecret)
+		list = append(list, sandbox.Secret{SecretFile: sandbox.SecretFile{Name: name}, Value: value})
+		if err != nil {
+			return list, fmt.Errorf("reading secret %s: %w", name, err)
+		}
+	}
+	return list, nil
+}
+
+// readAtMost reads all of r into one buffer, of which no copies are left behind.
+func readAtMost(r io.Reader, limit int) ([]byte, error) {
+	buf := make([]byte, limit+1)
+	n, err := io.ReadFull(r, buf)
+	switch {
+	case err == nil:
+		return buf, fmt.Errorf("it has more than %d bytes", limit)
+	case errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF):
+		return buf[:n], nil
+	}
+	return buf, err
+}
+
+func wipeSecrets(list []sandbox.Secret) {
+	for _, l := range list {
+		clear(l.Value)
+	}
+}
+
+func secretNames(list []sandbox.Secret) []string {
+	names := []string{}
+	for _, l := range list {
+		names = append(names, l.Name)
+	}
+	return names
+}
+
+// wakeFor wakes a VM that sleeps.
+func (a *app) wakeFor(ctx context.Context, s *sandbox.Store, name string) error {
+	c, err := a.awake(ctx, s, name)
+	if err != nil {
+		return err
+	}
+	return c.Close()
+}
+
+// handIn gives secrets to VMs that run. Those that a VM has or waits for stay as they are
+// but for the value.
+func handIn(ctx context.Context, s *sandbox.Store, list []sandbox.Secret, names ...string) error {
+	for _, name := range names {
+		if len(list) == 0 {
+			break
+		}
+		there, err := s.Secrets(ctx, name)
+		if err != nil {
+			return err
+		}
+		own, _ := asTheyAre(list, there, false)
+		if err := s.SetSecrets(ctx, name, own...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// asTheyAre gives secrets the looks that those of the same names have. It returns the names
+// of the others as well, which are transient or not.
+func asTheyAre(list []sandbox.Secret, there []sandbox.SecretState, transient bool) (out []sandbox.Secret, others []string) {
+next:
+	for _, l := range list {
+		l.Transient = transient
+		for _, t := range there {
+			if t.Name == l.Name {
+				l.SecretFile, l.Transient = t.SecretFile, !t.Kept
+				out = append(out, l)
+				continue next
+			}
+		}
+		out, others = append(out, l), append(others, l.Name)
+	}
+	return out, others
+}
+
+// lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
+// has already get the new value, and stay.
+func lendSecrets(ctx context.Context, s *sandbox.Store, name string, list []sandbox.Secret) (back func(), err error) {
+	if len(list) == 0 {
+		return func() {}, nil
+	}
+	there, err := s.Secrets(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	own, lent := asTheyAre(list, there, true)
+	if err := s.SetSecrets(ctx, name, own...); err != nil {
+		return nil, err
+	}
+	return func() {
+		for _, n := range lent {
+			// Each by itself. One that is gone went with a sleep meanwhile, or its VM has ended.
+			_ = s.RemoveSecrets(context.WithoutCancel(ctx), name, n)
+		}
+	}, nil
+}

@@ -1,0 +1,425 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+)
+
+// Bounds of the secrets of one VM.
+const (
+	MaxSecrets    = secrets.MaxSecrets
+	MaxSecretName = secrets.MaxName
+	MaxSecret     = secrets.MaxValue // bytes of a value
+)
+
+// DefaultSecretMode is for everybody in the VM: the VM is what separates.
+const DefaultSecretMode = 0o444
+
+// ErrSecrets says that a VM cannot have a secret, or cannot be captured because of one.
+var ErrSecrets = errors.New("secrets")
+
+// SecretFile says what a secret looks like in the guest: a file in guest.SecretsDir.
+type SecretFile struct {
+	// Name is 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'.
+	Name string `json:"name"`
+	// Mode has its permissions; 0 is DefaultSecretMode.
+	Mode uint16 `json:"mode,omitempty"`
+	// UID and GID are its owner, in numbers.
+	UID uint32 `json:"uid,omitempty"`
+	GID uint32 `json:"gid,omitempty"`
+}
+
+// Secret is a secret with its value, which is in memory of the VM's process only.
+type Secret struct {
+	SecretFile
+	// Value is at most MaxSecret bytes.
+	Value []byte `json:"value"`
+	// Transient says that the VM is not to wait for it after a wake or boot: its name is
+	// forgotten with its value. The name of any other is kept in the VM's record.
+	Transient bool `json:"transient,omitempty"`
+}
+
+// SecretState is what Store.Secrets says of a secret.
+type SecretState struct {
+	SecretFile
+	// Present says that the value is there; else programs that open the file wait for it.
+	Present bool `json:"present"`
+	Size    int  `json:"size"` // bytes
+	// Kept says that the VM waits for it after a wake or boot.
+	Kept bool `json:"kept"`
+}
+
+// CheckSecretName says whether a secret can be called so.
+func CheckSecretName(name string) error {
+	ok := name != "" && len(name) <= MaxSecretName && name[0] != '.'
+	for _, c := range []byte(name) {
+		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || strings.IndexByte("._-", c) >= 0)
+	}
+	if !ok {
+		return fmt.Errorf("%w: name %q: use 1 to %d letters, digits, '.', '_' and '-', and no '.' at the beginning", ErrSecrets, name, MaxSecretName)
+	}
+	return nil
+}
+
+func (f SecretFile) file() secrets.Secret {
+	if f.Mode == 0 {
+		f.Mode = DefaultSecretMode
+	}
+	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID}
+}
+
+func (s *Secret) check() error {
+	if err := CheckSecretName(s.Name); err != nil {
+		return err
+	}
+	if s.Mode > 0o777 {
+		return fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", ErrSecrets, s.Name, s.Mode)
+	}
+	if len(s.Value) > MaxSecret {
+		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", ErrSecrets, s.Name, len(s.Value), MaxSecret)
+	}
+	return nil
+}
+
+// SetSecrets hands secrets to a running VM, whose programs find them as files in
+// guest.SecretsDir when it returns. Values replace those of the same names. They are kept in
+// locked memory of the VM's process, and are gone with it: after a sleep, stop or crash they
+// must be handed in again, until when programs that open the files wait, for a minute at
+// most. No fork or clone has them. Each is recorded in the audit trail by its name.
+//
+// A VM that does not run is ErrNotRunning: wake it first. If it fails, nothing has changed
+// but values of secrets that were there before.
+func (s *Store) SetSecrets(ctx context.Context, name string, list ...Secret) error {
+	for i := range list {
+		if err := list[i].check(); err != nil {
+			return err
+		}
+	}
+	if len(list) == 0 {
+		return nil
+	}
+	r, err := s.Get(name)
+	if err != nil {
+		return err
+	}
+	if r.Phase != Running {
+		return fmt.Errorf("%w: %s is %s: secrets are in the memory of a VM's process: wake or start it first", ErrNotRunning, name, r.Phase)
+	}
+	body, err := json.Marshal(list)
+	if err != nil {
+		return err
+	}
+	defer clear(body)
+	return s.recordSecrets(ctx, name, audit.KindSecretSet, secretNames(list), func() error {
+		return s.callWith(ctx, name, http.MethodPut, "/secrets", body, discard)
+	})
+}
+
+func secretNames(list []Secret) []string {
+	var names []string
+	for _, l := range list {
+		names = append(names, l.Name)
+	}
+	return names
+}
+
+// RemoveSecrets takes secrets away from a VM, which need not run: then it does not wait for
+// them any more when it is brought back. A name that it does not have is ErrNotFound.
+func (s *Store) RemoveSecrets(ctx context.Context, name string, names ...string) error {
+	return s.recordSecrets(ctx, name, audit.KindSecretRemove, names, func() error {
+		for {
+			r, err := s.Get(name)
+			if err != nil {
+				return err
+			}
+			if r.Phase == Running {
+				err = s.callWith(ctx, name, http.MethodDelete, "/secrets?"+url.Values{"name": names}.Encode(), nil, discard)
+			} else {
+				err = s.dropSecrets(name, names)
+			}
+			if !passing(err) {
+				return err
+			}
+			select {
+			case <-ctx.Done():
+				return errors.Join(fmt.Errorf("removing secrets of %s: %w", name, ctx.Err()), err)
+			case <-time.After(5 * time.Millisecond):
+			}
+		}
+	})
+}
+
+// Secrets lists the secrets of a VM. Of one that does not run, they are those that it
+// will wait for.
+func (s *Store) Secrets(ctx context.Context, name string) ([]SecretState, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, err
+	}
+	var out []SecretState
+	if r.Phase == Running {
+		err = s.call(ctx, name, http.MethodGet, "/secrets", &out)
+		return out, err
+	}
+	for _, f := range r.Secrets {
+		out = append(out, SecretState{SecretFile: f, Kept: true})
+	}
+	return out, nil
+}
+
+func discard(io.Reader) error { return nil }
+
+// recordSecrets does something with secrets and notes it in the VM's audit trail.
+func (s *Store) recordSecrets(ctx context.Context, name string, kind audit.Kind, names []string, do func() error) error {
+	if err := s.ensureAudit(name); err != nil {
+		return err
+	}
+	trail := audit.Open(s.AuditPath(name))
+	var pending []*audit.Pending
+	for _, n := range names {
+		p, err := trail.Begin(ctx, audit.Action{Kind: kind, Path: guest.SecretsDir + "/" + n})
+		if err != nil {
+			return err
+		}
+		pending = append(pending, p)
+	}
+	err := do()
+	for _, p := range pending {
+		o := audit.Outcome{}
+		if err != nil {
+			o.Error = err.Error()
+		}
+		p.End(o)
+	}
+	return err
+}
+
+// dropSecrets makes a VM without a process wait for fewer secrets.
+func (s *Store) dropSecrets(name string, names []string) error {
+	l, err := s.lock(name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil {
+		return err
+	}
+	for _, n := range names {
+		i := slices.IndexFunc(r.Secrets, func(f SecretFile) bool { return f.Name == n })
+		if i < 0 {
+			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, name, n)
+		}
+		r.Secrets = slices.Delete(r.Secrets, i, i+1)
+	}
+	return s.save(r)
+}
+
+// handIn asks the launcher's owner for the secrets that a VM waits for which has just been
+// brought back.
+func (s *Store) handIn(ctx context.Context, l Launcher, name string) error {
+	if l.Secrets == nil {
+		return nil
+	}
+	r, err := s.load(name)
+	if err != nil || len(r.Secrets) == 0 {
+		return err
+	}
+	list, err := l.Secrets(ctx, name, slices.Clone(r.Secrets))
+	if err == nil {
+		err = s.SetSecrets(ctx, name, list...)
+	}
+	if err != nil {
+		return fmt.Errorf("handing in the secrets of %s, which runs, and whose programs wait for them: %w", name, err)
+	}
+	return nil
+}
+
+// The rest is in the VM's process.
+
+// maxSecretsBody bounds a request with secrets, in bytes: values are in base64.
+const maxSecretsBody = MaxSecrets * (MaxSecret*4/3 + 1024)
+
+func (p *process) handleSecrets(handle func(string, func(*http.Request) (any, error), func())) {
+	handle("PUT /secrets", func(r *http.Request) (any, error) {
+		var list []Secret
+		d := json.NewDecoder(io.LimitReader(r.Body, maxSecretsBody))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&list); err != nil {
+			return nil, fmt.Errorf("reading secrets: %w: %w", ErrSecrets, err)
+		}
+		defer func() {
+			for _, l := range list {
+				clear(l.Value)
+			}
+		}()
+		return struct{}{}, p.setSecrets(context.WithoutCancel(r.Context()), list)
+	}, nil)
+	handle("DELETE /secrets", func(r *http.Request) (any, error) {
+		return struct{}{}, p.removeSecrets(r.URL.Query()["name"])
+	}, nil)
+	handle("GET /secrets", func(*http.Request) (any, error) { return p.listSecrets(), nil }, nil)
+}
+
+func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return err
+	}
+	dev := p.in.machine.Secrets()
+	before := dev.List()
+	defer func() {
+		if err == nil {
+			return
+		}
+		for _, l := range list {
+			if !slices.ContainsFunc(before, func(s secrets.State) bool { return s.Name == l.Name }) {
+				dev.Remove(l.Name)
+			}
+		}
+	}()
+	names := slices.Clone(p.r.Secrets)
+	for i := range list {
+		l := &list[i]
+		if err := l.check(); err != nil {
+			return err
+		}
+		if err := dev.Set(l.file(), l.Value); err != nil {
+			return fmt.Errorf("%w: %w", ErrSecrets, err)
+		}
+		names = slices.DeleteFunc(names, func(f SecretFile) bool { return f.Name == l.Name })
+		if !l.Transient {
+			names = append(names, l.SecretFile)
+		}
+	}
+	if err := p.in.serveSecrets(ctx); err != nil {
+		return err
+	}
+	old := p.r.Secrets
+	if slices.Equal(old, names) {
+		return nil
+	}
+	p.r.Secrets = names
+	if err := p.store.save(p.r); err != nil {
+		p.r.Secrets = old
+		return err
+	}
+	return nil
+}
+
+func (p *process) removeSecrets(names []string) error {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return err
+	}
+	dev := p.in.machine.Secrets()
+	old, kept := p.r.Secrets, slices.Clone(p.r.Secrets)
+	for _, n := range names {
+		if !slices.ContainsFunc(dev.List(), func(s secrets.State) bool { return s.Name == n }) {
+			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, p.r.Spec.Name, n)
+		}
+		kept = slices.DeleteFunc(kept, func(f SecretFile) bool { return f.Name == n })
+	}
+	if !slices.Equal(old, kept) {
+		p.r.Secrets = kept
+		if err := p.store.save(p.r); err != nil {
+			p.r.Secrets = old
+			return err
+		}
+	}
+	for _, n := range names {
+		dev.Remove(n)
+	}
+	return nil
+}
+
+func (p *process) listSecrets() []SecretState {
+	p.op.Lock()
+	defer p.op.Unlock()
+	out := []SecretState{}
+	for _, s := range p.in.machine.Secrets().List() {
+		out = append(out, SecretState{
+			SecretFile: SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}, Present: s.Present, Size: s.Size,
+			Kept: slices.ContainsFunc(p.r.Secrets, func(f SecretFile) bool { return f.Name == s.Name }),
+		})
+	}
+	return out
+}
+
+// serveSecretsLimit is how long the agent may take to start what serves secrets.
+const serveSecretsLimit = 5 * time.Minute
+
+// serveSecrets has the agent serve secrets, and look for new ones.
+func (in *Instance) serveSecrets(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, serveSecretsLimit)
+	defer cancel()
+	ctx, stop := in.whileRunning(ctx)
+	defer stop()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return in.explain(ctx, err)
+	}
+	defer c.Close()
+	if err := c.ServeSecrets(ctx); err != nil {
+		return fmt.Errorf("%w: %w", ErrSecrets, in.explain(ctx, err))
+	}
+	return nil
+}
+
+// awaitSecrets tells the guest which secrets will come.
+func (in *Instance) awaitSecrets() error {
+	for _, f := range in.parts.Secrets {
+		if err := in.machine.Secrets().Await(f.file()); err != nil {
+			return fmt.Errorf("%w: %w", ErrSecrets, err)
+		}
+	}
+	return nil
+}
+
+// A value is in the buffer of the agent's for some milliseconds at most, so a guest that is
+// found like that is let go on, and after so long not captured.
+const (
+	secretLimit = 20 * time.Second
+	secretPause = 10 * time.Millisecond
+)
+
+// standStill has the agent stand by and pauses the machine, at a moment at which drowse has
+// no copy of a secret in the guest. release must be called, also after an error; begin is
+// when the pause has begun.
+func (in *Instance) standStill(ctx context.Context, limit time.Duration) (release func(), begin time.Time, err error) {
+	for deadline := time.Now().Add(limit); ; {
+		release = in.standBy(ctx)
+		begin = time.Now()
+		if err := in.machine.Pause(ctx); err != nil || !in.machine.Secrets().Busy() {
+			return release, begin, err
+		}
+		in.machine.Handover().Release()
+		if err := in.machine.Resume(); err != nil {
+			return release, begin, err
+		}
+		release()
+		release = func() {}
+		if time.Now().After(deadline) {
+			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with `drowse secret rm`", ErrSecrets)
+		}
+		select {
+		case <-ctx.Done():
+			return release, begin, ctx.Err()
+		case <-time.After(secretPause):
+		}
+	}
+}

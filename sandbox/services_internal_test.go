@@ -1,0 +1,121 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+)
+
+func TestServices_that_are_not_possible_are_refused(t *testing.T) {
+	good := ServiceSpec{Name: "web", Argv: []string{"/bin/true"}}
+	if err := checkServices([]ServiceSpec{good, {Name: "a.b_c-1", Argv: []string{"x"}, Restart: "never", MaxRestarts: -1, BackoffSeconds: 1, MaxBackoffSeconds: 1, StopSignal: 64, StopSeconds: 300, LogKiB: 1024, Dir: "/x"}}); err != nil {
+		t.Errorf("good ones: %v", err)
+	}
+	for name, change := range map[string]func(*ServiceSpec){
+		"upper case":          func(s *ServiceSpec) { s.Name = "Web" },
+		"no name":             func(s *ServiceSpec) { s.Name = "" },
+		"no command":          func(s *ServiceSpec) { s.Argv = nil },
+		"an empty command":    func(s *ServiceSpec) { s.Argv = []string{""} },
+		"a zero byte":         func(s *ServiceSpec) { s.Env = []string{"A=\x00"} },
+		"a directory":         func(s *ServiceSpec) { s.Dir = "x" },
+		"a policy":            func(s *ServiceSpec) { s.Restart = "sometimes" },
+		"a back-off":          func(s *ServiceSpec) { s.BackoffSeconds, s.MaxBackoffSeconds = 3, 2 },
+		"negative back-off":   func(s *ServiceSpec) { s.BackoffSeconds = -1 },
+		"restarts":            func(s *ServiceSpec) { s.MaxRestarts = -2 },
+		"a signal":            func(s *ServiceSpec) { s.StopSignal = 65 },
+		"a long stop":         func(s *ServiceSpec) { s.StopSeconds = 301 },
+		"a large log":         func(s *ServiceSpec) { s.LogKiB = 1025 },
+		"a very long command": func(s *ServiceSpec) { s.Argv = []string{strings.Repeat("x", MaxServicesBytes)} },
+	} {
+		s := good
+		change(&s)
+		if err := checkServices([]ServiceSpec{s}); !errors.Is(err, ErrSpec) {
+			t.Errorf("%s: got %v, want ErrSpec", name, err)
+		}
+	}
+	if err := checkServices([]ServiceSpec{good, good}); !errors.Is(err, ErrSpec) {
+		t.Errorf("two of a name: got %v, want ErrSpec", err)
+	}
+	var many []ServiceSpec
+	for i := range MaxServices + 1 {
+		many = append(many, ServiceSpec{Name: fmt.Sprint("s", i), Argv: []string{"x"}})
+	}
+	if err := checkServices(many); !errors.Is(err, ErrSpec) {
+		t.Errorf("too many: got %v, want ErrSpec", err)
+	}
+}
+
+// A guest that tells of services without end must not push out what others have done.
+func TestServiceTrail_is_bounded_and_knows_its_services(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "audit.jsonl")
+	if err := audit.Ensure(context.Background(), path, audit.Head{VM: "v", Name: "n"}); err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1000, 0)
+	trail := &serviceTrail{trail: audit.Open(path), now: func() time.Time { return now }, known: func(name string) bool { return name == "web" }}
+	entries := func() (out []audit.Entry) {
+		if _, err := audit.Read(t.Context(), path, audit.ReadOptions{}, func(e audit.Entry) error { out = append(out, e); return nil }); err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	trail.record(guest.ServiceEvent{Name: "other", Event: guest.EventStarted})
+	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
+	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventEnded, Exit: 137, Signal: 9, Lost: 2})
+	got := entries()
+	if len(got) != 2 || got[0].Kind != audit.KindServiceStart || got[0].Process != "web" {
+		t.Fatalf("recorded %+v", got)
+	}
+	if o := got[1].Outcome; got[1].Kind != audit.KindServiceExit || *o.Exit != 137 || o.ExitSignal != 9 || !strings.Contains(o.Error, "2 events") {
+		t.Errorf("its end is %+v", got[1].Outcome)
+	}
+	for range 10 * serviceEvents {
+		trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
+	}
+	if n := len(entries()); n != serviceEvents {
+		t.Errorf("%d are recorded, want %d", n, serviceEvents)
+	}
+	now = now.Add(serviceEvery)
+	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
+	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
+	got = entries()
+	if len(got) != serviceEvents+1 || !strings.Contains(got[serviceEvents].Outcome.Error, "events before this one") {
+		t.Errorf("%d are recorded after a while, want one more that says what is missing", len(got))
+	}
+}
+
+func TestSecretNames(t *testing.T) {
+	for _, name := range []string{"a", "A_b.c-9", strings.Repeat("x", MaxSecretName)} {
+		if err := CheckSecretName(name); err != nil {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+	for _, name := range []string{"", ".", "..", ".a", "a/b", "a b", "a\n", "ä", strings.Repeat("x", MaxSecretName+1)} {
+		if err := CheckSecretName(name); !errors.Is(err, ErrSecrets) {
+			t.Errorf("%q: got %v, want ErrSecrets", name, err)
+		}
+	}
+}
+
+// Clones are made by the record in a snapshot.
+func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
+	r := &Record{Spec: Spec{Name: "a", Services: []ServiceSpec{{Name: "web", Argv: []string{"x"}}}}, Secrets: []SecretFile{{Name: "token"}}}
+	labels, err := r.labels(kindSleep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text := labels[labelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
+		t.Errorf("it is %s", text)
+	}
+	if !slices.Equal(r.Secrets, []SecretFile{{Name: "token"}}) {
+		t.Error("the record itself has changed")
+	}
+}

@@ -1,0 +1,141 @@
+package sandbox_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// service returns a service of a VM once it is in a state.
+func service(e *guesttest.Env, vm, name, state string) sandbox.ServiceStatus {
+	e.T.Helper()
+	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		list, err := e.Store.Services(e.T.Context(), vm)
+		if err != nil {
+			e.T.Fatal(err)
+		}
+		var got sandbox.ServiceStatus
+		for _, s := range list {
+			if s.Name == name {
+				got = s
+			}
+		}
+		if got.State == state {
+			return got
+		}
+		if time.Now().After(deadline) {
+			e.T.Fatalf("service %s of %s is %+v, not %s", name, vm, got, state)
+		}
+	}
+}
+
+// Two boots of one VM.
+func TestServicesOfAGuest(t *testing.T) {
+	t.Parallel()
+	e := guesttest.New(t)
+	keep := sandbox.ServiceSpec{Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; exec sleep 1000000"}}
+	e.Run(sandbox.Spec{Name: "sv", Services: []sandbox.ServiceSpec{keep}})
+	first := service(e, "sv", "keep", "running")
+	if first.PID == 0 || first.Restarts != 0 {
+		t.Errorf("after the boot it is %+v", first)
+	}
+
+	crash := sandbox.ServiceSpec{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}
+	if _, err := e.Store.SetService(t.Context(), "sv", crash); err != nil {
+		t.Fatal(err)
+	}
+	if s := service(e, "sv", "crash", "failed"); s.Restarts != 1 || s.ExitCode == nil || *s.ExitCode != 1 {
+		t.Errorf("one that fails is %+v", s)
+	}
+	var log strings.Builder
+	if err := e.Store.ServiceLog(t.Context(), "sv", "keep", &log, false); err != nil || log.String() != "begins\n" {
+		t.Errorf("its log is %q, %v", log.String(), err)
+	}
+
+	forks(e, "sv", sandbox.ForkOptions{Count: 1, Name: "sf"})
+	if s := service(e, "sf", "keep", "running"); s.PID != first.PID {
+		t.Errorf("in a fork it is %+v", s)
+	}
+	if s := service(e, "sf", "crash", "failed"); s.Restarts != 1 {
+		t.Errorf("in a fork the other is %+v", s)
+	}
+
+	e.Sleep("sv")
+	list, err := e.Store.Services(t.Context(), "sv")
+	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != sandbox.ServiceAsleep {
+		t.Errorf("asleep they are %+v, %v", list, err)
+	}
+	if _, err := e.Store.SetService(t.Context(), "sv", keep); !errors.Is(err, sandbox.ErrNotRunning) {
+		t.Errorf("setting one of a VM that sleeps: %v, want ErrNotRunning", err)
+	}
+	e.Wake("sv")
+	if s := service(e, "sv", "keep", "running"); s.PID != first.PID || s.Restarts != 0 {
+		t.Errorf("after the wake it is %+v, before %+v", s, first)
+	}
+	// What it does after a wake is told as well.
+	if _, err := e.Store.StopService(t.Context(), "sv", "keep"); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := e.Store.StartService(t.Context(), "sv", "keep", false); err != nil || s.State != "running" || s.PID == first.PID {
+		t.Errorf("started again it is %+v, %v", s, err)
+	}
+	if err := e.Store.RemoveService(t.Context(), "sv", "crash"); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Store.RemoveService(t.Context(), "sv", "crash"); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("removing it twice: %v, want ErrNotFound", err)
+	}
+
+	if err := e.Store.Stop(t.Context(), "sv", true); err != nil {
+		t.Fatal(err)
+	}
+	// One that has stopped starts its services when it boots, those that it is given now too.
+	late := sandbox.ServiceSpec{Name: "late", Argv: []string{"/no/such/program"}, Restart: guest.RestartNever}
+	if s, err := e.Store.SetService(t.Context(), "sv", late); err != nil || s.State != "" {
+		t.Errorf("setting one of a VM that has stopped: %+v, %v", s, err)
+	}
+	if _, err := e.Store.Start(t.Context(), e.Launcher, "sv"); err != nil {
+		t.Fatal(err)
+	}
+	service(e, "sv", "keep", "running")
+	if s := service(e, "sv", "late", "failed"); !strings.Contains(s.Problem, "no such file") {
+		t.Errorf("one whose program is not there is %+v", s)
+	}
+
+	// The trail has a start for each run, and an end for each that has ended.
+	want := map[string]int{
+		"service-start keep": 3, "service-exit keep": 1, "service-stop keep": 1,
+		"service-start crash": 2, "service-exit crash": 3, // two, and that it was given up
+		"service-start late": 1,
+	}
+	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		got := map[string]int{}
+		if _, err := e.Store.Audit(t.Context(), "sv", audit.ReadOptions{}, func(en audit.Entry) error {
+			if en.Process != "" {
+				got[string(en.Kind)+" "+en.Process]++
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		missing := false
+		for what, n := range want {
+			missing = missing || got[what] < n
+			if got[what] > n {
+				t.Fatalf("the trail has %v, want %v", got, want)
+			}
+		}
+		if !missing {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the trail has %v, want %v", got, want)
+		}
+	}
+}
