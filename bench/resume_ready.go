@@ -32,6 +32,10 @@ type ResumeReadyOptions struct {
 	Caches []string
 	// Pools is as in ResumeEntryOptions.
 	Pools []bool
+	// PageCaches are whether a restore finds pages that one before has decompressed, to
+	// measure in turn. A restore of each kind that does not count comes first, so Warmup
+	// must be 2 or more to have them all: see package pagecache.
+	PageCaches []bool
 }
 
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
@@ -93,7 +97,7 @@ func (e Env) startLive(ctx context.Context, name, file, program string) error {
 // that of drowse's run before, once as measured and once without the start of its process,
 // since drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
-	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches, pools: o.Pools}
+	r := resumes{name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth}, peers: o.Peers, peerUsedMiB: o.PeerUsedMiB, caches: o.Caches, pools: o.Pools, pages: o.PageCaches}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) { return e.sleeperAt(ctx, mib, o.Depth) })
 }
 
