@@ -31,7 +31,11 @@ func (v *sleeper) evict() error {
 	if err != nil {
 		return fmt.Errorf("looking for the files of a snapshot: %w", err)
 	}
-	for _, path := range files {
+	pages, err := filepath.Glob(filepath.Join(v.parts.PageCache, "*.pages"))
+	if err != nil {
+		return fmt.Errorf("looking for the cache of pages: %w", err)
+	}
+	for _, path := range append(files, pages...) {
 		if path == "" {
 			continue
 		}

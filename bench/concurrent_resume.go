@@ -22,6 +22,9 @@ type ConcurrentOptions struct {
 	AtOnce []int
 	// MemoryMiB is the size of each one's RAM.
 	MemoryMiB int
+	// Awake is how long the VMs of a round stay awake before they sleep again: after three
+	// seconds they have kept the pages that they had to decompress.
+	Awake time.Duration
 	// Pools are whether the processes of the VMs are there ahead, to measure in turn;
 	// none is no.
 	Pools []bool
@@ -63,7 +66,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 	for i := range o.Warmup + o.N {
 		for _, w := range ways {
 			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.N, w.n)
-			wakes, err := e.round(ctx, names[:w.n], w.pool, o.MemoryMiB)
+			wakes, err := e.round(ctx, names[:w.n], w.pool, o)
 			if err != nil {
 				return nil, err
 			}
@@ -75,18 +78,18 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 		}
 	}
 	for _, w := range ways {
-		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool}
+		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.Awake.Seconds()}
 		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.ratioRow("concurrent_resume_ratio", params))
 	}
 	return rows, nil
 }
 
 // round wakes VMs, with a pool or without, and puts them to sleep again.
-func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (wakes []oneWake, err error) {
+func (e Env) round(ctx context.Context, names []string, pooled bool, o ConcurrentOptions) (wakes []oneWake, err error) {
 	before := map[int]time.Duration{}
 	if pooled {
 		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{
-			Processes: len(names), Shapes: []sandbox.Shape{{MemoryMiB: mib, VCPUs: sandbox.DefaultVCPUs}},
+			Processes: len(names), Shapes: []sandbox.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: sandbox.DefaultVCPUs}},
 		})
 		if err != nil {
 			return nil, err
@@ -108,6 +111,9 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, mib int) (w
 	last := wakes[len(wakes)-1]
 	e.say("concurrent_resume: %s was the last, after %v: stages in ms %v, %d faults",
 		last.report.Name, last.took.Round(time.Microsecond), last.report.Stages, last.report.Faults)
+	if err := pause(ctx, o.Awake); err != nil {
+		return nil, err
+	}
 	for _, name := range names {
 		if _, err := e.Store.Sleep(ctx, name); err != nil {
 			return nil, err

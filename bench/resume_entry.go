@@ -77,12 +77,16 @@ type resumes struct {
 	caches []string
 	// pools are whether there is a pool of shells, to measure in turn; none is no.
 	pools []bool
+	// pages are whether restores find pages that one before has decompressed, to measure in
+	// turn; none is no, and says nothing of it in the rows.
+	pages []bool
 }
 
 // variant is a way in which the same VM is restored.
 type variant struct {
 	cache string
 	pool  bool
+	pages bool
 }
 
 // then goes on with a guest that was restored, and says when that was done and what it
@@ -146,6 +150,9 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	for k, v := range vms {
 		for _, way := range r.variants() {
 			params := map[string]any{"memory_mib": v.parts.Spec.MemoryMiB, "vcpus": v.parts.Spec.VCPUs, "cache": way.cache, "pool": way.pool}
+			if len(r.pages) > 0 {
+				params["page_cache"] = way.pages
+			}
 			maps.Copy(params, r.params)
 			row := v.of(way).row(r.name, params)
 			row.StateMiB = float64(v.state) / pagesPerMiB
@@ -166,9 +173,15 @@ func (r resumes) variants() (all []variant) {
 	if len(pools) == 0 {
 		pools = []bool{false}
 	}
+	pages := r.pages
+	if len(pages) == 0 {
+		pages = []bool{false}
+	}
 	for _, cache := range caches {
 		for _, pool := range pools {
-			all = append(all, variant{cache, pool})
+			for _, kept := range pages {
+				all = append(all, variant{cache, pool, kept})
+			}
 		}
 	}
 	return all
@@ -251,6 +264,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	}
 	defer func() { err = errors.Join(err, os.Remove(top)) }()
 	p.Socket = filepath.Join(dir, "vsock.sock")
+	if !way.pages {
+		p.PageCache = ""
+	}
 	if way.pool {
 		p.Shells, err = sandbox.NewShells(map[sandbox.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
 		if err != nil {
@@ -285,6 +301,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	faults, _ := in.Faults()
 	// Not every host counts these.
 	kvm, _ := in.Machine().KVMStats()
+	// For the next one that finds it, where there is one.
+	if err := in.KeepPages(ctx); err != nil {
+		return errors.Join(err, in.Close())
+	}
 	if err := in.Close(); err != nil {
 		return err
 	}
@@ -313,7 +333,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		into(s.stages, "guest", int64(guest)),
 		into(s.faults, "read", int64(faults.ReadFaults)),
 		into(s.faults, "write", int64(faults.WriteFaults)),
-		into(s.faults, "ensured", int64(faults.Ensured)))
+		into(s.faults, "ensured", int64(faults.Ensured)),
+		into(s.faults, "frames_read", int64(faults.Frames)),
+		into(s.faults, "frames_cached", int64(faults.FramesCached)))
 	for stage, d := range after {
 		errs = append(errs, into(s.stages, stage, int64(d)))
 	}

@@ -36,6 +36,10 @@ type ResumeReadyOptions struct {
 	Caches []string
 	// Pools is as in ResumeEntryOptions.
 	Pools []bool
+	// PageCaches are whether a restore finds pages that one before has decompressed, to
+	// measure in turn. A restore of each kind that does not count comes first, so Warmup
+	// must be 2 or more to have them all: see package pagecache.
+	PageCaches []bool
 }
 
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
@@ -107,7 +111,7 @@ func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error
 	used := func(mib int) int { return mib * o.UsedPercent / 100 }
 	r := resumes{
 		name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth},
-		peers: o.Peers, peerUsedMiB: func(mib int) int { return o.PeerUsedMiB + used(mib) }, caches: o.Caches, pools: o.Pools,
+		peers: o.Peers, peerUsedMiB: func(mib int) int { return o.PeerUsedMiB + used(mib) }, caches: o.Caches, pools: o.Pools, pages: o.PageCaches,
 	}
 	if o.UsedPercent > 0 {
 		r.params["used_percent"] = o.UsedPercent

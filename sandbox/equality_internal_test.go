@@ -21,6 +21,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pagecache"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -162,7 +163,7 @@ type history struct {
 
 // sightings count what the histories were about.
 type sightings struct {
-	captures, deltas, live, forks, childCaptures, wokenCaptures, failures, whole, discards, waking, compared, pages, diskReads, deepest int
+	captures, deltas, live, forks, childCaptures, wokenCaptures, failures, whole, discards, waking, compared, pages, diskReads, deepest, cachedFrames, damagedFrames, damages int
 }
 
 // testMachine is a machine that runs.
@@ -222,7 +223,7 @@ func TestEveryPageOfARestoredMachineEqualsThatOfTheCapturedOne(t *testing.T) {
 	for what, k := range map[string]int{
 		"deltas": saw.deltas, "live captures": saw.live, "forks": saw.forks, "captures of children": saw.childCaptures,
 		"captures of woken machines": saw.wokenCaptures, "failures": saw.failures, "discards": saw.discards, "wakes": saw.waking,
-		"reads from the disk": saw.diskReads,
+		"reads from the disk": saw.diskReads, "frames out of the cache": saw.cachedFrames, "damages of the cache": saw.damages,
 	} {
 		if k == 0 && n >= equalityDefault {
 			t.Errorf("there were no %s: this test shows less than it says", what)
@@ -343,6 +344,7 @@ func (h *history) close() {
 }
 
 func (m *testMachine) close() {
+	m.h.keepPages(m.in)
 	m.h.must(m.in.Close())
 	m.h.machines = slices.DeleteFunc(m.h.machines, func(o *testMachine) bool { return o == m })
 }
@@ -404,7 +406,11 @@ func (h *history) choosePool() {
 func (h *history) parts() Parts {
 	st, err := disk.Create(h.path("disk"), 1<<20)
 	h.must(err)
-	return Parts{Spec: h.spec, Kernel: h.file("guest"), Image: h.file("noise"), Disk: st, Socket: h.path("s"), VM: "0"}
+	p := Parts{Spec: h.spec, Kernel: h.file("guest"), Image: h.file("noise"), Disk: st, Socket: h.path("s"), VM: "0"}
+	if h.seed%4 != 3 {
+		p.PageCache = h.file("pages")
+	}
+	return p
 }
 
 // adopt makes an instance with its devices one of the machines of this history.
@@ -532,7 +538,37 @@ func (h *history) wake(i *instant) *testMachine {
 	h.saw.waking++
 	m := h.adopt(in, i.ram, i.depth)
 	m.woken = true
+	hits, _ := in.CachedFrames()
+	h.saw.cachedFrames += int(hits)
 	return m
+}
+
+// keepPages puts pages that a machine was restored with into the cache, and damages one of
+// the cache's files now and then: a machine that is restored from it must not notice.
+func (h *history) keepPages(in *Instance) {
+	h.t.Helper()
+	if err := in.KeepPages(h.t.Context()); !errors.Is(err, snapshot.ErrNotFound) { // it may have been removed
+		h.must(err)
+	}
+	files, err := filepath.Glob(filepath.Join(h.file("pages"), "*"))
+	h.must(err)
+	if len(files) == 0 || !h.chance(3) {
+		return
+	}
+	path := files[h.rnd.IntN(len(files))]
+	b, err := os.ReadFile(path)
+	h.must(err)
+	switch at := h.rnd.IntN(len(b)); h.rnd.IntN(3) {
+	case 0:
+		b[at] ^= 1 << h.rnd.IntN(8)
+	case 1:
+		b = b[:at]
+	case 2: // in another one's place
+		path = files[h.rnd.IntN(len(files))]
+	}
+	// Whoever has it open sees it change.
+	h.must(os.WriteFile(path, b, 0o600))
+	h.saw.damages++
 }
 
 // work lets the guest write to some pages, and read others, and writes to some itself.
@@ -898,6 +934,17 @@ func (h *history) compare(i *instant, all bool) {
 	h.must(err)
 	defer mem.Close()
 	var o pager.Options
+	if h.seed%4 != 3 {
+		cached := pagecache.New(h.file("pages")).Open(snap.Manifest())
+		defer cached.Close()
+		defer func() {
+			st := cached.Stats()
+			h.saw.cachedFrames += int(st.Hits)
+			h.saw.damagedFrames += int(st.Damaged)
+			h.must(pagecache.New(h.file("pages")).Add(h.t.Context(), cached, i.dir))
+		}()
+		o.Cache = cached
+	}
 	for range h.rnd.IntN(300) {
 		o.WorkingSet = append(o.WorkingSet, h.pool[h.rnd.IntN(len(h.pool))])
 	}

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/freepages"
+	"github.com/drowse-vm/drowse/snapshot/pagecache"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -64,6 +65,9 @@ type Parts struct {
 	ServiceEvent func(guest.ServiceEvent)
 	// Shells, if not nil, may have a part of the VM that was made ahead.
 	Shells *Shells
+	// PageCache is a directory with pages of snapshots that were restored before, as
+	// KeepPages leaves them there; empty for none. See package pagecache.
+	PageCache string
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
 	// Log gets what happens; nil discards it.
@@ -101,6 +105,8 @@ type Instance struct {
 	closers   []io.Closer
 	snap      *snapshot.Snapshot // what it was restored from, or nil
 	pager     *pager.Pager
+	// cached has pages of snap; nil without Parts.PageCache.
+	cached *pagecache.Reader
 	// tracked says that KVM keeps a log of the pages that change.
 	tracked bool
 	// captured says that changes of RAM count from a snapshot on, not from zeros.
@@ -398,8 +404,12 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 	if states, err = in.takeFreePages(states); err != nil {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
-	in.pager, err = pager.New(in.mem, in.snap.Memory(), pager.Options{OnFailure: in.fail, WorkingSet: pages})
-	if err != nil {
+	opts := pager.Options{OnFailure: in.fail, WorkingSet: pages}
+	if in.parts.PageCache != "" {
+		in.cached = pagecache.New(in.parts.PageCache).Open(m)
+		opts.Cache = in.cached
+	}
+	if in.pager, err = pager.New(in.mem, in.snap.Memory(), opts); err != nil {
 		return nil, err
 	}
 	in.pager.Start()
@@ -838,6 +848,9 @@ func (in *Instance) Close() error {
 	}
 	if in.pager != nil {
 		errs = append(errs, in.pager.Close())
+	}
+	if in.cached != nil {
+		errs = append(errs, in.cached.Close())
 	}
 	if in.base != nil && in.base != in.snap {
 		errs = append(errs, in.base.Close())

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -265,6 +266,63 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		clone(other, info.ID, "there")
 		if got := other.Sh("there", ask); got != said {
 			t.Errorf("the keeper says %q there, %q here", got, said)
+		}
+	})
+	sub("a later clone finds pages decompressed, and no damaged one", func(t *testing.T, e *guesttest.Env) {
+		// What one needs is kept a while after it is awake; that of those above as well.
+		pages := filepath.Join(e.Store.CacheDir(), "pages")
+		kept := func() (files []string) {
+			all, err := filepath.Glob(filepath.Join(pages, "*.pages"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return all
+		}
+		for end := time.Now().Add(2 * time.Minute); len(kept()) == 0; time.Sleep(100 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatal("no pages were kept")
+			}
+		}
+		again := func(name string) sandbox.Report {
+			rep, err := e.Store.Restore(t.Context(), e.Launcher, snap, name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := e.Sh(name, ask); got != said {
+				t.Errorf("the keeper says %q in the clone, %q in the original", got, said)
+			}
+			if err := e.Store.Stop(t.Context(), name, true); err != nil {
+				t.Fatal(err)
+			}
+			return rep
+		}
+		if rep := again("cached"); rep.FramesCached <= rep.FramesRead {
+			t.Errorf("%d frames were in the cache, %d were decompressed", rep.FramesCached, rep.FramesRead)
+		}
+		// Who adds pages meanwhile would put right what is damaged.
+		lock, err := os.Open(pages)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer lock.Close()
+		if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range kept() {
+			b, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			// In each page of the content, which begins behind the list.
+			for at := (64 + 32*int(binary.LittleEndian.Uint32(b[12:])) + 4095) / 4096 * 4096; at < len(b); at += 4096 {
+				b[at+at/4096%4096] ^= 1
+			}
+			if err := os.WriteFile(path, b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if rep := again("uncached"); rep.FramesCached != 0 || rep.FramesRead == 0 {
+			t.Errorf("of a damaged cache %d frames were used, %d were decompressed", rep.FramesCached, rep.FramesRead)
 		}
 	})
 	sub("poweroff is reported as such", func(t *testing.T, e *guesttest.Env) {

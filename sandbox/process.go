@@ -31,6 +31,10 @@ type Report struct {
 	Faults uint64             `json:"faults"`
 	// MiBTouched is how much RAM a restored guest has used so far.
 	MiBTouched float64 `json:"mib_touched"`
+	// FramesRead are pieces of its snapshot that were read and decompressed for that, and
+	// FramesCached those that were in the store's cache of pages.
+	FramesRead   uint64 `json:"frames_read"`
+	FramesCached uint64 `json:"frames_cached"`
 	// Hooks are those in the guest that failed after a wake or a restore.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// Network is nil without one.
@@ -157,6 +161,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if len(p.r.Disk.Layers) > 2*maxStack {
 		p.shortenDisk()
 	}
+	p.keepPages()
 	return p.wait(ctx)
 }
 
@@ -241,6 +246,9 @@ func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
 		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
 	}
+	if os.Getenv(NoPageCacheEnv) == "" {
+		p.PageCache = s.pageCacheDir()
+	}
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
 	}
@@ -283,6 +291,7 @@ func (p *process) report() Report {
 	if f, restored := p.in.Faults(); restored || p.in.parts.RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = ms(entry), ms(ready)
 		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
+		rep.FramesRead, rep.FramesCached = f.Frames, f.FramesCached
 	} else {
 		rep.Stages["boot"] = ms(ready)
 	}

@@ -42,6 +42,7 @@ var (
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
 //	volumes/NAME/          volumes: package volume
+//	cache/pages/           pages of snapshots that were woken before: package pagecache
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
 	dir string
@@ -72,6 +73,9 @@ func (s *Store) KernelDir() string { return s.dir }
 
 // CacheDir is where system disks and initramfs archives are kept.
 func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
+
+// pageCacheDir is for package pagecache.
+func (s *Store) pageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
 
 func (s *Store) vmDir(name string) string      { return filepath.Join(s.dir, "vms", name) }
 func (s *Store) recordPath(name string) string { return filepath.Join(s.vmDir(name), "vm.json") }

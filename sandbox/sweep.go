@@ -14,13 +14,16 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pagecache"
 )
 
 // Freed is what a sweep has deleted.
 type Freed struct {
-	Snapshots int   `json:"snapshots"`
-	Layers    int   `json:"layers"`
-	Bytes     int64 `json:"bytes"`
+	Snapshots int `json:"snapshots"`
+	Layers    int `json:"layers"`
+	// CacheFiles had decompressed pages of snapshots that are gone.
+	CacheFiles int   `json:"cache_files"`
+	Bytes      int64 `json:"bytes"`
 }
 
 // templateOwner begins the names of the empty file systems, which are small and
@@ -40,7 +43,7 @@ const (
 )
 
 // Sweep deletes the sleep snapshots that no VM needs any more, the disk layers that
-// neither a VM nor a snapshot needs, and what interrupted commands have left. It
+// neither a VM nor a snapshot needs, decompressed pages of no snapshot, and what interrupted commands have left. It
 // never deletes a snapshot that was asked for by name. When a record or a snapshot
 // cannot be read, nothing is deleted that it might need.
 func (s *Store) Sweep(ctx context.Context) (Freed, error) {
@@ -93,10 +96,15 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 			snapshots[r.Base] = true
 		}
 	}
-	if err := s.sweepSnapshots(ctx, snaps, snapshots, live, layers, &freed); err != nil {
+	memory, err := s.sweepSnapshots(ctx, snaps, snapshots, live, layers, &freed)
+	if err != nil {
 		return freed, fmt.Errorf("tidying up: %w", err)
 	}
-	var errs []error
+	// A snapshot that has come meanwhile is not in the list: what there may be for it
+	// already, its next wake does without.
+	n, bytes, err := pagecache.New(s.pageCacheDir()).Sweep(memory)
+	freed.CacheFiles, freed.Bytes = n, freed.Bytes+bytes
+	errs := []error{err}
 	for _, e := range files {
 		owner, _, _ := strings.Cut(e.Name(), "-")
 		if layers[e.Name()] != nil || live[owner] || owner == templateOwner {
@@ -208,13 +216,15 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	return nil
 }
 
-func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live map[string]bool, layers holders, freed *Freed) error {
+// sweepSnapshots returns the ids of the memory files of those snapshots that stay.
+func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live map[string]bool, layers holders, freed *Freed) (memory map[string]bool, err error) {
 	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
-		return err
+		return nil, err
 	}
+	memory = map[string]bool{}
 	for _, e := range entries {
 		if err := ctx.Err(); err != nil {
-			return err
+			return nil, err
 		}
 		dir := s.snapshotDir(e.Name())
 		if snapshot.IsTemp(e.Name()) {
@@ -225,11 +235,11 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 			if errors.Is(err, fs.ErrNotExist) {
 				continue
 			}
-			return fmt.Errorf("snapshot %s: %w: nothing has been deleted that it may need", e.Name(), err)
+			return nil, fmt.Errorf("snapshot %s: %w: nothing has been deleted that it may need", e.Name(), err)
 		}
 		m := snap.Manifest()
 		if err := snap.Close(); err != nil {
-			return err
+			return nil, err
 		}
 		// A snapshot is there for a moment before the record of its VM names it.
 		kind := m.Labels[labelKind]
@@ -237,7 +247,7 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 		if own && !needed[e.Name()] && !s.kept(e.Name()) {
 			_, n := diskUsage(dir)
 			if err := snapshot.Remove(dir); err != nil {
-				return err
+				return nil, err
 			}
 			freed.Snapshots++
 			freed.Bytes += n
@@ -246,8 +256,11 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 		for _, d := range m.Disks {
 			layers.add(d.Layers, "snapshot "+e.Name())
 		}
+		for _, f := range m.Memory.Files {
+			memory[f.ID] = true
+		}
 	}
-	return nil
+	return memory, nil
 }
 
 // remove deletes a file or a tree and returns how many bytes of disk that gives back.

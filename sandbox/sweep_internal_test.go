@@ -2,7 +2,9 @@ package sandbox
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -119,5 +121,27 @@ func TestJoinLayers_that_meets_one_in_use_goes_on_there_the_next_time(t *testing
 			}
 			wantBlocks(t, s, "a", layers)
 		})
+	}
+}
+
+// Pages of snapshots that are gone hold what was in the memory of their guests.
+func TestSweep_removes_cached_pages_of_no_snapshot(t *testing.T) {
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(s.pageCacheDir(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(s.pageCacheDir(), "00112233445566778899aabbccddeeff.pages")
+	if err := os.WriteFile(path, make([]byte, 8192), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	freed, err := s.Sweep(t.Context())
+	if err != nil || freed.CacheFiles != 1 || freed.Bytes < 8192 {
+		t.Errorf("it has freed %+v, %v", freed, err)
+	}
+	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the file is there: %v", err)
 	}
 }

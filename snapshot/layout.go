@@ -133,6 +133,9 @@ func (f *Frame) Offset() int64 { return f.offset }
 // File is the number of its file in the manifest.
 func (f *Frame) File() uint32 { return f.file }
 
+// Checksum is the CRC-32C of the frame as it is on disk.
+func (f *Frame) Checksum() uint32 { return f.crc }
+
 func (f *Frame) put(b []byte) {
 	binary.LittleEndian.PutUint64(b, uint64(f.offset))
 	binary.LittleEndian.PutUint32(b[8:], f.stored)

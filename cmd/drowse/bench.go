@@ -157,10 +157,13 @@ const (
 	poolHelp        = "whether what can be is made ahead: no, yes, or both"
 )
 
-func pools(words []string) (all []bool, err error) {
+func pools(words []string) (all []bool, err error) { return noYes("pool", words) }
+
+// noYes is the value of a flag that takes no, yes, or both.
+func noYes(name string, words []string) (all []bool, err error) {
 	for _, w := range words {
 		if w != poolNo && w != poolYes {
-			return nil, usageError{fmt.Errorf("--pool %q: use %s or %s", w, poolNo, poolYes)}
+			return nil, usageError{fmt.Errorf("--%s %q: use %s or %s", name, w, poolNo, poolYes)}
 		}
 		all = append(all, w == poolYes)
 	}
@@ -172,7 +175,7 @@ func pools(words []string) (all []bool, err error) {
 
 func (m *benches) ready() *cobra.Command {
 	var o bench.ResumeReadyOptions
-	var pool []string
+	var pool, pages []string
 	cmd := m.command("resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
 		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
 			return nil, errRuns
@@ -197,6 +200,9 @@ func (m *benches) ready() *cobra.Command {
 		if o.Pools, err = pools(pool); err != nil {
 			return nil, err
 		}
+		if o.PageCaches, err = noYes("page-cache", pages); err != nil {
+			return nil, err
+		}
 		return bench.ResumeReady(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
@@ -206,6 +212,7 @@ func (m *benches) ready() *cobra.Command {
 	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
 	f.StringSliceVar(&o.Caches, "cache", bench.Caches, "states of the page cache: warm, cold, or both")
 	f.StringSliceVar(&pool, "pool", []string{poolNo}, poolHelp)
+	f.StringSliceVar(&pages, "page-cache", []string{poolNo}, "whether a restore finds pages that one before has decompressed: no, yes, or both")
 	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
 	f.IntVar(&o.UsedPercent, "used-percent", 0, "part of RAM that a program has in use, in all guests, besides what they need without it")
 	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")

@@ -80,7 +80,7 @@ func (m *benches) concurrent() *cobra.Command {
 	var o bench.ConcurrentOptions
 	var pool []string
 	cmd := m.command("concurrent_resume", "How long VMs take that are woken at once, and what processors they need for it", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.AtOnce) == 0 || o.MemoryMiB < 1 {
+		if o.N < 1 || o.Warmup < 0 || len(o.AtOnce) == 0 || o.MemoryMiB < 1 || o.Awake < 0 {
 			return nil, errRuns
 		}
 		if slices.Min(o.AtOnce) < 1 || slices.Max(o.AtOnce) > bench.MaxAtOnce {
@@ -95,6 +95,7 @@ func (m *benches) concurrent() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "rounds for each number of VMs")
 	f.IntVar(&o.Warmup, "warmup", 1, "rounds before that do not count")
+	f.DurationVar(&o.Awake, "awake", 0, "how long the VMs of a round stay awake: from three seconds on they keep pages for the next")
 	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 4, 20}, "numbers of VMs to wake at once")
 	f.StringSliceVar(&pool, "pool", []string{poolNo, poolYes}, poolHelp)
 	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")

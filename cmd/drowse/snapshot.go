@@ -300,7 +300,7 @@ func (a *app) restoreCommand() *cobra.Command {
 
 func (a *app) pruneCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "prune", Short: "Delete sleep snapshots and disk layers that nothing needs", Args: cobra.NoArgs,
+		Use: "prune", Short: "Delete sleep snapshots, disk layers and cached pages that nothing needs", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -311,7 +311,8 @@ func (a *app) pruneCommand() *cobra.Command {
 				return err
 			}
 			return a.print(freed, func(w io.Writer) {
-				fmt.Fprintf(w, "%d snapshots and %d layers, %s\n", freed.Snapshots, freed.Layers, bytesText(freed.Bytes))
+				fmt.Fprintf(w, "%d snapshots, %d layers and %d files of cached pages, %s\n",
+					freed.Snapshots, freed.Layers, freed.CacheFiles, bytesText(freed.Bytes))
 			})
 		},
 	}

@@ -38,7 +38,7 @@ var rules = []rule{
 	{"sandbox/supervisor", []string{"sandbox", "netpolicy"}},
 	// netpolicy/resolver and netpolicy/hostnet: a VM's process serves its names, and takes
 	// its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},

@@ -77,6 +77,13 @@
 // inaccessible, so a vCPU or a device that was forgotten gets EFAULT, not zeros.
 // After Load has finished, Close leaves ordinary memory behind.
 //
+// # Frames that were decompressed before
+//
+// Options.Cache is asked for a frame before that is read: handlers, Ensure, Prefetch and
+// Load put in place what it returns, and read the snapshot if it has nothing. [Source] never
+// asks it, so what a later snapshot stores of pages that were not loaded comes from the one
+// before. See package pagecache.
+//
 // # A view of RAM that stands still
 //
 // [Frozen] is for captures of a guest that runs on, lazily restored or not. Pages that

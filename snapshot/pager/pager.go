@@ -62,6 +62,9 @@ type Options struct {
 	// order: what WorkingSet of an earlier pager has returned. Numbers that are
 	// out of range are ignored.
 	WorkingSet []uint64
+	// Cache, if not nil, is asked for the pages of a frame before that is read from the
+	// snapshot. It must stay usable until Close.
+	Cache FrameCache
 	// OnFailure is called at most once, on a goroutine of its own, when a page
 	// cannot be had. The VM cannot go on.
 	OnFailure func(error)
@@ -72,6 +75,14 @@ type Options struct {
 	RecordTime  time.Duration
 	// Handlers is how many faults are worked on at once; DefaultHandlers if 0.
 	Handlers int
+}
+
+// FrameCache has the pages of frames that were decompressed before.
+type FrameCache interface {
+	// Read returns the pages of a frame one after the other, in buf, which has room for
+	// snapshot.MaxFramePages; false if it does not have exactly those that the snapshot has.
+	// It may be called from several goroutines at once.
+	Read(f *snapshot.Frame, buf []byte) ([]byte, bool)
 }
 
 // Pager fills guest RAM from a snapshot. It implements guestmem.Residency. Its
@@ -150,6 +161,7 @@ func (c *chunk) setPresent(first, n int) {
 type worker struct {
 	fill filler
 	dec  *snapshot.Decoder
+	buf  []byte // for Options.Cache, nil without
 }
 
 // New makes mem the RAM of the snapshot: pages get their content when they are
@@ -476,7 +488,11 @@ func (p *Pager) getWorker() (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &worker{fill: filler{fd: p.uffd}, dec: d}, nil
+	w := &worker{fill: filler{fd: p.uffd}, dec: d}
+	if p.opts.Cache != nil {
+		w.buf = make([]byte, snapshot.MaxFramePages*pageSize)
+	}
+	return w, nil
 }
 
 func (p *Pager) putWorker(w *worker) { p.workers.Put(w) }
@@ -579,7 +595,14 @@ func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 	return p.installZeros(c, page, w)
 }
 
+// readFrame returns the pages of a frame, from the cache if it has them.
 func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
+	if p.opts.Cache != nil {
+		if raw, ok := p.opts.Cache.Read(f, w.buf); ok && len(raw) == f.Pages()*pageSize {
+			p.count.cached.Add(1)
+			return raw, nil
+		}
+	}
 	p.count.frames.Add(1)
 	p.count.bytesRead.Add(uint64(f.StoredBytes()))
 	return p.snap.ReadFrame(f, w.dec)

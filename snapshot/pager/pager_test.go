@@ -898,3 +898,80 @@ func TestDeltasOfARestoredMachineAreRestoredInTheirTurn(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// someFrames is a cache that has every other frame, and the right number of pages of none
+// in every fifth.
+type someFrames struct {
+	mem  *snapshot.Memory
+	asks atomic.Uint64
+}
+
+func (c *someFrames) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
+	switch n := c.asks.Add(1); {
+	case n%5 == 0:
+		return buf[:pageSize*(f.Pages()-1)], true
+	case n%2 == 0:
+		return nil, false
+	}
+	d, err := snapshot.NewDecoder()
+	if err != nil {
+		return nil, false
+	}
+	defer d.Release()
+	raw, err := c.mem.ReadFrame(f, d)
+	return buf[:copy(buf, raw)], err == nil
+}
+
+func TestWithACacheThatHasSomeFramesAllPagesAreRight(t *testing.T) {
+	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
+	cache := &someFrames{mem: s.Memory()}
+	p, mem := newPagerFor(t, s, Options{Cache: cache, WorkingSet: []uint64{2000, 100, 2999}})
+	p.Start()
+	o := newToucher(t)
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	for page := range mem.Size() / pageSize {
+		if page > 3100 && page%64 != 0 {
+			continue // zeros, which no cache is asked for
+		}
+		read := mem.Read
+		if page%2 == 0 {
+			read = func(gpa guestmem.GPA, b []byte) error { return o.read(mem, gpa, b) }
+		}
+		if err := read(gpaOf(t, mem, page), got); err != nil {
+			t.Fatal(err)
+		}
+		expect(smallRAM, page, want)
+		if !bytes.Equal(got, want) {
+			t.Fatalf("page %d is wrong", page)
+		}
+	}
+	st := p.Stats()
+	if st.FramesCached == 0 || st.Frames == 0 || st.FramesCached+st.Frames != cache.asks.Load() {
+		t.Errorf("%d frames of the cache and %d of the snapshot, the cache was asked for %d", st.FramesCached, st.Frames, cache.asks.Load())
+	}
+}
+
+// What a snapshot is made of comes from the snapshot before, whatever a cache has.
+func TestASourceDoesNotAskACache(t *testing.T) {
+	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
+	cache := &someFrames{mem: s.Memory()}
+	p, _ := newPagerFor(t, s, Options{Cache: cache})
+	p.Start()
+	src, err := p.Source()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	for page := range uint64(64) {
+		if err := src.ReadPages(page, got); err != nil {
+			t.Fatal(err)
+		}
+		if expect(smallRAM, page, want); !bytes.Equal(got, want) {
+			t.Errorf("page %d is wrong", page)
+		}
+	}
+	if n := cache.asks.Load(); n != 0 {
+		t.Errorf("the cache was asked %d times", n)
+	}
+}

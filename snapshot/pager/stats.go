@@ -12,6 +12,7 @@ type counters struct {
 	ensured, prefetched atomic.Uint64
 	copied, zeroed      atomic.Uint64
 	frames, bytesRead   atomic.Uint64
+	cached              atomic.Uint64
 	latency             histogram
 }
 
@@ -29,6 +30,8 @@ type Stats struct {
 	PagesCopied, PagesZeroed uint64
 	// Frames were read and decompressed, from BytesRead bytes.
 	Frames, BytesRead uint64
+	// FramesCached are those that Options.Cache had.
+	FramesCached uint64
 	// Resolve is the time from taking a fault from the kernel, or from the call
 	// of Ensure, until the page was there.
 	Resolve Latency
@@ -51,7 +54,7 @@ func (p *Pager) Stats() Stats {
 		ReadFaults: c.reads.Load(), WriteFaults: c.writes.Load(), LateFaults: c.late.Load(),
 		Ensured: c.ensured.Load(), Prefetched: c.prefetched.Load(),
 		PagesCopied: c.copied.Load(), PagesZeroed: c.zeroed.Load(),
-		Frames: c.frames.Load(), BytesRead: c.bytesRead.Load(),
+		Frames: c.frames.Load(), BytesRead: c.bytesRead.Load(), FramesCached: c.cached.Load(),
 		Resolve: c.latency.summary(),
 	}
 }
