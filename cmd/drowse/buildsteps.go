@@ -165,8 +165,9 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 type lineWriter struct {
 	w io.Writer
 
-	mu  sync.Mutex
-	buf []byte
+	mu       sync.Mutex
+	buf      []byte
+	returned bool // the line before ended with a carriage return, and nothing has come since
 }
 
 // maxLine is the longest line, in bytes, that is passed on in one piece.
@@ -184,12 +185,14 @@ func (l *lineWriter) Write(p []byte) (int, error) {
 		}
 		piece = piece[:min(len(piece), maxLine-len(l.buf))]
 		l.buf = append(l.buf, piece...)
+		l.returned = l.returned && len(piece) == 0
 		rest = rest[len(piece):]
 		switch {
 		case len(rest) > 0 && (rest[0] == '\n' || rest[0] == '\r'):
-			if rest[0] == '\n' || len(l.buf) > 0 {
+			if rest[0] == '\n' && !l.returned || len(l.buf) > 0 {
 				l.flush()
 			}
+			l.returned = rest[0] == '\r'
 			rest = rest[1:]
 		case len(l.buf) == maxLine:
 			l.flush()
