@@ -287,6 +287,7 @@ const overlayXattr = "trusted.overlay."
 func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budget, drop []string) error {
 	src := &watchedReader{ctx: ctx, r: io.LimitReader(stream, lim.maxBytes+maxTarOverhead)}
 	tr := tar.NewReader(src)
+	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
@@ -301,10 +302,12 @@ func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budge
 		if err := lim.take(h, max(h.Size, 0)); err != nil {
 			return err
 		}
-		if err := copyEntry(tw, h, tr, drop); err != nil {
-			switch {
+		if err := copyEntry(tw, h, data, drop); err != nil {
+			switch cause := context.Cause(ctx); {
 			case src.err != nil:
 				return src.err
+			case cause != nil:
+				return cause
 			case errors.Is(err, errSpool):
 				return err
 			}
