@@ -116,7 +116,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	o.Stderr = &stderr
 	res, err = e.Store.BuildImage(t.Context(), e.Launcher, o)
 	var failed *sandbox.StepError
-	if !errors.As(err, &failed) || failed.Status.Code != 7 || failed.Line != 8 || stderr.String() != "wrong\nnobody\n" {
+	if !errors.As(err, &failed) || failed.Status.Code != 7 || failed.Line != 9 || stderr.String() != "wrong\nnobody\n" {
 		t.Fatalf("failing: %+v, %v, it said %q", res, err, stderr.String())
 	}
 	if res.Boots != 1 || len(res.Steps) != 3 || !res.Steps[1].Cached || res.Steps[2].Cached {
