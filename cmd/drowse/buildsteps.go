@@ -113,6 +113,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 		return usageError{errors.New("an image of steps needs a name: use --tag")}
 	}
 	o := sandbox.BuildOptions{Tag: from.Tag, NoCache: from.NoCache, From: from, VM: f.vm}
+	o.From.NoCache = false // a base that is there is no step
 	var err error
 	if o.Args, err = buildArgs(f.args); err != nil {
 		return err

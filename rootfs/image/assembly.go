@@ -472,6 +472,13 @@ func (a *Assembly) Finish(ctx context.Context, run RunConfig, tag string) (*Imag
 	if err != nil {
 		return nil, err
 	}
+	if img.ID == a.baseID() {
+		// Nothing has changed: the base keeps what is known of it, and gets the tag.
+		if err := a.b.Store.Tag(ctx, img.ID, tag); err != nil {
+			return nil, err
+		}
+		return a.b.Store.ByID(img.ID)
+	}
 	return img, a.b.Store.publish(ctx, img, tag)
 }
 

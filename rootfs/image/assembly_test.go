@@ -506,3 +506,16 @@ func TestFileThatChangesWhileItIsCopiedIsToldAndLeavesNothing(t *testing.T) {
 		r.Close()
 	}
 }
+
+func TestFinish_without_a_change_is_the_base(t *testing.T) {
+	s := newStore(t)
+	base := baseOf(t, s, layerOf(t, dirh("etc/"), reg("etc/f=1")))
+	a := assemble(t, s, base)
+	if _, err := a.Copy(t.Context(), CopyIn{Sources: []string{"a"}, Dest: "/a", Mode: -1}, "", false); !errors.Is(err, ErrInvalidOption) {
+		t.Errorf("a copy without a context: %v", err)
+	}
+	img, err := a.Finish(t.Context(), base.RunConfig, "same")
+	if err != nil || img.ID != base.ID || img.Source != base.Source || img.Spec != base.Spec || !slices.Equal(img.Tags, []string{"base:latest", "same:latest"}) {
+		t.Errorf("it is %+v (%v)", img, err)
+	}
+}

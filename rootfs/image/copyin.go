@@ -299,6 +299,9 @@ func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool
 	if clean := path.Clean(c.Dest); !path.IsAbs(c.Dest) || clean != c.Dest {
 		return false, fmt.Errorf("%w: the destination %.200q is not absolute and clean", ErrInvalidOption, c.Dest)
 	}
+	if len(c.Sources) > 0 && c.Context == nil {
+		return false, fmt.Errorf("%w: there is no context to take files from", ErrInvalidOption)
+	}
 	list, dir, err := a.pick(ctx, &c)
 	if err != nil {
 		return false, err
