@@ -43,7 +43,7 @@ type Cmd struct {
 	// is empty, else with -c and the single element of Argv. Without Dir it begins in the
 	// user's home directory, if that exists.
 	Login bool
-	// Subsystem runs a program of the agent's own instead: SubsystemSFTP.
+	// Subsystem runs a program of the agent's own instead: SubsystemSFTP or SubsystemLayer.
 	Subsystem string
 
 	IO
@@ -73,6 +73,11 @@ type Pty struct {
 // SubsystemSFTP speaks version 3 of the SSH file transfer protocol on its stdin and
 // stdout, with the rights of Cmd.User.
 const SubsystemSFTP = agentpb.SubsystemSFTP
+
+// SubsystemLayer ends all processes of the guest but the agent, empties what is in memory
+// alone (/run, /dev/shm, further mounts), and writes to its stdout what has been written to
+// the VM's disk: a layer by the OCI image specification, as a tar stream.
+const SubsystemLayer = agentpb.SubsystemLayer
 
 // Size is the size of a terminal in characters, each below 65536. Zero by
 // zero leaves it alone.

@@ -65,6 +65,8 @@ func (cmd *Cmd) action() audit.Action {
 	switch {
 	case cmd.Subsystem == SubsystemSFTP:
 		a.Kind = audit.KindSFTP
+	case cmd.Subsystem == SubsystemLayer:
+		a.Argv = []string{"drowse-agent", SubsystemLayer}
 	case cmd.Login && len(cmd.Argv) == 0:
 		a.Kind = audit.KindShell
 	}

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -14,22 +15,60 @@ import (
 // ReplaceEnv keeps its environment. Images from Debian packages, directories and tar
 // streams say nothing: their commands stay as they are.
 //
-// Nothing else is done for an image: its entrypoint is not started, and `drowse cp`, hooks
-// and guest.Client know nothing of it.
+// Nothing else is done for an image: its entrypoint is not started (see Entrypoint), and
+// `drowse cp`, hooks and guest.Client know nothing of it.
 func (s *Store) Command(name string, cmd guest.Cmd) (guest.Cmd, error) {
-	r, err := s.load(name)
+	c, err := s.runConfigOf(name)
 	if err != nil {
 		return cmd, err
+	}
+	return withConfig(cmd, c), nil
+}
+
+// ErrNoEntrypoint says that an image has nothing to run.
+var ErrNoEntrypoint = errors.New("the image says no entrypoint and no command")
+
+// MainArgv is what an image starts, as container runtimes have it: its entrypoint with args,
+// or with its own command if there are none. It fails with ErrNoEntrypoint.
+func MainArgv(c image.RunConfig, args []string) ([]string, error) {
+	if len(args) == 0 {
+		args = c.Cmd
+	}
+	argv := slices.Concat(c.Entrypoint, args)
+	if len(argv) == 0 {
+		return nil, fmt.Errorf("%w: say what to run", ErrNoEntrypoint)
+	}
+	return argv, nil
+}
+
+// Entrypoint is Command with the image's entrypoint: what cmd.Argv has are its arguments, and
+// the image's own command if that is empty. It fails with ErrNoEntrypoint.
+func (s *Store) Entrypoint(name string, cmd guest.Cmd) (guest.Cmd, error) {
+	c, err := s.runConfigOf(name)
+	if err != nil {
+		return cmd, err
+	}
+	if cmd.Argv, err = MainArgv(c, cmd.Argv); err != nil {
+		return cmd, fmt.Errorf("VM %s: %w", name, err)
+	}
+	return withConfig(cmd, c), nil
+}
+
+// runConfigOf gives what the image of a VM says about commands.
+func (s *Store) runConfigOf(name string) (image.RunConfig, error) {
+	r, err := s.load(name)
+	if err != nil {
+		return image.RunConfig{}, err
 	}
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
-		return cmd, err
+		return image.RunConfig{}, err
 	}
 	img, err := images.ByID(r.Boot.ImageID)
 	if err != nil {
-		return cmd, fmt.Errorf("asking the image of %s for user, directory and variables: %w; `drowse exec --no-image-config` does without them", name, err)
+		return image.RunConfig{}, fmt.Errorf("asking the image of %s for user, directory and variables: %w; `drowse exec --no-image-config` does without them", name, err)
 	}
-	return withConfig(cmd, img.RunConfig), nil
+	return img.RunConfig, nil
 }
 
 func withConfig(cmd guest.Cmd, c image.RunConfig) guest.Cmd {

@@ -76,3 +76,22 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 		t.Errorf("without the image: %v", err)
 	}
 }
+
+func TestMainArgv_is_entrypoint_and_arguments(t *testing.T) {
+	for name, tt := range map[string]struct {
+		entrypoint, cmd, args, want []string
+	}{
+		"both of the image":             {[]string{"/e", "-x"}, []string{"c"}, nil, []string{"/e", "-x", "c"}},
+		"arguments replace its command": {[]string{"/e"}, []string{"c"}, []string{"a", "b"}, []string{"/e", "a", "b"}},
+		"without an entrypoint":         {nil, []string{"c", "d"}, nil, []string{"c", "d"}},
+		"only arguments":                {nil, nil, []string{"a"}, []string{"a"}},
+		"nothing":                       {nil, nil, nil, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := MainArgv(image.RunConfig{Entrypoint: tt.entrypoint, Cmd: tt.cmd}, tt.args)
+			if (tt.want == nil) != errors.Is(err, ErrNoEntrypoint) || !slices.Equal(got, tt.want) {
+				t.Errorf("got %q (%v)", got, err)
+			}
+		})
+	}
+}

@@ -1,7 +1,7 @@
 // Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
 // up and serves; as "drowse-agent service" it only serves, in an image that
-// has an init of its own. As "drowse-agent sftp" and "drowse-agent secrets", which it starts
-// itself, it transfers files and serves secrets.
+// has an init of its own. As "drowse-agent sftp", "drowse-agent secrets" and "drowse-agent layer",
+// which it starts itself, it transfers files, serves secrets, and gives what the VM has written.
 //
 // The runtime is told not to follow cgroup limits, which would cost a look at
 // /proc every second.
@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent"
 	"github.com/drowse-vm/drowse/guest/agent/early"
 	"github.com/drowse-vm/drowse/guest/agent/secretfs"
+	"github.com/drowse-vm/drowse/guest/agent/layer"
 	"github.com/drowse-vm/drowse/guest/agent/sftp"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -65,10 +66,18 @@ func main() {
 		}
 		return
 	}
+	if len(os.Args) == 2 && os.Args[1] == agentpb.SubsystemLayer {
+		if err := layer.Serve(os.Stdout); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+			os.Exit(1)
+		}
+		return
+	}
 	if len(os.Args) != 2 || os.Args[1] != "service" {
-		os.Stderr.WriteString("usage: drowse-agent service|sftp|secrets|version\n" +
+		os.Stderr.WriteString("usage: drowse-agent service|sftp|secrets|layer|version\n" +
 			"service serves the host of this VM; sftp transfers files by stdin and stdout;\n" +
 			"secrets serves the VM's secrets as files until stdin ends;\n" +
+			"layer ends all other processes and writes what the VM has written to stdout;\n" +
 			"as PID 1 the command takes no argument.\n")
 		os.Exit(exitUsage)
 	}

@@ -196,24 +196,35 @@ func execResult(st *guest.ExitStatus, err error) error {
 // maxExecJSON bounds the output that one JSON document takes.
 const maxExecJSON = 16 << 20
 
-func (a *app) execJSON(ctx context.Context, client *guest.Client, c guest.Cmd) error {
+// execDoc is a command in JSON.
+type execDoc struct {
+	ExitCode  int     `json:"exit_code"`
+	Signal    int     `json:"signal,omitempty"`
+	TimedOut  bool    `json:"timed_out,omitempty"`
+	Stdout    string  `json:"stdout"`
+	Stderr    string  `json:"stderr"`
+	Truncated bool    `json:"truncated,omitempty"`
+	Ms        float64 `json:"elapsed_ms"`
+}
+
+// execDocument runs a command. Without a status there is no document.
+func execDocument(ctx context.Context, client *guest.Client, c guest.Cmd) (execDoc, *guest.ExitStatus, error) {
 	var stdout, stderr limited
 	c.Stdout, c.Stderr = &stdout, &stderr
 	begin := time.Now()
 	st, err := client.Exec(ctx, c)
 	if st == nil {
+		return execDoc{}, nil, err
+	}
+	return execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000}, st, err
+}
+
+func (a *app) execJSON(ctx context.Context, client *guest.Client, c guest.Cmd) error {
+	doc, st, err := execDocument(ctx, client, c)
+	if st == nil {
 		return err
 	}
-	perr := a.print(struct {
-		ExitCode  int     `json:"exit_code"`
-		Signal    int     `json:"signal,omitempty"`
-		TimedOut  bool    `json:"timed_out,omitempty"`
-		Stdout    string  `json:"stdout"`
-		Stderr    string  `json:"stderr"`
-		Truncated bool    `json:"truncated,omitempty"`
-		Ms        float64 `json:"elapsed_ms"`
-	}{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000}, nil)
-	if perr != nil {
+	if perr := printJSON(a.stdout, doc); perr != nil {
 		return perr
 	}
 	return execResult(st, err)

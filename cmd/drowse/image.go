@@ -76,12 +76,13 @@ func (a *app) imageBuildCommand() *cobra.Command {
 	var (
 		o      image.Options
 		maxMiB int
+		steps  stepFlags
 	)
 	cmd := &cobra.Command{
-		Use:   "build --from SOURCE",
-		Short: "Make an image from Debian packages, a container image, a tar file or a directory",
-		Long: `Make an image from Debian packages, a container image, a tar file or a directory.
-SOURCE is one of
+		Use:   "build --from SOURCE | --file FILE --tag NAME",
+		Short: "Make an image from Debian packages, a container image, a tar file, a directory or steps",
+		Long: `Make an image from Debian packages, a container image, a tar file or a directory,
+or of the steps of a build file. SOURCE is one of
 
   debian:SUITE                 a minimal Debian, such as debian:bookworm, with the packages
                                of --include
@@ -96,19 +97,34 @@ FILE may be -, the standard input, and compressed. NAME, or @DIGEST in place of 
 chooses one of several images.
 
 An image of the same Debian source that is younger than --max-age is used instead of
-building a new one; a container image is built anew when it has changed.`,
+building a new one; a container image is built anew when it has changed.
+
+With --file, FILE has steps in the syntax of a Dockerfile: FROM (an image of
+"drowse image ls", a SOURCE, or scratch), RUN, COPY, ADD, ENV, ARG, WORKDIR, USER,
+ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a VM that is gone afterwards,
+without a network unless --net and --policy give it one. Steps that were done before on
+the same files are not done again, unless --no-cache says so. What commands print goes to
+stderr. docs/IMAGES.md says what else of a Dockerfile is known.`,
 		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
   drowse image build --from docker://ghcr.io/me/app:v1
-  docker save app | drowse image build --from docker-archive:- --tag app`,
+  docker save app | drowse image build --from docker-archive:- --tag app
+  drowse image build --file Drowsefile --tag app
+  drowse image build --file Drowsefile --tag app --net tap --policy pypi.yaml`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if o.From == "" {
-				return usageError{errors.New("no source given: use --from debian:SUITE, docker://REFERENCE or another that `drowse image build --help` lists")}
+			if err := steps.check(cmd); err != nil {
+				return err
+			}
+			if o.From == "" && steps.file == "" {
+				return usageError{errors.New("no source given: use --from debian:SUITE, docker://REFERENCE or another that `drowse image build --help` lists, or --file")}
 			}
 			if maxMiB < 1 || maxMiB > maxImageMiB {
 				return usageError{fmt.Errorf("--max-size %d: use 1 to %d MiB", maxMiB, maxImageMiB)}
 			}
 			o.MaxBytes = int64(maxMiB) << 20
+			if steps.file != "" {
+				return a.buildSteps(cmd, &steps, o)
+			}
 			s, err := a.images()
 			if err != nil {
 				return err
@@ -126,6 +142,7 @@ building a new one; a container image is built anew when it has changed.`,
 			return a.print(infoOf(img), func(w io.Writer) { fmt.Fprintln(w, strings.Join(img.Tags, " "), img.ShortID()) })
 		},
 	}
+	steps.add(cmd)
 	f := cmd.Flags()
 	f.StringVar(&o.From, "from", "", "what to make it from: see above")
 	f.StringSliceVar(&o.Include, "include", nil, "Debian packages to put in, separated by commas; repeatable")
@@ -292,6 +309,12 @@ func printImage(w io.Writer, i *image.Image) {
 	if i.StopSignal != "" {
 		row("stop signal", "%q", i.StopSignal)
 	}
+	if len(i.ExposedPorts) > 0 {
+		row("ports", "%q", i.ExposedPorts)
+	}
+	if i.Base != "" {
+		row("base", "%s", i.Base)
+	}
 	name = "labels"
 	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
 		row(name, "%q = %q", k, i.Labels[k])
@@ -383,9 +406,16 @@ func writeWhole(name string, write func(io.Writer) error) error {
 
 func (a *app) imagePruneCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "prune", Short: "Remove downloaded layers that belong to no image, and what builds that died left",
+		Use: "prune", Short: "Remove downloaded layers and results of steps that belong to no image, and what builds that died left",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			vms, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := vms.SweepBuilds(cmd.Context()); err != nil {
+				return err
+			}
 			s, err := a.images()
 			if err != nil {
 				return err
@@ -398,17 +428,28 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			steps, err := s.PruneSteps(cmd.Context(), func(id string) bool {
+				users, err := vms.ImageUsers(id)
+				return err != nil || len(users) > 0
+			})
+			if err != nil {
+				return err
+			}
 			if freed.Busy {
 				fmt.Fprintln(a.stderr, "drowse: a build from a registry is under way: no layer was removed")
+			}
+			if steps.Busy {
+				fmt.Fprintln(a.stderr, "drowse: a build of steps is under way: no result of a step was removed")
 			}
 			out := struct {
 				Builds int   `json:"builds"`
 				Layers int   `json:"layers"`
+				Steps  int   `json:"steps"`
 				Bytes  int64 `json:"bytes"`
 				Busy   bool  `json:"busy"`
-			}{n, freed.Blobs, freed.Bytes, freed.Busy}
+			}{n, freed.Blobs, steps.Steps, freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
 			return a.print(out, func(w io.Writer) {
-				fmt.Fprintf(w, "%d layers (%s) and %d unfinished builds removed\n", out.Layers, bytesText(out.Bytes), out.Builds)
+				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
 			})
 		},
 	}

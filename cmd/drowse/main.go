@@ -76,7 +76,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) {
 		return exitUsage
 	}
-	if cmd != nil && cmd.Name() == "exec" {
+	var ex execError
+	if cmd != nil && cmd.Name() == "exec" || errors.As(err, &ex) {
 		return exitExec
 	}
 	return exitFailed

@@ -25,12 +25,19 @@ func (a *app) runCommand() *cobra.Command {
 		secrets  []string
 		policy   string
 		limit    time.Duration
+		main     mainFlags
 	)
 	cmd := &cobra.Command{
-		Use:   "run [IMAGE]",
-		Short: "Make a VM from an image and boot it",
+		Use:   "run [flags] [IMAGE] [-- COMMAND [ARG...]]",
+		Short: "Make a VM from an image and boot it, and run a command in it",
 		Long: `Make a VM from an image and boot it. It runs in a process of its own and goes on
 when this command has ended. The VM's name is printed.
+
+With COMMAND, that is run in the VM once it is up, with user, working directory and
+variables of the image where flags say nothing else, and its exit status is that of
+drowse, as with "drowse exec"; the VM goes on unless --rm is given. With --entrypoint the
+command is what the image says: its entrypoint, with COMMAND in place of its own
+arguments. With --detach the command is started and not waited for.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
 memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks, idle,
@@ -38,8 +45,15 @@ volumes, services; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
 is denied, both ways.`,
-		Args: cobra.MaximumNArgs(1),
+		Example: `  drowse run app --name a
+  drowse run --rm app -- python3 -c 'print(1)'
+  drowse run --entrypoint --detach --name web nginx`,
+		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			args, err := main.take(cmd, args)
+			if err != nil {
+				return err
+			}
 			for _, v := range volumes {
 				m, err := sandbox.ParseVolumeMount(v)
 				if err != nil {
@@ -47,7 +61,6 @@ is denied, both ways.`,
 				}
 				spec.Volumes = append(spec.Volumes, m)
 			}
-			var err error
 			if spec.Policy, err = policyFrom(policy); err != nil {
 				return err
 			}
@@ -68,6 +81,11 @@ is denied, both ways.`,
 				return err
 			}
 			defer wipeSecrets(list)
+			if fromDisk == "" {
+				if err := main.check(s, full.Image); err != nil {
+					return err
+				}
+			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			var rep sandbox.Report
@@ -79,10 +97,14 @@ is denied, both ways.`,
 			if err != nil {
 				return err
 			}
-			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
+			if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
+				return errors.Join(err, a.printReport(rep))
+			}
+			return a.runMain(cmd.Context(), s, rep, &main)
 		},
 	}
 	secretFlag(cmd, &secrets, " once it runs (see `drowse secret`)")
+	main.add(cmd)
 	f := cmd.Flags()
 	f.StringVar(&spec.Name, "name", "", "name of the VM (default: a random one)")
 	f.StringVar(&spec.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")

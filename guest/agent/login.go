@@ -38,8 +38,8 @@ func login(dir string, m *agentpb.ExecStart, a account) (account, string, error)
 	}
 	switch m.Subsystem {
 	case "":
-	case agentpb.SubsystemSFTP:
-		m.Argv = []string{"drowse-agent", agentpb.SubsystemSFTP}
+	case agentpb.SubsystemSFTP, agentpb.SubsystemLayer:
+		m.Argv = []string{"drowse-agent", m.Subsystem}
 		return a, self, nil
 	default:
 		return a, "", status.Errorf(codes.InvalidArgument, "no subsystem %q", m.Subsystem)

@@ -67,3 +67,7 @@ const (
 
 // SubsystemSFTP is the program of the agent's for file transfer.
 const SubsystemSFTP = "sftp"
+
+// SubsystemLayer ends all other processes and writes what the machine has written as a layer of
+// an image.
+const SubsystemLayer = "layer"

@@ -87,11 +87,12 @@ func (c *countingWriter) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// Freed is what PruneBlobs has removed.
+// Freed is what PruneBlobs or PruneSteps has removed.
 type Freed struct {
-	Blobs int   // layers
+	Blobs int   // layers of registries
+	Steps int   // results of steps
 	Bytes int64 // of them
-	Busy  bool  // a build from a registry is under way, so no layer was removed
+	Busy  bool  // a build that may need them is under way, so nothing was removed
 }
 
 // PruneBlobs removes downloaded layers that belong to no image of the store. A layer only saves its download: images need none.

@@ -264,11 +264,10 @@ func writeOCI(w io.Writer, img *Image, layer *hashedWriter, diff v1.Hash, conten
 	if err := put("oci-layout", int64(len(version)), strings.NewReader(version)); err != nil {
 		return err
 	}
-	c := img.RunConfig
 	config, err := document(types.OCIConfigJSON, v1.ConfigFile{
 		OS: "linux", Architecture: exportArch(img),
 		RootFS: v1.RootFS{Type: "layers", DiffIDs: []v1.Hash{diff}},
-		Config: v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels},
+		Config: img.RunConfig.oci(),
 	})
 	if err != nil {
 		return err

@@ -15,6 +15,9 @@ import (
 // readAtOnce is how many layers are decompressed and read at the same time, at most.
 const readAtOnce = 4
 
+// layeredRecipe is recipeVersion for images of layers alone.
+const layeredRecipe = " 2"
+
 // layeredSource is an opened source of layers.
 type layeredSource struct {
 	*manifest
@@ -65,7 +68,7 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
-	spec, err := b.spec(src.identity())
+	spec, err := b.spec(src.identity() + layeredRecipe)
 	if err != nil {
 		return nil, err
 	}

@@ -3,7 +3,9 @@ package image
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"path"
+	"slices"
 	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -25,14 +27,15 @@ type RunConfig struct {
 	Env        []string `json:"env"`     // KEY=VALUE
 	User       string   `json:"user"`    // name or uid, with ":group" or ":gid" if need be
 	Workdir    string   `json:"workdir"` // absolute and clean
-	// StopSignal and Labels are kept to be looked at.
-	StopSignal string            `json:"stop_signal,omitempty"`
-	Labels     map[string]string `json:"labels,omitempty"`
+	// StopSignal, Labels and ExposedPorts (80/tcp, sorted) are kept to be looked at.
+	StopSignal   string            `json:"stop_signal,omitempty"`
+	Labels       map[string]string `json:"labels,omitempty"`
+	ExposedPorts []string          `json:"exposed_ports,omitempty"`
 }
 
 // empty says that the image says nothing.
 func (c RunConfig) empty() bool {
-	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""
+	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels)+len(c.ExposedPorts) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""
 }
 
 // canonical gives the same bytes for the same configuration; nil when it says nothing.
@@ -63,11 +66,12 @@ func runConfig(in v1.Config) (RunConfig, error) {
 	for k, v := range in.Labels {
 		labels = append(labels, k+"="+v)
 	}
+	ports := slices.Sorted(maps.Keys(in.ExposedPorts))
 	for _, l := range []struct {
 		what string
 		list []string
 	}{
-		{"arguments", in.Entrypoint}, {"arguments", in.Cmd}, {"variables", in.Env}, {"labels", labels},
+		{"arguments", in.Entrypoint}, {"arguments", in.Cmd}, {"variables", in.Env}, {"labels", labels}, {"ports", ports},
 		{"user, directory or signal", []string{in.User, in.WorkingDir, in.StopSignal}},
 	} {
 		if err := count(l.what, l.list); err != nil {
@@ -89,6 +93,9 @@ func runConfig(in v1.Config) (RunConfig, error) {
 	}
 	if len(in.Labels) > 0 {
 		out.Labels = in.Labels
+	}
+	if len(ports) > 0 {
+		out.ExposedPorts = ports
 	}
 	if in.WorkingDir != "" {
 		out.Workdir = path.Clean("/" + in.WorkingDir)

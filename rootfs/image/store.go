@@ -69,7 +69,13 @@ type Image struct {
 	Platform string  `json:"platform,omitempty"` // OS/ARCH, as its configuration says
 	Manifest string  `json:"manifest,omitempty"` // digest of the manifest; archives of docker's have none
 	Config   string  `json:"config,omitempty"`   // digest of the configuration
-	Layers   []Layer `json:"layers,omitempty"`   // the lowest first
+	Layers   []Layer `json:"layers,omitempty"`   // the lowest first; of images of steps, those over the base
+
+	// Of images of steps; empty of others.
+	Base  string   `json:"base,omitempty"`  // id of the image below
+	Steps []string `json:"steps,omitempty"` // keys of their results in the store
+	// Passing says that it was made for a build's VM, and is gone after it.
+	Passing bool `json:"passing,omitempty"`
 
 	// Cached says, of an image that Build returned, that it was there already.
 	Cached bool `json:"-"`
@@ -267,6 +273,9 @@ func (s *Store) tag(img *Image, tag string) error {
 }
 
 func (s *Store) untagOthers(keep *Image, tag string) error {
+	if tag == "" {
+		return nil
+	}
 	entries, err := os.ReadDir(filepath.Join(s.dir, imagesDir))
 	if err != nil {
 		return fmt.Errorf("move tag %s: %w", tag, err)
@@ -340,14 +349,16 @@ func syncDir(name string) error {
 }
 
 // publish moves a finished image from a build folder into the store: img.dir holds root.erofs, already fsynced. When the
-// store has an image of the same content, that one stays, with the new record and all tags.
+// store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets none.
 func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
 	l, err := s.lock(ctx)
 	if err != nil {
 		return err
 	}
 	defer unlock(l)
-	img.Tags, img.Tagged = []string{tag}, time.Now().UTC()
+	if img.Tags, img.Tagged = nil, time.Now().UTC(); tag != "" {
+		img.Tags = []string{tag}
+	}
 	images := filepath.Join(s.dir, imagesDir)
 	final := filepath.Join(images, img.ID)
 	if old, err := readRecord(final); err == nil {

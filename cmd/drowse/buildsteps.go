@@ -1,0 +1,217 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// stepFlags are the flags of an image build that go with --file.
+type stepFlags struct {
+	file, context, policy string
+	args                  []string
+	vm                    sandbox.Spec
+}
+
+// only are the flags that say nothing without --file, and never those that say nothing with it.
+var (
+	onlyWithFile  = []string{"context", "build-arg", "memory", "vcpus", "disk", "kernel", "cmdline", "net", "policy"}
+	neverWithFile = []string{"from", "include"}
+)
+
+func (f *stepFlags) add(cmd *cobra.Command) {
+	fl := cmd.Flags()
+	fl.StringVarP(&f.file, "file", "f", "", "build file with the steps, - for stdin")
+	fl.StringVar(&f.context, "context", "", "with --file: directory that COPY and ADD take files from (default: that of the file)")
+	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME for the value that this program's environment has; repeatable")
+	fl.IntVar(&f.vm.MemoryMiB, "memory", 0, "with --file: RAM of the VM that commands run in, in MiB (default 512)")
+	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: its CPUs (default %d)", sandbox.DefaultVCPUs))
+	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: size of its disk in MiB (default %d)", sandbox.DefaultDiskMiB))
+	fl.StringVar(&f.vm.Kernel, "kernel", "", "with --file: its kernel, as in drowse run")
+	fl.StringVar(&f.vm.Cmdline, "cmdline", "", "with --file: more kernel parameters")
+	fl.StringVar(&f.vm.Network, "net", "", "with --file: none, or tap: a link to the host, behind a policy (default none)")
+	policyFlag(cmd, &f.policy, "everything is denied")
+}
+
+// check finds flags that do not go together.
+func (f *stepFlags) check(cmd *cobra.Command) error {
+	wrong, why := onlyWithFile, "goes with --file only"
+	if f.file != "" {
+		wrong, why = neverWithFile, "does not go with --file: the build file says it with FROM"
+	}
+	for _, name := range wrong {
+		if cmd.Flags().Changed(name) {
+			return usageError{fmt.Errorf("--%s %s", name, why)}
+		}
+	}
+	return nil
+}
+
+// buildArgs reads the values for ARG.
+func buildArgs(list []string) (map[string]string, error) {
+	out := map[string]string{}
+	for _, kv := range list {
+		k, v, ok := strings.Cut(kv, "=")
+		if k == "" {
+			return nil, usageError{fmt.Errorf("--build-arg %q: use NAME=VALUE", kv)}
+		}
+		if !ok {
+			if v, ok = os.LookupEnv(k); !ok {
+				return nil, usageError{fmt.Errorf("--build-arg %s: the environment has no such variable: use %s=VALUE", k, k)}
+			}
+		}
+		out[k] = v
+	}
+	return out, nil
+}
+
+// readFile reads the build file, and says which directory is the context.
+func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) {
+	in, dir := io.Reader(&patientReader{ctx, os.Stdin}), f.context
+	if f.file != "-" {
+		file, err := os.Open(f.file)
+		if err != nil {
+			return "", "", fmt.Errorf("opening the build file: %w", err)
+		}
+		defer file.Close()
+		in = file
+		if dir == "" {
+			dir = filepath.Dir(f.file)
+		}
+	}
+	data, err := io.ReadAll(io.LimitReader(in, drowsefile.MaxFile+1))
+	if err != nil {
+		return "", "", fmt.Errorf("reading the build file: %w", err)
+	}
+	return string(data), dir, nil
+}
+
+// builtOfSteps is an image made of steps, in JSON.
+type builtOfSteps struct {
+	imageInfo
+	Build struct {
+		Steps []sandbox.BuildStep `json:"steps"`
+		Boots int                 `json:"boots"`
+	} `json:"build"`
+}
+
+// buildSteps makes an image of a build file.
+func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) error {
+	if from.Tag == "" {
+		return usageError{errors.New("an image of steps needs a name: use --tag")}
+	}
+	o := sandbox.BuildOptions{Tag: from.Tag, NoCache: from.NoCache, From: from, VM: f.vm}
+	o.From.NoCache = false // a base that is there is no step
+	var err error
+	if o.Args, err = buildArgs(f.args); err != nil {
+		return err
+	}
+	if o.VM.Policy, err = policyFrom(f.policy); err != nil {
+		return err
+	}
+	if o.File, o.Context, err = f.readFile(cmd.Context()); err != nil {
+		return err
+	}
+	s, err := a.store()
+	if err != nil {
+		return err
+	}
+	l, err := a.launcher()
+	if err != nil {
+		return err
+	}
+	p := a.newProgress("image build", func(stage string) bool { return countsBytes(stage) || stage == sandbox.StageCapture })
+	lines := &lineWriter{w: p.log}
+	o.Progress, o.Stdout, o.Stderr, o.From.Log = p.report, lines, lines, p.toolLog(a)
+	o.Begin = func(n, of int, step drowsefile.Step) {
+		fmt.Fprintf(p.log, "image build: [%d/%d] %s\n", n, of, printable(step.Text))
+	}
+	o.Done = func(_ int, step sandbox.BuildStep) {
+		lines.end()
+		if step.Cached {
+			fmt.Fprintln(p.log, "image build: cached")
+		}
+	}
+	res, err := s.BuildImage(cmd.Context(), l, o)
+	lines.end()
+	p.finish(err)
+	switch {
+	case errors.Is(err, drowsefile.ErrSyntax), errors.Is(err, image.ErrInvalidOption), errors.Is(err, image.ErrUnsupportedSource):
+		return usageError{err}
+	case err != nil:
+		return err
+	}
+	out := builtOfSteps{imageInfo: infoOf(res.Image)}
+	if out.Build.Steps = res.Steps; res.Steps == nil {
+		out.Build.Steps = []sandbox.BuildStep{}
+	}
+	out.Build.Boots = res.Boots
+	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })
+}
+
+// lineWriter passes on whole lines, without what a terminal takes for a command: they come from a guest. Its methods may be
+// called from any goroutine.
+type lineWriter struct {
+	w io.Writer
+
+	mu       sync.Mutex
+	buf      []byte
+	returned bool // the line before ended with a carriage return, and nothing has come since
+}
+
+// maxLine is the longest line, in bytes, that is passed on in one piece.
+const maxLine = 8 << 10
+
+// Write implements io.Writer.
+func (l *lineWriter) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for rest := p; len(rest) > 0; {
+		n := bytes.IndexAny(rest, "\r\n")
+		piece := rest
+		if n >= 0 {
+			piece = rest[:n]
+		}
+		piece = piece[:min(len(piece), maxLine-len(l.buf))]
+		l.buf = append(l.buf, piece...)
+		l.returned = l.returned && len(piece) == 0
+		rest = rest[len(piece):]
+		switch {
+		case len(rest) > 0 && (rest[0] == '\n' || rest[0] == '\r'):
+			if rest[0] == '\n' && !l.returned || len(l.buf) > 0 {
+				l.flush()
+			}
+			l.returned = rest[0] == '\r'
+			rest = rest[1:]
+		case len(l.buf) == maxLine:
+			l.flush()
+		}
+	}
+	return len(p), nil
+}
+
+func (l *lineWriter) flush() {
+	fmt.Fprintln(l.w, printable(string(l.buf)))
+	l.buf = l.buf[:0]
+}
+
+// end passes on a line that has no end.
+func (l *lineWriter) end() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.buf) > 0 {
+		l.flush()
+	}
+}

@@ -1,0 +1,181 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// mainFlags say what runs in a VM once it has booted.
+type mainFlags struct {
+	cmd                guest.Cmd
+	entrypoint, detach bool
+	remove, interA     bool
+	tty, noConfig      bool
+}
+
+// mainID is the name of a detached command of "run" in its guest.
+const mainID = "main"
+
+// execError is a failure of drowse's where the exit status is otherwise a command's.
+type execError struct{ error }
+
+func (e execError) Unwrap() error { return e.error }
+
+func (m *mainFlags) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.BoolVar(&m.entrypoint, "entrypoint", false, "run the image's entrypoint, with COMMAND or else the image's own command as its arguments")
+	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command; it goes on as the process \""+mainID+"\"")
+	f.BoolVar(&m.remove, "rm", false, "remove the VM when the command has ended")
+	f.BoolVarP(&m.interA, "interactive", "i", false, "pass stdin on to the command")
+	f.BoolVarP(&m.tty, "tty", "t", false, "give the command a terminal")
+	f.StringArrayVarP(&m.cmd.Env, "env", "e", nil, "set a variable of the command, KEY=VALUE")
+	f.StringVarP(&m.cmd.Dir, "workdir", "w", "", "working directory of the command (default: the image's, else /)")
+	f.StringVarP(&m.cmd.User, "user", "u", "", "user of the command, or user:group (default: the image's, else root)")
+	f.BoolVar(&m.noConfig, "no-image-config", false, "take no user, working directory and variables from the image")
+}
+
+// wanted says whether a command is to run.
+func (m *mainFlags) wanted() bool { return m.entrypoint || len(m.cmd.Argv) > 0 }
+
+// take splits the arguments of "run": what stands behind -- is the command.
+func (m *mainFlags) take(cmd *cobra.Command, args []string) ([]string, error) {
+	if dash := cmd.ArgsLenAtDash(); dash >= 0 {
+		args, m.cmd.Argv = args[:dash], args[dash:]
+		if len(m.cmd.Argv) == 0 && !m.entrypoint {
+			return nil, usageError{errors.New("no command stands behind --")}
+		}
+	}
+	if len(args) > 1 {
+		return nil, usageError{fmt.Errorf("%d images are named: write -- before a command, as in `drowse run %s -- %s`", len(args), args[0], args[1])}
+	}
+	if !m.wanted() {
+		for _, name := range []string{"detach", "rm", "interactive", "tty", "env", "workdir", "user", "no-image-config"} {
+			if cmd.Flags().Changed(name) {
+				return nil, usageError{fmt.Errorf("--%s goes with a command: write it behind --, or use --entrypoint", name)}
+			}
+		}
+	}
+	switch {
+	case m.detach && (m.interA || m.tty || m.remove):
+		return nil, usageError{errors.New("--detach does not go with --interactive, --tty and --rm")}
+	case m.entrypoint && m.noConfig:
+		return nil, usageError{errors.New("--entrypoint does not go with --no-image-config")}
+	}
+	return args, nil
+}
+
+// check finds out before the boot that an image has nothing to run.
+func (m *mainFlags) check(s *sandbox.Store, ref string) error {
+	if !m.entrypoint || ref == "" {
+		return nil
+	}
+	images, err := image.OpenStore(s.ImageDir())
+	if err != nil {
+		return err
+	}
+	img, err := images.Find(ref)
+	if err != nil {
+		return err
+	}
+	_, err = sandbox.MainArgv(img.RunConfig, m.cmd.Argv)
+	return err
+}
+
+// runMain runs the command in a VM that has booted.
+func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report, m *mainFlags) (err error) {
+	if m.remove {
+		defer func() {
+			rmCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
+			defer cancel()
+			if rerr := s.Remove(rmCtx, rep.Name, true); rerr != nil {
+				err = errors.Join(err, execError{rerr})
+			}
+		}()
+	}
+	client, err := s.Agent(ctx, rep.Name)
+	if err != nil {
+		return execError{err}
+	}
+	defer client.Close()
+	c := m.cmd
+	switch {
+	case m.entrypoint:
+		c, err = s.Entrypoint(rep.Name, c)
+	case !m.noConfig:
+		c, err = s.Command(rep.Name, c)
+	}
+	if err != nil {
+		return execError{err}
+	}
+	if m.detach {
+		return a.startMain(ctx, client, c, rep)
+	}
+	a.warnHooks(rep.Name, rep.Hooks)
+	a.warnNetwork(rep.Name, rep.Network)
+	if a.json() {
+		doc, st, err := execDocument(ctx, client, c)
+		if st == nil {
+			return execError{err}
+		}
+		out := struct {
+			sandbox.Report
+			Command execDoc `json:"command"`
+		}{rep, doc}
+		if err := printJSON(a.stdout, out); err != nil {
+			return err
+		}
+		return execResult(st, err)
+	}
+	c.Stdout, c.Stderr = a.stdout, a.stderr
+	if m.interA {
+		c.Stdin = os.Stdin
+	}
+	restore, err := a.terminal(ctx, m.tty, &c)
+	if err != nil {
+		return execError{err}
+	}
+	st, err := client.Exec(ctx, c)
+	restore()
+	if st != nil && st.NotStarted != "" {
+		fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
+	}
+	if !m.remove {
+		fmt.Fprintf(a.stderr, "drowse: VM %s goes on\n", rep.Name)
+	}
+	if err = execResult(st, err); err != nil {
+		var status statusError
+		if !errors.As(err, &status) {
+			err = execError{err}
+		}
+	}
+	return err
+}
+
+// startMain starts the command and leaves it to itself.
+func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep sandbox.Report) error {
+	c.Detach, c.ID = true, mainID
+	p, err := client.Start(ctx, c)
+	if err != nil {
+		return execError{err}
+	}
+	if p.PID() == 0 { // it has not been started
+		st, err := p.Wait()
+		if st != nil && st.NotStarted != "" {
+			return execError{fmt.Errorf("starting the command in VM %s, which goes on: %s", rep.Name, st.NotStarted)}
+		}
+		return execError{err}
+	}
+	if err := p.Close(); err != nil {
+		return execError{err}
+	}
+	return a.printReport(rep)
+}

@@ -1,0 +1,82 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/internal/guesttest"
+)
+
+// shareImages gives a test's state an image folder of its own, with links to the images of all tests.
+func shareImages(t *testing.T, state string) {
+	t.Helper()
+	dir := filepath.Join(state, "images")
+	shared, err := os.Readlink(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	entries, err := os.ReadDir(shared)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, i := range entries {
+		if err := os.Symlink(filepath.Join(shared, i.Name()), filepath.Join(dir, i.Name())); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestRunStartsWhatTheImageSays(t *testing.T) {
+	e := guesttest.New(t)
+	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
+	state := e.Store.Dir()
+	shareImages(t, state)
+	file := filepath.Join(t.TempDir(), "Drowsefile")
+	text := "FROM " + guesttest.ImageTag + `
+ENV GREETING=hello WHO=nobody
+WORKDIR /srv/app
+USER nobody
+ENTRYPOINT ["/bin/sh", "-c", "echo $GREETING $WHO $(id -un) $PWD $0 $1 | tee /tmp/said; exec sleep 1000"]
+CMD ["one", "two"]
+`
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if code, _, stderr := drowse(t, state, "image", "build", "--file", file, "--tag", "app"); code != 0 {
+		t.Fatal(stderr)
+	}
+
+	code, stdout, stderr := drowse(t, state, "run", "--entrypoint", "--detach", "--name", "web", "-e", "WHO=world", "app", "--", "three")
+	if code != 0 || stdout != "web\n" {
+		t.Fatalf("detached: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
+	}
+	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		if _, stdout, _ = drowse(t, state, "exec", "web", "cat", "/tmp/said"); stdout != "" || time.Now().After(deadline) {
+			break
+		}
+	}
+	if stdout != "hello world nobody /srv/app three\n" {
+		t.Errorf("the entrypoint said %q", stdout)
+	}
+	procs, err := e.Agent("web").List(t.Context())
+	if err != nil || len(procs) != 1 || procs[0].ID != mainID || !procs[0].Detached || procs[0].Exit != nil {
+		t.Errorf("the processes are %+v (%v)", procs, err)
+	}
+
+	code, stdout, stderr = drowse(t, state, "run", "--rm", "--name", "once", "-u", "root", "app", "--", "sh", "-c", "echo $GREETING $(id -un) $PWD; exit 3")
+	if code != 3 || stdout != "hello root /srv/app\n" || strings.Contains(stderr, "goes on") {
+		t.Errorf("a command: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
+	}
+	if _, stdout, _ = drowse(t, state, "ps"); strings.Contains(stdout, "once") || !strings.Contains(stdout, "web") {
+		t.Errorf("there are\n%s", stdout)
+	}
+}

@@ -1,0 +1,592 @@
+package image
+
+import (
+	"archive/tar"
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/klauspost/compress/zstd"
+	"golang.org/x/sys/unix"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+)
+
+// AssemblyOptions say what steps are put on. Store is needed, the rest may be zero.
+type AssemblyOptions struct {
+	Store *Store
+	// Base is the image below; nil is an empty root filesystem.
+	Base *Image
+	// MaxBytes and MaxFiles bound what all steps together add, as in Options.
+	MaxBytes int64
+	MaxFiles int
+	// Progress is as in Options.
+	Progress func(stage string, done, total int64)
+}
+
+// Assembly is an image that is made of steps: a base, and layers over it. What a step makes is kept in the store under a key, and
+// need not be made again while what is below it is the same. It is not safe for concurrent use. Close it.
+type Assembly struct {
+	b      *buildOptions
+	base   *Image
+	file   *os.File // of the base; nil without one
+	lock   *os.File // keeps steps from being pruned
+	tmp    *temp
+	layers []Layer
+	keys   []string // of the steps so far
+	spools []*os.File
+	fresh  string // digest of a layer that is read for the first time
+	nonce  string
+	made   []*Image // images to boot from, removed by Close
+}
+
+// stepsDir holds what steps have made: a record for each step under its key, and layers under their digests.
+const stepsDir = "steps"
+
+// stepRecipe is raised when the same step gives another result than before.
+const stepRecipe = 1
+
+// maxStepRecord bounds the record of a step, in bytes: its layers are no more than those of an image.
+const maxStepRecord = 256 << 10
+
+// stepRecord is what a step has made: all layers over the base.
+type stepRecord struct {
+	Version int     `json:"version"`
+	Step    string  `json:"step"` // for people
+	Layers  []Layer `json:"layers"`
+}
+
+// NewAssembly begins an image of steps.
+func NewAssembly(ctx context.Context, o AssemblyOptions) (_ *Assembly, err error) {
+	if o.Store == nil {
+		return nil, fmt.Errorf("make an image of steps: %w: no store is given", ErrInvalidOption)
+	}
+	b, err := checkOptions(Options{Store: o.Store, From: "tar:-", Tag: "steps", MaxBytes: o.MaxBytes, MaxFiles: o.MaxFiles, Progress: o.Progress})
+	if err != nil {
+		return nil, err
+	}
+	a := &Assembly{b: b, base: o.Base}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, a.Close())
+		}
+	}()
+	if err := os.MkdirAll(filepath.Join(o.Store.dir, stepsDir), 0o755); err != nil {
+		return nil, fmt.Errorf("open the image store: %w", err)
+	}
+	if a.lock, err = lockHow(ctx, filepath.Join(o.Store.dir, locksDir, stepsDir), unix.LOCK_SH, nil); err != nil {
+		return nil, fmt.Errorf("lock the steps of the image store %s: %w", o.Store.dir, err)
+	}
+	if _, err := o.Store.Prune(ctx); err != nil {
+		return nil, err
+	}
+	if a.tmp, err = b.newTemp(ctx); err != nil {
+		return nil, err
+	}
+	a.nonce = filepath.Base(a.tmp.dir) + time.Now().UTC().Format(time.RFC3339Nano)
+	if o.Base != nil {
+		if err := o.Store.Check(o.Base); err != nil {
+			return nil, err
+		}
+		if a.file, err = os.Open(o.Base.Path()); err != nil {
+			return nil, fmt.Errorf("open the base image: %w", err)
+		}
+	}
+	return a, nil
+}
+
+// Close removes what is no image of the store, and the images that Boot has made.
+func (a *Assembly) Close() error {
+	var errs []error
+	a.dropSpools()
+	if a.file != nil {
+		errs = append(errs, a.file.Close())
+	}
+	for _, img := range a.made {
+		_, err := a.b.Store.Remove(context.Background(), img.ID, nil)
+		errs = append(errs, err)
+	}
+	a.made = nil
+	if a.tmp != nil {
+		errs = append(errs, a.tmp.remove())
+	}
+	if a.lock != nil {
+		errs = append(errs, a.lock.Close())
+	}
+	a.file, a.tmp, a.lock = nil, nil, nil
+	return errors.Join(errs...)
+}
+
+func (a *Assembly) dropSpools() {
+	for _, f := range a.spools {
+		_ = f.Close() // thrown away
+	}
+	a.spools = nil
+}
+
+func (a *Assembly) baseID() string {
+	if a.base == nil {
+		return ""
+	}
+	return a.base.ID
+}
+
+// Key names a step by all that decides its result: what is below it, and what it does, which must become the same JSON when it
+// is the same.
+func (a *Assembly) Key(what any) (string, error) {
+	diffs := make([]string, 0, len(a.layers))
+	for _, l := range a.layers {
+		diffs = append(diffs, l.DiffID)
+	}
+	j, err := json.Marshal(struct {
+		Recipe int
+		Base   string
+		Layers []string
+		What   any
+	}{stepRecipe, a.baseID(), diffs, what})
+	if err != nil {
+		return "", fmt.Errorf("name a step: %w", err)
+	}
+	sum := sha256.Sum256(j)
+	return hex.EncodeToString(sum[:]), nil
+}
+
+// Layers is how many layers lie over the base.
+func (a *Assembly) Layers() int { return len(a.layers) }
+
+func (s *Store) stepPath(key string) string   { return filepath.Join(s.dir, stepsDir, key+".json") }
+func (s *Store) layerPath(diff string) string { return filepath.Join(s.dir, stepsDir, layerFile(diff)) }
+
+// layerFile is the name of the file of a layer whose tar stream has a digest.
+func layerFile(diff string) string { return strings.ReplaceAll(diff, ":", "-") + ".tar.zst" }
+
+// Use takes the result of a step from the store, if it is there whole.
+func (a *Assembly) Use(key string) bool {
+	r, err := a.b.Store.readStep(key)
+	if err != nil {
+		return false
+	}
+	for _, l := range r.Layers {
+		st, err := os.Lstat(a.b.Store.layerPath(l.DiffID))
+		if err != nil || !st.Mode().IsRegular() || st.Size() != l.Size {
+			return false
+		}
+	}
+	a.layers, a.keys = r.Layers, append(a.keys, key)
+	return true
+}
+
+func (s *Store) readStep(key string) (*stepRecord, error) {
+	text, err := readBounded(s.stepPath(key), maxStepRecord)
+	if err != nil {
+		return nil, err
+	}
+	var r stepRecord
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return nil, err
+	}
+	if r.Version != stepRecipe || len(r.Layers) > maxLayers {
+		return nil, fmt.Errorf("%w: record of a step", ErrCorrupt)
+	}
+	for _, l := range r.Layers {
+		if !digestRE.MatchString(l.DiffID) {
+			return nil, fmt.Errorf("%w: record of a step", ErrCorrupt)
+		}
+	}
+	return &r, nil
+}
+
+// Put keeps the result of a step: the first below layers, and over them what the tar stream says, with whiteouts as the OCI
+// image specification has them. The stream is not trusted: it is bounded, and written anew from what is understood of it.
+// text is the step for people. Names of the drop list are left out: guests have files of their own there.
+func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream io.Reader, drop ...string) error {
+	if below < 0 || below > len(a.layers) {
+		return fmt.Errorf("%w: %d layers below a step, there are %d", ErrInvalidOption, below, len(a.layers))
+	}
+	lim := a.b.newBudget()
+	return a.commit(ctx, key, text, below, func(tw *tar.Writer) error { return copyLayer(ctx, tw, stream, lim, drop) })
+}
+
+// Keep notes that a step changes nothing.
+func (a *Assembly) Keep(key, text string) error {
+	if err := a.b.Store.writeStep(key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}, a.tmp.dir); err != nil {
+		return err
+	}
+	a.keys = append(a.keys, key)
+	return nil
+}
+
+// commit writes a layer, looks whether it can be put on what is below, and keeps it.
+func (a *Assembly) commit(ctx context.Context, key, text string, below int, write func(*tar.Writer) error) error {
+	if below+1 > maxLayers {
+		return fmt.Errorf("%w: the steps make more than %d layers", ErrTooLarge, maxLayers)
+	}
+	f, err := os.CreateTemp(a.tmp.dir, "layer-")
+	if err != nil {
+		return fmt.Errorf("%w: %w", errSpool, err)
+	}
+	l, err := writeLayer(f, write)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	stack := append(slices.Clone(a.layers[:below]), l)
+	if err := os.Rename(f.Name(), a.b.Store.layerPath(l.DiffID)); err != nil {
+		return fmt.Errorf("keep a layer in the image store: %w", err)
+	}
+	if err := syncDir(filepath.Join(a.b.Store.dir, stepsDir)); err != nil {
+		return err
+	}
+	old := a.layers
+	a.layers, a.fresh = stack, l.DiffID
+	_, err = a.tree(ctx)
+	if a.fresh = ""; err != nil {
+		a.layers = old
+		return err
+	}
+	return a.Keep(key, text)
+}
+
+// writeLayer writes a compressed tar stream.
+func writeLayer(f *os.File, write func(*tar.Writer) error) (Layer, error) {
+	buffered := bufio.NewWriterSize(markWriteErrors{f}, sparseBufBytes)
+	packed := &countingWriter{w: buffered}
+	z, err := zstd.NewWriter(packed, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
+	if err != nil {
+		return Layer{}, err
+	}
+	plain := &hashedWriter{w: z, h: newHash()}
+	tw := tar.NewWriter(plain)
+	if err := write(tw); err != nil {
+		return Layer{}, errors.Join(err, z.Close())
+	}
+	if err := errors.Join(tw.Close(), z.Close(), buffered.Flush(), f.Chmod(0o444), f.Sync()); err != nil {
+		return Layer{}, err
+	}
+	return Layer{DiffID: plain.digest().String(), Size: packed.n}, nil
+}
+
+// overlayXattr begins the attributes in which an overlay keeps its books: in an image they would be taken for those of the VM's.
+const overlayXattr = "trusted.overlay."
+
+// copyLayer writes a tar stream anew.
+func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budget, drop []string) error {
+	src := &watchedReader{ctx: ctx, r: io.LimitReader(stream, lim.maxBytes+maxTarOverhead)}
+	tr := tar.NewReader(src)
+	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
+	for {
+		h, err := tr.Next()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			if src.err != nil {
+				return src.err
+			}
+			return fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
+		}
+		if err := lim.take(h, max(h.Size, 0)); err != nil {
+			return err
+		}
+		if err := copyEntry(tw, h, data, drop); err != nil {
+			switch cause := context.Cause(ctx); {
+			case src.err != nil:
+				return src.err
+			case cause != nil:
+				return cause
+			case errors.Is(err, errSpool):
+				return err
+			}
+			return fmt.Errorf("%w: entry %.200q: %w", ErrBadArchive, h.Name, err)
+		}
+		if lim.onRead != nil {
+			lim.onRead(lim.bytes.Load())
+		}
+	}
+	_, err := io.Copy(io.Discard, src)
+	return err
+}
+
+func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) error {
+	parts, err := splitPath(h.Name)
+	if err != nil {
+		return err
+	}
+	name := strings.Join(parts, "/")
+	if name == "" {
+		return nil // the root of an overlay is that of its upper directory: it says nothing of the image's
+	}
+	for _, d := range drop {
+		dir, base := filepath.Split(d)
+		if name == d || name == dir+whiteoutPrefix+base {
+			return nil
+		}
+	}
+	out := &tar.Header{
+		Typeflag: h.Typeflag, Name: name, Linkname: h.Linkname, Size: h.Size, Mode: h.Mode & 0o7777, Uid: h.Uid, Gid: h.Gid,
+		ModTime: h.ModTime, Devmajor: h.Devmajor, Devminor: h.Devminor, Format: tar.FormatPAX,
+	}
+	if h.Typeflag == tar.TypeDir {
+		out.Name += "/"
+	}
+	for k, v := range h.PAXRecords {
+		x, ok := strings.CutPrefix(k, paxXattr)
+		if !ok || !keepXattr(x) || strings.HasPrefix(x, overlayXattr) {
+			continue
+		}
+		if out.PAXRecords == nil {
+			out.PAXRecords = map[string]string{}
+		}
+		out.PAXRecords[k] = v
+	}
+	if err := tw.WriteHeader(out); err != nil {
+		return err
+	}
+	_, err = io.Copy(tw, data)
+	return err
+}
+
+// writeStep keeps the record of a step, after its layers.
+func (s *Store) writeStep(key string, r *stepRecord, tmp string) error {
+	if !idRE.MatchString(key) {
+		return fmt.Errorf("%w: %.80q is no key of a step", ErrInvalidOption, key)
+	}
+	j, err := json.Marshal(r)
+	if err == nil && len(j) > maxStepRecord {
+		err = fmt.Errorf("%w: its record has %d bytes", ErrTooLarge, len(j))
+	}
+	if err != nil {
+		return fmt.Errorf("keep the result of a step: %w", err)
+	}
+	f, err := os.CreateTemp(tmp, "step-")
+	if err != nil {
+		return fmt.Errorf("keep the result of a step: %w", err)
+	}
+	_, err = f.Write(j)
+	err = errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), s.stepPath(key))
+	}
+	if err != nil {
+		return fmt.Errorf("keep the result of a step: %w", errors.Join(err, removeIfThere(f.Name())))
+	}
+	return syncDir(filepath.Join(s.dir, stepsDir))
+}
+
+// tree puts the layers on the base. It may be called again and again; the tree before is of no use then.
+func (a *Assembly) tree(ctx context.Context) (*merger, error) {
+	a.dropSpools()
+	m := newMerger(a.b.MaxFiles)
+	if a.file != nil {
+		t, err := readEROFS(ctx, a.file)
+		if err != nil {
+			return nil, fmt.Errorf("read the base image %s: %w", a.base.name(), err)
+		}
+		m.t = t
+	}
+	for i, l := range a.layers {
+		// Cumulative layers say much again, so each has a budget of its own.
+		lim := a.b.newBudget()
+		spool, err := newSpool(a.tmp.dir)
+		if err != nil {
+			return nil, err
+		}
+		a.spools = append(a.spools, spool)
+		src := layerSource{Layer: Layer{DiffID: l.DiffID, Size: l.Size}, open: func(context.Context) (io.ReadCloser, error) {
+			return openRegular(a.b.Store.layerPath(l.DiffID))
+		}}
+		read, err := src.read(ctx, spool, lim)
+		if err == nil {
+			err = m.apply(ctx, read)
+		}
+		if cause := context.Cause(ctx); cause != nil && err != nil {
+			return nil, cause
+		}
+		if errors.Is(err, ErrDigest) || errors.Is(err, ErrBadArchive) {
+			err = errors.Join(err, removeIfThere(a.b.Store.layerPath(l.DiffID)))
+			if l.DiffID != a.fresh { // it could be read when it was kept
+				err = fmt.Errorf("%w: %w; it was damaged in the image store: build again, which makes it anew", ErrDigest, err)
+			}
+		}
+		if err != nil {
+			return nil, fmt.Errorf("layer %d of %d of the steps: %w", i+1, len(a.layers), err)
+		}
+	}
+	return m, nil
+}
+
+// Boot gives an image of the state so far for a VM: the base itself, or one that is gone when the assembly is closed.
+func (a *Assembly) Boot(ctx context.Context) (*Image, error) {
+	if a.base != nil && len(a.layers) == 0 {
+		return a.base, nil
+	}
+	// With a configuration of its own it is no image that anybody else has.
+	img, err := a.write(ctx, &Image{Passing: true}, []byte(a.nonce+fmt.Sprint(len(a.made))))
+	if err != nil {
+		return nil, err
+	}
+	if err := a.b.Store.publish(ctx, img, ""); err != nil {
+		return nil, err
+	}
+	a.made = append(a.made, img)
+	return img, nil
+}
+
+// Finish makes the image and gives it the tag. If there is one of the same base, layers and configuration, that is it.
+func (a *Assembly) Finish(ctx context.Context, run RunConfig, tag string) (*Image, error) {
+	tag, err := NormalizeTag(tag)
+	if err != nil {
+		return nil, err
+	}
+	// Held to the limits of a configuration from elsewhere.
+	if run, err = runConfig(run.oci()); err != nil {
+		return nil, err
+	}
+	config, err := run.canonical()
+	if err != nil {
+		return nil, err
+	}
+	spec, err := a.Key(struct{ Image json.RawMessage }{config})
+	if err != nil {
+		return nil, err
+	}
+	a.b.tag = tag
+	if img, err := a.b.cached(ctx, spec, 0); err != nil || img != nil {
+		return img, err
+	}
+	img, err := a.write(ctx, &Image{RunConfig: run, Spec: spec, Base: a.baseID(), Steps: a.keys, Layers: a.layers}, config)
+	if err != nil {
+		return nil, err
+	}
+	if img.ID == a.baseID() {
+		// Nothing has changed: the base keeps what is known of it, and gets the tag.
+		if err := a.b.Store.Tag(ctx, img.ID, tag); err != nil {
+			return nil, err
+		}
+		return a.b.Store.ByID(img.ID)
+	}
+	return img, a.b.Store.publish(ctx, img, tag)
+}
+
+// write makes the file of an image.
+func (a *Assembly) write(ctx context.Context, img *Image, config []byte) (*Image, error) {
+	m, err := a.tree(ctx)
+	if err != nil {
+		return nil, err
+	}
+	t := m.t
+	if err := addVMFiles(t, false); err != nil {
+		return nil, fmt.Errorf("make an image of steps: %w", err)
+	}
+	t.config = config
+	img.Version, img.Source, img.Architecture = RecordVersion, "steps:scratch", runtime.GOARCH
+	if a.base != nil {
+		img.Source, img.Architecture, img.Platform = "steps:"+a.base.ShortID(), a.base.Architecture, a.base.Platform
+	}
+	dir, err := os.MkdirTemp(a.tmp.dir, "image-")
+	if err != nil {
+		return nil, fmt.Errorf("make an image of steps: %w", err)
+	}
+	img.dir = filepath.Join(dir, "image")
+	if err := describePackages(t, img); err != nil {
+		return nil, fmt.Errorf("make an image of steps: %w", err)
+	}
+	if err := a.b.write(ctx, t, img); err != nil {
+		return nil, fmt.Errorf("make an image of steps: %w", err)
+	}
+	img.Skipped, img.Inodes, img.Content, img.Created = t.skipped, t.inodes, t.bytes, time.Now().UTC()
+	a.b.progress(StagePublish, 0, 0)
+	return img, nil
+}
+
+// PruneSteps removes results of steps that belong to no image, and images to boot from that a build has left that died. Nothing
+// is removed while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
+func (s *Store) PruneSteps(ctx context.Context, inUse func(id string) bool) (Freed, error) {
+	var out Freed
+	dir := filepath.Join(s.dir, stepsDir)
+	mine, err := tryLock(filepath.Join(s.dir, locksDir, stepsDir))
+	if errors.Is(err, errLocked) {
+		out.Busy = true
+		return out, nil
+	}
+	if err != nil {
+		return out, fmt.Errorf("prune the steps of the image store: %w", err)
+	}
+	defer unlock(mine)
+	images, err := s.List()
+	if err != nil {
+		return out, fmt.Errorf("prune the steps of the image store: %w", err)
+	}
+	var errs []error
+	keys := map[string]bool{}
+	for _, img := range images {
+		for _, k := range img.Steps {
+			keys[k] = true
+		}
+		if img.Passing && len(img.Tags) == 0 {
+			if _, err := s.Remove(ctx, img.ID, inUse); err != nil && !errors.Is(err, ErrInUse) {
+				errs = append(errs, err)
+			}
+		}
+	}
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return out, errors.Join(errs...)
+	}
+	if err != nil {
+		return out, fmt.Errorf("prune the steps of the image store: %w", errors.Join(append(errs, err)...))
+	}
+	needed := map[string]bool{}
+	for key := range keys {
+		if r, err := s.readStep(key); err == nil {
+			needed[key+".json"] = true
+			for _, l := range r.Layers {
+				needed[layerFile(l.DiffID)] = true
+			}
+		}
+	}
+	for _, e := range entries {
+		if needed[e.Name()] {
+			continue
+		}
+		var size int64
+		if st, err := e.Info(); err == nil {
+			size = st.Size()
+		}
+		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
+			errs = append(errs, fmt.Errorf("prune the steps of the image store: %w", err))
+			continue
+		}
+		out.Bytes += size
+		if strings.HasSuffix(e.Name(), ".json") {
+			out.Steps++
+		}
+	}
+	return out, errors.Join(errs...)
+}
+
+// oci is the configuration in the form of the OCI image specification.
+func (c RunConfig) oci() v1.Config {
+	out := v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels}
+	for _, p := range c.ExposedPorts {
+		if out.ExposedPorts == nil {
+			out.ExposedPorts = map[string]struct{}{}
+		}
+		out.ExposedPorts[p] = struct{}{}
+	}
+	return out
+}
