@@ -35,9 +35,9 @@ var rules = []rule{
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
-	// netpolicy/resolver and netpolicy/hostnet: a VM's process serves its names, and takes
+	// netpolicy/resolver, tlsname and hostnet: a VM's process serves its names and checks those in TLS, and takes
 	// its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},
