@@ -121,23 +121,27 @@
 //
 // # Checked names
 //
-// One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS, by default
-// 443. There a rule does not match UDP by its names, which would be QUIC. TCP over IPv4 that a rule opens for its
-// names, and that the rules would not allow if no names that are checked there matched, does not reach the peer: its
-// connection ends on the host, at Environment.TLSPort of the gateway. Without such a port, and over IPv6, it is denied
-// (TLSOff). The guest sees the peer's address.
+// One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS, by
+// default 443. There a rule does not match UDP by its names, which would be QUIC. TCP over IPv4 that a
+// rule opens for its names, and that the rules would not allow if no names that are checked there
+// matched, does not reach the peer: its connection ends on the host, at Environment.TLSPort of the
+// gateway. Without such a port, and over IPv6, it is denied (TLSOff). The guest sees the peer's
+// address.
 //
-// Whoever listens there (package tlsname) reads the ClientHello and asks the rules again (Link.OpensName). Now a rule matches
-// by names that are checked only if one of them is the server name. If that is not allowed, or there
-// is no proper name (TLSHello, TLSNoName, TLSName, TLSECH, TLSTimeout, TLSBusy), the connection is reset; those reasons are in events
-// and the log of flows, and not in counters.
+// Whoever listens there (package tlsname) reads the ClientHello and asks the rules again
+// (Link.OpensName). Now a rule matches by names that are checked only if one of them is the server
+// name. If that is not allowed, or there is no proper name (TLSHello, TLSNoName, TLSName, TLSECH,
+// TLSTimeout, TLSBusy), the connection is reset; those reasons are in events and the log of flows, and
+// not in counters.
 //
-// Such a flow has a port on the host (via): the guest's, or the first of port + 7919*i modulo 65536, i up to 7 and 1 in the place of 0, that no other
-// such flow which lives has, nor a flow of the host's with TLSPort. What comes from TLSPort to the agent's address and that port is the peer's. What
-// comes from the peer's own address, and ICMP errors about the flow, in both directions, are NoFlow. A new SYN from TLSPort is
-// TCPState. What the guest sends to the gateway's TLSPort is NoFlow if its port is a flow's via; otherwise it
-// is denied before all rules, if the policy has names that are checked. When the policy has been swapped, a flow
-// that was not checked and now would be is gone, as is one that was if there is no TLSPort.
+// Such a flow has a port on the host (via): the guest's, or the first of port + 7919*i modulo 65536, i
+// up to 7 and 1 in the place of 0, that no other such flow which lives has, nor a flow of the host's
+// with TLSPort. What comes from TLSPort to the agent's address and that port is the peer's. What comes
+// from the peer's own address, and ICMP errors about the flow, in both directions, are NoFlow. A new
+// SYN from TLSPort is TCPState. What the guest sends to the gateway's TLSPort is NoFlow if its port is
+// a flow's via; otherwise it is denied before all rules, if the policy has names that are checked.
+// When the policy has been swapped, a flow that was not checked and now would be is gone, as is one
+// that was if there is no TLSPort.
 //
 // Ports that are published let the host's address reach them on the guest, and a
 // resolver lets the guest reach port 53 of the gateway, before all rules.
