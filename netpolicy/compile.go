@@ -20,8 +20,12 @@ type Spec struct {
 	flows int
 	names []string   // of the rules, by their number in the table
 	match [][]string // DNS names of the rules, by their number in the table
-	ident Identity
-	class *classes
+	rules []flat
+	deflt Defaults
+	// tlsPort is Environment.TLSPort.
+	tlsPort uint16
+	ident   Identity
+	class   *classes
 }
 
 // Bytes is the size of the table.
@@ -49,8 +53,19 @@ type flat struct {
 }
 
 // flatten puts the implicit rules before the policy's.
-func (p *Policy) flatten() (rules []flat, names []string) {
+func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 	gateway := []netip.Addr{TheWire.Gateway4, TheWire.Gateway6}
+	if p.ChecksNames() {
+		// What comes there has to be a connection that the programs have sent there.
+		to := []netip.Addr{TheWire.Gateway4}
+		if tlsPort == 0 {
+			to = []netip.Addr{} // none
+		}
+		rules = append(rules, flat{Rule{
+			Direction: Egress, Verdict: Deny, Protocols: []Protocol{TCP}, Ports: []PortRange{{tlsPort, tlsPort}},
+		}, to})
+		names = append(names, "(tls names)")
+	}
 	if p.DNS != nil {
 		rules = append(rules, flat{Rule{
 			Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP, UDP}, Ports: []PortRange{{53, 53}},
@@ -123,7 +138,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	if err := id.validate(env); err != nil {
 		return nil, err
 	}
-	rules, names := p.flatten()
+	rules, names := p.flatten(env.TLSPort)
 	c := &compiler{rules: rules, classes: classes{
 		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
 		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
@@ -139,7 +154,10 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	for _, peer := range env.Peers {
 		c.classes.peers[peer.Address] = true
 	}
-	s := &Spec{names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules))}
+	s := &Spec{
+		names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules)), rules: rules, deflt: p.Default,
+		tlsPort: env.TLSPort,
+	}
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}
@@ -170,6 +188,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	h.addr4 = c.addresses(false)
 	h.addr6 = c.addresses(true)
 	h.tags = c.tags()
+	h.checked, h.tlsPort = c.checked(), env.TLSPort
 	h.limits[0] = limitsOf(p.Limits.Egress, p.Quota.EgressBytes)
 	h.limits[1] = limitsOf(p.Limits.Ingress, p.Quota.IngressBytes)
 	h.words = uint8((len(rules) + 63) / 64)
@@ -306,6 +325,24 @@ func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1})
 			changes = append(changes, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
 		}
+	}
+	var leaves []leaf
+	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
+		leaves = append(leaves, leaf{at, c.set(sets[0])})
+	})
+	return c.tree(leaves, false)
+}
+
+// checked is the tree of ports at which names of rules are checked; 0 if there are none.
+func (c *compiler) checked() uint32 {
+	var changes []change
+	for i := range c.rules {
+		for _, pr := range c.rules[i].checkedPorts() {
+			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1}, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
+		}
+	}
+	if len(changes) == 0 {
+		return 0
 	}
 	var leaves []leaf
 	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {

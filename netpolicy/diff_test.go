@@ -43,6 +43,7 @@ type random struct {
 	ports   []uint16
 	history [][]byte // packets that passed, as the other side sees them
 	dirs    []Direction
+	names   bool // mostly names, few addresses and ports
 }
 
 func pick[T any](r *random, of ...T) T { return of[r.IntN(len(of))] }
@@ -60,6 +61,9 @@ var addresses = []string{
 }
 
 func (r *random) addr() netip.Addr {
+	if r.names && !r.one(8) {
+		return netip.MustParseAddr(pick(r, "1.1.1.1", "1.1.1.1", "8.8.8.8", "8.8.8.8", "203.0.113.5", "2606:4700::1111"))
+	}
 	if r.one(8) {
 		if r.one(2) {
 			return netip.AddrFrom4([4]byte{byte(r.Uint32()), byte(r.Uint32()), byte(r.Uint32()), byte(r.Uint32())})
@@ -78,6 +82,9 @@ func (r *random) addr() netip.Addr {
 }
 
 func (r *random) port() uint16 {
+	if r.names && !r.one(8) {
+		return pick[uint16](r, 443, 443, 8443, 80, 4000, 4001)
+	}
 	if len(r.ports) > 0 && !r.one(4) {
 		return r.ports[r.IntN(len(r.ports))]
 	}
@@ -99,6 +106,9 @@ func (r *random) makePolicy() {
 	if r.one(6) {
 		r.env = Environment{}
 	}
+	if !r.one(8) {
+		r.env.TLSPort = tlsPort
+	}
 	verdict := func() Verdict { return pick(r, Allow, Allow, Allow, Deny, Reject, "") }
 	p := &Policy{}
 	if r.one(2) {
@@ -107,6 +117,10 @@ func (r *random) makePolicy() {
 	rules := pick(r, 0, 1, 3, 10, 30, 100)
 	if r.one(10) {
 		rules = 1000
+	}
+	if r.names {
+		p.Default.Egress = pick(r, Deny, Deny, Allow)
+		rules = pick(r, 1, 2, 3, 6)
 	}
 	prefix := func() CIDR {
 		a := r.addr()
@@ -137,9 +151,21 @@ func (r *random) makePolicy() {
 				u.Groups = append(u.Groups, g)
 			}
 		}
-		if u.Verdict == Allow && u.Direction == Egress && r.one(3) {
+		if r.names && !r.one(3) {
+			u = Rule{Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP}, Ports: []PortRange{AnyPort}}
+		}
+		if u.Verdict == Allow && u.Direction == Egress && (r.names || r.one(3)) {
 			u.Names = append(u.Names, pick(r, names...))
 			p.DNS = &DNS{}
+			switch r.IntN(4) {
+			case 0:
+				u.TLS = []CheckedPorts{CheckNowhere}
+			case 1:
+				u.TLS = []CheckedPorts{{AnyPort}}
+			case 2:
+				a, b := r.port(), r.port()
+				u.TLS = []CheckedPorts{{PortRange{443, 443}}, {PortRange{min(a, b), max(a, b)}}}
+			}
 		}
 		if r.one(4) {
 			u.Agents = append(u.Agents, pick(r, "db", "eu", "none"))
@@ -179,10 +205,10 @@ func (r *random) makePolicy() {
 		}
 		return x
 	}
-	if r.one(2) {
+	if !r.names && r.one(2) {
 		p.Limits = Limits{rates(), rates()}
 	}
-	if r.one(5) {
+	if !r.names && r.one(5) {
 		n := uint64(r.IntN(200000))
 		p.Quota.EgressBytes = &n
 	}
@@ -449,8 +475,21 @@ func needRoot(t testing.TB) {
 }
 
 func TestPrograms_agree_with_the_model(t *testing.T) {
+	compareWithModel(t, &random{Rand: rand.New(rand.NewPCG(*seedFlag, 1))})
+}
+
+// The same with policies in which names open much, so that most flows end on the host.
+func TestPrograms_agree_with_the_model_about_names(t *testing.T) {
+	reasons := compareWithModel(t, &random{Rand: rand.New(rand.NewPCG(*seedFlag, 2)), names: true})
+	for _, what := range []string{"checked", "checked answer", "name true", "name false", "deny tls-off"} {
+		if *packetsFlag >= 10000 && reasons[what] == 0 {
+			t.Errorf("there was no %s: %v", what, reasons)
+		}
+	}
+}
+
+func compareWithModel(t *testing.T, r *random) map[string]int {
 	e := newEngine(t, MaxFlows)
-	r := &random{Rand: rand.New(rand.NewPCG(*seedFlag, 1))}
 	var m *refmodel.Model
 	now := uint64(1e15) // later than the kernel's clock, on which the engine forgets pins
 	each := max(1, *packetsFlag / *policiesFlag)
@@ -495,7 +534,11 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 			pins = ""
 		}
 		for j := range each {
-			switch r.IntN(10) {
+			step := r.IntN(10)
+			if r.names && !r.one(4) {
+				step = 9 // so that names do not expire at once
+			}
+			switch step {
 			case 0:
 				now += uint64(r.Int64N(int64(pick(r, time.Millisecond, time.Second, time.Minute, 5*time.Minute, 5*time.Hour))))
 			case 1, 2, 3:
@@ -504,7 +547,7 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 				// Just when flows and pins end.
 				now += uint64(pick(r, 30*time.Second, 60*time.Second, 180*time.Second, 4*time.Hour) + pick(r, -time.Nanosecond, 0, 0, time.Nanosecond))
 			}
-			if r.one(20) {
+			if r.one(20) || r.names && r.one(5) {
 				name := pick(r, "example.com", "a.example.com", "b.a.example.com", "example.org", "example.net")
 				a := r.addr().Unmap()
 				until := now + uint64(pick(r, 30*time.Second, 60*time.Second, time.Hour))
@@ -554,6 +597,23 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 				continue
 			}
 			passed++
+			if via := splicedBy(ran.Bytes); d == Egress && via != 0 {
+				reasons["checked"]++
+				r.history, r.dirs = append(r.history, f), append(r.dirs, d)
+				name := pick(r, "", "example.com", "a.example.com", "c.example.com", "example.org", "example.net")
+				ok, first, err := e.OpensName(via, name)
+				if err != nil {
+					t.Fatalf("%s: %v", describe(), err)
+				}
+				peer, port := netip.AddrFrom4([4]byte(f[30:34])), be.Uint16(f[36:])
+				if want := m.OpensName(peer, port, name, int64(first)); ok != want {
+					t.Logf("at %d, pins: %s; rules %+v", now, pins, r.policy.Rules)
+					t.Fatalf("%s: server name %q: %v, by the model %v", describe(), name, ok, want)
+				}
+				reasons[fmt.Sprintf("name %v", ok)]++
+			} else if splicedBy(turned(f)) != 0 {
+				reasons["checked answer"]++
+			}
 			if sumsRight(f) && !bytes.Equal(ran.Bytes, want.Bytes) {
 				t.Fatalf("%s:\n programs: %x\n model:    %x", describe(), ran.Bytes, want.Bytes)
 			}
@@ -566,4 +626,29 @@ func TestPrograms_agree_with_the_model(t *testing.T) {
 	if compared >= 10000 && len(reasons) < 30 {
 		t.Errorf("only %d outcomes were seen: %v", len(reasons), reasons)
 	}
+	return reasons
+}
+
+// tlsPort is where names are checked in random environments.
+const tlsPort = 40443
+
+// splicedBy is the guest's port on the host of a packet that goes there to have its name checked; else 0.
+func splicedBy(f []byte) uint16 {
+	if len(f) < 54 || be.Uint16(f[12:]) != 0x0800 || f[23] != 6 || netip.AddrFrom4([4]byte(f[30:34])) != wire.Gateway4 || be.Uint16(f[36:]) != tlsPort {
+		return 0
+	}
+	return be.Uint16(f[34:])
+}
+
+// turned is a packet with the two sides of an IPv4 header and its ports exchanged.
+func turned(f []byte) []byte {
+	if len(f) < 54 {
+		return f
+	}
+	return clone(f, func(b []byte) {
+		copy(b[26:], f[30:34])
+		copy(b[30:], f[26:30])
+		copy(b[34:], f[36:38])
+		copy(b[36:], f[34:36])
+	})
 }

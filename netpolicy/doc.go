@@ -9,7 +9,8 @@
 // of the table that the programs read. A Link holds the programs of one TAP device and
 // swaps specs under them. Package refmodel decides the same from this text alone, by a
 // linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
-// server that finds the addresses of the names in rules.
+// server that finds the addresses of the names in rules, and package tlsname checks that
+// connections which are opened for a name ask for it in TLS.
 //
 // # The wire
 //
@@ -50,10 +51,11 @@
 //  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).
 //  17. Floor: the peer is an address that no rule can open.
 //  18. ICMPType: neither echo, echo reply nor an error (3, 11, 12; ICMPv6: 1 to 4).
-//  19. Flows and rules, see below: Flow, Related, NoFlow, TCPState, Rule, Default.
+//  19. Flows and rules, see below: Flow, Related, NoFlow, TCPState, Rule, Default; TLSOff.
 //  20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one uses up
 //     none of them. ARP and ND count as well, but not for ConnRate.
-//  21. FlowTable: the flow could not be recorded. Internal: the translation failed.
+//  21. FlowTable: the flow could not be recorded, or has no port on the host. Internal: the
+//     translation failed.
 //
 // # ARP and neighbour discovery
 //
@@ -116,6 +118,30 @@
 // A name is matched by the addresses that the agent's resolver has given the guest for
 // it, as long as they are pinned. "*.example.com" matches every name below
 // example.com but not example.com.
+//
+// # Checked names
+//
+// One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS, by
+// default 443. There a rule does not match UDP by its names, which would be QUIC. TCP over IPv4 that a
+// rule opens for its names, and that the rules would not allow if no names that are checked there
+// matched, does not reach the peer: its connection ends on the host, at Environment.TLSPort of the
+// gateway. Without such a port, and over IPv6, it is denied (TLSOff). The guest sees the peer's
+// address.
+//
+// Whoever listens there (package tlsname) reads the ClientHello and asks the rules again
+// (Link.OpensName). Now a rule matches by names that are checked only if one of them is the server
+// name. If that is not allowed, or there is no proper name (TLSHello, TLSNoName, TLSName, TLSECH,
+// TLSTimeout, TLSBusy), the connection is reset; those reasons are in events and the log of flows, and
+// not in counters.
+//
+// Such a flow has a port on the host (via): the guest's, or the first of port + 7919*i modulo 65536, i
+// up to 7 and 1 in the place of 0, that no other such flow which lives has, nor a flow of the host's
+// with TLSPort. What comes from TLSPort to the agent's address and that port is the peer's. What comes
+// from the peer's own address, and ICMP errors about the flow, in both directions, are NoFlow. A new
+// SYN from TLSPort is TCPState. What the guest sends to the gateway's TLSPort is NoFlow if its port is
+// a flow's via; otherwise it is denied before all rules, if the policy has names that are checked.
+// When the policy has been swapped, a flow that was not checked and now would be is gone, as is one
+// that was if there is no TLSPort.
 //
 // Ports that are published let the host's address reach them on the guest, and a
 // resolver lets the guest reach port 53 of the gateway, before all rules.

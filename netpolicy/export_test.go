@@ -229,6 +229,16 @@ func (e *Engine) FlowLog() (*FlowLog, error) {
 	return newFlowLog(e.engine, e.spec.ident, func() uint64 { return e.now }, e.now)
 }
 
+// OpensName says whether the rules open the flow that a connection to the TLS port is of, by its server
+// name, and when the flow was opened.
+func (e *Engine) OpensName(via uint16, name string) (ok bool, first uint64, err error) {
+	c, err := e.checked(via, e.now)
+	if err != nil {
+		return false, 0, err
+	}
+	return e.opensName(c, name, e.now), c.first, nil
+}
+
 // Look is what Run does from time to time, and End what it does at the end.
 func (g *FlowLog) Look() error { return g.look(true) }
 func (g *FlowLog) End() error  { return g.end() }

@@ -36,6 +36,7 @@ const (
 	FlowEvicted  FlowEnd = "evicted"  // the flow table was full
 	FlowStopped  FlowEnd = "stopped"  // the log has ended
 	FlowDenied   FlowEnd = "denied"   // it was denied, and nothing more of it came for a while
+	FlowRefused  FlowEnd = "refused"  // the name in its TLS hello was not allowed, and it was reset
 )
 
 // Types of records.
@@ -75,6 +76,8 @@ type FlowInfo struct {
 	// Name is what the guest has last asked its resolver for to find the peer, if it has
 	// opened the flow and ever has asked.
 	Name string `json:"name,omitempty"`
+	// ServerName is what the guest has asked for in TLS, if that was checked and it was a name.
+	ServerName string `json:"server_name,omitempty"`
 	// Guest is the agent's own address. GuestPort is the identifier for ICMP echo.
 	Guest     netip.Addr `json:"guest"`
 	GuestPort uint16     `json:"guest_port"`

@@ -25,6 +25,7 @@ const (
 	stateOneWay
 	stateBothWays
 	stateEcho
+	stateAlias // no flow of its own
 )
 
 var stateNames = map[uint8]string{
@@ -57,6 +58,9 @@ type trackedFlow struct {
 	rule  string
 	look  uint64
 	done  bool // its record is written
+
+	server  string // the server name of TLS, if it was checked
+	refused Reason // why it was reset, if it was
 }
 
 // flowTracker has what was in the flow table at the last look, and so at most as much as that has room for.
@@ -99,6 +103,9 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 	f.looks++
 	live := 0
 	err = f.reader.each(g.eng.flows, func(k *flowKey, v *bpf.AgentFlow) {
+		if v.State == stateAlias {
+			return
+		}
 		t := f.flows[*k]
 		if t != nil && !t.same(v) {
 			if !t.done {
@@ -112,14 +119,7 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 		}
 		fresh := t == nil
 		if fresh {
-			if v.First >= f.begun {
-				f.known++
-			}
-			t = &trackedFlow{begun: wall(v.First, now), rule: g.eng.told.rule(v.Gen, int(v.Rule))}
-			if v.Opener == 0 {
-				t.name = g.eng.told.name(peerOf(k), v.First)
-			}
-			f.flows[*k] = t
+			t = g.begin(k, v, now)
 		} else if v.Gen != t.Gen || v.Rule != t.Rule {
 			t.rule = g.eng.told.rule(v.Gen, int(v.Rule))
 		}
@@ -156,6 +156,19 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 	}
 	f.opened, f.active, f.looked, f.live = opened, active, now, live
 	return nil
+}
+
+// begin follows a flow that was not there before. The lock is held.
+func (g *FlowLog) begin(k *flowKey, v *bpf.AgentFlow, now uint64) *trackedFlow {
+	if v.First >= g.flows.begun {
+		g.flows.known++
+	}
+	t := &trackedFlow{begun: wall(v.First, now), rule: g.eng.told.rule(v.Gen, int(v.Rule))}
+	if v.Opener == 0 {
+		t.name = g.eng.told.name(peerOf(k), v.First)
+	}
+	g.flows.flows[*k] = t
+	return t
 }
 
 // wall is a moment of the flow table's clock, at which it is now, on the host's.
@@ -199,6 +212,10 @@ func (g *FlowLog) record(k flowKey, t *trackedFlow, end FlowEnd) FlowRecord {
 	}
 	if t.Rule == noRule {
 		i.Reason = ReasonDefault
+	}
+	i.ServerName = t.server
+	if t.refused != 0 {
+		i.Verdict, i.Reason = Reject, t.refused
 	}
 	return FlowRecord{Type: RecordFlow, First: t.begun, Last: t.begun.Add(time.Duration(t.Seen - t.First)), FlowInfo: i, at: t.First}
 }

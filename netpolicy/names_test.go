@@ -17,7 +17,7 @@ func TestLink_name_opens_the_address_that_the_guest_was_given(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
 	const text = `
-rules: [{direction: egress, verdict: allow, names: ["*.example.com"], protocols: [tcp], ports: [443]}]
+rules: [{direction: egress, verdict: allow, names: ["*.example.com"], protocols: [tcp], ports: [443], tls: [none]}]
 dns: {upstreams: ["192.0.2.53:53"]}
 `
 	l, _ := attach(t, "tap0", text)

@@ -111,7 +111,71 @@ type Rule struct {
 	Agents    []string    `json:"agents" yaml:"agents"`
 	Protocols []Protocol  `json:"protocols" yaml:"protocols"`
 	Ports     []PortRange `json:"ports" yaml:"ports"`
+	// TLS are the ports at which Names have to be the server name of TLS too; CheckNowhere
+	// alone is none. Absent, null or empty is 443. Only a rule with names can have it.
+	TLS []CheckedPorts `json:"tls,omitempty" yaml:"tls,omitempty"`
 }
+
+// CheckedPorts are ports at which the names of a rule are checked. The zero value is
+// CheckNowhere.
+type CheckedPorts struct{ PortRange }
+
+// CheckNowhere is written "none", and says that names are not checked.
+var CheckNowhere = CheckedPorts{}
+
+// String is "none", or as that of PortRange.
+func (c CheckedPorts) String() string {
+	if c == CheckNowhere {
+		return "none"
+	}
+	return c.PortRange.String()
+}
+
+// MarshalText writes what String says.
+func (c CheckedPorts) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
+
+// UnmarshalText reads "none", "any", "443" or "8000-8443".
+func (c *CheckedPorts) UnmarshalText(text []byte) error {
+	if string(text) == "none" {
+		*c = CheckNowhere
+		return nil
+	}
+	if err := c.PortRange.UnmarshalText(text); err != nil {
+		return fmt.Errorf("%w; none is for names that are not checked", err)
+	}
+	return nil
+}
+
+// checkedPorts are the ports at which the rule's names are checked.
+func (r *Rule) checkedPorts() []PortRange {
+	switch {
+	case len(r.Names) == 0:
+		return nil
+	case len(r.TLS) == 0:
+		return []PortRange{{443, 443}}
+	}
+	var out []PortRange
+	for _, c := range r.TLS {
+		if c != CheckNowhere {
+			out = append(out, c.PortRange)
+		}
+	}
+	return out
+}
+
+// ChecksNames says whether there are ports at which names of a rule are checked, so that
+// Environment.TLSPort is needed.
+func (p *Policy) ChecksNames() bool {
+	for i := range p.Rules {
+		if p.Rules[i].ChecksNames() {
+			return true
+		}
+	}
+	return false
+}
+
+// ChecksNames says whether there are ports at which the rule's names are checked.
+func (r *Rule) ChecksNames() bool { return len(r.checkedPorts()) > 0 }
 
 // Published is a port of the guest that the host may reach, and where the host
 // listens for it. Listening is the business of who runs the VM.

@@ -61,6 +61,12 @@ func TestParse_errors_name_line_and_field(t *testing.T) {
 		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [Example.com]}]", "lower case"},
 		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [1.2.3.4]}]", "rules[0].names[0]"},
 		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: ['a..b']}]", "rules[0].names[0]"},
+		{"rules: [{direction: egress, verdict: allow, groups: [any], tls: [443]}]", "rules[0].tls: it says where names are checked"},
+		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [a.b], tls: [none, 443]}]", "rules[0].tls[0]: none stands alone"},
+		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [a.b], tls: [0]}]", "rules[0].tls[0]"},
+		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [a.b], tls: 443}]", "rules[0].tls: a list belongs here"},
+		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [a.b], tls: ['']}]", "none is for names"},
+		{"dns: {}\nrules: [{direction: egress, verdict: allow, names: [a.b], tls: [~]}]", "rules[0].tls[0]: an empty entry"},
 		{"dns: {upstreams: [1.1.1.1]}", "upstreams"},
 		{"publish: [{listen: '127.0.0.1:80', port: 80}]", "publish[0].protocol"},
 		{"publish: [{listen: '127.0.0.1:80', protocol: tcp}]", "publish[0].port"},
@@ -278,7 +284,8 @@ func TestPolicy_round_trips_keep_all(t *testing.T) {
 version: 1
 default: {egress: reject, ingress: deny}
 rules:
-  - {name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24, 2001:db8::1], groups: [public], names: ["*.example.com"], agents: [db], protocols: [tcp, icmp], ports: [80, 443, 8000-8080]}
+  - {name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24, 2001:db8::1], groups: [public], names: ["*.example.com"], agents: [db], protocols: [tcp, icmp], ports: [80, 443, 8000-8080], tls: [443, 8443-8444]}
+  - {direction: egress, verdict: allow, names: [example.org], protocols: [tcp], ports: [any], tls: [none]}
   - {direction: ingress, verdict: reject, groups: [any], protocols: [any], ports: [any]}
 publish: [{listen: "127.0.0.1:8080", port: 80, protocol: tcp}]
 dns: {upstreams: ["1.1.1.1:53"], queries_per_second: 10}

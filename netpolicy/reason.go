@@ -51,6 +51,18 @@ const (
 	ReasonChecksum
 	ReasonInternal
 	ReasonIPv6Off
+	ReasonTLSOff
+)
+
+// Reasons of connections that the programs have let through to where names are checked, and
+// that were reset there. The programs do not know them.
+const (
+	ReasonTLSHello Reason = iota + 48
+	ReasonTLSNoName
+	ReasonTLSName
+	ReasonTLSECH
+	ReasonTLSTimeout
+	ReasonTLSBusy
 )
 
 // maxReason is how many the programs count.
@@ -65,6 +77,8 @@ var reasonNames = map[Reason]string{
 	ReasonDHCP: "dhcp", ReasonFloor: "floor", ReasonICMPType: "icmp-type", ReasonNoFlow: "no-flow", ReasonTCPState: "tcp-state",
 	ReasonPacketRate: "packet-rate", ReasonBitRate: "bit-rate", ReasonConnRate: "connection-rate", ReasonQuota: "quota",
 	ReasonFlowTable: "flow-table", ReasonGSO: "gso", ReasonChecksum: "checksum", ReasonInternal: "internal", ReasonIPv6Off: "ipv6-off",
+	ReasonTLSOff: "tls-off", ReasonTLSHello: "tls-hello", ReasonTLSNoName: "tls-no-name", ReasonTLSName: "tls-name", ReasonTLSECH: "tls-ech",
+	ReasonTLSTimeout: "tls-timeout", ReasonTLSBusy: "tls-busy",
 }
 
 // String is a short name, as in events and counters.

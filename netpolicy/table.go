@@ -9,7 +9,8 @@ import (
 // The table is an array of rows of one size, which bpf/agent.c reads:
 //
 //	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim,
-//	           whether there are limits, names in rules, tags in rules
+//	           whether there are limits, names in rules, tags in rules, names that are
+//	           checked; the port where they are
 //	row 1      where the rest is: roots of trees, rows of sets; limits
 //	set        a bit for each rule; a bit for each word of these that is not 0
 //	node of 4  16 keys of 32 bits in ascending order, 16 values
@@ -150,6 +151,8 @@ type heads struct {
 	allow, reject uint32
 	names         bool
 	tags          uint32 // root; 0 is none
+	checked       uint32 // root; 0 is none
+	tlsPort       uint16
 	limits        [2]limitSet
 }
 
@@ -175,7 +178,7 @@ func (h *heads) put(table []row) {
 	r = table[1][:]
 	for i, v := range []uint32{
 		h.addr4, h.addr6, h.ports[0][0], h.ports[0][1], h.ports[1][0], h.ports[1][1],
-		h.icmp[0], h.icmp[1], h.allow, h.reject, h.tags,
+		h.icmp[0], h.icmp[1], h.allow, h.reject, h.tags, h.checked,
 	} {
 		le.PutUint32(r[4*i:], v)
 	}
@@ -185,6 +188,10 @@ func (h *heads) put(table []row) {
 	if h.tags != 0 {
 		table[0][123] = 1
 	}
+	if h.checked != 0 {
+		table[0][124] = 1
+	}
+	binary.BigEndian.PutUint16(table[0][126:], h.tlsPort)
 	for d, l := range h.limits {
 		if l.any() {
 			table[0][120+d] = 1

@@ -37,7 +37,7 @@ func (p *Policy) validate() error {
 			return err
 		}
 		total.cidrs += len(r.CIDRs)
-		total.ports += len(r.Ports)
+		total.ports += len(r.Ports) + len(r.TLS)
 		total.names += len(r.Names)
 		total.tags += len(r.Agents)
 	}
@@ -85,10 +85,13 @@ func (p *Policy) validate() error {
 	return nil
 }
 
-// implicit is how many rules the policy has that are not in Rules.
+// implicit is how many rules the policy has that are not in Rules: see flatten.
 func (p *Policy) implicit() int {
 	n := len(p.Publish)
 	if p.DNS != nil {
+		n++
+	}
+	if p.ChecksNames() {
 		n++
 	}
 	return n
@@ -179,6 +182,17 @@ func (r *Rule) validate(where string) error {
 	for i, pr := range r.Ports {
 		if pr.First == 0 || pr.First > pr.Last {
 			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, pr.First, pr.Last)
+		}
+	}
+	if len(r.TLS) > 0 && len(r.Names) == 0 {
+		return fmt.Errorf("%s.tls: it says where names are checked, and the rule has none", where)
+	}
+	for i, c := range r.TLS {
+		switch {
+		case c == CheckNowhere && len(r.TLS) > 1:
+			return fmt.Errorf("%s.tls[%d]: none stands alone", where, i)
+		case c != CheckNowhere && (c.First == 0 || c.First > c.Last):
+			return fmt.Errorf("%s.tls[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, c.First, c.Last)
 		}
 	}
 	return nil

@@ -56,6 +56,9 @@ type Environment struct {
 	// for those who explain a policy: the programs know the tags of those who are there,
 	// see LinkConfig.
 	Peers []Peer
+	// TLSPort is the port of the gateway's IPv4 address where names are checked: see package
+	// tlsname. If it is 0, flows whose names are to be checked are denied.
+	TLSPort uint16
 }
 
 // HostAddresses are the addresses of this host that Environment.Host should have: those

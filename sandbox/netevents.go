@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
 // NetEvent is a packet from or to a VM that did not pass.
@@ -26,6 +27,8 @@ type NetEvent struct {
 	Peer     netip.Addr `json:"peer,omitzero"`
 	PeerPort uint16     `json:"peer_port,omitempty"`
 	Name     string     `json:"name,omitempty"`
+	// ServerName is the name in TLS, where that is why it did not pass.
+	ServerName string `json:"server_name,omitempty"`
 	// Guest is the VM's own address.
 	Guest     netip.Addr `json:"guest"`
 	GuestPort uint16     `json:"guest_port,omitempty"`
@@ -70,6 +73,25 @@ func protocolName(e netpolicy.Event) string {
 // event notes an event of the link.
 func (n *network) event(e netpolicy.Event) {
 	n.flows.Denied(e)
+	n.events.add(n.netEvent(e))
+}
+
+// refused notes a connection that was reset for its TLS name.
+func (n *network) refused(r tlsname.Refusal) {
+	n.flows.Refused(r.Flow, r.Reason, r.Name)
+	if r.Quiet {
+		return
+	}
+	e := r.Flow.Refusal(r.Reason)
+	e.Suppressed = r.Suppressed
+	ev := n.netEvent(e)
+	ev.ServerName = r.Name
+	// It is of the policy that the connection was opened by, which may not be the one of now.
+	ev.Rule = n.link.RuleName(e.Generation, e.Rule)
+	n.events.add(ev)
+}
+
+func (n *network) netEvent(e netpolicy.Event) NetEvent {
 	ev := NetEvent{
 		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
 		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.address.Addr(), GuestPort: e.GuestPort,
@@ -78,7 +100,7 @@ func (n *network) event(e netpolicy.Event) {
 	if e.Peer.IsValid() && !e.Peer.IsUnspecified() {
 		ev.Peer, ev.Name = e.Peer, n.link.Name(e.Peer)
 	}
-	n.events.add(ev)
+	return ev
 }
 
 // Bounds of what is kept of events: for those who ask later, and for each who follows.

@@ -3,10 +3,17 @@ package sandbox_test
 import (
 	"bufio"
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
+	"math/big"
 	"net"
 	"net/netip"
 	"os"
@@ -50,6 +57,11 @@ for line in sys.stdin:
             s.sendall(b'ping\n')
             r = s.recv(16).decode().strip()
             s.close()
+        elif w[0] == 'hello':
+            s = connect(w[1:])
+            s.sendall(bytes.fromhex(w[4]))
+            r = 'record %d' % s.recv(1)[0]
+            s.close()
         elif w[0] == 'hold':
             s = held['s'] = connect(w[1:])
             s.sendall(b'held\n')
@@ -82,6 +94,9 @@ type outside struct {
 
 	mu  sync.Mutex // guards got
 	got []string   // what servers have been sent, and from where
+	// names are the server names that the server of TLS was asked for, and config is what it answers by.
+	names  []string
+	config *tls.Config
 	// asked are queries that the name server got.
 	asked atomic.Int64
 }
@@ -173,6 +188,73 @@ func (o *outside) echo(lc net.ListenConfig, at string) {
 			}()
 		}
 	}()
+}
+
+// tls is a server of TLS that notes what names it is asked for, and has no certificate for any.
+func (o *outside) tls(at string) {
+	o.t.Helper()
+	l, err := net.Listen("tcp4", at)
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	o.t.Cleanup(func() { l.Close() })
+	cfg := &tls.Config{GetConfigForClient: func(h *tls.ClientHelloInfo) (*tls.Config, error) {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		o.names = append(o.names, h.ServerName)
+		return o.config, nil
+	}}
+	if o.config, err = selfSigned(); err != nil {
+		o.t.Fatal(err)
+	}
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_ = tls.Server(c, cfg).Handshake()
+			}()
+		}
+	}()
+}
+
+func selfSigned() (*tls.Config, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	cert := &x509.Certificate{SerialNumber: big.NewInt(1), DNSNames: []string{"good.example"}, NotAfter: time.Now().Add(24 * time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, cert, cert, &key.PublicKey, key)
+	if err != nil {
+		return nil, err
+	}
+	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}, nil
+}
+
+func (o *outside) serverNames() []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.names)
+}
+
+// clientHello is what crypto/tls sends first, in hexadecimal digits.
+func clientHello(t *testing.T, name string) string {
+	t.Helper()
+	a, b := net.Pipe()
+	go func() {
+		_ = tls.Client(a, &tls.Config{ServerName: name, InsecureSkipVerify: true, CurvePreferences: []tls.CurveID{tls.X25519}}).Handshake()
+		a.Close()
+	}()
+	defer b.Close()
+	hello := make([]byte, 4096)
+	n, err := b.Read(hello)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return hex.EncodeToString(hello[:n])
 }
 
 func (o *outside) hasGot(prefix string) bool {
@@ -289,6 +371,7 @@ rules:
   - {name: soon the host, direction: egress, verdict: allow, cidrs: [93.184.216.36], protocols: [tcp], ports: [80]}
   - {name: local, direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [7000]}
   - {name: named, direction: egress, verdict: allow, names: [good.example, evil.example], protocols: [tcp], ports: [8080]}
+  - {name: checked, direction: egress, verdict: allow, names: [good.example], protocols: [tcp], ports: [443]}
   - {name: to others, direction: egress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000, 9001]}
   - {name: from others, direction: ingress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000]}
   - {name: from none, direction: ingress, verdict: allow, agents: [other], protocols: [tcp], ports: [9001]}
@@ -303,6 +386,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080"} {
 			o.echo(net.ListenConfig{}, at)
 		}
+		o.tls("93.184.216.35:443")
 		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34"})
 	})
 	policy := mustPolicy(t, probePolicy)
@@ -382,6 +466,17 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("tcp 93.184.216.35 8080 "+forSure, "ping")
 	p.expect("tcp 93.184.216.35 8081 "+inVain, "timeout")
 	event(t, e, "pol", "an address with a name", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 8081 && ev.Name == "good.example" })
+
+	// The name has to be the one in TLS too, where that is checked: the peer never hears of another one.
+	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "good.example"), "record 22")
+	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "evil.example"), "ECONNRESET")
+	event(t, e, "pol", "another name in TLS", func(ev sandbox.NetEvent) bool {
+		return ev.Reason == netpolicy.ReasonTLSName && ev.Verdict == netpolicy.Reject && ev.Rule == "checked" && ev.ServerName == "evil.example" &&
+			ev.Peer == netip.MustParseAddr("93.184.216.35") && ev.PeerPort == 443 && ev.GuestPort != 0
+	})
+	if !slices.Equal(o.serverNames(), []string{"good.example"}) {
+		t.Errorf("the server was asked for %v", o.serverNames())
+	}
 	before := o.asked.Load()
 	p.expect("name other.example", "not found")
 	if o.asked.Load() != before {
@@ -390,7 +485,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("name evil.example", "not found")
 	p.expect("tcp 10.99.0.1 8080 "+inVain, "timeout")
 	st, err := e.Store.NetworkStats(t.Context(), "pol")
-	if err != nil || st.DNS.Rebound == 0 || st.DNS.Refused == 0 || st.DNS.Answered == 0 || st.Address != own || st.Egress.Bytes == 0 || len(st.Counters) == 0 {
+	if err != nil || st.DNS.Rebound == 0 || st.DNS.Refused == 0 || st.DNS.Answered == 0 || st.Address != own || st.Egress.Bytes == 0 || len(st.Counters) == 0 || st.TLS.Passed != 1 || st.TLS.Refused != 1 {
 		t.Errorf("%+v, %v", st, err)
 	}
 
@@ -405,6 +500,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	for _, want := range []string{
 		`allow tcp 93.184.216.34 80 web ""`, `deny tcp 93.184.216.34 81  ""`, `reject tcp 93.184.216.99 80 never ""`,
 		`allow tcp 172.31.255.1 7000 local ""`, `allow tcp 93.184.216.35 8080 named "good.example"`, `allow udp 172.31.255.1 53 (resolver) ""`,
+		`allow tcp 93.184.216.35 443 checked "good.example"`, `reject tcp 93.184.216.35 443 checked "good.example"`,
 	} {
 		r, ok := flows[want]
 		if !ok || r.Egress.Packets == 0 || r.Verdict == netpolicy.Allow && r.Ingress.Bytes == 0 || time.Since(r.First) > time.Hour {

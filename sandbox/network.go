@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
 // All guests have the same address and the same gateway, which is also their name
@@ -61,7 +62,9 @@ type network struct {
 	policy   *netpolicy.Policy
 	host     []netip.Addr
 	history  []installed
-	stopDNS  func() // nil while the resolver does not listen
+	stopDNS  func()          // nil while the resolver does not listen
+	tls      *tlsname.Server // nil while no policy has had names that are checked
+	tlsPort  uint16          // where it listens
 	warnings []string
 	closed   bool
 }
@@ -99,24 +102,34 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 	}
 	defer func() {
 		if err != nil {
+			if n.cancel != nil {
+				n.cancel()
+			}
 			err = errors.Join(err, n.release())
 		}
 	}()
 	if n.host, err = netpolicy.HostAddresses(); err != nil {
 		return nil, err
 	}
-	spec, err := n.compile(policy, n.host)
-	if err != nil {
-		return nil, err
-	}
 	if n.tap, err = tap.Create(tap.Config{Name: tapName(id), Down: true}); err != nil {
 		return nil, err
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
+	ln, err := n.listenTLS(policy)
+	if err != nil {
+		return nil, err
+	}
+	spec, err := n.compile(policy, n.host)
+	if err != nil {
+		if ln != nil {
+			err = errors.Join(err, ln.Close())
+		}
+		return nil, err
+	}
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(spec, tags)
+		n.err = n.attach(spec, tags, ln)
 		n.took = time.Since(begin)
 	})
 	return n, nil
@@ -125,11 +138,19 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 // compile compiles a policy for the VM on a host with these addresses.
 func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Spec, error) {
 	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr()},
-		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents}})
+		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents}, TLSPort: n.tlsPort})
 }
 
-// attach puts the policy on the device and raises it.
-func (n *network) attach(spec *netpolicy.Spec, tags []string) (err error) {
+// attach puts the policy on the device and raises it. If the policy has names that are checked,
+// ln is where that is done.
+func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+	if ln != nil {
+		defer func() {
+			if err != nil && n.tls == nil {
+				err = errors.Join(err, ln.Close())
+			}
+		}()
+	}
 	begin := uptime()
 	n.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 	if err != nil {
@@ -139,6 +160,11 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string) (err error) {
 	n.dns = resolver.New(resolver.Config{Pinner: n.link})
 	if n.flows, err = n.link.FlowLog(spec.Identity()); err != nil {
 		return err
+	}
+	if ln != nil {
+		n.mu.Lock()
+		n.serveTLS(ln)
+		n.mu.Unlock()
 	}
 	// The guest has no IPv6 address, and what the host would send by itself would only
 	// be denied and told of. The policy holds without this.
@@ -226,6 +252,13 @@ func (n *network) info() *NetworkInfo {
 func (n *network) set(p *netpolicy.Policy) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	ln, err := n.listenTLS(p)
+	if err != nil {
+		return err
+	}
+	if ln != nil {
+		n.serveTLS(ln)
+	}
 	spec, err := n.compile(p, n.host)
 	if err != nil {
 		return err
@@ -265,6 +298,9 @@ func (n *network) install(spec *netpolicy.Spec) error {
 	err := n.link.Swap(spec)
 	if err != nil {
 		return err
+	}
+	if n.tls != nil {
+		n.tls.Recheck()
 	}
 	n.history = append(n.history, installed{spec, from, uptime()})
 	n.history = n.history[max(0, len(n.history)-maxHistory):]
@@ -309,6 +345,35 @@ func (n *network) listenDNS() error {
 		<-ended
 	}
 	return nil
+}
+
+// listenTLS has a socket for connections whose names are checked, if a policy has such names and there is
+// none yet. It stays as long as the network.
+func (n *network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
+	if n.tlsPort != 0 || !p.ChecksNames() {
+		return nil, nil
+	}
+	ln, err := tlsname.Listen(n.ctx, n.tap.Name())
+	if err != nil {
+		return nil, err
+	}
+	at, err := netip.ParseAddrPort(ln.Addr().String())
+	if err != nil {
+		return nil, errors.Join(err, ln.Close())
+	}
+	n.tlsPort = at.Port()
+	return ln, nil
+}
+
+// serveTLS checks names from now on. If it fails, connections that are to be checked are reset by the
+// kernel, as nobody listens.
+func (n *network) serveTLS(ln *net.TCPListener) {
+	n.tls = tlsname.New(tlsname.Config{Flows: n.link, Named: n.flows.Named, Refused: n.refused})
+	n.wg.Go(func() {
+		if err := n.tls.Serve(n.ctx, ln); err != nil {
+			n.log.Error("connections whose names are checked are refused", "error", err)
+		}
+	})
 }
 
 // lookOutside sees to it that the host translates what the policy lets out, and notes what

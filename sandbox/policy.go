@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
 // checkPolicy says whether a VM can have its policy.
@@ -239,6 +240,8 @@ type NetworkStats struct {
 	Counters []netpolicy.Counter `json:"counters"`
 	// DNS is what became of queries.
 	DNS resolver.Stats `json:"dns"`
+	// TLS is what became of connections whose names are checked.
+	TLS tlsname.Stats `json:"tls"`
 }
 
 // NetworkStats asks a running VM what its network has done.
@@ -257,6 +260,9 @@ func (p *process) networkStats() (st NetworkStats, err error) {
 	defer n.mu.Unlock()
 	if n.closed {
 		return st, fmt.Errorf("%w: %s: its guest has ended", ErrNotRunning, st.Name)
+	}
+	if n.tls != nil {
+		st.TLS = n.tls.Stats()
 	}
 	var errs [3]error
 	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)

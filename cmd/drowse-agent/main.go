@@ -24,8 +24,8 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent"
 	"github.com/drowse-vm/drowse/guest/agent/early"
-	"github.com/drowse-vm/drowse/guest/agent/secretfs"
 	"github.com/drowse-vm/drowse/guest/agent/layer"
+	"github.com/drowse-vm/drowse/guest/agent/secretfs"
 	"github.com/drowse-vm/drowse/guest/agent/sftp"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )

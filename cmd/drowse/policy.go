@@ -189,6 +189,9 @@ func warnings(p *netpolicy.Policy) []string {
 		if len(r.Ports) == 0 && !(len(r.Protocols) > 0 && !slices.ContainsFunc(r.Protocols, func(p netpolicy.Protocol) bool { return p != netpolicy.ICMP })) {
 			missing = append(missing, "ports")
 		}
+		if len(r.Names) > 0 && slices.ContainsFunc(r.Protocols, func(p netpolicy.Protocol) bool { return p == netpolicy.UDP || p == netpolicy.AnyProtocol }) && r.ChecksNames() {
+			out = append(out, where+" has names that are checked in TLS, and does not open UDP by them at those ports (443, or those of tls)")
+		}
 		if len(missing) == 0 {
 			continue
 		}
@@ -204,19 +207,22 @@ func warnings(p *netpolicy.Policy) []string {
 
 func (a *app) policyExplainCommand() *cobra.Command {
 	var s surroundings
-	var packet string
+	var packet, serverName string
 	var names []string
 	cmd := &cobra.Command{
 		Use:   "explain FILE --packet 'DIRECTION PROTOCOL PEER[:PORT]'",
 		Short: "Say what a policy does with a packet, and why",
 		Long: `Say what a policy does with a packet that opens a flow, and why. DIRECTION is egress,
 from the VM, or ingress, to it. PROTOCOL is tcp, udp or icmp. PEER is the address on the
-other side, in brackets if it is IPv6 with a port. PORT is the destination port.`,
+other side, in brackets if it is IPv6 with a port. PORT is the destination port.
+
+Where names are checked in TLS, the answer says so; --server-name says what a connection
+with that name gets, which may be empty for none.`,
 		Example: `  drowse policy explain web.yaml --packet 'egress tcp 93.184.216.34:443'
   drowse policy explain web.yaml --packet 'egress tcp [2606:4700::1111]:443' --address6 fd00::2
   drowse policy explain web.yaml --packet 'egress tcp 151.101.0.223:443' --name pypi.org`,
 		Args: cobra.ExactArgs(1),
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			p, err := readPolicy(args[0])
 			if err != nil {
 				return err
@@ -226,19 +232,26 @@ other side, in brackets if it is IPv6 with a port. PORT is the destination port.
 				return usageError{fmt.Errorf("--packet %q: %w", packet, err)}
 			}
 			q.Names = names
+			q.Hello, q.ServerName = cmd.Flags().Changed("server-name"), strings.ToLower(serverName)
 			_, id, env, err := s.compile(p)
 			if err != nil {
 				return err
 			}
+			env.TLSPort = explainedPort
 			r := explain(p, id, env, q)
 			return a.print(r, func(w io.Writer) { r.write(w, p) })
 		},
 	}
 	cmd.Flags().StringVar(&packet, "packet", "", "the packet: direction, protocol, peer and port")
 	cmd.Flags().StringSliceVar(&names, "name", nil, "names that the resolver has given the peer's address for")
+	cmd.Flags().StringVar(&serverName, "server-name", "", "the server name in the connection's TLS")
 	s.flags(cmd)
 	return cmd
 }
+
+// explainedPort is where the process of a VM would check names. It is another one for each, and none that
+// programs are likely to be told of.
+const explainedPort = 65535
 
 // explanation is what explain says.
 type explanation struct {
@@ -252,6 +265,9 @@ type explanation struct {
 	// Rule is its index; null if none decided.
 	Rule     *int   `json:"rule"`
 	RuleName string `json:"rule_name,omitempty"`
+	// Checked says that the connection ends on the host, and goes on only if its TLS has a server name of
+	// the rules.
+	Checked bool `json:"checked,omitempty"`
 }
 
 func explain(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environment, q refmodel.Question) explanation {
@@ -261,6 +277,10 @@ func explain(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environme
 		return e
 	}
 	answer := refmodel.New(p, id, env).Ask(q)
+	if answer.Checked && q.Peer.Is6() {
+		answer.Verdict, answer.Reason = netpolicy.Deny, netpolicy.ReasonTLSOff
+	}
+	e.Checked = answer.Checked
 	e.Class, e.Verdict, e.Reason, e.RuleName = answer.Class, answer.Verdict, answer.Reason, answer.Implicit
 	if answer.Rule >= 0 {
 		e.Rule, e.RuleName = &answer.Rule, p.Rules[answer.Rule].Name
@@ -297,6 +317,18 @@ func (e explanation) write(w io.Writer, p *netpolicy.Policy) {
 		}
 		if d == netpolicy.Allow {
 			why += ", which allows public addresses alone"
+		}
+	}
+	switch e.Reason {
+	case netpolicy.ReasonTLSName:
+		why += ", but the server name is none of the rules'"
+	case netpolicy.ReasonTLSNoName:
+		why += ", but there is no server name"
+	case netpolicy.ReasonTLSOff:
+		why += ", but names are not checked over IPv6"
+	default:
+		if e.Checked {
+			why += ", if the server name in TLS is one of the rules' (--server-name)"
 		}
 	}
 	fmt.Fprintf(t, "because\t%s\n", why)

@@ -15,6 +15,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -287,6 +288,9 @@ func writeStats(w io.Writer, st sandbox.NetworkStats) {
 	}
 	d := st.DNS
 	fmt.Fprintf(w, "names: %d answered, %d refused, %d addresses left out, %d failed, %d dropped\n", d.Answered, d.Refused, d.Rebound, d.Failed, d.Dropped)
+	if c := st.TLS; c != (tlsname.Stats{}) {
+		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
+	}
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(t, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES")
 	for _, c := range st.Counters {

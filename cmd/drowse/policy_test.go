@@ -13,6 +13,7 @@ rules:
   - {name: web, direction: egress, verdict: allow, groups: [public], names: [pypi.org], protocols: [tcp], ports: [443]}
   - {direction: egress, verdict: reject, cidrs: [10.1.0.0/16], protocols: [icmp]}
   - {name: db, direction: egress, verdict: allow, agents: [db], protocols: [tcp], ports: [5432]}
+  - {name: named, direction: egress, verdict: allow, names: ["*.cdn.example"], protocols: [tcp, udp], ports: [443, 8443, 80], tls: [443, 8443]}
   - {name: forgotten, direction: egress, verdict: allow, groups: [private], protocols: [tcp]}
 dns: {upstreams: ["192.0.2.53:53"]}
 `
@@ -43,6 +44,14 @@ func TestPolicyExplain_packets_and_their_verdicts(t *testing.T) {
 		{"ingress tcp 93.184.216.34:443", "", "deny", "default", ""},
 		{"egress tcp [2606:4700::1111]:443", "", "deny", "ipv6-off", ""},
 		{"egress tcp [2606:4700::1111]:443", "--address6 fd00::2", "allow", "rule", "web"},
+		{"egress tcp 93.184.216.34:8443", "--name a.cdn.example", "allow", "rule", "named"},
+		{"egress tcp 93.184.216.34:8443", "--name a.cdn.example --server-name B.CDN.example", "allow", "rule", "named"},
+		{"egress tcp 93.184.216.34:8443", "--name a.cdn.example --server-name cdn.example", "reject", "tls-name", "named"},
+		{"egress tcp 93.184.216.34:8443", "--name a.cdn.example --server-name=", "reject", "tls-no-name", "named"},
+		{"egress tcp 93.184.216.34:80", "--name a.cdn.example --server-name evil.example", "allow", "rule", "named"},
+		{"egress udp 93.184.216.34:443", "--name a.cdn.example", "deny", "default", ""},
+		{"egress tcp 93.184.216.34:443", "--name a.cdn.example --server-name evil.example", "allow", "rule", "web"},
+		{"egress tcp [2606:4700::1111]:8443", "--address6 fd00::2 --name a.cdn.example", "deny", "tls-off", "named"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.packet+" "+tt.flags, func(t *testing.T) {
@@ -68,7 +77,7 @@ func TestPolicyExplain_packets_and_their_verdicts(t *testing.T) {
 
 func TestPolicyCheck_says_what_is_wrong_and_what_may_be(t *testing.T) {
 	code, out, _ := drowse(t, t.TempDir(), "policy", "check", policyFile(t, testPolicy))
-	if code != 0 || !strings.Contains(out, "4 rules, of which 3 allow") || !strings.Contains(out, "rules[3] (forgotten) names no ports") {
+	if code != 0 || !strings.Contains(out, "5 rules, of which 4 allow") || !strings.Contains(out, "rules[3] (named) has names that are checked") || !strings.Contains(out, "rules[4] (forgotten) names no ports") {
 		t.Errorf("exit %d: %s", code, out)
 	}
 	tests := []struct {

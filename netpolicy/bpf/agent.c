@@ -45,7 +45,7 @@ enum {
 	R_NO_POLICY = 16, R_TRUNCATED, R_ETHERTYPE, R_VLAN, R_SRC_MAC, R_DST_MAC, R_ARP, R_IP_HEADER, R_IP_OPTIONS,
 	R_FRAGMENT, R_SRC_IP, R_DST_IP, R_EXT_HEADER, R_PROTOCOL, R_L4_HEADER, R_ND, R_DHCP, R_FLOOR, R_ICMP_TYPE,
 	R_NO_FLOW, R_TCP_STATE, R_PACKET_RATE, R_BIT_RATE, R_CONN_RATE, R_QUOTA, R_FLOW_TABLE, R_GSO, R_CHECKSUM,
-	R_INTERNAL, R_IPV6_OFF,
+	R_INTERNAL, R_IPV6_OFF, R_TLS_OFF,
 	R_MAX = 64,
 };
 
@@ -71,7 +71,10 @@ struct identity { // row 0
 	__u8 limited[2];  // by direction: whether there are limits
 	__u8 names;	  // whether rules have names
 	__u8 tags;	  // whether rules have tags of agents
-	__u8 pad[36];
+	__u8 checks;	  // whether names of rules are checked
+	__u8 pad;
+	__be16 tls_port; // of the gateway, where they are; 0 is nowhere
+	__u8 rest[32];
 };
 
 struct limits {
@@ -85,7 +88,7 @@ struct tables { // row 1
 	__u32 icmp[2];
 	__u32 allow, reject; // sets of rules
 	__u32 tags;	     // by the tag's hash
-	__u32 pad;
+	__u32 checked;	     // by port: sets of rules whose names are checked there
 	struct limits limits[2];
 };
 
@@ -201,7 +204,7 @@ struct flow_key {
 	__u8 pad[2];
 };
 
-enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO };
+enum { OPENING = 1, ESTABLISHED, CLOSING, ONE_WAY, BOTH_WAYS, ECHO, ALIAS };
 
 struct counter {
 	__u64 packets, bytes;
@@ -219,10 +222,25 @@ struct flow {
 	__u8 opener; // direction
 	__u8 fin;    // bit for each direction
 	__u8 cut;    // it is not allowed any more, and only there for those who read the map
-	__u8 pad[2];
+	__be16 via;  // its name is checked: the guest's port on the host; else 0
 };
 
 _Static_assert(sizeof(struct flow) == 64, "size of a flow");
+
+// An alias is in the flow table too, by what the host knows a flow by whose name is
+// checked: the gateway and its port for those, and the guest's port on the host (via). It
+// says which flow that is, and counts as long as that one lives and has this via.
+struct alias {
+	__u64 zero;
+	__u32 peer[4];
+	__be16 peer_port, guest_port;
+	__u8 pad[30];
+	__u8 state; // ALIAS, where a flow has its state
+	__u8 rest[5];
+};
+
+_Static_assert(sizeof(struct alias) == sizeof(struct flow), "size of an alias");
+_Static_assert(__builtin_offsetof(struct alias, state) == __builtin_offsetof(struct flow, state), "state of an alias");
 
 struct flow_map {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -313,6 +331,7 @@ const struct event *unused_event __attribute__((unused));
 const struct tagged *unused_tagged __attribute__((unused));
 const struct counter *unused_counter __attribute__((unused));
 const struct flow *unused_flow __attribute__((unused));
+const struct alias *unused_alias __attribute__((unused));
 const struct flow_key *unused_flow_key __attribute__((unused));
 const struct pin *unused_pin __attribute__((unused));
 const struct pin_key *unused_pin_key __attribute__((unused));
@@ -347,6 +366,8 @@ struct packet {
 	__u32 quoted[4];
 	__u8 related;
 	__u8 summed; // what is known of the checksum, if it is from the guest
+	__u8 check;  // the rules open it for its name, which is to be checked
+	__be16 via;  // of its flow
 };
 
 // load copies from a fixed offset of the frame. Anything but 0 is a failure.
@@ -489,6 +510,28 @@ __noinline int first(const struct set *a, const struct bits *d, const struct set
 	return NO_RULE;
 }
 
+// first_unchecked is first without those of the resolver's that are checked.
+__noinline int first_unchecked(const struct set *a, const struct bits *d, const struct set *p, const struct bits *checked)
+{
+	__u32 some;
+
+	if (!a || !d || !p || !checked)
+		return NO_RULE;
+	some = p->some;
+	for (__u32 i = 0; i < WORDS; i++) {
+		__u64 at, w;
+
+		if (!some)
+			return NO_RULE;
+		at = bounded(lowest_bit(some), WORDS - 1);
+		w = (a->bits.w[at] | (d->w[at] & ~checked->w[at])) & p->bits.w[at];
+		if (w)
+			return at * 64 + lowest_bit(w);
+		some &= some - 1;
+	}
+	return NO_RULE;
+}
+
 // tag_search goes through an agent's tags. It is on the stack, of which there is little.
 struct tag_search {
 	void *table;
@@ -526,15 +569,55 @@ static __noinline __u32 first_tagged(void *table, __u32 root, const struct tagge
 	return x.rule;
 }
 
-// consult asks the rules about a packet's peer, and returns a verdict.
+// pinned finds what the resolver has found for a packet's peer. It is apart for consult's stack.
+static __noinline struct pin *pinned(const struct row *r0, const struct packet *p)
+{
+	void *map = bpf_map_lookup_elem(&pins, &p->slot);
+	struct pin_key k = {};
+
+	k.addr[0] = p->peer[0];
+	k.addr[1] = p->peer[1];
+	k.addr[2] = p->peer[2];
+	k.addr[3] = p->peer[3];
+	k.gen = r0->id.gen;
+	return map ? bpf_map_lookup_elem(map, &k) : 0;
+}
+
+// verdict_of is what a rule says, or the default if there is none. It is apart for consult's stack.
+static __noinline int verdict_of(void *table, const struct row *r0, __u32 dir, __u32 class, __u32 rule)
+{
+	dir &= 1;
+	if (rule < WORDS * 64) {
+		__u64 w = bounded(rule >> 6, WORDS - 1);
+		const struct row *r1 = row(table, 1), *s = r1 ? row(table, r1->tab.allow) : 0;
+
+		if (!s)
+			return DENY;
+		if ((s->set.bits.w[w] >> (rule & 63)) & 1)
+			return ALLOW;
+		s = row(table, r1->tab.reject);
+		if (s && (s->set.bits.w[w] >> (rule & 63)) & 1)
+			return REJECT;
+		return DENY;
+	}
+	if (r0->id.fallback[dir] == ALLOW)
+		return class == CLASS_PUBLIC ? ALLOW : DENY;
+	return r0->id.fallback[dir] == REJECT ? REJECT : DENY;
+}
+
+// consult asks the rules about a packet's peer, and returns a verdict. A rule that matches
+// for its names alone, at a port where they are checked, does not match UDP; TCP that it
+// opens is checked, unless the rules allow it without.
 static __noinline int consult(void *table, const struct row *r0, struct packet *p, __u32 dir, __be16 port)
 {
 	const struct row *r1 = row(table, 1), *a, *s;
 	const struct bits *d;
+	struct pin *v = 0;
 	__u32 set, rule;
 
 	p->rule = NO_RULE;
 	p->claim = 0;
+	p->check = 0;
 	if (!r1)
 		return DENY;
 	dir &= 1;
@@ -550,16 +633,7 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 		return DENY;
 	d = &a->set.bits;
 	if (r0->id.names && dir == EGRESS && p->class == CLASS_PUBLIC) {
-		void *map = bpf_map_lookup_elem(&pins, &p->slot);
-		struct pin_key k = {};
-		struct pin *v;
-
-		k.addr[0] = p->peer[0];
-		k.addr[1] = p->peer[1];
-		k.addr[2] = p->peer[2];
-		k.addr[3] = p->peer[3];
-		k.gen = r0->id.gen;
-		v = map ? bpf_map_lookup_elem(map, &k) : 0;
+		v = pinned(r0, p);
 		if (v) {
 #pragma unroll
 			for (int i = TIMES - 1; i >= 0; i--)
@@ -568,6 +642,21 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 		}
 	}
 	rule = first(&a->set, d, &s->set);
+	if (v && r0->id.checks && rule < WORDS * 64 && (p->proto == IPPROTO_TCP || p->proto == IPPROTO_UDP)) {
+		const struct row *c = row(table, find4(table, r1->tab.checked, bpf_ntohs(port)));
+		__u64 w = bounded(rule >> 6, WORDS - 1);
+
+		if (!c)
+			return DENY;
+		if (((c->set.bits.w[w] & ~a->set.bits.w[w]) >> (rule & 63)) & 1) {
+			__u32 other = first_unchecked(&a->set, d, &s->set, &c->set.bits);
+
+			if (p->proto == IPPROTO_UDP)
+				rule = other;
+			else
+				p->check = verdict_of(table, r0, dir, p->class, other) != ALLOW;
+		}
+	}
 	if (r0->id.tags && p->class == CLASS_AGENT) {
 		const struct tagged *t = bpf_map_lookup_elem(&agents, p->peer);
 
@@ -579,23 +668,9 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 				rule = other;
 		}
 	}
-	if (rule < WORDS * 64) {
-		__u64 w = bounded(rule >> 6, WORDS - 1);
-
+	if (rule < WORDS * 64)
 		p->rule = rule;
-		a = row(table, r1->tab.allow);
-		if (!a)
-			return DENY;
-		if ((a->set.bits.w[w] >> (rule & 63)) & 1)
-			return ALLOW;
-		s = row(table, r1->tab.reject);
-		if (s && (s->set.bits.w[w] >> (rule & 63)) & 1)
-			return REJECT;
-		return DENY;
-	}
-	if (r0->id.fallback[dir] == ALLOW)
-		return p->class == CLASS_PUBLIC ? ALLOW : DENY;
-	return r0->id.fallback[dir] == REJECT ? REJECT : DENY;
+	return verdict_of(table, r0, dir, p->class, rule);
 }
 
 struct arp {
@@ -989,6 +1064,8 @@ static __always_inline __u64 lifetime(__u8 state)
 		return 4 * 3600 * NS_PER_S;
 	case BOTH_WAYS:
 		return 180 * NS_PER_S;
+	case ALIAS:
+		return ~0ull >> 1; // it is for its flow to say
 	}
 	return 30 * NS_PER_S;
 }
@@ -1046,7 +1123,9 @@ static __always_inline bool keep(void *table, const struct row *r0, struct packe
 	__u16 rule = p->rule;
 
 	p->rule = NO_RULE;
-	if (verdict != ALLOW || (f->claim && f->claim != p->claim)) {
+	// A connection that has not ended on the host cannot be checked from its midst on, and one that
+	// has can only go on there.
+	if (verdict != ALLOW || (f->claim && f->claim != p->claim) || (f->via ? !r0->id.tls_port : p->check)) {
 		f->cut = 1;
 		return false;
 	}
@@ -1204,6 +1283,9 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	p->proto = k->proto;
 	p->related = 1;
 	f = fresh(map, p, k);
+	// The peer has no part in a connection that ends on the host.
+	if (f && (f->via || f->state == ALIAS))
+		f = 0;
 	err = f && (settled(r0, f, k) || keep(table, r0, p, f, k)) ? 0 : R_NO_FLOW;
 	p->proto = proto;
 	__builtin_memcpy(p->peer, p->quoted, 16);
@@ -1308,6 +1390,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
 		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
+		.via = p->via,
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
@@ -1332,6 +1415,61 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 			__sync_fetch_and_add(&s->opened, 1);
 	}
 	return 0;
+}
+
+// unalias finds the flow of a packet that the host has sent to a guest whose connection ends
+// there.
+static __noinline struct flow *unalias(void *map, struct packet *p, struct flow_key *k, const struct flow *f)
+{
+	const struct alias *a = (const void *)f;
+
+	p->via = k->guest_port;
+	__builtin_memcpy(k->peer, a->peer, 16);
+	k->peer_port = a->peer_port;
+	k->guest_port = a->guest_port;
+	__builtin_memcpy(p->peer, a->peer, 16);
+	p->peer_port = a->peer_port;
+	p->guest_port = a->guest_port;
+	f = fresh(map, p, k);
+	return f && f->via == p->via ? (struct flow *)f : 0;
+}
+
+#define VIA_TRIES 8
+#define VIA_STEP 7919
+
+// reserve gives a flow whose name is to be checked its port on the host: the one that it has,
+// or the guest's, or else one of some others that no other such flow has.
+static __noinline int reserve(void *map, const struct identity *id, struct packet *p)
+{
+	struct flow_key k = { .peer_port = id->tls_port, .proto = IPPROTO_TCP }, main = { .proto = IPPROTO_TCP };
+	struct alias a = { .peer_port = p->peer_port, .guest_port = p->guest_port, .state = ALIAS };
+	__u32 port = bpf_ntohs(p->via ? p->via : p->guest_port);
+
+	set4(k.peer, id->gateway4);
+	__builtin_memcpy(a.peer, p->peer, 16);
+	for (__u32 i = 0; i < VIA_TRIES; i++) {
+		const struct alias *there;
+		const struct flow *f;
+
+		k.guest_port = bpf_htons(port ? port : 1);
+		port = (port + VIA_STEP) & 0xffff;
+		there = bpf_map_lookup_elem(map, &k);
+		if (there && there->state != ALIAS)
+			continue;
+		if (there && !(same6(there->peer, a.peer) && there->peer_port == a.peer_port && there->guest_port == a.guest_port)) {
+			__builtin_memcpy(main.peer, there->peer, 16);
+			main.peer_port = there->peer_port;
+			main.guest_port = there->guest_port;
+			f = fresh(map, p, &main);
+			if (f && f->via == k.guest_port)
+				continue;
+		}
+		if (bpf_map_update_elem(map, &k, &a, BPF_ANY))
+			break;
+		p->via = k.guest_port;
+		return 0;
+	}
+	return R_FLOW_TABLE;
 }
 
 // decide is all but the translation. It returns the reason, and leaves the verdict in p.
@@ -1374,6 +1512,18 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	k.proto = p->proto;
 	k.six = p->six;
 	f = fresh(map, p, &k);
+	if (f && f->state == ALIAS) {
+		if (p->dir == EGRESS)
+			return R_NO_FLOW;
+		f = unalias(map, p, &k, f);
+		if (!f)
+			return R_NO_FLOW;
+	} else if (f && f->via) {
+		// What claims to be the peer does not belong to it: the host answers for it.
+		if (p->dir == INGRESS)
+			return R_NO_FLOW;
+		p->via = f->via;
+	}
 	// This table has been asked about the peer of a flow of its generation.
 	if (!f || !settled(r0, f, &k)) {
 		if (!p->class) {
@@ -1391,6 +1541,8 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	if (step == OPENS) {
 		int verdict;
 
+		if (p->via && p->dir == INGRESS)
+			return R_TCP_STATE;
 		if (!p->class) {
 			reason = classify(table, p, p->peer);
 			if (reason)
@@ -1402,6 +1554,10 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 			p->verdict = verdict;
 			return reason;
 		}
+		if (!p->check)
+			p->via = 0;
+		else if (p->six || !r0->id.tls_port)
+			return R_TLS_OFF;
 		p->opens = 1;
 	}
 limits:
@@ -1409,6 +1565,11 @@ limits:
 	if (err)
 		return err;
 	if (step == OPENS) {
+		if (p->check) {
+			err = reserve(map, &r0->id, p);
+			if (err)
+				return err;
+		}
 		err = open_flow(map, &k, p, f, r0->id.gen);
 		if (err)
 			return err;
@@ -1502,6 +1663,30 @@ static __noinline int translate4(struct __sk_buff *skb, const struct packet *p, 
 	if (bpf_l3_csum_replace(skb, ETH_HLEN + 10, old, new, 4))
 		return -1;
 	return bpf_skb_store_bytes(skb, at, &new, 4, 0);
+}
+
+// splice4 has the host's end of a connection whose name is checked stand in for the peer:
+// the gateway's address and its port for that, and the guest's by another port if need be.
+// Addresses and ports lie side by side, as there are no options.
+static __noinline int splice4(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
+{
+	struct ends {
+		__be32 src, dst;
+		__be16 sport, dport;
+	} guest = { id->guest4, p->peer[3], p->guest_port, p->peer_port }, host = { id->agent4, id->gateway4, p->via, id->tls_port };
+	struct ends peer = { p->peer[3], id->guest4, p->peer_port, p->guest_port }, back = { id->gateway4, id->agent4, id->tls_port, p->via };
+	struct ends *old = p->dir == EGRESS ? &guest : &back, *new = p->dir == EGRESS ? &host : &peer;
+	__u32 check = ETH_HLEN + 20 + 16, from, to;
+	__s64 diff = bpf_csum_diff((void *)old, 8, (void *)new, 8, 0);
+
+	if (diff < 0)
+		return -1;
+	from = *(__u32 *)&old->sport;
+	to = *(__u32 *)&new->sport;
+	if (bpf_l4_csum_replace(skb, check, 0, diff, BPF_F_PSEUDO_HDR) || bpf_l4_csum_replace(skb, check, from, to, 4) ||
+	    bpf_l3_csum_replace(skb, ETH_HLEN + 10, 0, diff, 0))
+		return -1;
+	return bpf_skb_store_bytes(skb, ETH_HLEN + 12, new, sizeof(*new), 0);
 }
 
 __noinline int translate6(struct __sk_buff *skb, const struct packet *p, const struct identity *id)
@@ -1792,7 +1977,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 			p.now = bpf_ktime_get_coarse_ns();
 		reason = decide(skb, table, r0, &p);
 		if (p.verdict == ALLOW && reason != R_LINK &&
-		    (p.six ? translate6(skb, &p, &r0->id) : translate4(skb, &p, &r0->id))) {
+		    (p.via ? splice4(skb, &p, &r0->id) : p.six ? translate6(skb, &p, &r0->id) : translate4(skb, &p, &r0->id))) {
 			p.verdict = DENY;
 			reason = R_INTERNAL;
 		}

@@ -13,6 +13,17 @@ import (
 	"github.com/cilium/ebpf"
 )
 
+type AgentAlias struct {
+	_         structs.HostLayout
+	Zero      uint64
+	Peer      [4]uint32
+	PeerPort  uint16
+	GuestPort uint16
+	Pad       [30]uint8
+	State     uint8
+	Rest      [5]uint8
+}
+
 type AgentCounter struct {
 	_       structs.HostLayout
 	Packets uint64
@@ -48,7 +59,7 @@ type AgentFlow struct {
 	Opener uint8
 	Fin    uint8
 	Cut    uint8
-	Pad    [2]uint8
+	Via    uint16
 }
 
 type AgentFlowKey struct {
@@ -116,6 +127,7 @@ const (
 	AgentVarAnswerMark    = "answer_mark"
 	AgentVarTestNow       = "test_now"
 	AgentVarTesting       = "testing"
+	AgentVarUnusedAlias   = "unused_alias"
 	AgentVarUnusedCounter = "unused_counter"
 	AgentVarUnusedEvent   = "unused_event"
 	AgentVarUnusedFlow    = "unused_flow"
@@ -192,6 +204,7 @@ type AgentVariableSpecs struct {
 	AnswerMark    *ebpf.VariableSpec `ebpf:"answer_mark"`
 	TestNow       *ebpf.VariableSpec `ebpf:"test_now"`
 	Testing       *ebpf.VariableSpec `ebpf:"testing"`
+	UnusedAlias   *ebpf.VariableSpec `ebpf:"unused_alias"`
 	UnusedCounter *ebpf.VariableSpec `ebpf:"unused_counter"`
 	UnusedEvent   *ebpf.VariableSpec `ebpf:"unused_event"`
 	UnusedFlow    *ebpf.VariableSpec `ebpf:"unused_flow"`
@@ -251,6 +264,7 @@ type AgentVariables struct {
 	AnswerMark    *ebpf.Variable `ebpf:"answer_mark"`
 	TestNow       *ebpf.Variable `ebpf:"test_now"`
 	Testing       *ebpf.Variable `ebpf:"testing"`
+	UnusedAlias   *ebpf.Variable `ebpf:"unused_alias"`
 	UnusedCounter *ebpf.Variable `ebpf:"unused_counter"`
 	UnusedEvent   *ebpf.Variable `ebpf:"unused_event"`
 	UnusedFlow    *ebpf.Variable `ebpf:"unused_flow"`

@@ -5,4 +5,4 @@
 // source again where they are, and compares.
 package bpf
 
-//go:generate go run github.com/cilium/ebpf/cmd/bpf2go -cc clang -cflags "-O2 -g -Wall -Werror -fdebug-prefix-map=.=. -I/usr/include/x86_64-linux-gnu" -target amd64 -type event -type usage -type counter -type flow -type flow_key -type pin -type pin_key -type tagged Agent agent.c
+//go:generate go run github.com/cilium/ebpf/cmd/bpf2go -cc clang -cflags "-O2 -g -Wall -Werror -fdebug-prefix-map=.=. -I/usr/include/x86_64-linux-gnu" -target amd64 -type event -type usage -type counter -type flow -type flow_key -type alias -type pin -type pin_key -type tagged Agent agent.c

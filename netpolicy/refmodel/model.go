@@ -16,9 +16,11 @@ type Model struct {
 	env    netpolicy.Environment
 	gen    int
 	flows  map[flowKey]*flow
-	limits [2]account
-	pins   map[netip.Addr][]pin
-	kinds  map[netip.Addr]kind
+	// aliases are flows whose names are checked, by what the host knows them by.
+	aliases map[flowKey]flowKey
+	limits  [2]account
+	pins    map[netip.Addr][]pin
+	kinds   map[netip.Addr]kind
 }
 
 type pin struct {
@@ -28,7 +30,7 @@ type pin struct {
 
 // New is an agent that has no flows yet.
 func New(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environment) *Model {
-	m := &Model{flows: map[flowKey]*flow{}, pins: map[netip.Addr][]pin{}}
+	m := &Model{flows: map[flowKey]*flow{}, aliases: map[flowKey]flowKey{}, pins: map[netip.Addr][]pin{}}
 	m.Swap(p, id, env)
 	return m
 }
@@ -46,6 +48,7 @@ func (m *Model) Swap(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.E
 // Forget drops all flows, the use of limits, and pinned names.
 func (m *Model) Forget() {
 	clear(m.flows)
+	clear(m.aliases)
 	clear(m.pins)
 	m.limits = [2]account{}
 }
@@ -89,7 +92,10 @@ type flow struct {
 	opener netpolicy.Direction
 	gen    int
 	fins   map[netpolicy.Direction]bool
+	via    uint16 // the guest's port on the host, if its name is checked
 }
+
+func (f *flow) fresh(now int64) bool { return f != nil && now < f.seen+int64(f.lifetime()) }
 
 func (f *flow) lifetime() time.Duration {
 	switch f.state {
@@ -171,7 +177,7 @@ func (m *Model) take(d netpolicy.Direction, bytes, segments, opens uint64, now i
 // live finds a flow that has not expired, and that the policy of now would open.
 func (m *Model) live(k flowKey, now int64) *flow {
 	f := m.flows[k]
-	if f == nil || now >= f.seen+int64(f.lifetime()) {
+	if !f.fresh(now) {
 		return nil
 	}
 	if f.gen != m.gen {
@@ -179,7 +185,8 @@ func (m *Model) live(k flowKey, now int64) *flow {
 		if f.opener == netpolicy.Ingress {
 			port = k.guestPort
 		}
-		if m.open(f.opener, k, port, now).Verdict != netpolicy.Allow {
+		a := m.open(f.opener, k, port, now)
+		if a.Verdict != netpolicy.Allow || f.via == 0 && a.Checked || f.via != 0 && m.env.TLSPort == 0 {
 			delete(m.flows, k)
 			return nil
 		}
@@ -189,6 +196,10 @@ func (m *Model) live(k flowKey, now int64) *flow {
 }
 
 func (m *Model) open(d netpolicy.Direction, k flowKey, port uint16, now int64) Answer {
+	return m.Ask(m.question(d, k, port, now))
+}
+
+func (m *Model) question(d netpolicy.Direction, k flowKey, port uint16, now int64) Question {
 	q := Question{Direction: d, Peer: k.peer, Port: port, Protocol: netpolicy.ICMP}
 	switch k.proto {
 	case protoTCP:
@@ -205,7 +216,15 @@ func (m *Model) open(d netpolicy.Direction, k flowKey, port uint16, now int64) A
 			}
 		}
 	}
-	return m.Ask(q)
+	return q
+}
+
+// OpensName says whether a flow that the guest opens goes on at a time in nanoseconds, when its client has
+// asked for a server name; empty is none.
+func (m *Model) OpensName(peer netip.Addr, port uint16, name string, now int64) bool {
+	q := m.question(netpolicy.Egress, flowKey{peer: peer, proto: protoTCP}, port, now)
+	q.Hello, q.ServerName = true, name
+	return m.Ask(q).Verdict == netpolicy.Allow
 }
 
 // Judge decides about a frame at a time in nanoseconds.
@@ -258,6 +277,23 @@ func (x *parsed) decide(now int64) Decision {
 		return Decision{Verdict: netpolicy.Allow, Reason: reason, Rule: -1}
 	}
 	key := flowKey{x.peer, x.peerPort, x.guestPort, x.proto}
+	if main, ok := m.aliases[key]; ok {
+		// From the host's end of a connection whose name is checked; the guest has no business there.
+		f := m.flows[main]
+		if x.egress || !f.fresh(now) || f.via != x.guestPort {
+			return x.denied(netpolicy.ReasonNoFlow)
+		}
+		if x.flags&2 != 0 && x.flags&16 == 0 {
+			return x.denied(netpolicy.ReasonTCPState)
+		}
+		key, x.via = main, f.via
+		x.peer, x.peerPort, x.guestPort = main.peer, main.peerPort, main.guestPort
+	} else if f := m.flows[key]; f.fresh(now) && f.via != 0 {
+		if !x.egress {
+			return x.denied(netpolicy.ReasonNoFlow)
+		}
+		x.via = f.via
+	}
 	var opens bool
 	var next *flow // what the flow becomes
 	switch x.proto {
@@ -338,13 +374,50 @@ func (x *parsed) decide(now int64) Decision {
 	if a.Verdict != netpolicy.Allow {
 		return Decision{Verdict: a.Verdict, Reason: a.Reason, Rule: a.Rule}
 	}
+	if a.Checked && (x.six || m.env.TLSPort == 0) {
+		return Decision{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonTLSOff, Rule: a.Rule}
+	}
 	d := pass(a.Reason, 1)
 	d.Rule = a.Rule
+	if d.Verdict == netpolicy.Allow && a.Checked {
+		if !m.reserve(x, key, now) {
+			return Decision{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonFlowTable, Rule: a.Rule}
+		}
+	} else {
+		x.via = 0
+	}
 	if d.Verdict == netpolicy.Allow {
+		next.via = x.via
 		next.seen, next.opener, next.gen, next.fins = now, x.Direction, m.gen, map[netpolicy.Direction]bool{}
 		m.flows[key] = next
 	}
 	return d
+}
+
+// reserve finds the guest's port on the host for a flow whose name is checked.
+func (m *Model) reserve(x *parsed, key flowKey, now int64) bool {
+	port := x.via
+	if port == 0 {
+		port = key.guestPort
+	}
+	for range 8 {
+		alias := flowKey{netpolicy.TheWire.Gateway4, m.env.TLSPort, max(port, 1), protoTCP}
+		port += 7919
+		main, taken := m.aliases[alias]
+		if taken && main != key {
+			f := m.flows[main]
+			taken = f.fresh(now) && f.via == alias.guestPort
+		} else {
+			// An ordinary flow of the host's may be there.
+			taken = !taken && m.flows[alias] != nil
+		}
+		if !taken {
+			m.aliases[alias] = key
+			x.via = alias.guestPort
+			return true
+		}
+	}
+	return false
 }
 
 // with is a copy of a flow in another state.

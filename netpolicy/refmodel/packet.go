@@ -28,7 +28,8 @@ type parsed struct {
 	headers             int
 	peerPort, guestPort uint16
 	flags               byte
-	quotes              bool // an ICMP error whose quoted packet is to be translated
+	via                 uint16 // the guest's port on the host, if the flow's name is checked
+	quotes              bool   // an ICMP error whose quoted packet is to be translated
 }
 
 func (x *parsed) parse() netpolicy.Reason {
@@ -352,6 +353,9 @@ func (x *parsed) related(now int64) netpolicy.Reason {
 	default:
 		return netpolicy.ReasonNoFlow
 	}
+	if f := x.m.flows[key]; f.fresh(now) && f.via != 0 {
+		return netpolicy.ReasonNoFlow // the peer has no part in it
+	}
 	if x.m.kindOf(key.peer) == isFloor || x.m.live(key, now) == nil {
 		return netpolicy.ReasonNoFlow
 	}
@@ -376,6 +380,16 @@ func (x *parsed) translate() []byte {
 	}
 	copy(out[at:], to.AsSlice())
 	l4 := out[x.l4at : x.l4at+len(x.l4)]
+	if x.via != 0 {
+		ends := [2]netip.AddrPort{netip.AddrPortFrom(own, x.via), netip.AddrPortFrom(netpolicy.TheWire.Gateway4, x.m.env.TLSPort)}
+		if !x.egress {
+			ends = [2]netip.AddrPort{netip.AddrPortFrom(x.peer, x.peerPort), netip.AddrPortFrom(guest, x.guestPort)}
+		}
+		for i, e := range ends {
+			copy(out[26+4*i:], e.Addr().AsSlice())
+			binary.BigEndian.PutUint16(l4[2*i:], e.Port())
+		}
+	}
 	if x.quotes {
 		inner := l4[8:]
 		copy(inner[quotedAt-14:], to.AsSlice())

@@ -16,6 +16,10 @@ type Question struct {
 	Port      uint16 // the destination port; 0 for icmp
 	// Names are those that the resolver has given the peer's address for.
 	Names []string
+	// Hello says that the client's ClientHello is known, and ServerName is what it asks for; empty is
+	// that it has no name, or no valid one.
+	Hello      bool
+	ServerName string
 }
 
 // Answer is what the rules say.
@@ -26,6 +30,9 @@ type Answer struct {
 	// implicit one, which Implicit names.
 	Rule     int
 	Implicit string
+	// Checked says that the flow is open for its name alone, and goes on only if its ClientHello has
+	// one that is allowed. With a Question that has that, Verdict and Reason say what comes of it.
+	Checked bool
 	// Class of the peer: floor, host, agent, private or public.
 	Class string
 }
@@ -39,6 +46,65 @@ func (m *Model) Ask(q Question) Answer {
 }
 
 func (m *Model) ask(q Question, k kind) Answer {
+	if q.Protocol == netpolicy.UDP {
+		return m.scan(q, k, whereUnchecked)
+	}
+	a := m.scan(q, k, everywhere)
+	if q.Protocol != netpolicy.TCP || a.Verdict != netpolicy.Allow || a.Rule < 0 {
+		return a
+	}
+	r := &m.policy.Rules[a.Rule]
+	if !checkedAt(r, q.Port) || m.addressed(r, q, k) || m.scan(q, k, whereUnchecked).Verdict == netpolicy.Allow {
+		return a
+	}
+	a.Checked = true
+	if q.Hello && m.scan(q, k, byServerName).Verdict != netpolicy.Allow {
+		a.Verdict, a.Reason = netpolicy.Reject, netpolicy.ReasonTLSName
+		if q.ServerName == "" {
+			a.Reason = netpolicy.ReasonTLSNoName
+		}
+	}
+	return a
+}
+
+// matching says when a rule matches by its names.
+type matching int
+
+const (
+	everywhere     matching = iota // if the address was given for one of them
+	whereUnchecked                 // and they are not checked at the port
+	byServerName                   // and, where they are checked, one of them is the server name
+)
+
+// checkedAt says whether a rule's names are checked at a port.
+func checkedAt(r *netpolicy.Rule, port uint16) bool {
+	if len(r.TLS) == 0 {
+		return port == 443
+	}
+	for _, c := range r.TLS {
+		if c.First <= port && port <= c.Last {
+			return true // no port lies in the range that stands for none
+		}
+	}
+	return false
+}
+
+// checks says whether the policy has names that are checked.
+func (m *Model) checks() bool {
+	for i := range m.policy.Rules {
+		r := &m.policy.Rules[i]
+		if len(r.Names) > 0 && !slices.Equal(r.TLS, []netpolicy.CheckedPorts{netpolicy.CheckNowhere}) {
+			return true
+		}
+	}
+	return false
+}
+
+// scan goes through the rules in order.
+func (m *Model) scan(q Question, k kind, by matching) Answer {
+	if q.Direction == netpolicy.Egress && q.Protocol == netpolicy.TCP && q.Peer == netpolicy.TheWire.Gateway4 && q.Port == m.env.TLSPort && m.checks() {
+		return Answer{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "where names are checked"}
+	}
 	if k == isFloor {
 		return Answer{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonFloor, Rule: -1}
 	}
@@ -53,7 +119,7 @@ func (m *Model) ask(q Question, k kind) Answer {
 	}
 	for i := range m.policy.Rules {
 		r := &m.policy.Rules[i]
-		if r.Direction == q.Direction && m.peer(r, q, k) && protocol(r, q) && port(r, q) {
+		if r.Direction == q.Direction && (m.addressed(r, q, k) || m.named(r, q, k, by)) && protocol(r, q) && port(r, q) {
 			return Answer{Verdict: verdict(r.Verdict), Reason: netpolicy.ReasonRule, Rule: i}
 		}
 	}
@@ -100,7 +166,8 @@ func port(r *netpolicy.Rule, q Question) bool {
 	return false
 }
 
-func (m *Model) peer(r *netpolicy.Rule, q Question, k kind) bool {
+// addressed says whether a rule matches a peer without its names.
+func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 	if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
 		return left(r)
 	}
@@ -149,14 +216,21 @@ func (m *Model) peer(r *netpolicy.Rule, q Question, k kind) bool {
 			}
 		}
 	}
-	if k == isPublic {
-		for _, name := range q.Names {
-			if slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, name) }) {
-				return true
-			}
-		}
-	}
 	return false
+}
+
+// named says whether a rule matches a peer by its names.
+func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
+	has := func(name string) bool {
+		return slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, name) })
+	}
+	if k != isPublic || !slices.ContainsFunc(q.Names, has) {
+		return false
+	}
+	if q.Protocol != netpolicy.ICMP && by != everywhere && checkedAt(r, q.Port) {
+		return by == byServerName && q.ServerName != "" && has(q.ServerName)
+	}
+	return true
 }
 
 func nameMatches(pattern, name string) bool {

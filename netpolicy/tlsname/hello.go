@@ -1,0 +1,225 @@
+package tlsname
+
+import (
+	"encoding/binary"
+	"errors"
+	"net/netip"
+	"strings"
+)
+
+// What can be wrong with a ClientHello, for errors.Is. ErrShort is that there is more to come.
+var (
+	ErrShort  = errors.New("the ClientHello is not complete")
+	ErrHello  = errors.New("no ClientHello of TLS")
+	ErrNoName = errors.New("the ClientHello has no server name")
+	ErrECH    = errors.New("the ClientHello is encrypted, or pretends to be")
+)
+
+// MaxHello is the bytes of a ClientHello, with its records' headers. Browsers' have less than 2 KiB.
+const MaxHello = 16 << 10
+
+// Constants of TLS.
+const (
+	recordHeader    = 5       // RFC 8446, 5.1
+	maxRecord       = 1 << 14 // the same
+	handshakeHeader = 4       // RFC 8446, 4
+	randomBytes     = 32
+
+	typeChangeCipherSpec = 20
+	typeAlert            = 21
+	typeHandshake        = 22
+	typeApplicationData  = 23
+
+	clientHello = 1
+	serverHello = 2
+
+	extServerName = 0      // RFC 6066, 3
+	extESNI       = 0xffce // draft-ietf-tls-esni before 08
+	extECH        = 0xfe0d // RFC 9849; GREASE of it looks the same
+	nameTypeHost  = 0
+)
+
+// Hello reads the ClientHello at the beginning of what a client sends. It returns the server
+// name, in lower case, and how many bytes of b the hello's records are. What follows them is not
+// looked at. The hello may be in any number of records.
+//
+// It fails with ErrShort if more is needed, and then n is how many bytes of b there have to be before it
+// is worth asking again, at most MaxHello; with ErrNoName
+// without a server name; with ErrECH for an Encrypted ClientHello or what looks like one; and with ErrHello for all else
+// that is not as RFC 8446, 4.1.2, and RFC 6066, 3, have it: SSL 2, an extension that is there
+// twice, no or more than one name, a name that is an address or none of DNS, bytes behind the
+// hello in its last record.
+func Hello(b []byte) (name string, n int, err error) {
+	msg, n, err := handshake(b)
+	if err != nil {
+		return "", n, err
+	}
+	name, err = serverName(msg)
+	return name, n, err
+}
+
+// handshake puts the first message of the handshake together from its records. With ErrShort, n is what
+// there has to be at least.
+func handshake(b []byte) (msg []byte, n int, err error) {
+	for {
+		rest := b[n:]
+		if len(rest) > 0 && rest[0] != typeHandshake || n+recordHeader > MaxHello {
+			return nil, 0, ErrHello
+		}
+		if len(rest) < recordHeader {
+			return nil, n + recordHeader, ErrShort
+		}
+		version, size := binary.BigEndian.Uint16(rest[1:]), int(binary.BigEndian.Uint16(rest[3:]))
+		if version < 0x0301 || version > 0x0303 || size == 0 || size > maxRecord || n+recordHeader+size > MaxHello {
+			return nil, 0, ErrHello
+		}
+		have := rest[recordHeader:min(len(rest), recordHeader+size)]
+		msg = append(msg, have...)
+		if len(msg) > 0 && msg[0] != clientHello {
+			return nil, 0, ErrHello
+		}
+		if len(have) < size {
+			return nil, n + recordHeader + size, ErrShort
+		}
+		n += recordHeader + size
+		if len(msg) < handshakeHeader {
+			continue
+		}
+		want := handshakeHeader + int(binary.BigEndian.Uint32(msg)&0xffffff)
+		switch {
+		case want > MaxHello || len(msg) > want:
+			return nil, 0, ErrHello
+		case len(msg) == want:
+			return msg[handshakeHeader:], n, nil
+		}
+	}
+}
+
+// reader takes fields off a message. After a failure it has nothing more.
+type reader struct {
+	b  []byte
+	ok bool
+}
+
+func (r *reader) take(n int) []byte {
+	if !r.ok || n > len(r.b) {
+		r.b, r.ok = nil, false
+		return nil
+	}
+	out := r.b[:n]
+	r.b = r.b[n:]
+	return out
+}
+
+func (r *reader) uint(bytes int) (v int) {
+	for _, x := range r.take(bytes) {
+		v = v<<8 | int(x)
+	}
+	return v
+}
+
+// vector takes one with its length before it, of at least least and at most most bytes.
+func (r *reader) vector(lengthBytes, least, most int) []byte {
+	n := r.uint(lengthBytes)
+	if n < least || n > most {
+		r.b, r.ok = nil, false
+		return nil
+	}
+	return r.take(n)
+}
+
+func (r *reader) done() bool { return r.ok && len(r.b) == 0 }
+
+func serverName(msg []byte) (string, error) {
+	r := &reader{msg, true}
+	version := r.uint(2)
+	r.take(randomBytes)
+	r.vector(1, 0, 32) // session id
+	suites := r.vector(2, 2, 1<<16-2)
+	r.vector(1, 1, 255) // compression
+	if !r.ok || version < 0x0301 || version > 0x0303 || len(suites)%2 != 0 {
+		return "", ErrHello
+	}
+	if len(r.b) == 0 {
+		return "", ErrNoName // TLS 1.2 and before may have no extensions
+	}
+	exts := &reader{r.vector(2, 0, 1<<16-1), true}
+	if !r.done() {
+		return "", ErrHello
+	}
+	seen := map[int]bool{}
+	name, named, hidden := "", false, false
+	for len(exts.b) > 0 {
+		typ := exts.uint(2)
+		body := exts.vector(2, 0, 1<<16-1)
+		if !exts.ok || seen[typ] {
+			return "", ErrHello
+		}
+		seen[typ] = true
+		switch typ {
+		case extECH, extESNI:
+			hidden = true
+		case extServerName:
+			list := &reader{body, true}
+			entries := &reader{list.vector(2, 1, 1<<16-1), true}
+			kind := entries.uint(1)
+			host := string(entries.vector(2, 1, 255))
+			if !list.done() || !entries.done() || kind != nameTypeHost {
+				return "", ErrHello
+			}
+			if name, named = normal(host); !named {
+				return "", ErrHello
+			}
+		}
+	}
+	switch {
+	case hidden:
+		return "", ErrECH
+	case !named:
+		return "", ErrNoName
+	}
+	return name, nil
+}
+
+// normal is a host name in lower case, if it is one of DNS (RFC 1035, 2.3.4; RFC 6066, 3: ASCII, without a
+// final dot) and no address. A last label of digits alone would be one to some resolvers.
+func normal(host string) (string, bool) {
+	// Lower case is another matter beyond ASCII: there are two capital K.
+	if host == "" || len(host) > 253 || strings.Trim(host, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.") != "" {
+		return "", false
+	}
+	n := strings.ToLower(host)
+	labels := strings.Split(n, ".")
+	for _, l := range labels {
+		if l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' {
+			return "", false
+		}
+	}
+	last := labels[len(labels)-1]
+	if _, err := netip.ParseAddr(n); err == nil || strings.Trim(last, "0123456789") == "" {
+		return "", false
+	}
+	return n, true
+}
+
+// retryRandom is the random of a ServerHello that asks for another ClientHello (RFC 8446, 4.1.3).
+var retryRandom = [randomBytes]byte{
+	0xcf, 0x21, 0xad, 0x74, 0xe5, 0x9a, 0x61, 0x11, 0xbe, 0x1d, 0x8c, 0x02, 0x1e, 0x65, 0xb8, 0x91,
+	0xc2, 0xa2, 0x11, 0x16, 0x7a, 0xbb, 0x8c, 0x5e, 0x07, 0x9e, 0x09, 0xe2, 0xc8, 0xa8, 0x33, 0x9c,
+}
+
+// answerHead is how many bytes of a server's answer say whether it asks for another hello: one record
+// and one message begin, the version, and the random.
+const answerHead = recordHeader + handshakeHeader + 2 + randomBytes
+
+// asksAgain says whether a server's answer asks for another hello, and whether what there is of
+// the answer is enough to know.
+func asksAgain(b []byte) (again, known bool) {
+	if len(b) > 0 && b[0] != typeHandshake || len(b) > recordHeader && b[recordHeader] != serverHello {
+		return false, true
+	}
+	if len(b) < answerHead {
+		return false, false
+	}
+	return [randomBytes]byte(b[answerHead-randomBytes:answerHead]) == retryRandom, true
+}

@@ -1,0 +1,552 @@
+package tlsname
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// Limits of a server, which is one VM's.
+const (
+	// MaxConnections are open at once, those whose hello has not come yet among them. Each has two sockets,
+	// MaxHello bytes at most until its name is checked, and afterwards what the kernel's buffers hold.
+	MaxConnections = 256
+	// HelloTimeout is how long a hello may take.
+	HelloTimeout = 10 * time.Second
+	// ConnectTimeout is how long the peer may take to answer.
+	ConnectTimeout = 30 * time.Second
+
+	maxEarly        = 1 << 20 // bytes before a second hello
+	sweepInterval   = 30 * time.Second
+	eventsPerSecond = 100
+)
+
+// Flows are the agent's: a netpolicy.Link.
+type Flows interface {
+	Checked(port uint16) (netpolicy.Checked, error)
+	Lives(c netpolicy.Checked) (bool, error)
+	OpensName(c netpolicy.Checked, name string) bool
+}
+
+// Refusal is a connection that was reset for what its hello is.
+type Refusal struct {
+	Flow   netpolicy.Checked
+	Reason netpolicy.Reason
+	// Name is the server name; empty if there is none that is one.
+	Name string
+	// Quiet is that there were 100 in this second already. Suppressed are the quiet ones before one
+	// that is not.
+	Quiet      bool
+	Suppressed uint32
+}
+
+// Config is what a server needs.
+type Config struct {
+	Flows Flows
+	// Dial connects to a peer; nil is Dial.
+	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
+	// Refused is told of connections that are reset, and Named of the names of the others. They are called
+	// from several goroutines. Nil is nobody.
+	Refused func(Refusal)
+	Named   func(flow netpolicy.Checked, name string)
+	// HelloTimeout is for tests; 0 is HelloTimeout.
+	HelloTimeout time.Duration
+}
+
+// Stats count what became of connections.
+type Stats struct {
+	Open    uint64 `json:"open"`    // now
+	Passed  uint64 `json:"passed"`  // with an allowed name, to a peer that answered
+	Refused uint64 `json:"refused"` // for their hello
+	Cut     uint64 `json:"cut"`     // by another policy, or since their flow has ended
+	Failed  uint64 `json:"failed"`  // there was no such flow, or the peer did not answer
+}
+
+// Server checks the names of one VM's connections. Its methods may be called from any goroutine.
+type Server struct {
+	cfg Config
+
+	mu    sync.Mutex // guards what follows
+	open  map[*connection]bool
+	stats Stats
+	told  struct {
+		second     int64
+		count      int
+		suppressed uint32
+	}
+}
+
+// connection is one that the guest has opened.
+type connection struct {
+	flow  netpolicy.Checked
+	guest *net.TCPConn
+	peer  *net.TCPConn // belongs to the goroutine that serves it
+	// Guarded by the server's mutex. A connection has its name when that is allowed.
+	name   string
+	cancel context.CancelFunc
+}
+
+// New is a server that knows no connection yet.
+func New(cfg Config) *Server {
+	if cfg.Dial == nil {
+		cfg.Dial = Dial
+	}
+	if cfg.Refused == nil {
+		cfg.Refused = func(Refusal) {}
+	}
+	if cfg.Named == nil {
+		cfg.Named = func(netpolicy.Checked, string) {}
+	}
+	if cfg.HelloTimeout == 0 {
+		cfg.HelloTimeout = HelloTimeout
+	}
+	return &Server{cfg: cfg, open: map[*connection]bool{}}
+}
+
+// Stats says what has happened so far.
+func (s *Server) Stats() Stats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	st := s.stats
+	st.Open = uint64(len(s.open))
+	return st
+}
+
+// Listen makes the socket of a server: a port of the gateway's address that the kernel
+// chooses, on the agent's interface alone. The interface need not have the address yet.
+func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
+	cfg := net.ListenConfig{
+		// Probes would keep a VM that has nothing to do awake, and so be seen as use.
+		KeepAlive: -1,
+		Control: func(_, _ string, c syscall.RawConn) error {
+			var inner error
+			err := c.Control(func(fd uintptr) {
+				inner = errors.Join(unix.BindToDevice(int(fd), device), unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1))
+			})
+			return errors.Join(err, inner)
+		},
+	}
+	// The guest may not have more subflows than the one that is judged.
+	cfg.SetMultipathTCP(false)
+	ln, err := cfg.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, 0).String())
+	if err != nil {
+		return nil, fmt.Errorf("listening for connections of %s whose names are checked: %w", device, err)
+	}
+	return ln.(*net.TCPListener), nil
+}
+
+// Dial connects the host to a peer by its own routes. It refuses what the host would keep for itself.
+func Dial(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
+	routes, err := netlink.RouteGet(peer.Addr().AsSlice())
+	if err != nil {
+		return nil, fmt.Errorf("finding the way to %v: %w", peer, err)
+	}
+	if len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST {
+		return nil, fmt.Errorf("connecting to %v: it is no address beyond the host", peer)
+	}
+	d := net.Dialer{Timeout: ConnectTimeout}
+	c, err := d.DialContext(ctx, "tcp4", peer.String())
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.TCPConn), nil
+}
+
+// Serve checks connections until the context ends; then it resets all, closes the listener and returns
+// nil. It may be called once.
+func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { ln.Close() })
+	defer stop()
+	wg.Go(func() { s.sweep(ctx) })
+	for {
+		c, err := ln.AcceptTCP()
+		if ctx.Err() != nil {
+			if err == nil {
+				reset(c)
+			}
+			return nil
+		}
+		if err != nil {
+			if passing(err) {
+				// Such as no room for another file: connections wait.
+				select {
+				case <-ctx.Done():
+				case <-time.After(100 * time.Millisecond):
+				}
+				continue
+			}
+			ln.Close()
+			return fmt.Errorf("accepting connections whose names are checked: %w", err)
+		}
+		x, conn := s.admit(ctx, c)
+		if x == nil {
+			continue
+		}
+		wg.Go(func() {
+			defer s.drop(x)
+			s.serve(conn, x)
+		})
+	}
+}
+
+func passing(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ENOMEM) ||
+		errors.Is(err, unix.ECONNABORTED)
+}
+
+// admit finds out whose connection it is, and has a place for it; or resets it.
+func (s *Server) admit(ctx context.Context, c *net.TCPConn) (*connection, context.Context) {
+	unfinished(c)
+	from, _ := netip.ParseAddrPort(c.RemoteAddr().String())
+	flow, err := s.cfg.Flows.Checked(from.Port())
+	if err != nil {
+		reset(c)
+		s.count(func(st *Stats) { st.Failed++ })
+		return nil, nil
+	}
+	x := &connection{flow: flow, guest: c}
+	ctx, x.cancel = context.WithCancel(ctx)
+	s.mu.Lock()
+	full := len(s.open) >= MaxConnections
+	if !full {
+		s.open[x] = true
+	}
+	s.mu.Unlock()
+	if full {
+		x.cancel()
+		reset(c)
+		s.refuse(x, netpolicy.ReasonTLSBusy, "")
+		return nil, nil
+	}
+	return x, ctx
+}
+
+func (s *Server) drop(x *connection) {
+	x.cancel()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.open, x)
+}
+
+func (s *Server) count(f func(*Stats)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f(&s.stats)
+}
+
+// refuse tells of a connection that is reset.
+func (s *Server) refuse(x *connection, reason netpolicy.Reason, name string) {
+	r := Refusal{Flow: x.flow, Reason: reason, Name: name}
+	s.mu.Lock()
+	s.stats.Refused++
+	if now := time.Now().Unix(); now != s.told.second {
+		s.told.second, s.told.count = now, 0
+	}
+	if s.told.count++; s.told.count > eventsPerSecond {
+		s.told.suppressed++
+		r.Quiet = true
+	} else {
+		r.Suppressed, s.told.suppressed = s.told.suppressed, 0
+	}
+	s.mu.Unlock()
+	s.cfg.Refused(r)
+}
+
+// Recheck asks the rules about all connections again, and resets those that they do not open any
+// more. Call it after Link.Swap.
+func (s *Server) Recheck() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for x := range s.open {
+		if x.name != "" && !s.cfg.Flows.OpensName(x.flow, x.name) {
+			s.cut(x)
+		}
+	}
+}
+
+// cut has a connection reset. The lock is held.
+func (s *Server) cut(x *connection) {
+	x.cancel()
+	delete(s.open, x)
+	s.stats.Cut++
+}
+
+// allow notes the name of a connection, if the rules open it. A Recheck comes either before that, and then it
+// is by the new rules, or finds the name.
+func (s *Server) allow(x *connection, name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.open[x] || !s.cfg.Flows.OpensName(x.flow, name) {
+		return false
+	}
+	x.name = name
+	return true
+}
+
+// sweep resets connections whose flow has ended, which the guest cannot use any more.
+func (s *Server) sweep(ctx context.Context) {
+	tick := time.NewTicker(sweepInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			s.sweepOnce()
+		}
+	}
+}
+
+func (s *Server) sweepOnce() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for x := range s.open {
+		if lives, err := s.cfg.Flows.Lives(x.flow); err == nil && !lives {
+			s.cut(x)
+		}
+	}
+}
+
+// reset closes a connection so that the other side learns that it was not the end of the stream.
+func reset(c *net.TCPConn) {
+	_ = c.SetLinger(0)
+	_ = c.Close()
+}
+
+// unfinished has the kernel reset a connection when this process is killed: to the other side its stream must not
+// look whole.
+func unfinished(c *net.TCPConn) { _ = c.SetLinger(0) }
+
+// finish closes a connection both of whose directions have ended. What is still under way arrives.
+func finish(c *net.TCPConn) {
+	_ = c.SetLinger(-1)
+	_ = c.Close()
+}
+
+// serve is a connection from its hello to its end.
+func (s *Server) serve(ctx context.Context, x *connection) {
+	stop := context.AfterFunc(ctx, func() { reset(x.guest) })
+	buf, name, n, reason, err := s.hello(x.guest, nil)
+	if err == nil && !s.allow(x, name) {
+		reason, err = netpolicy.ReasonTLSName, errRefused
+	}
+	if err != nil {
+		s.end(stop, x.guest)
+		if reason != 0 && ctx.Err() == nil {
+			s.refuse(x, reason, name)
+		}
+		return
+	}
+	s.cfg.Named(x.flow, name)
+	peer, err := s.cfg.Dial(ctx, x.flow.Peer)
+	if err != nil {
+		s.end(stop, x.guest)
+		s.count(func(st *Stats) { st.Failed++ })
+		return
+	}
+	unfinished(peer)
+	x.peer = peer
+	stopPeer := context.AfterFunc(ctx, func() { reset(peer) })
+	s.count(func(st *Stats) { st.Passed++ })
+	reason, err = s.relay(x, name, buf, n)
+	if err != nil {
+		s.end(stop, x.guest)
+		s.end(stopPeer, peer)
+		if reason != 0 && ctx.Err() == nil {
+			s.refuse(x, reason, "")
+		}
+		return
+	}
+	if stop() {
+		finish(x.guest)
+	}
+	if stopPeer() {
+		finish(peer)
+	}
+}
+
+// end resets a connection unless that is being done already.
+func (s *Server) end(stop func() bool, c *net.TCPConn) {
+	if stop() {
+		reset(c)
+	}
+}
+
+var errRefused = errors.New("refused")
+
+// hello reads a hello that begins with what there is already. It returns all that was read, and what of it
+// is the hello. With an error, reason says why to refuse it; 0 is that the client has gone.
+func (s *Server) hello(c *net.TCPConn, buf []byte) (_ []byte, name string, n int, reason netpolicy.Reason, err error) {
+	_ = c.SetReadDeadline(time.Now().Add(s.cfg.HelloTimeout))
+	for {
+		name, n, err = Hello(buf)
+		switch {
+		case err == nil:
+			_ = c.SetReadDeadline(time.Time{})
+			return buf, name, n, 0, nil
+		case errors.Is(err, ErrNoName):
+			return nil, "", 0, netpolicy.ReasonTLSNoName, err
+		case errors.Is(err, ErrECH):
+			return nil, "", 0, netpolicy.ReasonTLSECH, err
+		case !errors.Is(err, ErrShort):
+			return nil, "", 0, netpolicy.ReasonTLSHello, err
+		}
+		if buf, err = fill(c, buf, n, MaxHello); err != nil {
+			switch {
+			case errors.Is(err, os.ErrDeadlineExceeded):
+				reason = netpolicy.ReasonTLSTimeout
+			case errors.Is(err, io.EOF) && len(buf) > 0:
+				reason = netpolicy.ReasonTLSHello
+			}
+			return nil, "", 0, reason, err
+		}
+	}
+}
+
+// fill reads until there are need bytes, and at most as many as have room for most.
+func fill(c *net.TCPConn, buf []byte, need, most int) ([]byte, error) {
+	for len(buf) < need {
+		if len(buf) == cap(buf) {
+			buf = append(make([]byte, 0, min(max(2*cap(buf), need, 2048), most)), buf...)
+		}
+		n, err := c.Read(buf[len(buf):cap(buf)])
+		buf = buf[:len(buf)+n]
+		if err != nil && len(buf) < need {
+			return buf, err
+		}
+	}
+	return buf, nil
+}
+
+// relay passes on the hello, the first n bytes of buf, and then all that follows in both directions.
+func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy.Reason, error) {
+	if _, err := x.peer.Write(buf[:n]); err != nil {
+		return 0, err
+	}
+	buf = buf[n:]
+	// Nothing more of the client's before it is known what the server makes of the hello.
+	head := make([]byte, 0, 4096)
+	again := false
+	for known := false; !known; {
+		m, err := x.peer.Read(head[len(head):cap(head)])
+		head = head[:len(head)+m]
+		again, known = asksAgain(head)
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				return 0, err
+			}
+			break // what there is of an answer goes to the client; this is its end
+		}
+	}
+	if _, err := x.guest.Write(head); err != nil {
+		return 0, err
+	}
+	back := make(chan error, 1)
+	go func() { back <- pass(x.guest, x.peer) }()
+	var reason netpolicy.Reason
+	var err error
+	if again {
+		buf, reason, err = s.second(x, name, buf)
+	}
+	if err == nil && len(buf) > 0 {
+		_, err = x.peer.Write(buf)
+	}
+	buf = nil
+	forth := make(chan error, 1)
+	if err == nil {
+		go func() { forth <- pass(x.peer, x.guest) }()
+	} else {
+		forth <- err
+	}
+	// The first failure ends both.
+	for range 2 {
+		var failed error
+		select {
+		case failed = <-back:
+			back = nil
+		case failed = <-forth:
+			forth = nil
+		}
+		if failed != nil {
+			if err == nil {
+				err = failed
+			}
+			reset(x.guest)
+			reset(x.peer)
+		}
+	}
+	return reason, err
+}
+
+// pass copies until the end of the stream, which it passes on. Between two sockets the kernel does
+// it, and no more is held than its buffers have room for (splice(2)).
+func pass(to, from *net.TCPConn) error {
+	if _, err := io.Copy(to, from); err != nil {
+		return err
+	}
+	return to.CloseWrite()
+}
+
+// second passes on what a client sends when the server has asked for another hello, up to that and with it, if it has
+// the same name. It returns what was read beyond.
+func (s *Server) second(x *connection, name string, buf []byte) ([]byte, netpolicy.Reason, error) {
+	// Two records may be in the buffer, the one that is looked at and some of the next.
+	const most = 2 * (recordHeader + maxRecord + 256)
+	_ = x.guest.SetReadDeadline(time.Now().Add(s.cfg.HelloTimeout))
+	early := 0
+	for {
+		var err error
+		if buf, err = fill(x.guest, buf, recordHeader, most); err != nil {
+			return nil, gone(err), err
+		}
+		size := recordHeader + int(buf[3])<<8 + int(buf[4])
+		switch typ := buf[0]; {
+		case typ == typeHandshake:
+			all, again, n, reason, err := s.hello(x.guest, buf)
+			if err != nil {
+				return nil, reason, err
+			}
+			if again != name {
+				return nil, netpolicy.ReasonTLSName, fmt.Errorf("%w: another name in the second hello", errRefused)
+			}
+			_, err = x.peer.Write(all[:n])
+			return all[n:], 0, err
+		case typ != typeChangeCipherSpec && typ != typeAlert && typ != typeApplicationData,
+			size > recordHeader+maxRecord+256, early+size > maxEarly:
+			return nil, netpolicy.ReasonTLSHello, fmt.Errorf("%w: a record of type %d before the second hello", errRefused, typ)
+		}
+		early += size
+		if buf, err = fill(x.guest, buf, size, most); err != nil {
+			return nil, gone(err), err
+		}
+		if _, err := x.peer.Write(buf[:size]); err != nil {
+			return nil, 0, err
+		}
+		// What is left moves to the front, so that there is room for a record again.
+		buf = append(make([]byte, 0, max(2048, len(buf)-size)), buf[size:]...)
+	}
+}
+
+// gone is why to refuse a client whose second hello does not come.
+func gone(err error) netpolicy.Reason {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return netpolicy.ReasonTLSTimeout
+	}
+	return 0
+}
