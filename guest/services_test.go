@@ -280,7 +280,7 @@ func TestServeServices_hears_events_and_nothing_else(t *testing.T) {
 		guest.ServeServices(l, func(e guest.ServiceEvent) { heard <- e })
 	}()
 	good := agentpb.ServiceEvent{Name: "s", Event: agentpb.EventEnded, Exit: 3, Problem: "a\x1bb"}.Line()
-	for _, line := range []string{"\n", "{}\n", `{"name":"s","event":"other"}` + "\n", strings.Repeat("x", 2<<10) + "\n", good} {
+	for _, line := range []string{"\n", "{}\n", `{"name":"s","event":"other"}` + "\n", strings.Repeat("x", 8<<10) + "\n", good} {
 		conn, err := net.Dial("unix", guest.ServicesPath(path))
 		if err != nil {
 			t.Fatal(err)

@@ -516,9 +516,7 @@ func (t *serviceTrail) record(e guest.ServiceEvent) {
 	a := audit.Action{Kind: audit.KindServiceExit, Process: e.Name}
 	o := audit.Outcome{Error: e.Problem}
 	switch e.Event {
-	case guest.EventStarted:
-		a.Kind = audit.KindServiceStart
-	case guest.EventFailed:
+	case guest.EventStarted, guest.EventFailed:
 		a.Kind = audit.KindServiceStart
 	case guest.EventEnded:
 		o.Exit, o.ExitSignal = &e.Exit, e.Signal

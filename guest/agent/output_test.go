@@ -165,3 +165,32 @@ func TestLookupAccount_follows_passwd_and_group(t *testing.T) {
 		}
 	}
 }
+
+func TestOutput_that_is_made_smaller_keeps_its_end(t *testing.T) {
+	o := newOutput(64<<10, false)
+	o.detach(kept)
+	var all []byte
+	for i := range 10_000 {
+		line := fmt.Appendf(nil, "line %d\n", i)
+		o.write(i%2 == 0, line)
+		all = append(all, line...)
+	}
+	for _, limit := range []int{64 << 10, 4096, 100, 8192} {
+		o.resize(limit)
+		p := make([]byte, 128<<10)
+		n, at, end := o.look(0, p)
+		want := all[len(all)-min(limit, n):]
+		if end != uint64(len(all)) || at+uint64(n) != end || n > limit || !bytes.Equal(p[:n], want) {
+			t.Fatalf("with %d bytes: %d from %d of %d, which are not its end", limit, n, at, end)
+		}
+		o.write(false, []byte("more\n"))
+		all = append(all, "more\n"...)
+	}
+	// A part from the middle.
+	o.resize(4096)
+	end := uint64(len(all))
+	p := make([]byte, 3)
+	if n, at, _ := o.look(end-4, p); n != 3 || at != end-4 || string(p) != "ore" {
+		t.Errorf("a part: %q from %d", p[:n], at)
+	}
+}

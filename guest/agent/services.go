@@ -135,9 +135,8 @@ func (s *Server) ServiceLog(ctx context.Context, m *agentpb.ServiceLogRequest) (
 		v.log.waitBehind(ctx, m.Offset)
 	}
 	out := &agentpb.ServiceLogResponse{Data: make([]byte, agentpb.MaxChunk)}
-	n := 0
-	n, out.Offset, out.End = v.log.look(m.Offset, out.Data)
-	out.Data = out.Data[:n]
+	n, at, end := v.log.look(m.Offset, out.Data)
+	out.Data, out.Offset, out.End = out.Data[:n], at, end
 	return out, nil
 }
 

@@ -17,8 +17,8 @@ const (
 	MaxServiceName    = 64      // bytes
 	MaxServiceLog     = 1 << 20 // bytes of output kept
 	MinServiceLog     = 4 << 10
-	MaxServiceText    = 256 // bytes of a problem
-	MaxServiceEvent   = 1 << 10
+	MaxServiceText    = 256     // bytes of a problem
+	MaxServiceEvent   = 4 << 10 // bytes of a line, with its escapes
 	DefaultServiceLog = 256 << 10
 )
 

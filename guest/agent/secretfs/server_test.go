@@ -188,7 +188,7 @@ func TestServe_a_mapped_file_gives_nothing(t *testing.T) {
 	if err != nil {
 		return // all the better
 	}
-	defer unix.Munmap(mem) //nolint:errcheck // a mapping of this test
+	defer unix.Munmap(mem)
 	r, w, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
@@ -345,6 +345,7 @@ func FuzzHandle(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
+	f.Cleanup(func() { null.Close() })
 	f.Fuzz(func(t *testing.T, b []byte) {
 		p := &devicePorts{d: secrets.New()}
 		defer p.d.Close()
