@@ -145,7 +145,7 @@ func readSecrets(words []string, stdin io.Reader) (list []sandbox.Secret, err er
 		path, file := strings.CutPrefix(from, "@")
 		switch {
 		case !ok || from != "-" && (!file || path == ""):
-			return list, usageError{fmt.Errorf("a secret is given as NAME=@FILE, or NAME=- for stdin, and not by its value, which others could see: %s=...", name)}
+			return list, usageError{fmt.Errorf("secret %s: give it as NAME=@FILE, or NAME=- for stdin, and not by its value, which others could see", name)}
 		case seen[name]:
 			return list, usageError{fmt.Errorf("secret %s is given twice", name)}
 		case from == "-" && seen["-"]:

@@ -467,7 +467,6 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 	if err == nil && len(buf) > 0 {
 		_, err = x.peer.Write(buf)
 	}
-	buf = nil
 	forth := make(chan error, 1)
 	if err == nil {
 		go func() { forth <- pass(x.peer, x.guest) }()
