@@ -37,6 +37,9 @@ It goes on until it is interrupted.`,
 			if processes < 0 || processes > sandbox.MaxPool {
 				return usageError{fmt.Errorf("a pool of %d processes: use 0 to %d", processes, sandbox.MaxPool)}
 			}
+			if conns < 1 {
+				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
+			}
 			a.log.Info("serving", "state", s.Dir(), "pool", processes)
 			return supervisor.Run(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log})
 		},
