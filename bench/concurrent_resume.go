@@ -16,7 +16,9 @@ import (
 
 // ConcurrentOptions say how concurrent_resume is measured.
 type ConcurrentOptions struct {
-	// N is the number of rounds for each row, after Warmup that do not count.
+	// N is the number of wakes for each row, in rounds of as many as are woken at once. There
+	// are at least minRounds of them, or N if that is less. Warmup rounds before them do not
+	// count.
 	N, Warmup int
 	// AtOnce are how many VMs are woken at once in a round.
 	AtOnce []int
@@ -32,6 +34,13 @@ type ConcurrentOptions struct {
 
 // MaxAtOnce bounds how many VMs are woken at once.
 const MaxAtOnce = 256
+
+// minRounds are rounds of a row, however many wakes each of them has: a round has one last
+// wake only.
+const minRounds = 5
+
+// rounds are those that count for n VMs at once.
+func (o ConcurrentOptions) rounds(n int) int { return max((o.N+n-1)/n, min(o.N, minRounds)) }
 
 // ConcurrentResume measures VMs that are woken at the same moment, each in a process of
 // its own: concurrent_resume is the time from that moment until one is awake, over all of
@@ -63,9 +72,12 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(), ratio: newSeries()}
 		}
 	}
-	for i := range o.Warmup + o.N {
+	for i := range o.Warmup + o.rounds(slices.Min(o.AtOnce)) {
 		for _, w := range ways {
-			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.N, w.n)
+			if i >= o.Warmup+o.rounds(w.n) {
+				continue
+			}
+			e.say("concurrent_resume: round %d of %d, %d at once", i, o.Warmup+o.rounds(w.n), w.n)
 			wakes, err := e.round(ctx, names[:w.n], w.pool, o)
 			if err != nil {
 				return nil, err

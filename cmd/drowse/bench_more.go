@@ -93,7 +93,7 @@ func (m *benches) concurrent() *cobra.Command {
 		return bench.ConcurrentResume(ctx, *m.env, o)
 	})
 	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 20, "rounds for each number of VMs")
+	f.IntVar(&o.N, "runs", 100, "wakes for each number of VMs, in at least five rounds")
 	f.IntVar(&o.Warmup, "warmup", 1, "rounds before that do not count")
 	f.DurationVar(&o.Awake, "awake", 0, "how long the VMs of a round stay awake: from three seconds on they keep pages for the next")
 	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 4, 20}, "numbers of VMs to wake at once")
