@@ -17,6 +17,13 @@ func TestMain(m *testing.M) {
 	if os.Getenv(attachHelperEnv) != "" {
 		os.Exit(attachHelper(os.Args[1:]))
 	}
+	if how, ok := os.LookupEnv(fakeFCEnv); ok {
+		if how == "ok" {
+			how = ""
+		}
+		fmt.Fprintln(os.Stderr, fakeFirecracker(how, os.Args[1:]))
+		os.Exit(1)
+	}
 	goleak.VerifyTestMain(m)
 }
 

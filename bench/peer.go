@@ -5,12 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os/exec"
 	"time"
 )
 
 // Peers are the monitors that resume_ready can be measured beside.
-var Peers = []string{"qemu", "firecracker"}
+var Peers = []string{peerQEMU, peerFirecracker, peerFirecrackerUffd}
+
+const (
+	peerQEMU            = "qemu"
+	peerFirecracker     = "firecracker"
+	peerFirecrackerUffd = "firecracker-uffd"
+)
 
 // DefaultPeerUsedMiB makes a peer's guest have about as much in memory as drowse's own
 // guest with its python3, or a little less, which is what a monitor that reads all of it
@@ -50,16 +55,17 @@ func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*b
 	b := &beside{name: name, mib: mib, runs: newSeries(), whole: newSeries(), bare: newSeries()}
 	var err error
 	switch name {
-	case "qemu":
+	case peerQEMU:
 		e.say("booting a guest of %d MiB in QEMU", mib)
 		var q *qemu
 		if q, err = e.newQEMU(ctx, mib, usedMiB); err == nil {
 			b.peer = q
 		}
-	case "firecracker":
-		var path string
-		if path, err = exec.LookPath("firecracker"); err == nil {
-			err = fmt.Errorf("resumes of %s are not measured yet", path)
+	case peerFirecracker, peerFirecrackerUffd:
+		e.say("booting a guest of %d MiB in Firecracker", mib)
+		var f *firecracker
+		if f, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd); err == nil {
+			b.peer = f
 		}
 	default:
 		err = fmt.Errorf("no such peer: %s", name)

@@ -69,42 +69,16 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 	if q.path, err = exec.LookPath(qemuProgram); err != nil {
 		return nil, fmt.Errorf("%w: install it (on Debian, the package qemu-system-x86)", err)
 	}
-	host := kernel.Hardware
-	if vmm.SoftKVM() {
-		host = kernel.Soft
-	}
-	switch {
-	case strings.Contains(e.Kernel, "/"):
-		q.kernel = e.Kernel
-	default:
-		name := e.Kernel
-		if name == "" {
-			name = string(kernel.Built)
-		}
-		k, err := kernel.Find(e.Store.KernelDir(), name)
-		if err != nil {
-			return nil, err
-		}
-		if k.Kind != kernel.Built {
-			return nil, fmt.Errorf("kernel %s needs modules: only built kernels start in QEMU's microvm", k.ID)
-		}
-		q.kernel = k.Image
-	}
-	params, err := kernel.DefaultParams(kernel.Built, host)
-	if err != nil {
+	if q.kernel, q.cmdline, err = e.peerKernel(); err != nil {
 		return nil, err
-	}
-	self, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("finding this program: %w", err)
 	}
 	// QEMU saves all pages that are not zeros. Without init_on_free those of the unpacked
 	// initramfs would be among them, which no user of QEMU would have there.
-	q.cmdline = params.String() + " init_on_free=1 rdinit=/init -- bench guest --used " + strconv.Itoa(usedMiB)
+	q.cmdline += " init_on_free=1 rdinit=/init -- bench guest --used " + strconv.Itoa(usedMiB)
 	if q.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
 		return nil, fmt.Errorf("making a directory for QEMU: %w", err)
 	}
-	if q.initrd, err = initramfs.Ensure(ctx, q.dir, initramfs.Spec{Init: self}); err != nil {
+	if q.initrd, err = peerInitramfs(ctx, q.dir); err != nil {
 		return nil, errors.Join(err, q.close())
 	}
 	var tried []error
@@ -119,6 +93,43 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 		}
 	}
 	return nil, errors.Join(errors.Join(tried...), q.close())
+}
+
+// peerKernel is the kernel of drowse's own guests, and what its command line has on this host.
+func (e Env) peerKernel() (image, params string, err error) {
+	host := kernel.Hardware
+	if vmm.SoftKVM() {
+		host = kernel.Soft
+	}
+	image = e.Kernel
+	if !strings.Contains(e.Kernel, "/") {
+		name := e.Kernel
+		if name == "" {
+			name = string(kernel.Built)
+		}
+		k, err := kernel.Find(e.Store.KernelDir(), name)
+		if err != nil {
+			return "", "", err
+		}
+		if k.Kind != kernel.Built {
+			return "", "", fmt.Errorf("kernel %s needs modules: other monitors are measured with built kernels", k.ID)
+		}
+		image = k.Image
+	}
+	p, err := kernel.DefaultParams(kernel.Built, host)
+	if err != nil {
+		return "", "", err
+	}
+	return image, p.String(), nil
+}
+
+// peerInitramfs has this program as its first.
+func peerInitramfs(ctx context.Context, dir string) (string, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("finding this program: %w", err)
+	}
+	return initramfs.Ensure(ctx, dir, initramfs.Spec{Init: self})
 }
 
 func (q *qemu) close() error { return os.RemoveAll(q.dir) }

@@ -249,7 +249,7 @@ func TestBeside_peer_that_fails_gives_row_that_says_why(t *testing.T) {
 }
 
 func TestPeerGuest_that_is_no_first_process_gives_error(t *testing.T) {
-	if err := PeerGuest(t.Context(), 0); err == nil {
+	if err := PeerGuest(t.Context(), 0, 0); err == nil {
 		t.Error("it ran")
 	}
 }

@@ -25,12 +25,13 @@ const portWait = 10 * time.Minute
 
 // PeerGuest is the first process of a guest of another monitor: it keeps usedMiB of
 // memory in use, writes PeerReady to its port, and then answers each byte with the same
-// byte. It returns only with an error; the kernel of the guest panics then, and says so
+// byte. With a port of vsock it does so for each connection to that. It returns only with
+// an error; the kernel of the guest panics then, and says so
 // on its console. It refuses to be anything but a first process.
 //
 // It waits in a read(2) of its own, not in Go's poller, so that an answer costs two
 // system calls.
-func PeerGuest(ctx context.Context, usedMiB int) error {
+func PeerGuest(ctx context.Context, usedMiB int, vsockPort uint32) error {
 	if os.Getpid() != 1 {
 		return errors.New("this is the first process of a guest, and nothing else")
 	}
@@ -42,6 +43,11 @@ func PeerGuest(ctx context.Context, usedMiB int) error {
 	}
 	if err := unix.Mount("devtmpfs", "/dev", "devtmpfs", 0, ""); err != nil && !errors.Is(err, unix.EBUSY) {
 		return fmt.Errorf("mounting /dev: %w", err)
+	}
+	if vsockPort != 0 {
+		memory := fill(usedMiB)
+		defer runtime.KeepAlive(memory)
+		return answerVsock(vsockPort)
 	}
 	port, err := openPort(ctx)
 	if err != nil {
@@ -66,6 +72,45 @@ func PeerGuest(ctx context.Context, usedMiB int) error {
 			time.Sleep(10 * time.Millisecond)
 		}
 		runtime.KeepAlive(memory)
+	}
+}
+
+// answerVsock answers each byte of one connection after another with the same byte.
+func answerVsock(port uint32) error {
+	l, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("making a socket: %w", err)
+	}
+	defer unix.Close(l)
+	if err := unix.Bind(l, &unix.SockaddrVM{CID: unix.VMADDR_CID_ANY, Port: port}); err != nil {
+		return fmt.Errorf("taking port %d of vsock: %w", port, err)
+	}
+	if err := unix.Listen(l, 16); err != nil {
+		return fmt.Errorf("listening on vsock: %w", err)
+	}
+	for {
+		c, _, err := unix.Accept4(l, unix.SOCK_CLOEXEC)
+		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.ECONNABORTED) || errors.Is(err, unix.ECONNRESET) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("waiting for a connection: %w", err)
+		}
+		// A connection ends when its other end does, or is gone after a resume.
+		b := []byte{PeerReady}
+		for {
+			if _, err := unix.Write(c, b); err != nil {
+				break
+			}
+			n, err := unix.Read(c, b)
+			for errors.Is(err, unix.EINTR) {
+				n, err = unix.Read(c, b)
+			}
+			if n != 1 {
+				break
+			}
+		}
+		unix.Close(c)
 	}
 }
 

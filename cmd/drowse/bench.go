@@ -213,7 +213,7 @@ func (m *benches) ready() *cobra.Command {
 	f.StringSliceVar(&o.Caches, "cache", bench.Caches, "states of the page cache: warm, cold, or both")
 	f.StringSliceVar(&pool, "pool", []string{poolNo}, poolHelp)
 	f.StringSliceVar(&pages, "page-cache", []string{poolNo}, "whether a restore finds pages that one before has decompressed: no, yes, or both")
-	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: qemu, firecracker")
+	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: "+strings.Join(bench.Peers, ", "))
 	f.IntVar(&o.UsedPercent, "used-percent", 0, "part of RAM that a program has in use, in all guests, besides what they need without it")
 	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
 	return cmd

@@ -1,0 +1,413 @@
+package bench
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+const (
+	firecrackerProgram = "firecracker"
+	// fcPort is where the guest's process listens on its vsock.
+	fcPort = 5000
+	// fcGuest is the guest's address there; 0 to 2 are others'.
+	fcGuest = 3
+	// fcLook is how often it is looked whether something is there that nobody tells of: the socket of the API, and
+	// a guest that takes connections.
+	fcLook = 200 * time.Microsecond
+	// maxFCAnswer bounds an answer of the API, in bytes.
+	maxFCAnswer = 64 << 10
+)
+
+// Names of files in the directory of a run: Firecracker is started there, so that its snapshot has no other path.
+const (
+	fcAPI   = "api"
+	fcVsock = "vsock"
+	fcUffd  = "uffd"
+)
+
+// firecracker is a guest of Firecracker with a snapshot.
+type firecracker struct {
+	dir     string
+	path    string // of the program
+	version string
+	mib     int
+	usedMiB int
+	kernel  string
+	initrd  string
+	cmdline string
+	uffd    bool // memory comes from a handler in this process, by userfaultfd; else it is a mapping of the file
+	runs    int
+}
+
+func (f *firecracker) state() string  { return filepath.Join(f.dir, "state") }
+func (f *firecracker) memory() string { return filepath.Join(f.dir, "memory") }
+
+// newFirecracker boots a guest and takes a snapshot of it. The guest is that of newQEMU, and talks by vsock.
+func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_ *firecracker, err error) {
+	f := &firecracker{mib: mib, usedMiB: usedMiB, uffd: uffd}
+	if f.path, err = exec.LookPath(firecrackerProgram); err != nil {
+		return nil, err
+	}
+	if f.kernel, f.cmdline, err = e.peerKernel(); err != nil {
+		return nil, err
+	}
+	// Without "--": Firecracker appends parameters of the kernel's, and behind it they would be the program's. Words that
+	// the kernel does not know are given to the program.
+	f.cmdline += fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init bench guest --used %d --vsock %d", usedMiB, fcPort)
+	if f.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
+		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
+	}
+	if f.initrd, err = peerInitramfs(ctx, f.dir); err == nil {
+		err = f.save(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.close())
+	}
+	return f, nil
+}
+
+func (f *firecracker) close() error { return os.RemoveAll(f.dir) }
+
+func (f *firecracker) params() map[string]any {
+	return map[string]any{
+		"peer_version": f.version, "peer_backend": f.backend(), "vcpus": sandbox.DefaultVCPUs,
+		"guest": "initramfs", paramUsed: f.usedMiB, "cache": "warm",
+	}
+}
+
+// backend is what Firecracker calls the origin of a restored guest's memory.
+func (f *firecracker) backend() string {
+	if f.uffd {
+		return "Uffd"
+	}
+	return "File"
+}
+
+// stateMiB is the size of both files on the disk. The one with the memory is as large as the RAM.
+func (f *firecracker) stateMiB() float64 {
+	var n int64
+	for _, path := range []string{f.state(), f.memory()} {
+		if info, err := os.Stat(path); err == nil {
+			if st, ok := info.Sys().(*syscall.Stat_t); ok {
+				n += 512 * st.Blocks
+			}
+		}
+	}
+	return float64(n) / mibBytes
+}
+
+// fcRun is a process of Firecracker.
+type fcRun struct {
+	f       *firecracker
+	dir     string
+	begin   time.Time
+	process time.Duration // until its API takes connections
+	api     *http.Client
+	conn    net.Conn // to the guest's process
+	handler *fcHandler
+
+	cmd     *exec.Cmd
+	ended   chan struct{}
+	endOnce sync.Once
+
+	mu   sync.Mutex
+	said []byte // guarded by mu: the end of what it and the guest's console say
+}
+
+// Write keeps the end of what is said.
+func (r *fcRun) Write(p []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.said = append(r.said, p...)
+	r.said = r.said[max(0, len(r.said)-maxConsole):]
+	return len(p), nil
+}
+
+// start starts Firecracker, and returns when its API is there.
+func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err error) {
+	f.runs++
+	r := &fcRun{f: f, dir: filepath.Join(f.dir, strconv.Itoa(f.runs)), ended: make(chan struct{})}
+	if err := os.Mkdir(r.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
+	}
+	if handle {
+		if r.handler, err = serveFaults(filepath.Join(r.dir, fcUffd), f.memory()); err != nil {
+			return nil, errors.Join(err, os.RemoveAll(r.dir))
+		}
+	}
+	r.api = &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", filepath.Join(r.dir, fcAPI))
+		},
+	}}
+	r.cmd = exec.Command(f.path, "--api-sock", fcAPI, "--id", "drowse-bench")
+	r.cmd.Dir = r.dir
+	r.cmd.Stdout, r.cmd.Stderr = r, r
+	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt is for this process
+	r.begin = time.Now()
+	if err := r.cmd.Start(); err != nil {
+		if r.handler != nil {
+			err = errors.Join(err, r.handler.close())
+		}
+		return nil, errors.Join(fmt.Errorf("starting Firecracker: %w", err), os.RemoveAll(r.dir))
+	}
+	go func() {
+		_ = r.cmd.Wait() // how it ended is in the ProcessState
+		close(r.ended)
+	}()
+	err = r.until(ctx, "its API", func() error {
+		c, err := net.Dial("unix", filepath.Join(r.dir, fcAPI))
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+	r.process = time.Since(r.begin)
+	if err != nil {
+		return nil, errors.Join(r.explain(err), r.close())
+	}
+	return r, nil
+}
+
+// until tries something until it succeeds, as long as Firecracker is there.
+func (r *fcRun) until(ctx context.Context, what string, try func() error) error {
+	for {
+		err := try()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-r.ended:
+			return fmt.Errorf("waiting for %s: %w", what, err)
+		case <-ctx.Done():
+			return fmt.Errorf("waiting for %s: %w", what, errors.Join(ctx.Err(), err))
+		case <-time.After(fcLook):
+		}
+	}
+}
+
+// do makes a request of the API (Firecracker's src/firecracker/swagger).
+func (r *fcRun) do(ctx context.Context, method, path string, in, out any) error {
+	var body io.Reader
+	if in != nil {
+		text, err := json.Marshal(in)
+		if err != nil {
+			return err
+		}
+		body = bytes.NewReader(text)
+	}
+	req, err := http.NewRequestWithContext(ctx, method, "http://localhost"+path, body)
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := r.api.Do(req)
+	if err != nil {
+		return fmt.Errorf("asking Firecracker for %s: %w", path, err)
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxFCAnswer))
+	if err != nil {
+		return fmt.Errorf("asking Firecracker for %s: %w", path, err)
+	}
+	if resp.StatusCode/100 != 2 {
+		return fmt.Errorf("asking Firecracker for %s: %s: %.500q", path, resp.Status, text)
+	}
+	if out != nil {
+		if err := json.Unmarshal(text, out); err != nil {
+			return fmt.Errorf("asking Firecracker for %s: %w", path, err)
+		}
+	}
+	return nil
+}
+
+// connect connects to the guest's process, and waits for its first byte (Firecracker's docs/vsock.md).
+func (r *fcRun) connect(ctx context.Context) error {
+	return r.until(ctx, "the guest", func() (err error) {
+		c, err := net.Dial("unix", filepath.Join(r.dir, fcVsock))
+		if err != nil {
+			return err
+		}
+		// It takes a connection also when the guest does not, and ends it then; a guest that has just come back
+		// may not see a request at all.
+		stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+		defer func() {
+			if !stop() || err != nil {
+				c.Close()
+				err = errors.Join(err, ctx.Err())
+			}
+		}()
+		if _, err := fmt.Fprintf(c, "CONNECT %d\n", fcPort); err != nil {
+			return err
+		}
+		in := bufio.NewReaderSize(c, 64)
+		line, err := in.ReadSlice('\n')
+		if err != nil {
+			return fmt.Errorf("it says %q: %w", line, err)
+		}
+		if !strings.HasPrefix(string(line), "OK ") {
+			return fmt.Errorf("it says %q", line)
+		}
+		b, err := in.ReadByte()
+		if err == nil && b != PeerReady {
+			err = fmt.Errorf("the guest says %q", b)
+		}
+		if err == nil {
+			r.conn = c
+		}
+		return err
+	})
+}
+
+// ask sends a byte to the guest and wants it back.
+func (r *fcRun) ask(ctx context.Context, b byte) error {
+	defer context.AfterFunc(ctx, func() { _ = r.conn.SetDeadline(time.Unix(1, 0)) })()
+	got := []byte{b}
+	_, err := r.conn.Write(got)
+	if err == nil {
+		_, err = io.ReadFull(r.conn, got)
+	}
+	if err != nil {
+		return fmt.Errorf("asking the guest: %w", errors.Join(err, ctx.Err()))
+	}
+	if got[0] != b {
+		return fmt.Errorf("the guest says %q, not %q", got[0], b)
+	}
+	return nil
+}
+
+// explain adds what Firecracker and its guest say, if that is why.
+func (r *fcRun) explain(err error) error {
+	select {
+	case <-r.ended:
+		err = fmt.Errorf("%w: Firecracker has ended: %s", err, r.cmd.ProcessState)
+	case <-time.After(time.Second):
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.said) > 0 {
+		err = fmt.Errorf("%w: it and its guest end with %q", err, r.said)
+	}
+	return err
+}
+
+// close kills Firecracker and returns when it and the handler are gone.
+func (r *fcRun) close() (err error) {
+	r.endOnce.Do(func() {
+		if kerr := r.cmd.Process.Kill(); kerr != nil && !errors.Is(kerr, os.ErrProcessDone) {
+			err = fmt.Errorf("ending Firecracker: %w", kerr)
+		}
+		<-r.ended
+		r.api.CloseIdleConnections()
+		if r.conn != nil {
+			r.conn.Close()
+		}
+		if r.handler != nil {
+			err = errors.Join(err, r.handler.close())
+		}
+		err = errors.Join(err, os.RemoveAll(r.dir))
+	})
+	return err
+}
+
+// save boots the guest and takes a snapshot of it.
+func (f *firecracker) save(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, peerBoot)
+	defer cancel()
+	r, err := f.start(ctx, false)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = r.explain(err)
+		}
+		err = errors.Join(err, r.close())
+	}()
+	var version struct {
+		Version string `json:"firecracker_version"`
+	}
+	if err := r.do(ctx, http.MethodGet, "/version", nil, &version); err != nil {
+		return err
+	}
+	f.version = version.Version
+	type object map[string]any
+	for _, req := range []struct {
+		path string
+		body object
+	}{
+		{"/boot-source", object{"kernel_image_path": f.kernel, "initrd_path": f.initrd, "boot_args": f.cmdline}},
+		{"/machine-config", object{"vcpu_count": sandbox.DefaultVCPUs, "mem_size_mib": f.mib}},
+		{"/vsock", object{"guest_cid": fcGuest, "uds_path": fcVsock}},
+		{"/actions", object{"action_type": "InstanceStart"}},
+	} {
+		if err := r.do(ctx, http.MethodPut, req.path, req.body, nil); err != nil {
+			return err
+		}
+	}
+	if err := r.connect(ctx); err != nil {
+		return err
+	}
+	if err := r.ask(ctx, '?'); err != nil {
+		return err
+	}
+	if err := r.do(ctx, http.MethodPatch, "/vm", object{"state": "Paused"}, nil); err != nil {
+		return err
+	}
+	return r.do(ctx, http.MethodPut, "/snapshot/create", object{"snapshot_type": "Full", "snapshot_path": f.state(), "mem_file_path": f.memory()}, nil)
+}
+
+// resume starts Firecracker from the snapshot.
+func (f *firecracker) resume(ctx context.Context) (total time.Duration, stages map[string]time.Duration, err error) {
+	ctx, cancel := context.WithTimeout(ctx, peerAnswer)
+	defer cancel()
+	r, err := f.start(ctx, f.uffd)
+	if err != nil {
+		return 0, nil, err
+	}
+	backend := map[string]string{"backend_type": f.backend(), "backend_path": f.memory()}
+	if f.uffd {
+		backend["backend_path"] = fcUffd
+	}
+	err = r.do(ctx, http.MethodPut, "/snapshot/load", map[string]any{"snapshot_path": f.state(), "mem_backend": backend, "resume_vm": true}, nil)
+	loaded := time.Now()
+	if err == nil {
+		err = r.connect(ctx)
+	}
+	if err == nil {
+		err = r.ask(ctx, '!')
+	}
+	now := time.Now()
+	if err != nil {
+		return 0, nil, errors.Join(r.explain(err), r.close())
+	}
+	if err := r.close(); err != nil {
+		return 0, nil, err
+	}
+	if r.handler != nil {
+		// Now that it has ended: an answer after it has failed is none.
+		if err := r.handler.failed(); err != nil {
+			return 0, nil, err
+		}
+	}
+	stages = map[string]time.Duration{"process": r.process, "load": loaded.Sub(r.begin) - r.process, "answer": now.Sub(loaded)}
+	return now.Sub(r.begin), stages, nil
+}
