@@ -171,7 +171,7 @@ func readRegions(c *net.UnixConn) (uffd int, regions []fcRegion, err error) {
 		for _, fd := range fds {
 			unix.Close(fd)
 		}
-		return -1, nil, fmt.Errorf("Firecracker's memory is not what this knows, %.200q: %w", body[:n], err)
+		return -1, nil, fmt.Errorf("what Firecracker says of its memory is not known here, %.200q: %w", body[:n], err)
 	}
 	return fds[0], regions, nil
 }

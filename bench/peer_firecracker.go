@@ -68,9 +68,7 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_
 	if f.kernel, f.cmdline, err = e.peerKernel(); err != nil {
 		return nil, err
 	}
-	// Without "--": Firecracker appends parameters of the kernel's, and behind it they would be the program's. Words that
-	// the kernel does not know are given to the program.
-	f.cmdline += fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init bench guest --used %d --vsock %d", usedMiB, fcPort)
+	f.cmdline += fcWords(usedMiB)
 	if f.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
 		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
 	}
@@ -81,6 +79,13 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_
 		return nil, errors.Join(err, f.close())
 	}
 	return f, nil
+}
+
+// fcWords are added to the kernel's command line: what Firecracker expects there, and the guest's process. That stands
+// without "--", since Firecracker appends parameters of the kernel's, which would be the program's behind it; words that the kernel
+// does not know are given to the program.
+func fcWords(usedMiB int) string {
+	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init bench guest --used %d --vsock %d", usedMiB, fcPort)
 }
 
 func (f *firecracker) close() error { return os.RemoveAll(f.dir) }

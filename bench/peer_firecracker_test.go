@@ -203,8 +203,8 @@ func fakeUffdGuest(socket, how string) error {
 	return nil
 }
 
-// putFirecracker puts the test binary in the place of Firecracker.
-func putFirecracker(t *testing.T, how string) Env {
+// saveFake has the test binary in the place of Firecracker, with a guest that is saved if it goes well.
+func saveFake(t *testing.T, how string, uffd bool) (*beside, error) {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -215,11 +215,17 @@ func putFirecracker(t *testing.T, how string) Env {
 	if err := os.WriteFile(filepath.Join(dir, firecrackerProgram), []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
-	t.Setenv("TMPDIR", t.TempDir())
-	e := testEnv(t)
-	e.Kernel = "/kernel/vmlinux"
-	return e
+	f := &firecracker{
+		dir: t.TempDir(), path: filepath.Join(dir, firecrackerProgram), mib: 128, usedMiB: 7, kernel: "/kernel/vmlinux", initrd: self,
+		cmdline: "console=ttyS0" + fcWords(7), uffd: uffd,
+	}
+	name := peerFirecracker
+	if uffd {
+		name = peerFirecrackerUffd
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	return &beside{name: name, mib: 128, peer: f, runs: newSeries(), whole: newSeries(), bare: newSeries()}, f.save(ctx)
 }
 
 func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {
@@ -228,13 +234,12 @@ func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {
 			if name == peerFirecrackerUffd && os.Geteuid() != 0 {
 				t.Skip("userfaultfd needs root")
 			}
-			e := putFirecracker(t, "ok")
+			b, err := saveFake(t, "ok", name == peerFirecrackerUffd)
+			if err != nil {
+				t.Fatal(err)
+			}
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
-			b, err := e.preparePeer(ctx, name, 128, 7)
-			if err != nil || b.why != "" {
-				t.Fatal(err, b.why)
-			}
 			for range 3 {
 				if err := b.resume(ctx, true, 1); err != nil {
 					t.Fatal(err)
@@ -249,11 +254,15 @@ func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {
 					t.Errorf("stages %v", rows[0].Stages)
 				}
 			}
+			dir := b.peer.(*firecracker).dir
+			if left, err := os.ReadDir(dir); err != nil || len(left) != 2 {
+				t.Errorf("beside the snapshot there are %v, %v", left, err)
+			}
 			if err := b.close(); err != nil {
 				t.Error(err)
 			}
-			if left, err := os.ReadDir(os.TempDir()); err != nil || len(left) != 0 {
-				t.Errorf("left: %v, %v", left, err)
+			if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("%s is left: %v", dir, err)
 			}
 		})
 	}
@@ -261,12 +270,11 @@ func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {
 
 func TestFirecracker_that_cannot_gives_its_words(t *testing.T) {
 	for how, want := range map[string]string{"dies": "cannot do that", "refuses": "snapshots are not for this CPU"} {
-		e := putFirecracker(t, how)
-		b, err := e.preparePeer(t.Context(), peerFirecracker, 128, 7)
-		if err != nil || !strings.Contains(b.why, want) {
-			t.Errorf("%s: %v, %q, want %q", how, err, b.why, want)
+		b, err := saveFake(t, how, false)
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "this is no Firecracker") {
+			t.Errorf("%s: %v, want %q", how, err, want)
 		}
-		if left, err := os.ReadDir(os.TempDir()); err != nil || len(left) != 0 {
+		if left, err := os.ReadDir(b.peer.(*firecracker).dir); err != nil || len(left) != 0 {
 			t.Errorf("%s has left %v, %v", how, left, err)
 		}
 	}
@@ -276,18 +284,15 @@ func TestFirecracker_memory_that_is_not_understood_is_told_of(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("userfaultfd needs root")
 	}
-	for how, want := range map[string]string{"bad": "0 regions"} {
-		e := putFirecracker(t, how)
-		b, err := e.preparePeer(t.Context(), peerFirecrackerUffd, 128, 7)
-		if err != nil || b.why != "" {
-			t.Fatal(err, b.why)
-		}
-		if err := b.resume(t.Context(), true, 1); err != nil || !strings.Contains(b.why, want) {
-			t.Errorf("%s: %v, %q, want %q", how, err, b.why, want)
-		}
-		if err := b.close(); err != nil {
-			t.Error(err)
-		}
+	b, err := saveFake(t, "bad", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.resume(t.Context(), true, 1); err != nil || !strings.Contains(b.why, "0 regions") {
+		t.Errorf("%v, %q", err, b.why)
+	}
+	if err := b.close(); err != nil {
+		t.Error(err)
 	}
 }
 
