@@ -236,6 +236,9 @@ func (p Parts) cmdline() string {
 	words = append(words, "drowse.image=/dev/vd"+disks[:1], "drowse.rw=/dev/vd"+disks[1:2], "drowse.hostname="+p.Spec.Hostname)
 	if p.Spec.Network == NetworkTAP {
 		words = append(words, "drowse.ip="+guestAddress)
+		if p.Spec.IPv6 {
+			words = append(words, "drowse.ip6="+guestAddress6)
+		}
 	}
 	for i, v := range p.Volumes {
 		r, mode := v.Record(), "rw"

@@ -45,7 +45,7 @@ const prober = `
 import errno, socket, sys
 held = {}
 def connect(w):
-    s = socket.socket()
+    s = socket.socket(socket.AF_INET6 if ':' in w[0] else socket.AF_INET)
     s.settimeout(float(w[2]))
     s.connect((w[0], int(w[1])))
     return s
@@ -125,6 +125,9 @@ func newOutside(t *testing.T, addresses ...string) *outside {
 		for _, a := range addrs {
 			addr, err := netlink.ParseAddr(a)
 			must(err)
+			if addr.IP.To4() == nil {
+				addr.Flags = unix.IFA_F_NODAD
+			}
 			must(netlink.AddrAdd(l, addr))
 		}
 		must(netlink.LinkSetUp(l))
@@ -135,11 +138,12 @@ func newOutside(t *testing.T, addresses ...string) *outside {
 	t.Cleanup(func() { o.host.Close() })
 	must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "up0"}, PeerName: "up1", PeerNamespace: netlink.NsFd(o.ns)}))
 	up("lo")
-	up("up0", "192.0.2.1/24")
+	up("up0", "192.0.2.1/24", "2001:db8:99::1/64")
 	must(netns.Set(o.ns))
-	up("up1", "192.0.2.2/24")
+	up("up1", "192.0.2.2/24", "2001:db8:99::2/64")
 	must(netns.Set(o.host))
 	must(netlink.RouteAdd(&netlink.Route{Gw: net.IPv4(192, 0, 2, 2)}))
+	must(netlink.RouteAdd(&netlink.Route{Gw: net.ParseIP("2001:db8:99::2")}))
 	return o
 }
 
@@ -158,7 +162,7 @@ func (o *outside) there(do func()) {
 // echo answers connections with what they bring, and notes it.
 func (o *outside) echo(lc net.ListenConfig, at string) {
 	o.t.Helper()
-	l, err := lc.Listen(o.t.Context(), "tcp4", at)
+	l, err := lc.Listen(o.t.Context(), "tcp", at)
 	if err != nil {
 		o.t.Fatal(err)
 	}
@@ -367,7 +371,8 @@ func event(t *testing.T, e *guesttest.Env, name, what string, is func(sandbox.Ne
 const probePolicy = `
 rules:
   - {name: web, direction: egress, verdict: allow, cidrs: [93.184.216.34], protocols: [tcp], ports: [80]}
-  - {name: never, direction: egress, verdict: reject, cidrs: [93.184.216.99], protocols: [tcp], ports: [any]}
+  - {name: web by IPv6, direction: egress, verdict: allow, cidrs: ["2001:db8:1::34"], protocols: [tcp], ports: [80]}
+  - {name: never, direction: egress, verdict: reject, cidrs: [93.184.216.99, "2001:db8:1::99"], protocols: [tcp], ports: [any]}
   - {name: soon the host, direction: egress, verdict: allow, cidrs: [93.184.216.36], protocols: [tcp], ports: [80]}
   - {name: local, direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [7000]}
   - {name: named, direction: egress, verdict: allow, names: [good.example, evil.example], protocols: [tcp], ports: [8080]}
@@ -381,9 +386,9 @@ dns: {upstreams: ["93.184.216.53:53"]}
 func TestNetworkPolicyOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
+	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32", "2001:db8:1::34/128", "2001:db8:1::99/128")
 	o.there(func() {
-		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080"} {
+		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080", "[2001:db8:1::34]:80", "[2001:db8:1::34]:81"} {
 			o.echo(net.ListenConfig{}, at)
 		}
 		o.tls("93.184.216.35:443")
@@ -391,17 +396,20 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	})
 	policy := mustPolicy(t, probePolicy)
 
-	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, Policy: policy, Tags: []string{"probe"}})
-	if rep.Network == nil || len(rep.Network.Warnings) != 1 || !strings.Contains(rep.Network.Warnings[0], "ip_forward") {
+	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})
+	if rep.Network == nil || len(rep.Network.Warnings) != 2 || !strings.Contains(rep.Network.Warnings[0], "ip_forward") || !strings.Contains(rep.Network.Warnings[1], "--forward6") {
 		t.Fatalf("the report of a host that does not forward: %+v", rep.Network)
 	}
-	if s, err := hostnet.Look(); err != nil || len(s.Ranges) != 1 || s.Forwarding {
+	if s, err := hostnet.Look(); err != nil || len(s.Ranges) != 2 || s.Forwarding || s.Forwarding6 {
 		t.Errorf("the host after a start: %+v, %v", s, err)
 	}
 	if changed, err := hostnet.Forward(); err != nil || !changed {
 		t.Fatal(changed, err)
 	}
-	own, device := rep.Network.Address, rep.Network.TAP
+	if changed, err := hostnet.Forward6(); err != nil || !changed {
+		t.Fatal(changed, err)
+	}
+	own, own6, device := rep.Network.Address, rep.Network.Address6, rep.Network.TAP
 	t.Logf("stages: %v", rep.Stages)
 	o.echo(net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var bound error
@@ -431,6 +439,18 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	event(t, e, "pol", "a rejected connection", func(ev sandbox.NetEvent) bool {
 		return ev.Verdict == netpolicy.Reject && ev.Reason == netpolicy.ReasonRule && ev.Rule == "never" && ev.Peer == netip.MustParseAddr("93.184.216.99")
 	})
+
+	// The same by IPv6, from the host's own address and at once.
+	p.expect("tcp 2001:db8:1::34 80 "+forSure, "ping")
+	if !o.hasGot("ping from 2001:db8:99::1") {
+		t.Errorf("the server has got %q, not from the host's own IPv6 address", o.got)
+	}
+	p.expect("tcp 2001:db8:1::34 81 "+inVain, "timeout")
+	event(t, e, "pol", "a port that no rule names, by IPv6", func(ev sandbox.NetEvent) bool {
+		return ev.Direction == netpolicy.Egress && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault && ev.Protocol == "tcp" &&
+			ev.Peer == netip.MustParseAddr("2001:db8:1::34") && ev.PeerPort == 81 && ev.Guest == own6
+	})
+	p.expect("tcp 2001:db8:1::99 80 "+forSure, "ECONNREFUSED")
 
 	// An address is the host's as soon as the host has it, and this rule is not about the host.
 	p.expect("tcp 93.184.216.36 80 "+forSure, "ping")
@@ -541,7 +561,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 
 	// Asleep, it gets another one, and comes back with that.
 	e.Sleep("pol")
-	gone(t, device, own)
+	gone(t, device, own, own6)
 	// Whoever has followed its flows has got them all, and the one that was cut with all that it has sent.
 	if err := <-follower; err != nil {
 		t.Error(err)
@@ -562,10 +582,11 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if len(rep.Network.Warnings) != 0 {
 		t.Errorf("the host forwards, and yet: %v", rep.Network.Warnings)
 	}
-	own = rep.Network.Address
+	own, own6 = rep.Network.Address, rep.Network.Address6
 	p = startProbe(t, e, "pol")
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
+	p.expect("tcp 2001:db8:1::34 80 "+forSure, "ping")
 	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout") // what was found before the sleep
 	p.expect("name good.example", "93.184.216.35")
 
@@ -578,7 +599,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if clone.Network.Address == own || clone.Network.TAP == rep.Network.TAP {
+	if clone.Network.Address == own || clone.Network.Address6 == own6 || !clone.Network.Address6.IsValid() || clone.Network.TAP == rep.Network.TAP {
 		t.Errorf("the clone has %+v, its source %+v", clone.Network, rep.Network)
 	}
 	p2 := startProbe(t, e, "pol2")
@@ -593,6 +614,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own.String()+" 9000 "+forSure, "ECONNREFUSED")
+	p2.expect("tcp "+own6.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p.expect("tcp "+clone.Network.Address.String()+" 9001 "+inVain, "timeout")
 	event(t, e, "pol2", "a packet of a VM with another tag", func(ev sandbox.NetEvent) bool {
 		return ev.Direction == netpolicy.Ingress && ev.Peer == own && ev.GuestPort == 9001
@@ -607,7 +629,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.WaitPhase("pol", sandbox.Crashed, time.Minute)
-	gone(t, device, own)
+	gone(t, device, own, own6)
 	if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the killed VM has left pins: %v", err)
 	}
@@ -618,13 +640,15 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 }
 
 // gone says that there is neither a TAP device nor a route.
-func gone(t *testing.T, device string, own netip.Addr) {
+func gone(t *testing.T, device string, addresses ...netip.Addr) {
 	t.Helper()
 	if _, err := netlink.LinkByName(device); err == nil {
 		t.Errorf("%s is left", device)
 	}
-	routes, err := netlink.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Dst: &net.IPNet{IP: own.AsSlice(), Mask: net.CIDRMask(32, 32)}}, netlink.RT_FILTER_DST)
-	if err != nil || len(routes) != 0 {
-		t.Errorf("routes to %v: %v, %v", own, routes, err)
+	for _, own := range addresses {
+		routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Dst: &net.IPNet{IP: own.AsSlice(), Mask: net.CIDRMask(own.BitLen(), own.BitLen())}}, netlink.RT_FILTER_DST)
+		if err != nil || len(routes) != 0 {
+			t.Errorf("routes to %v: %v, %v", own, routes, err)
+		}
 	}
 }

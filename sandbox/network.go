@@ -26,12 +26,17 @@ import (
 // server: a clone needs no others. The programs on a VM's TAP device translate.
 var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway4)
 
+// guestAddress6 is the same for IPv6, where a VM has it. Names are asked for by IPv4.
+var guestAddress6 = fmt.Sprintf("%v/64,%v", netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6)
+
 // NetworkInfo says how the host knows a running VM.
 type NetworkInfo struct {
 	// TAP is the name of the VM's network device on the host.
 	TAP string `json:"tap"`
 	// Address is the VM's own. The guest does not know it: see netpolicy.TheWire.
 	Address netip.Addr `json:"address"`
+	// Address6 is its IPv6 address, if it has IPv6.
+	Address6 netip.Addr `json:"address6,omitzero"`
 	// Warnings are what the policy allows and the host does not do.
 	Warnings []string `json:"warnings,omitempty"`
 }
@@ -40,9 +45,11 @@ type NetworkInfo struct {
 // policy is there: until then the TAP device is down and has no address.
 type network struct {
 	log     *slog.Logger
-	agent   string // the name of its pins
-	agents  netip.Prefix
+	agent   string       // the name of its pins
+	agents  netip.Prefix // and agents6 are the ranges of all VMs of the host
+	agents6 netip.Prefix
 	address *hostnet.Address
+	own6    netip.Addr // not valid without IPv6
 	tap     *tap.Device
 	dns     *resolver.Resolver
 	events  *eventLog
@@ -77,7 +84,7 @@ func tapName(id string) string { return hostnet.InterfacePrefix + id[:min(9, len
 // it. Its policy is put on it in the background, since the kernel looks at programs for
 // long; see network.wait.
 func (in *Instance) connect(down bool) (*virtionet.Device, error) {
-	n, err := newNetwork(in.parts.VM, in.parts.Spec.Policy, in.parts.Spec.Tags, in.log)
+	n, err := newNetwork(in.parts.VM, &in.parts.Spec, in.log)
 	if err != nil {
 		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
@@ -86,7 +93,8 @@ func (in *Instance) connect(down bool) (*virtionet.Device, error) {
 	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: down})
 }
 
-func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Logger) (n *network, err error) {
+func newNetwork(id string, s *Spec, log *slog.Logger) (n *network, err error) {
+	policy := s.Policy
 	if policy == nil {
 		policy = &netpolicy.Policy{}
 	}
@@ -95,6 +103,9 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 	}
 	n = &network{log: log, agent: id, policy: policy, attached: make(chan struct{}), events: newEventLog()}
 	if n.agents, err = hostnet.Range(); err != nil {
+		return nil, err
+	}
+	if n.agents6, err = hostnet.Range6(); err != nil {
 		return nil, err
 	}
 	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
@@ -108,6 +119,11 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 			err = errors.Join(err, n.release())
 		}
 	}()
+	if s.IPv6 {
+		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
+			return nil, err
+		}
+	}
 	if n.host, err = netpolicy.HostAddresses(); err != nil {
 		return nil, err
 	}
@@ -129,7 +145,7 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(spec, tags, ln)
+		n.err = n.attach(spec, s.Tags, ln)
 		n.took = time.Since(begin)
 	})
 	return n, nil
@@ -137,8 +153,8 @@ func newNetwork(id string, policy *netpolicy.Policy, tags []string, log *slog.Lo
 
 // compile compiles a policy for the VM on a host with these addresses.
 func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Spec, error) {
-	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr()},
-		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents}, TLSPort: n.tlsPort})
+	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
+		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
 
 // attach puts the policy on the device and raises it. If the policy has names that are checked,
@@ -166,9 +182,7 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListene
 		n.serveTLS(ln)
 		n.mu.Unlock()
 	}
-	// The guest has no IPv6 address, and what the host would send by itself would only
-	// be denied and told of. The policy holds without this.
-	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/disable_ipv6", []byte("1\n"), 0o644)
+	n.settle6()
 	n.wg.Go(func() {
 		if err := n.link.Events(n.ctx, n.event); n.ctx.Err() == nil {
 			n.log.Error("denied packets are not told of any more", "error", err)
@@ -192,6 +206,20 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListene
 	n.wg.Go(n.watchHost)
 	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
 	return nil
+}
+
+// settle6 has the host say nothing of its own on a device that is not up yet: it would only be
+// denied and told of. The policy holds without this.
+func (n *network) settle6() {
+	settings := map[string]string{"disable_ipv6": "1"}
+	if n.own6.IsValid() {
+		// addr_gen_mode 1: no link-local address (IN6_ADDR_GEN_MODE_NONE). Only the guest asks for
+		// the other end's MAC, and for the gateway's address.
+		settings = map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "dad_transmits": "0", "accept_dad": "0", "router_solicitations": "0"}
+	}
+	for name, value := range settings {
+		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/"+name, []byte(value+"\n"), 0o644)
+	}
 }
 
 // wait returns when the policy is on the device and the device is up.
@@ -245,7 +273,7 @@ func (n *network) release() error {
 func (n *network) info() *NetworkInfo {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return &NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Warnings: slices.Clone(n.warnings)}
+	return &NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
 }
 
 // set replaces the policy while packets pass. If it fails, the old one holds.
@@ -389,14 +417,26 @@ func (n *network) lookOutside() {
 		n.log.Warn(text)
 	}
 	what := "other VMs"
+	ranges := []netip.Prefix{n.agents}
+	if n.own6.IsValid() {
+		ranges = append(ranges, n.agents6)
+	}
 	if outside {
 		what = "addresses beyond the host"
-		if err := hostnet.Translate(n.agents); err != nil {
-			warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+		for _, r := range ranges {
+			if err := hostnet.Translate(r); err != nil {
+				warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+			}
 		}
 	}
 	if on, err := hostnet.Forwarding(); err == nil && !on {
 		warn("the policy allows " + what + ", and the host does not forward packets (net.ipv4.ip_forward): `drowse net setup --forward`")
+	}
+	if !n.own6.IsValid() {
+		return
+	}
+	if on, err := hostnet.Forwarding6(); err == nil && !on {
+		warn("the policy allows " + what + ", and the host does not forward packets of IPv6 (net.ipv6.conf.all.forwarding): `drowse net setup --forward6`")
 	}
 }
 

@@ -34,6 +34,8 @@ type Spec struct {
 	// Network is "none" or "tap". With "tap" the VM gets a link to the host, behind
 	// its Policy. Default: "none".
 	Network string `json:"network,omitempty"`
+	// IPv6 gives the VM an IPv6 address as well, and a way out by it.
+	IPv6 bool `json:"ipv6,omitempty"`
 	// Policy is what the network may do to and for the VM. Nil denies everything. It
 	// does not change once it is in a Spec.
 	Policy *netpolicy.Policy `json:"policy,omitempty"`
@@ -126,6 +128,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if s.IPv6 && s.Network != NetworkTAP {
+		return bad("it has IPv6 and no network: add the network %q", NetworkTAP)
 	}
 	if err := s.shape().check(); err != nil {
 		return s, err

@@ -15,7 +15,8 @@ func (a *app) netCommand() *cobra.Command {
 		Use: "net", Short: "Set up how packets of VMs leave this host", Args: cobra.NoArgs,
 		Long: `Set up how packets of VMs leave this host. What they may reach is said by each VM's
 policy, see "drowse policy". The range of VMs' addresses is 10.200.0.0/16 unless
-$DROWSE_AGENT_RANGE names another.`,
+$DROWSE_AGENT_RANGE names another, and fd64:726f:7773:2::/64 unless
+$DROWSE_AGENT_RANGE6 does.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand())
@@ -23,17 +24,21 @@ $DROWSE_AGENT_RANGE names another.`,
 }
 
 func (a *app) netSetupCommand() *cobra.Command {
-	var forward bool
+	var forward, forward6 bool
 	cmd := &cobra.Command{
 		Use: "setup", Short: "Translate the VMs' addresses into the host's, in a table of nftables of its own", Args: cobra.NoArgs,
 		Long: `Translate the VMs' addresses into the host's, in the table "ip drowse" of nftables. A
-VM whose policy allows addresses beyond the host does so by itself when it starts. Doing
-it again changes nothing.
+VM whose policy allows addresses beyond the host does so by itself when it starts, and
+in "ip6 drowse" if it has IPv6. Doing it again changes nothing.
 
 With --forward, switch on net.ipv4.ip_forward if it is off. It lets a host route packets
 between all its interfaces; a rule is added first that drops those that are neither from
 nor to a VM. "drowse net remove" switches it off again. Where it was on already, nothing
-is added, and a firewall of the host's decides on its own.`,
+is added, and a firewall of the host's decides on its own.
+
+With --forward6, do the same for IPv6: translate, and switch on
+net.ipv6.conf.all.forwarding. Interfaces that take routes from routers (accept_ra 1) go
+on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 		RunE: func(*cobra.Command, []string) error {
 			in, err := hostnet.Range()
 			if err != nil {
@@ -42,9 +47,21 @@ is added, and a firewall of the host's decides on its own.`,
 			if err := hostnet.Translate(in); err != nil {
 				return err
 			}
-			changed := false
+			changed, changed6 := false, false
 			if forward {
 				if changed, err = hostnet.Forward(); err != nil {
+					return err
+				}
+			}
+			if forward6 {
+				in6, err := hostnet.Range6()
+				if err != nil {
+					return usageError{err}
+				}
+				if err := hostnet.Translate(in6); err != nil {
+					return err
+				}
+				if changed6, err = hostnet.Forward6(); err != nil {
 					return err
 				}
 			}
@@ -52,10 +69,14 @@ is added, and a firewall of the host's decides on its own.`,
 				if changed {
 					fmt.Fprintln(w, "switched on net.ipv4.ip_forward, for VMs alone")
 				}
+				if changed6 {
+					fmt.Fprintln(w, "switched on net.ipv6.conf.all.forwarding, for VMs alone")
+				}
 			})
 		},
 	}
 	cmd.Flags().BoolVar(&forward, "forward", false, "switch on net.ipv4.ip_forward if it is off")
+	cmd.Flags().BoolVar(&forward6, "forward6", false, "translate IPv6 as well, and switch on net.ipv6.conf.all.forwarding if it is off")
 	return cmd
 }
 
@@ -68,7 +89,7 @@ func (a *app) netStatusCommand() *cobra.Command {
 
 func (a *app) netRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "remove", Short: "Remove the table, and switch forwarding off if setup has switched it on", Args: cobra.NoArgs,
+		Use: "remove", Short: "Remove the tables, and switch forwarding off if setup has switched it on", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			if err := hostnet.Remove(); err != nil {
 				return err
@@ -92,13 +113,15 @@ func (a *app) printNet(before func(io.Writer)) error {
 		if ranges == "" {
 			ranges = "nothing"
 		}
-		forwarding := "off"
-		switch {
-		case s.Guarded && s.Forwarding:
-			forwarding = "on, for VMs alone"
-		case s.Forwarding:
-			forwarding = "on"
+		words := func(on, guarded bool) string {
+			switch {
+			case on && guarded:
+				return "on, for VMs alone"
+			case on:
+				return "on"
+			}
+			return "off"
 		}
-		fmt.Fprintf(w, "translated: %s\nforwarding: %s\n", ranges, forwarding)
+		fmt.Fprintf(w, "translated: %s\nforwarding: %s\nforwarding of IPv6: %s\n", ranges, words(s.Forwarding, s.Guarded), words(s.Forwarding6, s.Guarded6))
 	})
 }

@@ -275,7 +275,11 @@ func (a *app) policyStatsCommand() *cobra.Command {
 }
 
 func writeStats(w io.Writer, st sandbox.NetworkStats) {
-	fmt.Fprintf(w, "%s has the address %v, on %s\n", st.Name, st.Address, st.TAP)
+	addresses := st.Address.String()
+	if st.Address6.IsValid() {
+		addresses += " and " + st.Address6.String()
+	}
+	fmt.Fprintf(w, "%s has the address %s, on %s\n", st.Name, addresses, st.TAP)
 	for _, u := range []struct {
 		what string
 		netpolicy.Usage

@@ -40,7 +40,7 @@ command is what the image says: its entrypoint, with COMMAND in place of its own
 arguments. With --detach the command is started and not waited for.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
-memory_mib, disk_mib, hostname, network, policy, tags, cmdline, no_acpi, hooks, idle,
+memory_mib, disk_mib, hostname, network, ipv6, policy, tags, cmdline, no_acpi, hooks, idle,
 volumes, services; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
@@ -113,6 +113,7 @@ is denied, both ways.`,
 	f.IntVar(&spec.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", sandbox.DefaultDiskMiB))
 	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
 	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
+	f.BoolVar(&spec.IPv6, "ipv6", false, "with --net tap: an IPv6 address too, and a way out by it")
 	policyFlag(cmd, &policy, "everything is denied")
 	f.StringArrayVar(&spec.Tags, "tag", nil, "how rules of other VMs' policies (agents) name this VM; may be given several times")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
@@ -157,6 +158,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"disk", func() { spec.DiskMiB = flags.DiskMiB }},
 			{"hostname", func() { spec.Hostname = flags.Hostname }},
 			{"net", func() { spec.Network = flags.Network }},
+			{"ipv6", func() { spec.IPv6 = flags.IPv6 }},
 			{"policy", func() { spec.Policy = flags.Policy }},
 			{"tag", func() { spec.Tags = flags.Tags }},
 			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},

@@ -20,11 +20,18 @@ import (
 // processes with agents must have the same.
 const RangeEnv = "DROWSE_AGENT_RANGE"
 
+// Range6Env names the range of agents' IPv6 addresses, as fd64:726f:7773:2::/64.
+const Range6Env = "DROWSE_AGENT_RANGE6"
+
 // DefaultDir is where addresses are taken. It has to be of this host and this boot.
 const DefaultDir = "/run/drowse/addresses"
 
 // DefaultRange is where agents have their addresses if nothing else is said.
 var DefaultRange = netip.MustParsePrefix("10.200.0.0/16")
+
+// DefaultRange6 is where they have their IPv6 addresses: unique local ones (RFC 4193),
+// since the host translates them.
+var DefaultRange6 = netip.MustParsePrefix("fd64:726f:7773:2::/64")
 
 // Bounds of a range's length: the larger has addresses for half a million agents.
 const (
@@ -52,6 +59,52 @@ func Range() (netip.Prefix, error) {
 		return p, fmt.Errorf("$%s: %w", RangeEnv, err)
 	}
 	return p, nil
+}
+
+// Range6 is the range of agents' IPv6 addresses that $DROWSE_AGENT_RANGE6 names, or
+// DefaultRange6.
+func Range6() (netip.Prefix, error) {
+	text := os.Getenv(Range6Env)
+	if text == "" {
+		return DefaultRange6, nil
+	}
+	p, err := netip.ParsePrefix(text)
+	if err != nil {
+		return p, fmt.Errorf("$%s: %w: %.60q is not like %v", Range6Env, ErrRange, text, DefaultRange6)
+	}
+	if err := checkRange6(p); err != nil {
+		return p, fmt.Errorf("$%s: %w", Range6Env, err)
+	}
+	return p, nil
+}
+
+// checkRange6 says whether agents can have their IPv6 addresses in a range.
+func checkRange6(p netip.Prefix) error {
+	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway6, 64).Masked()
+	switch {
+	case !p.IsValid() || !p.Addr().Is6() || p.Addr().Is4In6() || p != p.Masked() || p.Bits() != 64 || !netip.MustParsePrefix("fc00::/7").Contains(p.Addr()):
+		return fmt.Errorf("%w: %v: use an IPv6 prefix of 64 bits of unique local addresses, as %v", ErrRange, p, DefaultRange6)
+	case p.Overlaps(wire):
+		return fmt.Errorf("%w: %v: every guest has %v for itself", ErrRange, p, wire)
+	case p.Contains(netip.MustParseAddr("fd00:ec2::254")) || p.Contains(netip.MustParseAddr("fd20:ce::254")):
+		return fmt.Errorf("%w: %v: a metadata service has an address in it", ErrRange, p)
+	}
+	return nil
+}
+
+// Address6 is the IPv6 address of an agent that has an IPv4 address: the range, and that
+// address in its last four bytes. So whoever holds the one has the other to itself, as long as
+// all of the host have one range. It fails with ErrRange if an interface of the host is in that range.
+func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
+	if err := checkRange6(in); err != nil {
+		return netip.Addr{}, err
+	}
+	if err := clash(in, Range6Env); err != nil {
+		return netip.Addr{}, err
+	}
+	b, four := in.Addr().As16(), own.As4()
+	copy(b[12:], four[:])
+	return netip.AddrFrom16(b), nil
 }
 
 // usable are the ranges that agents may have their addresses in: private ones, which no
@@ -111,7 +164,7 @@ func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
 	if err := CheckRange(in); err != nil {
 		return nil, err
 	}
-	if err := clash(in); err != nil {
+	if err := clash(in, RangeEnv); err != nil {
 		return nil, err
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -169,8 +222,8 @@ func take(dir string, addr netip.Addr, agent string) (*Address, error) {
 	}
 }
 
-// clash refuses a range in which the host has a network of its own.
-func clash(in netip.Prefix) error {
+// clash refuses a range in which the host has a network of its own. env names the range.
+func clash(in netip.Prefix, env string) error {
 	all, err := net.InterfaceAddrs()
 	if err != nil {
 		return fmt.Errorf("listing the host's addresses: %w", err)
@@ -182,11 +235,11 @@ func clash(in netip.Prefix) error {
 		}
 		addr, ok := netip.AddrFromSlice(n.IP)
 		ones, _ := n.Mask.Size()
-		if addr = addr.Unmap(); !ok || !addr.Is4() {
+		if addr = addr.Unmap(); !ok || addr.Is4() != in.Addr().Is4() {
 			continue
 		}
 		if p := netip.PrefixFrom(addr, ones); in.Overlaps(p.Masked()) {
-			return fmt.Errorf("%w: %v: the host has the address %v: name another range in $%s", ErrRange, in, p, RangeEnv)
+			return fmt.Errorf("%w: %v: the host has the address %v: name another range in $%s", ErrRange, in, p, env)
 		}
 	}
 	return nil

@@ -4,14 +4,15 @@
 //
 // An address is taken by a lock on a file of its name (flock(2)), which the kernel gives
 // back when the process ends, however it ends. All processes of a host that have agents
-// use the same directory, and have to agree on the range.
+// use the same directory, and have to agree on the range. Its IPv6 address has the one of
+// IPv4 in it, so that one lock is for both.
 //
-// The translation is a table of nftables of its own, "drowse" of family ip. It only ever
-// translates packets from the range of agents that leave by another interface than an
-// agent's. It does not decide what may pass: that is done by the programs on each agent's
-// TAP device. Removing the table opens nothing.
+// The translation is a table of nftables of its own, "drowse" of family ip, and another one of
+// family ip6. They only ever translate packets from the range of agents that leave by another interface than an
+// agent's. They do not decide what may pass: that is done by the programs on each agent's
+// TAP device. Removing a table opens nothing.
 //
-// Nothing here switches forwarding on but Forward, which says so in its name: a host with
-// net.ipv4.ip_forward routes between all its interfaces. Forward first adds a rule that
-// drops what is neither from nor to an agent, as it was before.
+// Nothing here switches forwarding on but Forward and Forward6, which say so in their names: a
+// host with net.ipv4.ip_forward, or net.ipv6.conf.all.forwarding, routes between all its
+// interfaces. They first add a rule that drops what is neither from nor to an agent, as it was before.
 package hostnet

@@ -9,8 +9,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"runtime"
-	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -60,6 +61,45 @@ func TestCheckRange(t *testing.T) {
 	t.Setenv(RangeEnv, "nonsense")
 	if _, err := Range(); !errors.Is(err, ErrRange) {
 		t.Error(err)
+	}
+}
+
+func TestRange6(t *testing.T) {
+	for text, ok := range map[string]bool{
+		"": true, "fd64:726f:7773:2::/64": true, "fc00:0:0:1::/64": true,
+		"fd64:726f:7773:1::/64": false, "fd64:726f:7773::/48": false, "fd64:726f:7773:2::/65": false, "fd64:726f:7773:2::1/64": false,
+		"2001:db8::/64": false, "fe80::/64": false, "fd00:ec2::/64": false, "fd20:ce::/64": false, "10.0.0.0/16": false, "::ffff:0.0.0.0/64": false, "nonsense": false,
+	} {
+		t.Setenv(Range6Env, text)
+		if p, err := Range6(); (err == nil) != ok || err != nil && !errors.Is(err, ErrRange) {
+			t.Errorf("%q: %v, %v, want ok %v", text, p, err, ok)
+		}
+	}
+}
+
+func TestAddress6_has_the_address_of_IPv4_in_it(t *testing.T) {
+	ownNamespace(t)
+	own := netip.MustParseAddr("10.200.7.9")
+	in := netip.MustParsePrefix("fd00:1:2:3::/64")
+	if a, err := Address6(in, own); err != nil || a.String() != "fd00:1:2:3::ac8:709" || !in.Contains(a) {
+		t.Errorf("%v, %v", a, err)
+	}
+	if a, err := Address6(netip.MustParsePrefix("2001:db8::/64"), own); !errors.Is(err, ErrRange) {
+		t.Errorf("in a public range: %v, %v", a, err)
+	}
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr, err := netlink.ParseAddr("fd00:1:2:3::1/64")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.AddrAdd(lo, addr); err != nil {
+		t.Fatal(err)
+	}
+	if a, err := Address6(in, own); !errors.Is(err, ErrRange) {
+		t.Errorf("in a range of the host's: %v, %v", a, err)
 	}
 }
 
@@ -248,62 +288,136 @@ func TestTake_range_with_a_network_of_the_host_is_refused(t *testing.T) {
 	}
 }
 
+// setting is a file of sysctls.
+func setting(t *testing.T, path string) string {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.TrimSpace(string(b))
+}
+
 func TestTranslateAndForward_are_idempotent_and_go_away(t *testing.T) {
+	for name, c := range map[string]struct {
+		family  *family
+		ranges  []netip.Prefix
+		forward func() (bool, error)
+	}{
+		"IPv4": {ip4, []netip.Prefix{small, netip.MustParsePrefix("100.64.0.0/16")}, Forward},
+		"IPv6": {ip6, []netip.Prefix{DefaultRange6, netip.MustParsePrefix("fd00:1:2:3::/64")}, Forward6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ownNamespace(t)
+			look := func(ranges []netip.Prefix, forwarding, guarded bool) {
+				t.Helper()
+				want := Status{Ranges: []string{}}
+				for _, r := range ranges {
+					want.Ranges = append(want.Ranges, r.String())
+				}
+				if c.family == ip4 {
+					want.Forwarding, want.Guarded = forwarding, guarded
+				} else {
+					want.Forwarding6, want.Guarded6 = forwarding, guarded
+				}
+				if s, err := Look(); err != nil || !reflect.DeepEqual(s, want) {
+					t.Errorf("%+v, %v; want %+v", s, err, want)
+				}
+			}
+			look(nil, false, false)
+			for range 2 {
+				for _, r := range c.ranges {
+					if err := Translate(r); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			look(c.ranges, false, false)
+			for i := range 2 {
+				if changed, err := c.forward(); err != nil || changed != (i == 0) {
+					t.Fatal(changed, err)
+				}
+			}
+			look(c.ranges, true, true)
+			for range 2 {
+				if err := Remove(); err != nil {
+					t.Fatal(err)
+				}
+				look(nil, false, false)
+			}
+
+			// Forwarding that others have switched on is left on, and not limited.
+			if err := c.family.setForwarding("1"); err != nil {
+				t.Fatal(err)
+			}
+			if changed, err := c.forward(); err != nil || changed {
+				t.Error(changed, err)
+			}
+			if err := Translate(c.ranges[0]); err != nil {
+				t.Fatal(err)
+			}
+			look(c.ranges[:1], true, false)
+			if err := Remove(); err != nil {
+				t.Fatal(err)
+			}
+			look(nil, true, false)
+		})
+	}
+}
+
+func TestForward6_leaves_the_host_its_routes_from_routers(t *testing.T) {
 	ownNamespace(t)
-	look := func(ranges []string, forwarding, guarded bool) {
-		t.Helper()
-		s, err := Look()
-		if err != nil || !slices.Equal(s.Ranges, ranges) || s.Forwarding != forwarding || s.Guarded != guarded {
-			t.Errorf("%+v, %v; want %v, forwarding %v, guarded %v", s, err, ranges, forwarding, guarded)
+	for _, name := range []string{"takes", "takes-none", "changed"} {
+		if err := netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: name}}); err != nil {
+			t.Fatal(err)
 		}
 	}
-	look([]string{}, false, false)
-	other := netip.MustParsePrefix("100.64.0.0/16")
-	for range 2 {
-		for _, r := range []netip.Prefix{small, other} {
-			if err := Translate(r); err != nil {
-				t.Fatal(err)
+	want := func(when string, values map[string]string) {
+		t.Helper()
+		for name, v := range values {
+			if got := setting(t, acceptRA(name)); got != v {
+				t.Errorf("%s, accept_ra of %s is %s, want %s", when, name, got, v)
 			}
 		}
 	}
-	look([]string{small.String(), other.String()}, false, false)
-	for i := range 2 {
-		if changed, err := Forward(); err != nil || changed != (i == 0) {
-			t.Fatal(changed, err)
-		}
-	}
-	look([]string{small.String(), other.String()}, true, true)
-	for range 2 {
-		if err := Remove(); err != nil {
+	for name, v := range map[string]string{"default": "1", "takes": "1", "takes-none": "0", "changed": "1"} {
+		if err := setAcceptRA(name, v); err != nil {
 			t.Fatal(err)
 		}
-		look([]string{}, false, false)
 	}
-
-	// Forwarding that others have switched on is left on, and not limited.
-	if err := setForwarding("1"); err != nil {
+	if changed, err := Forward6(); err != nil || !changed {
+		t.Fatal(changed, err)
+	}
+	want("while it forwards", map[string]string{"default": "2", "takes": "2", "takes-none": "0", "changed": "2"})
+	if err := setAcceptRA("changed", "0"); err != nil {
 		t.Fatal(err)
 	}
-	if changed, err := Forward(); err != nil || changed {
-		t.Error(changed, err)
-	}
-	if err := Translate(small); err != nil {
-		t.Fatal(err)
-	}
-	look([]string{small.String()}, true, false)
 	if err := Remove(); err != nil {
 		t.Fatal(err)
 	}
-	look([]string{}, true, false)
+	want("afterwards", map[string]string{"default": "1", "takes": "1", "takes-none": "0", "changed": "0"})
 }
 
 func TestTranslate_unusable_range_is_refused(t *testing.T) {
-	if err := Translate(netip.MustParsePrefix("8.8.8.0/24")); !errors.Is(err, ErrRange) {
-		t.Error(err)
+	for _, text := range []string{"8.8.8.0/24", "2001:db8::/64", "fd64:726f:7773:2::/65"} {
+		if err := Translate(netip.MustParsePrefix(text)); !errors.Is(err, ErrRange) {
+			t.Errorf("%s: %v", text, err)
+		}
 	}
 }
 
 func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
+	t.Run("IPv4", func(t *testing.T) {
+		dropsOthers(t, ip4, "udp4", "198.51.100.%d/24", "203.0.113.%d/24", "192.0.2.%d/24")
+	})
+	t.Run("IPv6", func(t *testing.T) {
+		dropsOthers(t, ip6, "udp6", "2001:db8:1::%d/64", "2001:db8:2::%d/64", "2001:db8:3::%d/64")
+	})
+}
+
+// dropsOthers has two networks of a host's and that of a VM send to each other. Subnets are
+// of the left, the right and the VM's network; the host is number 1, the other end 2.
+func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet string) {
 	ownNamespace(t)
 	must := func(err error) {
 		t.Helper()
@@ -320,34 +434,39 @@ func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 		must(err)
 		a, err := netlink.ParseAddr(addr)
 		must(err)
+		if f == ip6 {
+			a.Flags = unix.IFA_F_NODAD
+		}
 		must(netlink.AddrAdd(l, a))
 		must(netlink.LinkSetUp(l))
 	}
 	// Two networks of the host's, and one whose device is named as a VM's.
 	other := map[string]netns.NsHandle{}
-	for device, subnet := range map[string]string{"left": "198.51.100", "right": "203.0.113", "drowse0": "192.0.2"} {
+	for device, subnet := range map[string]string{"left": leftNet, "right": rightNet, "drowse0": vmNet} {
 		ns, err := netns.New()
 		must(err)
 		defer ns.Close()
 		other[device] = ns
 		must(netns.Set(host))
 		must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: device}, PeerName: "up", PeerNamespace: netlink.NsFd(ns)}))
-		up(device, subnet+".1/24")
+		up(device, fmt.Sprintf(subnet, 1))
 		must(netns.Set(ns))
-		up("up", subnet+".2/24")
-		gw, err := netlink.ParseAddr(subnet + ".1/32")
+		up("up", fmt.Sprintf(subnet, 2))
+		gw := netip.MustParsePrefix(fmt.Sprintf(subnet, 1)).Addr()
+		l, err := netlink.LinkByName("up")
 		must(err)
-		must(netlink.RouteAdd(&netlink.Route{Gw: gw.IP}))
+		must(netlink.RouteAdd(&netlink.Route{Gw: gw.AsSlice(), LinkIndex: l.Attrs().Index}))
 		must(netns.Set(host))
 	}
 	must(netns.Set(other["right"]))
-	server, err := net.ListenPacket("udp4", "203.0.113.2:7")
+	at := netip.AddrPortFrom(netip.MustParsePrefix(fmt.Sprintf(rightNet, 2)).Addr(), 7).String()
+	server, err := net.ListenPacket(network, at)
 	must(err)
 	defer server.Close()
 	client := map[string]net.Conn{}
 	for _, from := range []string{"left", "drowse0"} {
 		must(netns.Set(other[from]))
-		client[from], err = net.Dial("udp4", "203.0.113.2:7")
+		client[from], err = net.Dial(network, at)
 		must(err)
 		defer client[from].Close()
 	}
@@ -377,7 +496,7 @@ func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 	}
 	dropped := func() uint64 {
 		t.Helper()
-		n, err := open()
+		n, err := open(f)
 		must(err)
 		rules, err := n.conn.GetRules(n.table, &nftables.Chain{Name: chainGuard, Table: n.table})
 		must(err)
@@ -392,7 +511,7 @@ func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 		return 0
 	}
 
-	if changed, err := Forward(); err != nil || !changed {
+	if changed, err := f.doForward(); err != nil || !changed {
 		t.Fatal(changed, err)
 	}
 	passes("drowse0", "from a VM")
@@ -405,6 +524,6 @@ func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 	}
 	passes("drowse0", "from a VM again") // and nothing from left was before it
 	must(Remove())
-	must(setForwarding("1"))
+	must(f.setForwarding("1"))
 	passes("left", "without the rule")
 }

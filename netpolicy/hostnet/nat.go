@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/google/nftables"
@@ -24,10 +26,37 @@ const (
 	tableName   = "drowse"
 	chainNAT    = "postrouting"
 	chainGuard  = "forward"
+	chainRA     = "accept_ra"
 	guardWords  = "drowse: forward only from and to VMs"
-	sourceAt    = 12 // of an IPv4 header (RFC 791, 3.1)
-	forwardFile = "/proc/sys/net/ipv4/ip_forward"
+	rangePrefix = "drowse: agents "
 )
+
+// family is what differs between IPv4 and IPv6.
+type family struct {
+	table     nftables.TableFamily
+	source    uint32 // where the source address begins in a header
+	length    uint32 // of an address, in bytes
+	forward   string // file of the sysctl that switches forwarding on
+	sysctl    string // its name
+	advertise bool   // whether routers tell the host of themselves
+}
+
+var (
+	// RFC 791, 3.1.
+	ip4 = &family{nftables.TableFamilyIPv4, 12, 4, "/proc/sys/net/ipv4/ip_forward", "net.ipv4.ip_forward", false}
+	// RFC 8200, 3.
+	ip6 = &family{nftables.TableFamilyIPv6, 8, 16, "/proc/sys/net/ipv6/conf/all/forwarding", "net.ipv6.conf.all.forwarding", true}
+)
+
+// confDir has a directory of sysctls for each interface, and two for all.
+const confDir = "/proc/sys/net/ipv6/conf"
+
+func familyOf(in netip.Prefix) *family {
+	if in.Addr().Is4() {
+		return ip4
+	}
+	return ip6
+}
 
 // ErrNAT is a host that cannot translate addresses.
 var ErrNAT = errors.New("the kernel does not take the table of nftables")
@@ -40,6 +69,9 @@ type Status struct {
 	// Forward, and is for agents alone.
 	Forwarding bool `json:"forwarding"`
 	Guarded    bool `json:"guarded"`
+	// Forwarding6 and Guarded6 are the same for net.ipv6.conf.all.forwarding and Forward6.
+	Forwarding6 bool `json:"forwarding6"`
+	Guarded6    bool `json:"guarded6"`
 }
 
 // locked does something that no other process does at the same time.
@@ -64,23 +96,24 @@ func locked(do func() error) error {
 	}
 }
 
-// nft is a conversation about the table.
+// nft is a conversation about the table of a family.
 type nft struct {
-	conn  *nftables.Conn
-	table *nftables.Table
+	family *family
+	conn   *nftables.Conn
+	table  *nftables.Table
 }
 
-func open() (*nft, error) {
+func open(f *family) (*nft, error) {
 	c, err := nftables.New()
 	if err != nil {
 		return nil, fmt.Errorf("reaching nftables: %w: %w", ErrNAT, err)
 	}
-	return &nft{c, &nftables.Table{Family: nftables.TableFamilyIPv4, Name: tableName}}, nil
+	return &nft{f, c, &nftables.Table{Family: f.table, Name: tableName}}, nil
 }
 
 // find returns the table, or nil if there is none.
 func (n *nft) find() (*nftables.Table, error) {
-	all, err := n.conn.ListTablesOfFamily(nftables.TableFamilyIPv4)
+	all, err := n.conn.ListTablesOfFamily(n.family.table)
 	if err != nil {
 		return nil, fmt.Errorf("listing tables of nftables: %w: %w", ErrNAT, err)
 	}
@@ -132,38 +165,37 @@ func notAgents(key expr.MetaKey) []expr.Any {
 	}
 }
 
-func rangeWords(in netip.Prefix) string { return "drowse: agents " + in.String() }
+func rangeWords(in netip.Prefix) string { return rangePrefix + in.String() }
 
-// Translate has the host translate what agents in a range send to other interfaces than
-// agents'. It changes nothing when that is so already, and may be called from several
-// processes at once.
+// Translate has the host translate what agents in a range, of IPv4 or IPv6, send to other
+// interfaces than agents'. It changes nothing when that is so already, and may be called from
+// several processes at once.
 func Translate(in netip.Prefix) error {
-	if err := CheckRange(in); err != nil {
+	check := CheckRange
+	if familyOf(in) == ip6 {
+		check = checkRange6
+	}
+	if err := check(in); err != nil {
 		return err
 	}
 	return locked(func() error {
-		n, err := open()
+		n, err := open(familyOf(in))
 		if err != nil {
 			return err
 		}
 		have, err := n.comments(chainNAT)
-		if err != nil {
+		if err != nil || slices.Contains(have, rangeWords(in)) {
 			return err
-		}
-		for _, c := range have {
-			if c == rangeWords(in) {
-				return nil
-			}
 		}
 		n.conn.AddTable(n.table)
 		chain := n.conn.AddChain(&nftables.Chain{
 			Name: chainNAT, Table: n.table, Type: nftables.ChainTypeNAT,
 			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
 		})
-		mask := net.CIDRMask(in.Bits(), 32)
+		length := n.family.length
 		exprs := append([]expr.Any{
-			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: sourceAt, Len: 4},
-			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: mask, Xor: make([]byte, 4)},
+			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: n.family.source, Len: length},
+			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: length, Mask: net.CIDRMask(in.Bits(), int(8*length)), Xor: make([]byte, length)},
 			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: in.Addr().AsSlice()},
 		}, notAgents(expr.MetaKeyOIFNAME)...)
 		n.conn.AddRule(&nftables.Rule{
@@ -174,18 +206,25 @@ func Translate(in netip.Prefix) error {
 	})
 }
 
-// Forwarding says whether the host forwards IPv4 packets.
-func Forwarding() (bool, error) {
-	b, err := os.ReadFile(forwardFile)
+// Forwarding says whether the host forwards IPv4 packets, and Forwarding6 whether it
+// forwards those of IPv6; a host without IPv6 does not.
+func Forwarding() (bool, error)  { return ip4.forwarding() }
+func Forwarding6() (bool, error) { return ip6.forwarding() }
+
+func (f *family) forwarding() (bool, error) {
+	b, err := os.ReadFile(f.forward)
+	if f == ip6 && errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
 	if err != nil {
 		return false, fmt.Errorf("looking whether the host forwards packets: %w", err)
 	}
 	return !bytes.Equal(bytes.TrimSpace(b), []byte("0")), nil
 }
 
-func setForwarding(value string) error {
-	if err := os.WriteFile(forwardFile, []byte(value+"\n"), 0o644); err != nil {
-		return fmt.Errorf("setting net.ipv4.ip_forward to %s: %w", value, err)
+func (f *family) setForwarding(value string) error {
+	if err := os.WriteFile(f.forward, []byte(value+"\n"), 0o644); err != nil {
+		return fmt.Errorf("setting %s to %s: %w", f.sysctl, value, err)
 	}
 	return nil
 }
@@ -193,87 +232,175 @@ func setForwarding(value string) error {
 // Forward has the host forward IPv4 packets, if it does not yet: those from and to agents'
 // interfaces alone, since a rule drops all others first. It reports whether it has changed
 // something. Where forwarding was on already, it adds no rule.
-func Forward() (changed bool, err error) {
+func Forward() (changed bool, err error) { return ip4.doForward() }
+
+// Forward6 is Forward for IPv6. A host that forwards takes no more routes from routers that
+// tell of themselves (accept_ra 1; ip-sysctl.rst of Linux), and would lose its own way out: so
+// interfaces that take them now are told to go on with it (accept_ra 2).
+func Forward6() (changed bool, err error) { return ip6.doForward() }
+
+func (f *family) doForward() (changed bool, err error) {
 	err = locked(func() error {
-		on, err := Forwarding()
+		on, err := f.forwarding()
 		if on || err != nil {
 			return err
 		}
-		n, err := open()
+		n, err := open(f)
 		if err != nil {
 			return err
 		}
-		have, err := n.comments(chainGuard)
-		if err != nil {
+		if err := n.guard(); err != nil {
 			return err
 		}
-		if len(have) == 0 {
-			n.conn.AddTable(n.table)
-			chain := n.conn.AddChain(&nftables.Chain{
-				Name: chainGuard, Table: n.table, Type: nftables.ChainTypeFilter,
-				Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
-			})
-			exprs := append(notAgents(expr.MetaKeyIIFNAME), notAgents(expr.MetaKeyOIFNAME)...)
-			n.conn.AddRule(&nftables.Rule{
-				Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
-				UserData: userdata.AppendString(nil, userdata.TypeComment, guardWords),
-			})
-			if err := n.flush(); err != nil {
+		if f.advertise {
+			if err := n.keepAdvertised(); err != nil {
 				return err
 			}
 		}
 		changed = true
-		return setForwarding("1")
+		return f.setForwarding("1")
 	})
 	return changed, err
 }
 
-// Remove takes away what Translate and Forward have made: first forwarding, if Forward has
-// switched it on, then the table. It is no error if there is nothing.
-func Remove() error {
-	return locked(func() error {
-		n, err := open()
-		if err != nil {
-			return err
-		}
-		t, err := n.find()
-		if t == nil || err != nil {
-			return err
-		}
-		guard, err := n.comments(chainGuard)
-		if err != nil {
-			return err
-		}
-		if len(guard) > 0 {
-			if err := setForwarding("0"); err != nil {
-				return err
-			}
-		}
-		n.conn.DelTable(n.table)
-		return n.flush()
+// guard adds the rule that drops what is neither from nor to an agent.
+func (n *nft) guard() error {
+	have, err := n.comments(chainGuard)
+	if err != nil || len(have) > 0 {
+		return err
+	}
+	n.conn.AddTable(n.table)
+	chain := n.conn.AddChain(&nftables.Chain{
+		Name: chainGuard, Table: n.table, Type: nftables.ChainTypeFilter,
+		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
 	})
+	exprs := append(notAgents(expr.MetaKeyIIFNAME), notAgents(expr.MetaKeyOIFNAME)...)
+	n.conn.AddRule(&nftables.Rule{
+		Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
+		UserData: userdata.AppendString(nil, userdata.TypeComment, guardWords),
+	})
+	return n.flush()
+}
+
+// keepAdvertised has interfaces that take routes from routers go on with it. Which
+// they are is noted first, in a chain that nothing jumps to: it is there for as long as the
+// guard, and in the same network namespace.
+func (n *nft) keepAdvertised() error {
+	entries, err := os.ReadDir(confDir)
+	if err != nil {
+		return fmt.Errorf("looking at the host's interfaces: %w", err)
+	}
+	noted, err := n.comments(chainRA)
+	if err != nil {
+		return err
+	}
+	chain := n.conn.AddChain(&nftables.Chain{Name: chainRA, Table: n.table})
+	var names []string
+	for _, e := range entries {
+		// New interfaces have what default has; all is not looked at.
+		if e.Name() == "all" || e.Name() == "lo" || strings.HasPrefix(e.Name(), InterfacePrefix) {
+			continue
+		}
+		if v, err := os.ReadFile(acceptRA(e.Name())); err != nil || string(bytes.TrimSpace(v)) != "1" {
+			continue // it has gone, or takes none
+		}
+		names = append(names, e.Name())
+		if !slices.Contains(noted, e.Name()) {
+			n.conn.AddRule(&nftables.Rule{
+				Table: n.table, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}, UserData: userdata.AppendString(nil, userdata.TypeComment, e.Name()),
+			})
+		}
+	}
+	if err := n.flush(); err != nil {
+		return err
+	}
+	for _, name := range names {
+		if err := setAcceptRA(name, "2"); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func acceptRA(name string) string { return filepath.Join(confDir, name, "accept_ra") }
+
+func setAcceptRA(name, value string) error {
+	err := os.WriteFile(acceptRA(name), []byte(value+"\n"), 0o644)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("setting net.ipv6.conf.%s.accept_ra to %s: %w", name, value, err)
+	}
+	return nil
+}
+
+// Remove takes away what Translate, Forward and Forward6 have made: first forwarding, if they
+// have switched it on, then the tables. It is no error if there is nothing.
+func Remove() error {
+	return locked(func() error { return errors.Join(ip4.remove(), ip6.remove()) })
+}
+
+func (f *family) remove() error {
+	n, err := open(f)
+	if err != nil {
+		return err
+	}
+	t, err := n.find()
+	if t == nil || err != nil {
+		return err
+	}
+	guard, err := n.comments(chainGuard)
+	if err != nil {
+		return err
+	}
+	if len(guard) > 0 {
+		if err := f.setForwarding("0"); err != nil {
+			return err
+		}
+	}
+	names, err := n.comments(chainRA)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		// Whoever has set it to something else since means it.
+		if v, err := os.ReadFile(acceptRA(name)); err != nil || string(bytes.TrimSpace(v)) != "2" {
+			continue
+		}
+		if err := setAcceptRA(name, "1"); err != nil {
+			return err
+		}
+	}
+	n.conn.DelTable(n.table)
+	return n.flush()
 }
 
 // Look says what there is.
 func Look() (s Status, err error) {
 	s.Ranges = []string{}
-	if s.Forwarding, err = Forwarding(); err != nil {
-		return s, err
-	}
-	n, err := open()
-	if err != nil {
-		return s, err
-	}
-	nat, err := n.comments(chainNAT)
-	if err != nil {
-		return s, err
-	}
-	for _, c := range nat {
-		if r, ok := strings.CutPrefix(c, "drowse: agents "); ok {
-			s.Ranges = append(s.Ranges, r)
+	for _, f := range []struct {
+		family              *family
+		forwarding, guarded *bool
+	}{{ip4, &s.Forwarding, &s.Guarded}, {ip6, &s.Forwarding6, &s.Guarded6}} {
+		if *f.forwarding, err = f.family.forwarding(); err != nil {
+			return s, err
 		}
+		n, err := open(f.family)
+		if err != nil {
+			return s, err
+		}
+		nat, err := n.comments(chainNAT)
+		if err != nil {
+			return s, err
+		}
+		for _, c := range nat {
+			if r, ok := strings.CutPrefix(c, rangePrefix); ok {
+				s.Ranges = append(s.Ranges, r)
+			}
+		}
+		guard, err := n.comments(chainGuard)
+		if err != nil {
+			return s, err
+		}
+		*f.guarded = len(guard) > 0
 	}
-	guard, err := n.comments(chainGuard)
-	s.Guarded = len(guard) > 0
-	return s, err
+	return s, nil
 }

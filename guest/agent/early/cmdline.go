@@ -15,6 +15,7 @@ type Config struct {
 	RW       string // device of the writable disk; "" for a tmpfs
 	Hostname string
 	Net      *Net // nil leaves eth0 alone
+	Net6     *Net // the same for IPv6, without name servers
 	Wait     time.Duration
 	TmpInRAM bool
 	Quiet    bool
@@ -91,6 +92,12 @@ func (c *Config) set(key, value string) error {
 			return err
 		}
 		c.Net = n
+	case "ip6":
+		n, err := parseNet6(value)
+		if err != nil {
+			return err
+		}
+		c.Net6 = n
 	case "wait":
 		s, err := strconv.Atoi(value)
 		if err != nil || s < 0 || s > maxWait {
@@ -126,6 +133,22 @@ func parseVolume(value string) (Volume, error) {
 		return Volume{}, fmt.Errorf("want SERIAL,rw,/DIR or SERIAL,ro,/DIR")
 	}
 	return Volume{Serial: serial, Dir: dir, ReadOnly: mode == "ro"}, nil
+}
+
+// parseNet6 reads ADDRESS/BITS[,GATEWAY].
+func parseNet6(value string) (*Net, error) {
+	text, gateway, _ := strings.Cut(value, ",")
+	addr, err := netip.ParsePrefix(text)
+	if err != nil || !addr.Addr().Is6() || addr.Addr().Is4In6() {
+		return nil, fmt.Errorf("want an IPv6 address with its prefix length, as fd00::2/64")
+	}
+	n := &Net{Addr: addr}
+	if gateway != "" {
+		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !n.Gateway.Is6() || n.Gateway.Is4In6() || n.Gateway.Zone() != "" {
+			return nil, fmt.Errorf("gateway %q is not an IPv6 address", gateway)
+		}
+	}
+	return n, nil
 }
 
 func parseNet(value string) (*Net, error) {

@@ -12,7 +12,7 @@ import (
 
 func TestParseCmdline_reads_what_concerns_the_agent(t *testing.T) {
 	c, err := ParseCmdline("console=ttyS0 quiet drowse.image=/dev/vdb drowse.rw=/dev/vdc drowse.hostname=box " +
-		"drowse.ip=10.0.0.2/24,10.0.0.1,1.1.1.1,fd00::1 drowse.wait=3 drowse.tmp=tmpfs drowse.quiet -- drowse.bogus\n")
+		"drowse.ip=10.0.0.2/24,10.0.0.1,1.1.1.1,fd00::1 drowse.ip6=fd00::2/64,fd00::1 drowse.wait=3 drowse.tmp=tmpfs drowse.quiet -- drowse.bogus\n")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -21,6 +21,9 @@ func TestParseCmdline_reads_what_concerns_the_agent(t *testing.T) {
 	}
 	if n := c.Net; n == nil || n.Addr.String() != "10.0.0.2/24" || n.Gateway.String() != "10.0.0.1" || len(n.DNS) != 2 {
 		t.Errorf("net %+v", c.Net)
+	}
+	if n := c.Net6; n == nil || n.Addr.String() != "fd00::2/64" || n.Gateway.String() != "fd00::1" {
+		t.Errorf("IPv6 net %+v", c.Net6)
 	}
 }
 
@@ -34,6 +37,12 @@ func TestParseCmdline_refuses_what_it_cannot_do(t *testing.T) {
 		{"drowse.image=/dev/vdb drowse.ip=10.0.0.2/24,x", "gateway"},
 		{"drowse.image=/dev/vdb drowse.ip=10.0.0.2/24,,x", "name server"},
 		{"drowse.image=/dev/vdb drowse.ip=10.0.0.2/24,,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1", "more than 3"},
+		{"drowse.image=/dev/vdb drowse.ip6=10.0.0.2/24", "IPv6 address with its prefix"},
+		{"drowse.image=/dev/vdb drowse.ip6=fd00::2", "IPv6 address with its prefix"},
+		{"drowse.image=/dev/vdb drowse.ip6=::ffff:10.0.0.2/120", "IPv6 address with its prefix"},
+		{"drowse.image=/dev/vdb drowse.ip6=fd00::2/64,10.0.0.1", "gateway"},
+		{"drowse.image=/dev/vdb drowse.ip6=fd00::2/64,fe80::1%eth0", "gateway"},
+		{"drowse.image=/dev/vdb drowse.ip6=fd00::2/64,fd00::1,fd00::3", "gateway"},
 		{"drowse.image=/dev/vdb drowse.wait=-1", "seconds"},
 		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw", "SERIAL"},
 		{"drowse.image=/dev/vdb drowse.volume=,rw,/data", "SERIAL"},

@@ -10,6 +10,7 @@
 //	                        it the upper layer is a tmpfs and ends with the VM
 //	drowse.hostname=NAME
 //	drowse.ip=ADDR/PREFIX[,GATEWAY[,DNS...]]   for eth0
+//	drowse.ip6=ADDR/PREFIX[,GATEWAY]           the same for IPv6
 //	drowse.wait=SECONDS     how long to wait for the disks; 10 by default
 //	drowse.volume=SERIAL,rw|ro,DIR             mounts a further disk with an ext4
 //	drowse.tmp=tmpfs        keep /tmp in memory rather than on the root

@@ -312,7 +312,7 @@ func (m *Machine) settle() error {
 	if err := m.mountVolumes(); err != nil {
 		return err
 	}
-	if err := network(m.Config.Net); err != nil {
+	if err := network(m.Config.Net, m.Config.Net6); err != nil {
 		return err
 	}
 	if err := resolvConf(m.Config.Net); err != nil {

@@ -49,7 +49,7 @@ func netmask(bits int) []byte {
 }
 
 // network brings up the loopback and, when asked to, eth0.
-func network(n *Net) error {
+func network(n, n6 *Net) error {
 	sock, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open a socket to set up the network: %w", err)
@@ -58,9 +58,24 @@ func network(n *Net) error {
 	if err := linkUp(sock, "lo"); err != nil {
 		return fmt.Errorf("bring up lo: %w", err)
 	}
-	if n == nil {
+	if n == nil && n6 == nil {
 		return nil
 	}
+	if n6 != nil {
+		quiet6("eth0") // before it is up, when it would begin to ask
+	}
+	if n != nil {
+		if err := network4(sock, n); err != nil {
+			return err
+		}
+	}
+	if n6 != nil {
+		return network6(n6)
+	}
+	return nil
+}
+
+func network4(sock int, n *Net) error {
 	if err := setAddr(sock, "eth0", n); err != nil {
 		return fmt.Errorf("give eth0 the address %v: %w", n.Addr, err)
 	}
@@ -69,6 +84,44 @@ func network(n *Net) error {
 	}
 	if n.Gateway.IsValid() {
 		if err := defaultRoute(sock, n.Gateway.As4()); err != nil {
+			return fmt.Errorf("route by way of %v: %w", n.Gateway, err)
+		}
+	}
+	return nil
+}
+
+// quiet6 has an interface ask nobody for routes and addresses, and use its own at once:
+// all of it is known, and nobody else is on the link. A kernel that lacks one of these
+// settings only has more to say.
+func quiet6(name string) {
+	for _, s := range []string{"accept_ra", "autoconf", "dad_transmits", "accept_dad", "router_solicitations"} {
+		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/"+s, []byte("0\n"), 0o644)
+	}
+}
+
+// network6 gives eth0 its IPv6 address and route.
+func network6(n *Net) error {
+	sock, err := unix.Socket(unix.AF_INET6, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open a socket to set up IPv6: %w", err)
+	}
+	defer unix.Close(sock)
+	ifr, err := unix.NewIfreq("eth0")
+	if err != nil {
+		return err
+	}
+	if err := unix.IoctlIfreq(sock, unix.SIOCGIFINDEX, ifr); err != nil {
+		return fmt.Errorf("look for eth0: %w", err)
+	}
+	index := ifr.Uint32()
+	if err := linkUp(sock, "eth0"); err != nil {
+		return fmt.Errorf("bring up eth0: %w", err)
+	}
+	if err := addAddr6(sock, index, n.Addr); err != nil {
+		return fmt.Errorf("give eth0 the address %v: %w", n.Addr, err)
+	}
+	if n.Gateway.IsValid() {
+		if err := defaultRoute6(sock, index, n.Gateway.As16()); err != nil {
 			return fmt.Errorf("route by way of %v: %w", n.Gateway, err)
 		}
 	}

@@ -1,6 +1,7 @@
 package early
 
 import (
+	"net/netip"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -36,7 +37,42 @@ func defaultRoute(sock int, gateway [4]byte) error {
 		genmask: unix.RawSockaddrInet4{Family: unix.AF_INET},
 		flags:   unix.RTF_UP | unix.RTF_GATEWAY,
 	}
-	_, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(sock), unix.SIOCADDRT, uintptr(unsafe.Pointer(&rt)))
+	return ioctl(sock, unix.SIOCADDRT, unsafe.Pointer(&rt))
+}
+
+// in6Ifreq is struct in6_ifreq of linux/ipv6.h.
+type in6Ifreq struct {
+	addr      [16]byte
+	prefixLen uint32
+	index     int32
+}
+
+// addAddr6 gives an interface an IPv6 address (SIOCSIFADDR of an IPv6 socket, ipv6(7)).
+func addAddr6(sock int, index uint32, a netip.Prefix) error {
+	req := in6Ifreq{addr: a.Addr().As16(), prefixLen: uint32(a.Bits()), index: int32(index)}
+	return ioctl(sock, unix.SIOCSIFADDR, unsafe.Pointer(&req))
+}
+
+// in6Rtmsg is struct in6_rtmsg of linux/ipv6_route.h on 64-bit machines.
+type in6Rtmsg struct {
+	dst, src, gateway [16]byte
+	kind              uint32
+	dstLen, srcLen    uint16
+	metric            uint32
+	info              uint64
+	flags             uint32
+	index             int32
+}
+
+// defaultRoute6 is defaultRoute for IPv6.
+func defaultRoute6(sock int, index uint32, gateway [16]byte) error {
+	rt := in6Rtmsg{gateway: gateway, flags: unix.RTF_UP | unix.RTF_GATEWAY, index: int32(index)}
+	return ioctl(sock, unix.SIOCADDRT, unsafe.Pointer(&rt))
+}
+
+// ioctl makes a request of a socket. That something is there already is no error.
+func ioctl(sock int, request uintptr, arg unsafe.Pointer) error {
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(sock), request, uintptr(arg))
 	if errno != 0 && errno != unix.EEXIST {
 		return errno
 	}
