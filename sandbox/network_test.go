@@ -46,7 +46,7 @@ func taps(t *testing.T) (names []string) {
 		t.Fatal(err)
 	}
 	for _, i := range all {
-		if strings.HasPrefix(i.Name, "drowse") {
+		if strings.HasPrefix(i.Name, "drowse") && !strings.HasPrefix(i.Name, "drowse-gate") {
 			names = append(names, i.Name)
 		}
 	}

@@ -134,6 +134,29 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("three connections at once got %v, want 3, 4 and 5", seen)
 	}
 
+	// A packet to its own address wakes it as well, and nothing that the policy does not let in.
+	info, err := e.Store.Info(t.Context(), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Sleep(name)
+	own := info.Network.Address.String()
+	if c, err := net.DialTimeout("tcp4", net.JoinHostPort(own, "8001"), time.Second); err == nil {
+		c.Close()
+		t.Error("a port that the policy does not name was reached")
+	}
+	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Asleep {
+		t.Errorf("after a packet that the policy denies it is %v (%v)", r.Phase, err)
+	}
+	direct, err := net.DialTimeout("tcp4", net.JoinHostPort(own, "8000"), 2*time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer direct.Close()
+	if got := ask(direct); got != "6" {
+		t.Errorf("the guest that was woken by a packet says %q, want 6", got)
+	}
+
 	// A port that is not published any more is not listened for.
 	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, "rules: []\n")); err != nil {
 		t.Fatal(err)

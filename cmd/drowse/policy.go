@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
 )
 
@@ -64,7 +65,7 @@ func (s *surroundings) flags(cmd *cobra.Command) {
 	f.StringVar(&s.address, "address", "10.200.0.2", "the VM's own IPv4 address")
 	f.StringVar(&s.address6, "address6", "", "the VM's own IPv6 address; without one there is no IPv6")
 	f.StringSliceVar(&s.host, "host", nil, "addresses of the host")
-	f.StringSliceVar(&s.agents, "agents", []string{"10.200.0.0/16"}, "ranges of the VMs' addresses")
+	f.StringSliceVar(&s.agents, "agents", []string{hostnet.DefaultRange.String(), hostnet.DefaultRange6.String()}, "ranges of the VMs' addresses")
 	f.StringArrayVar(&s.peers, "peer", nil, "another VM, as ADDRESS=TAG,TAG...")
 }
 

@@ -22,6 +22,7 @@ started last. Commands with the same --state find them, and do without when ther
 
 Listen at the addresses where policies publish TCP ports of VMs ("publish", see "drowse
 policy"). A connection wakes a VM that sleeps, waits until it is there, and keeps it awake.
+A packet to the address of a VM that sleeps wakes it if its policy would let it in.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end.
 It goes on until it is interrupted.`,

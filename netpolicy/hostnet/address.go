@@ -170,23 +170,32 @@ func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("taking an address: %w", err)
 	}
-	// Neither the first nor the last address of the range, which mean the network and
-	// broadcast elsewhere.
-	n := uint32(1)<<(32-in.Bits()) - 2
-	h := fnv.New32a()
-	_, _ = h.Write([]byte(agent)) // never fails
-	first := in.Addr().As4()
-	base := binary.BigEndian.Uint32(first[:]) + 1
-	at := h.Sum32() % n
+	n := choices(in)
 	for i := range n {
-		var b [4]byte
-		binary.BigEndian.PutUint32(b[:], base+(at+i)%n)
-		a, err := take(dir, netip.AddrFrom4(b), agent)
+		a, err := take(dir, choice(in, agent, i), agent)
 		if a != nil || err != nil {
 			return a, err
 		}
 	}
 	return nil, fmt.Errorf("taking an address in %v: %w: name a larger range in $%s", in, ErrFull, RangeEnv)
+}
+
+// First is the address of a range that Take gives to an agent if nobody else has it.
+func First(in netip.Prefix, agent string) netip.Addr { return choice(in, agent, 0) }
+
+// choices are how many addresses of a range agents can have: neither the first nor the last
+// one, which mean the network and broadcast elsewhere.
+func choices(in netip.Prefix) uint32 { return uint32(1)<<(32-in.Bits()) - 2 }
+
+// choice is what is tried for an agent after i others.
+func choice(in netip.Prefix, agent string, i uint32) netip.Addr {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(agent)) // never fails
+	first := in.Addr().As4()
+	n := choices(in)
+	var b [4]byte
+	binary.BigEndian.PutUint32(b[:], binary.BigEndian.Uint32(first[:])+1+(h.Sum32()%n+i)%n)
+	return netip.AddrFrom4(b)
 }
 
 // take takes one address; nil if another process has it.

@@ -2,15 +2,11 @@ package supervisor
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"sync"
 	"time"
-
-	"github.com/drowse-vm/drowse/sandbox"
 )
 
 // door listens for one published port.
@@ -28,10 +24,6 @@ type door struct {
 }
 
 const (
-	// wakeTries bounds how often a VM is woken for one connection that is put to sleep again in between.
-	wakeTries = 5
-	// wakeTime is how long a connection is held for a VM that wakes.
-	wakeTime = time.Minute
 	// dialTime is how long a guest may take to accept it.
 	dialTime = 30 * time.Second
 	// sayEvery is how often a failure is logged.
@@ -108,14 +100,14 @@ func (d *door) failed(from net.Addr, err error) {
 func (d *door) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
-	hold, addr, err := d.awake(ctx)
+	hold, info, err := d.v.awake(ctx, d.port.vm)
 	if err != nil {
 		reset(c)
 		return err
 	}
 	defer hold.Release()
 	dialer := net.Dialer{Timeout: dialTime}
-	g, err := dialer.DialContext(ctx, "tcp", netip.AddrPortFrom(addr, d.port.guest).String())
+	g, err := dialer.DialContext(ctx, "tcp", netip.AddrPortFrom(info.Address, d.port.guest).String())
 	if err != nil {
 		reset(c)
 		return err
@@ -138,36 +130,6 @@ func (d *door) carry(c *net.TCPConn) error {
 	close(ended)
 	cut.Wait()
 	return nil
-}
-
-// awake sees to it that the VM is awake and stays so until the hold is released.
-func (d *door) awake(ctx context.Context) (*sandbox.Hold, netip.Addr, error) {
-	name := d.port.vm
-	for range wakeTries {
-		hold, err := d.v.store.Hold(ctx, name)
-		if errors.Is(err, sandbox.ErrNotRunning) {
-			if _, err := d.v.store.Wake(ctx, d.v.launcher, name); err != nil {
-				return nil, netip.Addr{}, err
-			}
-			continue
-		}
-		if err != nil {
-			return nil, netip.Addr{}, err
-		}
-		info, err := d.v.store.Info(ctx, name)
-		switch {
-		case err != nil:
-		case info.Network == nil || !info.Network.Address.IsValid():
-			err = fmt.Errorf("VM %s has no network", name)
-		default:
-			return hold, info.Network.Address, nil
-		}
-		hold.Release()
-		if !errors.Is(err, sandbox.ErrNotRunning) {
-			return nil, netip.Addr{}, err
-		}
-	}
-	return nil, netip.Addr{}, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
 }
 
 // relay carries bytes both ways until both ends have ended, or one has failed; then the other one is told so.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -34,6 +35,13 @@ const lookEvery = 500 * time.Millisecond
 // milliseconds.
 const settleTime = 100 * time.Millisecond
 
+const (
+	// wakeTries bounds how often a VM is woken for one connection that is put to sleep again in between.
+	wakeTries = 5
+	// wakeTime is how long a connection or packet is held for a VM that wakes.
+	wakeTime = time.Minute
+)
+
 // port is one that a VM publishes.
 type port struct {
 	vm     string
@@ -54,6 +62,13 @@ type supervisor struct {
 	doors   map[port]*door
 	refused map[port]string
 	carried sync.WaitGroup
+
+	// guarded are the VMs that packets may wake, gate is who does it, and device where they come; nil until there is
+	// such a VM. gateFailed is why there is none.
+	guarded    map[string]guarded
+	gate       *gate
+	device     *gateDevice
+	gateFailed string
 }
 
 // Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
@@ -72,7 +87,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	defer cancel(nil)
 	v := &supervisor{
 		store: s, launcher: l, o: o, log: o.Log,
-		seen: map[string]time.Time{}, want: map[string][]port{}, doors: map[port]*door{}, refused: map[port]string{},
+		seen: map[string]time.Time{}, want: map[string][]port{}, doors: map[port]*door{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	if o.Pool > 0 {
 		p, err := s.NewPool(l, sandbox.PoolOptions{Processes: o.Pool, Follow: true, Log: o.Log})
@@ -95,7 +110,14 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 		for _, d := range v.doors {
 			d.close()
 		}
+		if v.device != nil {
+			err = errors.Join(err, v.device.close())
+		}
 		v.carried.Wait()
+		if v.gate != nil {
+			cancel(nil)
+			v.gate.bringing.Wait()
+		}
 	}()
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
@@ -121,6 +143,7 @@ func (v *supervisor) look(ctx context.Context) error {
 		if _, there := stamps[name]; !there {
 			delete(v.seen, name)
 			delete(v.want, name)
+			delete(v.guarded, name)
 		}
 	}
 	var errs []error
@@ -141,8 +164,14 @@ func (v *supervisor) look(ctx context.Context) error {
 			continue
 		}
 		v.want[name] = published(r.Spec)
+		if vm, ok := v.guardedOf(r); ok {
+			v.guarded[name] = vm
+		} else {
+			delete(v.guarded, name)
+		}
 	}
 	v.open(ctx)
+	errs = append(errs, v.openGate(ctx))
 	return errors.Join(errs...)
 }
 
@@ -196,4 +225,94 @@ func (v *supervisor) open(ctx context.Context) {
 		v.doors[p] = d
 		v.log.Info("listening", "vm", p.vm, "at", p.listen, "port", p.guest)
 	}
+}
+
+// awake sees to it that a VM is awake and stays so until the hold is released.
+func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sandbox.NetworkInfo, error) {
+	for range wakeTries {
+		hold, err := v.store.Hold(ctx, name)
+		if errors.Is(err, sandbox.ErrNotRunning) {
+			if _, err := v.store.Wake(ctx, v.launcher, name); err != nil {
+				return nil, nil, err
+			}
+			continue
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		info, err := v.store.Info(ctx, name)
+		switch {
+		case err != nil:
+		case info.Network == nil || !info.Network.Address.IsValid():
+			err = fmt.Errorf("VM %s has no network", name)
+		default:
+			return hold, info.Network, nil
+		}
+		hold.Release()
+		if !errors.Is(err, sandbox.ErrNotRunning) {
+			return nil, nil, err
+		}
+	}
+	return nil, nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
+}
+
+// guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
+func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
+	if r.Spec.Network != sandbox.NetworkTAP || r.Phase != sandbox.Asleep && r.Phase != sandbox.Running {
+		return vm, false
+	}
+	in, err := hostnet.Range()
+	if err != nil {
+		return vm, false // its process says so
+	}
+	vm = guarded{name: r.Spec.Name, address4: hostnet.First(in, r.ID), policy: r.Spec.Policy, tags: r.Spec.Tags}
+	if r.Spec.IPv6 {
+		if in6, err := hostnet.Range6(); err == nil {
+			vm.address6, _ = hostnet.Address6(in6, vm.address4) // if it fails, the VM does not wake either
+		}
+	}
+	return vm, true
+}
+
+// openGate has the addresses of guarded VMs lead to the gate.
+func (v *supervisor) openGate(ctx context.Context) error {
+	if v.gate == nil {
+		if len(v.guarded) == 0 {
+			return nil
+		}
+		agents, err := hostnet.Range()
+		if err != nil {
+			return err
+		}
+		agents6, err := hostnet.Range6()
+		if err != nil {
+			return err
+		}
+		d, err := openGateDevice()
+		if err != nil {
+			// As long as it is the same, once.
+			if v.gateFailed == err.Error() {
+				return nil
+			}
+			v.gateFailed = err.Error()
+			return fmt.Errorf("packets wake no VM: %w", err)
+		}
+		v.device = d
+		g := &gate{log: v.log, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
+			h, info, err := v.awake(ctx, name)
+			if err != nil {
+				return nil, nil, err
+			}
+			return h, info, nil
+		}
+		v.gate = g
+		v.carried.Go(func() {
+			if err := g.read(ctx, d.file); err != nil {
+				v.log.Error("packets wake no VM any more", "error", err)
+			}
+		})
+	}
+	v.gate.guard(v.guarded)
+	return v.device.lead(v.gate.addresses())
 }

@@ -1,0 +1,262 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/refmodel"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// gate wakes VMs for packets. The addresses of VMs lead to a device of the gate's, by routes that are worse than that
+// of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM
+// is woken, and gets it on its own device, where its programs judge it like any other. So the gate decides whom a packet
+// may wake, and never what passes.
+type gate struct {
+	log *slog.Logger
+	// wake sees to it that a VM is awake, and stays so until the hold is released.
+	wake func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error)
+	// send puts a frame on a VM's device.
+	send            func(device string, frame []byte) error
+	agents, agents6 netip.Prefix
+	now             func() time.Time
+
+	mu      sync.Mutex // guards what follows
+	resting map[netip.Addr]*resting
+	byName  map[string]guarded
+	host    []netip.Addr // of the host, as of hostAt
+	hostAt  time.Time
+	judged  int // since second began
+	second  time.Time
+
+	bringing sync.WaitGroup
+}
+
+// hold is what keeps a VM awake.
+type hold interface{ Release() }
+
+// guarded is a VM that a packet may wake.
+type guarded struct {
+	name     string
+	address4 netip.Addr
+	address6 netip.Addr // not valid without IPv6
+	policy   *netpolicy.Policy
+	tags     []string
+}
+
+// resting is an address of a guarded VM.
+type resting struct {
+	vm      guarded
+	held    [][]byte // packets, without a link's header
+	bytes   int
+	waking  bool
+	refused time.Time // when it could not be woken
+}
+
+// Bounds of what is held, for one address.
+const (
+	maxHeld      = 64
+	maxHeldBytes = 256 << 10
+)
+
+const (
+	// maxJudged bounds for how many packets a second the model is asked.
+	maxJudged = 2000
+	// restAfter is how long a VM that could not be woken is left alone.
+	restAfter = 5 * time.Second
+	// hostFor is how long the host's addresses are taken to be what they were.
+	hostFor = time.Second
+)
+
+// guard sets the VMs that packets may wake.
+func (g *gate) guard(vms map[string]guarded) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.byName = maps.Clone(vms)
+	there := map[netip.Addr]bool{}
+	for _, name := range slices.Sorted(maps.Keys(vms)) {
+		vm := vms[name]
+		for _, a := range vm.addresses() {
+			if there[a] {
+				continue // another one would have it as well, and has it if it wakes first
+			}
+			there[a] = true
+			if r := g.resting[a]; r != nil && r.vm.name == vm.name {
+				r.vm = vm
+			} else if r == nil || !r.waking {
+				g.resting[a] = &resting{vm: vm}
+			}
+		}
+	}
+	for a, r := range g.resting {
+		if !there[a] && !r.waking {
+			delete(g.resting, a)
+		}
+	}
+}
+
+// addresses are those that lead to the gate.
+func (g *gate) addresses() map[netip.Addr]bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	all := map[netip.Addr]bool{}
+	for a := range g.resting {
+		all[a] = true
+	}
+	return all
+}
+
+// addresses are those that lead to the gate while the VM has no device.
+func (vm guarded) addresses() []netip.Addr {
+	if vm.address6.IsValid() {
+		return []netip.Addr{vm.address4, vm.address6}
+	}
+	return []netip.Addr{vm.address4}
+}
+
+// packet takes a packet that has come to the gate. It does not keep p.
+func (g *gate) packet(ctx context.Context, p []byte) {
+	dst, ok := destination(p)
+	if !ok {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	r := g.resting[dst]
+	if r == nil {
+		return
+	}
+	if !r.waking {
+		now := g.now()
+		if now.Sub(r.refused) < restAfter || !g.opens(r.vm, p, now) {
+			return
+		}
+	}
+	if len(r.held) >= maxHeld || r.bytes+len(p) > maxHeldBytes {
+		return
+	}
+	r.held, r.bytes = append(r.held, append([]byte(nil), p...)), r.bytes+len(p)
+	if r.waking {
+		return
+	}
+	r.waking = true
+	name := r.vm.name
+	g.bringing.Go(func() { g.bring(ctx, name, dst, r) })
+}
+
+// opens says whether the policy of a VM would let a packet in that belongs to no flow, and nobody has flooded the
+// gate. g.mu is held.
+func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
+	if vm.policy == nil {
+		return false
+	}
+	if now.Sub(g.second) >= time.Second {
+		g.second, g.judged = now, 0
+	}
+	if g.judged++; g.judged > maxJudged {
+		return false
+	}
+	if now.Sub(g.hostAt) >= hostFor {
+		if host, err := netpolicy.HostAddresses(); err == nil {
+			g.host, g.hostAt = host, now
+		}
+	}
+	env := netpolicy.Environment{Host: g.host, Agents: []netip.Prefix{g.agents, g.agents6}}
+	for _, other := range g.byName {
+		if len(other.tags) == 0 || len(env.Peers) > netpolicy.MaxPeers-2 {
+			continue
+		}
+		for _, a := range other.addresses() {
+			env.Peers = append(env.Peers, netpolicy.Peer{Address: a, Tags: other.tags})
+		}
+	}
+	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
+	d := m.Judge(refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}, now.UnixNano())
+	return d.Verdict == netpolicy.Allow
+}
+
+// bring wakes a VM and gives it what is held for one of its addresses.
+func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
+	ctx, cancel := context.WithTimeout(ctx, wakeTime)
+	defer cancel()
+	h, info, err := g.wake(ctx, name)
+	if err == nil {
+		defer h.Release()
+		if info.Address != addr && info.Address6 != addr {
+			err = fmt.Errorf("VM %s has another address now: %v", name, info.Address)
+		}
+	}
+	for {
+		g.mu.Lock()
+		held := r.held
+		r.held, r.bytes = nil, 0
+		if err != nil {
+			r.refused = g.now()
+		}
+		if err != nil || len(held) == 0 {
+			r.waking = false
+			g.mu.Unlock()
+			break
+		}
+		g.mu.Unlock()
+		for _, p := range held {
+			if err = g.send(info.TAP, frame(p)); err != nil {
+				err = fmt.Errorf("giving VM %s a packet that was held for it: %w", name, err)
+				break
+			}
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		g.log.Warn("a packet found no way to its VM", "vm", name, "to", addr, "error", err)
+	}
+}
+
+// destination is where an IP packet goes.
+func destination(p []byte) (netip.Addr, bool) {
+	switch {
+	case len(p) >= 20 && p[0]>>4 == 4:
+		return netip.AddrFrom4([4]byte(p[16:20])), true
+	case len(p) >= 40 && p[0]>>4 == 6:
+		return netip.AddrFrom16([16]byte(p[24:40])), true
+	}
+	return netip.Addr{}, false
+}
+
+// frame is an IP packet as its gateway sends it to a guest.
+func frame(p []byte) []byte {
+	f := make([]byte, 0, 14+len(p))
+	f = append(f, netpolicy.TheWire.GuestMAC[:]...)
+	f = append(f, netpolicy.TheWire.GatewayMAC[:]...)
+	if p[0]>>4 == 4 {
+		f = append(f, 0x08, 0x00)
+	} else {
+		f = append(f, 0x86, 0xdd)
+	}
+	return append(f, p...)
+}
+
+// read takes packets from the gate's device until it is closed.
+func (g *gate) read(ctx context.Context, f *os.File) error {
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := f.Read(buf)
+		if errors.Is(err, os.ErrClosed) {
+			return nil
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("reading packets for VMs that sleep: %w", err)
+		}
+		g.packet(ctx, buf[:max(0, n)])
+	}
+}

@@ -1,0 +1,313 @@
+package supervisor
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// syn opens a TCP connection, or is another packet of it.
+func syn(from, to string, port uint16, flags byte) []byte {
+	src, dst := netip.MustParseAddr(from), netip.MustParseAddr(to)
+	tcp := make([]byte, 20)
+	binary.BigEndian.PutUint16(tcp, 40000)
+	binary.BigEndian.PutUint16(tcp[2:], port)
+	tcp[12], tcp[13] = 5<<4, flags
+	if src.Is6() {
+		h := make([]byte, 40)
+		h[0], h[5], h[6], h[7] = 6<<4, 20, unix.IPPROTO_TCP, 64
+		copy(h[8:], src.AsSlice())
+		copy(h[24:], dst.AsSlice())
+		return append(h, tcp...)
+	}
+	h := make([]byte, 20)
+	h[0], h[3], h[8], h[9] = 4<<4|5, 40, 64, unix.IPPROTO_TCP
+	copy(h[12:], src.AsSlice())
+	copy(h[16:], dst.AsSlice())
+	return append(h, tcp...)
+}
+
+const opening = 2 // SYN
+
+// stage is a gate with what it does to VMs noted.
+type stage struct {
+	*gate
+	mu       sync.Mutex
+	woken    []string
+	sent     []string // device, and the packet's TCP port
+	released int
+	awake    chan struct{} // wakes wait until it is closed
+	fails    error
+	info     sandbox.NetworkInfo
+	clock    time.Time
+}
+
+func (s *stage) Release() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.released++
+}
+
+var own = netip.MustParseAddr("10.200.0.7")
+var own6 = netip.MustParseAddr("fd64:726f:7773:2::ac8:7")
+
+func newStage(t *testing.T, policy string) *stage {
+	t.Helper()
+	p, err := netpolicy.Parse([]byte(policy))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &stage{awake: make(chan struct{}), info: sandbox.NetworkInfo{TAP: "tap-a", Address: own, Address6: own6}, clock: time.Unix(1e9, 0)}
+	s.gate = &gate{
+		log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64"),
+		resting: map[netip.Addr]*resting{}, now: func() time.Time { return s.clock },
+		wake: func(_ context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
+			<-s.awake
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.woken = append(s.woken, name)
+			return s, &s.info, s.fails
+		},
+		send: func(device string, f []byte) error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			at := 14 + 20
+			if f[12] == 0x86 {
+				at = 14 + 40
+			}
+			s.sent = append(s.sent, fmt.Sprintf("%s %x %d", device, f[13], binary.BigEndian.Uint16(f[at+2:])))
+			return nil
+		},
+	}
+	s.guard(map[string]guarded{
+		"a":    {name: "a", address4: own, address6: own6, policy: p},
+		"none": {name: "none", address4: netip.MustParseAddr("10.200.0.8")},
+		"peer": {name: "peer", address4: netip.MustParseAddr("10.200.0.9"), tags: []string{"friend"}, policy: &netpolicy.Policy{}},
+	})
+	return s
+}
+
+// let lets wakes go on, and waits for them.
+func (s *stage) let() {
+	close(s.awake)
+	s.bringing.Wait()
+	s.awake = make(chan struct{})
+}
+
+const opensHTTP = `rules:
+  - {direction: ingress, verdict: allow, groups: [public], protocols: [tcp], ports: [80, 81, 82]}
+  - {direction: ingress, verdict: allow, agents: [friend], protocols: [tcp], ports: [90]}
+`
+
+func TestGate_wakes_for_what_the_policy_lets_in_alone(t *testing.T) {
+	for name, c := range map[string]struct {
+		packet []byte
+		want   string
+	}{
+		"allowed":                        {syn("93.184.216.34", "10.200.0.7", 80, opening), "tap-a 0 80"},
+		"allowed by IPv6":                {syn("2001:db8::1", own6.String(), 81, opening), "tap-a dd 81"},
+		"of a VM with the right tag":     {syn("10.200.0.9", "10.200.0.7", 90, opening), "tap-a 0 90"},
+		"of a VM without it":             {syn("10.200.0.10", "10.200.0.7", 90, opening), ""},
+		"another port":                   {syn("93.184.216.34", "10.200.0.7", 22, opening), ""},
+		"not public":                     {syn("192.168.1.1", "10.200.0.7", 80, opening), ""},
+		"of a connection from before":    {syn("93.184.216.34", "10.200.0.7", 80, 16), ""},
+		"for a VM without a policy":      {syn("93.184.216.34", "10.200.0.8", 80, opening), ""},
+		"for nobody":                     {syn("93.184.216.34", "10.200.9.9", 80, opening), ""},
+		"from the metadata service":      {syn("169.254.169.254", "10.200.0.7", 80, opening), ""},
+		"cut off":                        {syn("93.184.216.34", "10.200.0.7", 80, opening)[:19], ""},
+		"cut off after the addresses":    {syn("93.184.216.34", "10.200.0.7", 80, opening)[:20], ""},
+		"neither IPv4 nor IPv6":          {append([]byte{0x50}, make([]byte, 60)...), ""},
+		"empty":                          {nil, ""},
+		"IPv6 to an address of nobody's": {syn("2001:db8::1", "fd64:726f:7773:2::1", 80, opening), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newStage(t, opensHTTP)
+			s.packet(t.Context(), c.packet)
+			s.let()
+			var want []string
+			if c.want != "" {
+				want = []string{c.want}
+			}
+			if !slices.Equal(s.sent, want) || len(s.woken) != len(want) || s.released != len(want) {
+				t.Errorf("woken %v, sent %v, released %d; want %v", s.woken, s.sent, s.released, want)
+			}
+		})
+	}
+}
+
+func TestGate_several_packets_wake_once_and_come_in_order(t *testing.T) {
+	s := newStage(t, opensHTTP)
+	for _, port := range []uint16{80, 81, 22, 82} {
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", port, opening))
+	}
+	s.let()
+	// What comes while it wakes is judged by the VM's programs.
+	if want := []string{"tap-a 0 80", "tap-a 0 81", "tap-a 0 22", "tap-a 0 82"}; !slices.Equal(s.sent, want) || len(s.woken) != 1 || s.released != 1 {
+		t.Errorf("woken %v, sent %v, released %d", s.woken, s.sent, s.released)
+	}
+}
+
+func TestGate_holds_no_more_than_its_bounds(t *testing.T) {
+	for name, size := range map[string]int{"many": 40, "large": 60000} {
+		s := newStage(t, opensHTTP)
+		p := append(syn("93.184.216.34", "10.200.0.7", 80, opening), make([]byte, size-40)...)
+		binary.BigEndian.PutUint16(p[2:], uint16(size))
+		for range 10 * maxHeld {
+			s.packet(t.Context(), p)
+		}
+		if n := min(maxHeld, maxHeldBytes/size); len(s.resting[own].held) != n {
+			t.Errorf("%s: %d are held, want %d", name, len(s.resting[own].held), n)
+		}
+		s.let()
+		if r := s.resting[own]; len(r.held) != 0 || r.bytes != 0 || r.waking || len(s.woken) != 1 {
+			t.Errorf("%s: afterwards %d packets, %d bytes, waking %v, woken %v", name, len(r.held), r.bytes, r.waking, s.woken)
+		}
+	}
+}
+
+func TestGate_flood_does_not_ask_the_model_without_end(t *testing.T) {
+	s := newStage(t, opensHTTP)
+	for range 2 * maxJudged {
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 22, opening))
+	}
+	s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 80, opening))
+	s.clock = s.clock.Add(2 * time.Second)
+	s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 81, opening))
+	s.let()
+	if !slices.Equal(s.sent, []string{"tap-a 0 81"}) {
+		t.Errorf("sent %v", s.sent)
+	}
+}
+
+func TestGate_VM_that_cannot_be_woken_is_left_alone_for_a_while(t *testing.T) {
+	for name, spoil := range map[string]func(s *stage) func(){
+		"fails": func(s *stage) func() { s.fails = errors.New("no disk"); return func() { s.fails = nil } },
+		"another address": func(s *stage) func() {
+			s.info.Address = netip.MustParseAddr("10.200.0.99")
+			return func() { s.info.Address = own }
+		},
+	} {
+		s := newStage(t, opensHTTP)
+		s.info.Address6 = netip.Addr{}
+		mend := spoil(s)
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 80, opening))
+		s.let()
+		mend()
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 81, opening))
+		s.let()
+		if len(s.sent) != 0 || len(s.woken) != 1 {
+			t.Errorf("%s: sent %v, woken %v", name, s.sent, s.woken)
+		}
+		s.clock = s.clock.Add(restAfter)
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 82, opening))
+		s.let()
+		if !slices.Equal(s.sent, []string{"tap-a 0 82"}) {
+			t.Errorf("%s, later: sent %v", name, s.sent)
+		}
+	}
+}
+
+func TestGate_VM_that_is_not_guarded_any_more_gets_nothing(t *testing.T) {
+	s := newStage(t, opensHTTP)
+	s.guard(map[string]guarded{})
+	s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 80, opening))
+	s.let()
+	if len(s.woken)+len(s.addresses()) != 0 {
+		t.Errorf("woken %v, addresses %v", s.woken, s.addresses())
+	}
+}
+
+func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
+	if os.Geteuid() != 0 {
+		if os.Getenv("CI") != "" {
+			t.Fatal("this needs root")
+		}
+		t.Skip("this needs root")
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	runtime.LockOSThread() // and never unlocked: the namespace ends with the thread
+	must(unix.Unshare(unix.CLONE_NEWNET))
+	lo, err := netlink.LinkByName("lo")
+	must(err)
+	must(netlink.LinkSetUp(lo))
+	first, err := openGateDevice()
+	must(err)
+	d, err := openGateDevice() // another supervisor's
+	must(err)
+	must(first.close())
+	defer func() { must(d.close()) }()
+	must(d.lead(map[netip.Addr]bool{own: true, own6: true}))
+	must(d.lead(map[netip.Addr]bool{own: true, own6: true})) // again
+
+	next := func() netip.Addr {
+		t.Helper()
+		must(d.file.SetReadDeadline(time.Now().Add(time.Minute)))
+		buf := make([]byte, 2000)
+		n, err := d.file.Read(buf)
+		must(err)
+		a, ok := destination(buf[:n])
+		if !ok || string(buf[n-4:n]) != "ping" {
+			t.Fatalf("%x", buf[:n])
+		}
+		return a
+	}
+	for _, a := range []netip.Addr{own, own6} {
+		c, err := net.Dial("udp", netip.AddrPortFrom(a, 9).String())
+		must(err)
+		defer c.Close()
+		if from := netip.MustParseAddrPort(c.LocalAddr().String()).Addr(); from != netpolicy.TheWire.Gateway4 && from != netpolicy.TheWire.Gateway6 {
+			t.Errorf("to %v the host has the address %v", a, from)
+		}
+		_, err = c.Write([]byte("ping"))
+		must(err)
+		if got := next(); got != a {
+			t.Errorf("there is a packet to %v, want one to %v", got, a)
+		}
+	}
+	// The route of a VM that runs is better, and when it is gone, packets come here again.
+	must(netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: "drowse0"}}))
+	tap, err := netlink.LinkByName("drowse0")
+	must(err)
+	must(netlink.LinkSetUp(tap))
+	must(netlink.RouteReplace(&netlink.Route{LinkIndex: tap.Attrs().Index, Dst: ipNet(own), Scope: netlink.SCOPE_LINK}))
+	leads := func() string {
+		t.Helper()
+		routes, err := netlink.RouteGet(own.AsSlice())
+		must(err)
+		l, err := netlink.LinkByIndex(routes[0].LinkIndex)
+		must(err)
+		return l.Attrs().Name
+	}
+	if got := leads(); got != "drowse0" {
+		t.Errorf("while a VM runs its address leads to %s", got)
+	}
+	must(netlink.LinkDel(tap))
+	if got := leads(); got != d.link.Attrs().Name {
+		t.Errorf("when it sleeps its address leads to %s", got)
+	}
+	must(d.lead(nil))
+	if _, err := netlink.RouteGet(own.AsSlice()); err == nil {
+		t.Error("the address of a VM that is gone leads somewhere")
+	}
+}

@@ -1,0 +1,132 @@
+package supervisor
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+)
+
+const (
+	// gateMetric makes routes to the gate worse than those to VMs that run, which have 0, or 1024 with IPv6.
+	gateMetric = 1 << 16
+	// maxGates bounds how many supervisors of a network namespace have one, each of a store of its own.
+	maxGates = 64
+)
+
+// gateDevice is the TUN device that addresses of VMs lead to which have none of their own. It goes with the process.
+type gateDevice struct {
+	file   *os.File
+	link   netlink.Link
+	routes map[netip.Addr]bool
+}
+
+// openGateDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
+// address before and after the VM has woken.
+func openGateDevice() (d *gateDevice, err error) {
+	var tun *netlink.Tuntap
+	for i := range maxGates {
+		tun = &netlink.Tuntap{
+			LinkAttrs: netlink.LinkAttrs{Name: fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i)},
+			Mode:      netlink.TUNTAP_MODE_TUN, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_TUN_EXCL, NonPersist: true, Queues: 1,
+		}
+		if _, nerr := net.InterfaceByName(tun.Name); nerr == nil {
+			err = unix.EBUSY
+			continue
+		}
+		if err = netlink.LinkAdd(tun); err == nil {
+			break
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("making a device for packets to VMs that sleep: %w", err)
+	}
+	d = &gateDevice{file: tun.Fds[0], routes: map[netip.Addr]bool{}}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.file.Close())
+		}
+	}()
+	if d.link, err = netlink.LinkByName(tun.Name); err != nil {
+		return nil, fmt.Errorf("looking at %s: %w", tun.Name, err)
+	}
+	// Nothing of its own is to be said on it: no link-local address, no questions for routers.
+	for name, value := range map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "router_solicitations": "0"} {
+		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+tun.Name+"/"+name, []byte(value+"\n"), 0o644)
+	}
+	for _, a := range []netip.Addr{netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway6} {
+		addr := &netlink.Addr{IPNet: ipNet(a)}
+		if a.Is6() {
+			addr.Flags = unix.IFA_F_NODAD
+		}
+		// A host without IPv6 has VMs without it.
+		if err := netlink.AddrReplace(d.link, addr); err != nil && a.Is4() {
+			return nil, fmt.Errorf("giving %s the address %v: %w", tun.Name, a, err)
+		}
+	}
+	if err := netlink.LinkSetUp(d.link); err != nil {
+		return nil, fmt.Errorf("raising %s: %w", tun.Name, err)
+	}
+	return d, nil
+}
+
+func ipNet(a netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
+}
+
+// lead has these addresses lead to the device, and no others.
+func (d *gateDevice) lead(want map[netip.Addr]bool) error {
+	var errs []error
+	for a := range want {
+		if d.routes[a] {
+			continue
+		}
+		src := netpolicy.TheWire.Gateway4
+		if a.Is6() {
+			src = netpolicy.TheWire.Gateway6
+		}
+		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Src: src.AsSlice(), Priority: gateMetric, Scope: netlink.SCOPE_LINK}
+		if err := netlink.RouteReplace(r); err != nil {
+			errs = append(errs, fmt.Errorf("leading %v to %s: %w", a, d.link.Attrs().Name, err))
+			continue
+		}
+		d.routes[a] = true
+	}
+	for a := range d.routes {
+		if want[a] {
+			continue
+		}
+		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Priority: gateMetric}
+		if err := netlink.RouteDel(r); err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("leading %v to %s no more: %w", a, d.link.Attrs().Name, err))
+			continue
+		}
+		delete(d.routes, a)
+	}
+	return errors.Join(errs...)
+}
+
+func (d *gateDevice) close() error { return d.file.Close() }
+
+// sendFrame puts a frame on a device, as the host does: its programs see it.
+func sendFrame(device string, frame []byte) error {
+	ifi, err := net.InterfaceByName(device)
+	if err != nil {
+		return err
+	}
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0) // protocol 0: it receives nothing
+	if err != nil {
+		return os.NewSyscallError("socket", err)
+	}
+	defer unix.Close(fd)
+	to := &unix.SockaddrLinklayer{Ifindex: ifi.Index, Protocol: uint16(frame[13])<<8 | uint16(frame[12]), Halen: 6}
+	copy(to.Addr[:], frame[:6])
+	return os.NewSyscallError("sendto", unix.Sendto(fd, frame, 0, to))
+}
