@@ -29,7 +29,7 @@ type NetEvent struct {
 	Name     string     `json:"name,omitempty"`
 	// ServerName is the name in TLS, where that is why it did not pass.
 	ServerName string `json:"server_name,omitempty"`
-	// Guest is the VM's own address.
+	// Guest is the VM's own address, that of IPv6 for packets of IPv6.
 	Guest     netip.Addr `json:"guest"`
 	GuestPort uint16     `json:"guest_port,omitempty"`
 	// EtherType of the frame (IEEE 802).
@@ -94,7 +94,7 @@ func (n *network) refused(r tlsname.Refusal) {
 func (n *network) netEvent(e netpolicy.Event) NetEvent {
 	ev := NetEvent{
 		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
-		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.address.Addr(), GuestPort: e.GuestPort,
+		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.guestAddress(e), GuestPort: e.GuestPort,
 		EtherType: e.EtherType, Bytes: e.Bytes, Suppressed: e.Suppressed,
 	}
 	if e.Peer.IsValid() && !e.Peer.IsUnspecified() {
@@ -167,4 +167,15 @@ func (l *eventLog) recent(follow bool) (events []NetEvent, f *follower, stop fun
 		defer l.mu.Unlock()
 		delete(l.followers, f)
 	}
+}
+
+// etherIPv6 is the EtherType of IPv6 (RFC 2464, 3).
+const etherIPv6 = 0x86dd
+
+// guestAddress is the VM's own address in the protocol of an event.
+func (n *network) guestAddress(e netpolicy.Event) netip.Addr {
+	if e.EtherType == etherIPv6 && n.own6.IsValid() {
+		return n.own6
+	}
+	return n.address.Addr()
 }

@@ -368,7 +368,7 @@ func TestTranslateAndForward_are_idempotent_and_go_away(t *testing.T) {
 func TestForward6_leaves_the_host_its_routes_from_routers(t *testing.T) {
 	ownNamespace(t)
 	for _, name := range []string{"takes", "takes-none", "changed"} {
-		if err := netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: name}}); err != nil {
+		if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: name + "-1"}); err != nil {
 			t.Fatal(err)
 		}
 	}

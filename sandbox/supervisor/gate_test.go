@@ -286,7 +286,7 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 		}
 	}
 	// The route of a VM that runs is better, and when it is gone, packets come here again.
-	must(netlink.LinkAdd(&netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: "drowse0"}}))
+	must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "drowse0"}, PeerName: "peer"}))
 	tap, err := netlink.LinkByName("drowse0")
 	must(err)
 	must(netlink.LinkSetUp(tap))

@@ -103,7 +103,7 @@ func (d *gateDevice) lead(want map[netip.Addr]bool) error {
 		if want[a] {
 			continue
 		}
-		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Priority: gateMetric}
+		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Priority: gateMetric, Scope: netlink.SCOPE_LINK}
 		if err := netlink.RouteDel(r); err != nil && !errors.Is(err, unix.ESRCH) {
 			errs = append(errs, fmt.Errorf("leading %v to %s no more: %w", a, d.link.Attrs().Name, err))
 			continue
