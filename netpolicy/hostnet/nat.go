@@ -206,9 +206,10 @@ func Translate(in netip.Prefix) error {
 	})
 }
 
-// Forwarding says whether the host forwards IPv4 packets, and Forwarding6 whether it
-// forwards those of IPv6; a host without IPv6 does not.
-func Forwarding() (bool, error)  { return ip4.forwarding() }
+// Forwarding says whether the host forwards IPv4 packets.
+func Forwarding() (bool, error) { return ip4.forwarding() }
+
+// Forwarding6 says whether the host forwards IPv6 packets; one without IPv6 does not.
 func Forwarding6() (bool, error) { return ip6.forwarding() }
 
 func (f *family) forwarding() (bool, error) {
