@@ -19,6 +19,10 @@ IMAGE_FROM ?= debian:bookworm
 IMAGE_INCLUDE ?= python3
 IMAGE_TAG ?= debian-python:latest
 
+# What the guest of test-workloads runs, and under which name. npm is some 400 packages of Debian's, without what they recommend.
+WORKLOADS_INCLUDE ?= git,python3,python3-pip,nodejs,npm,golang-go,sqlite3,podman,crun,netavark,iptables,nftables
+WORKLOADS_TAG ?= drowse-workloads
+
 # Packages whose tests run with the race detector: it makes them several times slower,
 # so those that build things or run guests for long do without.
 RACE_PKGS ?= ./devices/... ./guest/... ./snapshot/... ./vmm/... ./rootfs/disk/... ./rootfs/volume/...
@@ -98,6 +102,26 @@ test-hard: test-state $(REPORT)
 	@bin/hwkvm --prepare
 	@echo "== tests on KVM of the hardware kind" >&2
 	@go test -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
+
+# test-workloads has git, pip, npm, a Go build, SQLite, a web server and a container sleep and
+# wake in one guest. Where the guest's kernel is interpreted that takes most of an hour, and
+# test-workloads-hard, on a KVM of the hardware kind that is emulated, far less.
+.PHONY: workloads-state test-workloads test-workloads-hard
+workloads-state: build kernel
+	@scripts/deps image demo workloads
+	@$(DROWSE) image build --from $(IMAGE_FROM) --include $(WORKLOADS_INCLUDE) --no-docs --tag $(WORKLOADS_TAG) --install-deps >&2
+
+test-workloads: workloads-state image
+	@go test -tags workloads -count 1 -run UnderLoad -v ./sandbox
+	@go test -tags workloads -count 1 -timeout 90m -v ./internal/workloads
+
+# The program of the container is made outside, where the processor is not emulated.
+test-workloads-hard: workloads-state
+	@scripts/deps hard
+	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@bin/hwkvm --prepare
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
+	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
 .PHONY: $(REPORT)
 $(REPORT): check-go

@@ -128,7 +128,7 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 		// A kernel of the user's own boots like a built one.
 		b.Kernel = spec.Kernel
 	} else {
-		k, err := s.findKernel(spec.Kernel)
+		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel])
 		if err != nil {
 			return BootFiles{}, err
 		}
@@ -181,18 +181,20 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 	return b, nil
 }
 
-func (s *Store) findKernel(name string) (*kernel.Kernel, error) {
+// findKernel finds the kernel that is named, or one for the host and for what the image needs.
+func (s *Store) findKernel(name string, host kernel.Host, needs string) (*kernel.Kernel, error) {
 	if name != "" {
 		return kernel.Find(s.KernelDir(), name)
 	}
-	k, err := kernel.Find(s.KernelDir(), string(kernel.Built))
-	if errors.Is(err, kernel.ErrNotFound) {
-		if k, err2 := kernel.Find(s.KernelDir(), string(kernel.Debian)); err2 == nil {
-			return k, nil
-		}
-		return nil, fmt.Errorf("%w: make one with `drowse kernel build`, or take Debian's with `drowse kernel fetch`", err)
+	features, err := kernel.ParseNeeds(needs)
+	if err != nil {
+		return nil, fmt.Errorf("label %s of the image: %w; or name a kernel with --kernel", kernel.NeedsLabel, err)
 	}
-	return k, err
+	k, err := kernel.Choose(s.KernelDir(), host, features)
+	if err != nil {
+		return nil, fmt.Errorf("choosing a kernel: %w", err)
+	}
+	return k, nil
 }
 
 // Start boots a VM that has stopped or crashed, with its disk as it is.

@@ -19,8 +19,9 @@ type Spec struct {
 	// Image is a tag or id of the image store.
 	Image string `json:"image"`
 	// Kernel is "built", "debian", an id of the kernel cache, or the path of a
-	// vmlinux or bzImage that boots like the built one. Default: "built" if the
-	// cache has one, else "debian".
+	// vmlinux or bzImage that boots like the built one. Default: kernel.Choose, for
+	// the host and for what the image's label kernel.NeedsLabel asks for: "built" if
+	// the cache has one that will do, else "debian".
 	Kernel string `json:"kernel,omitempty"`
 	// VCPUs is 1 to 8. Default: 1.
 	VCPUs int `json:"vcpus,omitempty"`

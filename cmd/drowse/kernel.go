@@ -1,8 +1,12 @@
 package main
 
 import (
+	"bytes"
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -12,10 +16,10 @@ import (
 
 func (a *app) kernelCommand() *cobra.Command {
 	cmd := &cobra.Command{
-		Use: "kernel", Short: "Build, fetch and list guest kernels", Args: cobra.NoArgs,
+		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand())
+	cmd.AddCommand(a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
 	return cmd
 }
 
@@ -26,12 +30,19 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 		jobs    int
 		install bool
 		tarball string
+		config  string
 	)
 	cmd := &cobra.Command{
 		Use:   "build",
 		Short: "Build the small guest kernel from Debian's kernel source",
 		Long: `Build the small guest kernel from Debian's kernel source, or find it in the cache if
-nothing that it is made from has changed. It runs on every kind of KVM.`,
+nothing that it is made from has changed. It runs on every kind of KVM.
+
+With --config, FILE has options in the form of a kernel's .config, which take the place of
+those that drowse sets. Such a kernel is used by VMs that name it (run --kernel ID) and by
+images that need what it has; the others keep the usual one. docs/KERNELS.md says more.`,
+		Example: `  drowse kernel build --install-deps
+  echo CONFIG_VXLAN=y | drowse kernel build --config -`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if jobs < 0 {
@@ -41,9 +52,13 @@ nothing that it is made from has changed. It runs on every kind of KVM.`,
 			if err != nil {
 				return err
 			}
+			own, err := readOwnConfig(cmd.InOrStdin(), config)
+			if err != nil {
+				return err
+			}
 			p := a.newProgress("kernel build", downloads)
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
-				CacheDir: s.KernelDir(), Jobs: jobs, InstallDeps: install, SourceTarball: tarball,
+				CacheDir: s.KernelDir(), Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
 				Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
@@ -54,15 +69,52 @@ nothing that it is made from has changed. It runs on every kind of KVM.`,
 	f.IntVarP(&jobs, "jobs", "j", 0, "compilers that run at once (default: one on each CPU)")
 	f.BoolVar(&install, "install-deps", false, "install missing build tools with apt-get, as root")
 	f.StringVar(&tarball, "source", "", "linux-*.tar.xz to build from instead of Debian's package")
+	f.StringVar(&config, "config", "", "file with further options of the kernel, or -")
 	return cmd
 }
 
+// maxOwnConfig bounds a file of kernel options, in bytes; a whole .config has a quarter of it.
+const maxOwnConfig = 1 << 20
+
+// readOwnConfig reads the file of --config; "" is none, and "-" is in.
+func readOwnConfig(in io.Reader, path string) (string, error) {
+	if path == "" {
+		return "", nil
+	}
+	if path != "-" {
+		f, err := os.Open(path)
+		if err != nil {
+			return "", fmt.Errorf("reading the kernel's options: %w", err)
+		}
+		defer f.Close()
+		in = f
+	}
+	text, err := io.ReadAll(io.LimitReader(in, maxOwnConfig+1))
+	switch {
+	case err != nil:
+		return "", fmt.Errorf("reading the kernel's options: %w", err)
+	case len(text) > maxOwnConfig:
+		return "", usageError{fmt.Errorf("--config %s: more than %d bytes", path, maxOwnConfig)}
+	case len(bytes.TrimSpace(text)) == 0:
+		return "", usageError{fmt.Errorf("--config %s: it is empty: use lines like CONFIG_VXLAN=y", path)}
+	}
+	return string(text), nil
+}
+
 func (a *app) kernelFetchCommand() *cobra.Command {
-	var update bool
+	var (
+		update  bool
+		modules []string
+	)
 	cmd := &cobra.Command{
 		Use:   "fetch",
 		Short: "Fetch Debian's stock cloud kernel, which runs on hardware KVM",
-		Args:  cobra.NoArgs,
+		Long: `Fetch Debian's stock cloud kernel, which runs on KVM with VMX or SVM. Its drivers are
+modules: those that a VM needs are loaded when it boots, and with --module others as well.
+"drowse kernel inspect" says which features want which.`,
+		Example: `  drowse kernel fetch
+  drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -70,12 +122,13 @@ func (a *app) kernelFetchCommand() *cobra.Command {
 			}
 			p := a.newProgress("kernel fetch", downloads)
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
-				CacheDir: s.KernelDir(), UpdateIndex: update, Progress: p.report, Log: p.toolLog(a),
+				CacheDir: s.KernelDir(), UpdateIndex: update, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
 			return a.printKernel(k, err)
 		},
 	}
+	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
 	cmd.Flags().BoolVar(&update, "update-index", false, "run apt-get update, as root, if apt does not know the kernel or its file is gone")
 	return cmd
 }
@@ -104,12 +157,122 @@ func (a *app) kernelListCommand() *cobra.Command {
 			}
 			return a.print(list, func(w io.Writer) {
 				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "ID\tKIND\tVERSION\tSIZE\tCREATED")
+				fmt.Fprintln(t, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED")
 				for _, k := range list {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", k.ID, k.Kind, k.Version, bytesText(k.ImageSize), k.Created.Local().Format("2006-01-02 15:04"))
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format("2006-01-02 15:04"))
 				}
 				t.Flush()
 			})
 		},
 	}
+}
+
+// kernelInfo is a kernel in JSON: its record, and what follows from its configuration.
+type kernelInfo struct {
+	*kernel.Kernel
+	Hosts    []kernel.Host    `json:"hosts"`    // kinds of KVM that it runs on
+	Own      bool             `json:"own"`      // it was built with --config
+	Features []kernel.Feature `json:"features"` // what a guest may want of it
+	Lacks    []string         `json:"lacks"`    // names of those that it has not, or not before a module is loaded
+}
+
+func (a *app) kernelInspectCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect KERNEL", Short: "Print what is known of a kernel: version, digests, source, hosts, features",
+		Long: `Print what is known of a kernel: version, digests, source, the kinds of KVM that it runs
+on, and which features it has, by its configuration. KERNEL is an id of "drowse kernel ls",
+the beginning of one, or "built" or "debian" for the newest of these. The kernel's file is
+read and compared with its digest.`,
+		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeKernel,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			k, err := kernel.Find(s.KernelDir(), args[0])
+			if err != nil {
+				return err
+			}
+			if err := k.Verify(cmd.Context()); err != nil {
+				return err
+			}
+			features, err := k.Features()
+			if err != nil {
+				return err
+			}
+			info := kernelInfo{Kernel: k, Hosts: k.Hosts(), Own: k.Own(), Features: features, Lacks: []string{}}
+			for _, f := range features {
+				if f.Has != kernel.Yes {
+					info.Lacks = append(info.Lacks, f.Name)
+				}
+			}
+			return a.print(info, func(w io.Writer) { printKernelInfo(w, info) })
+		},
+	}
+}
+
+func kindText(k *kernel.Kernel) string {
+	if k.Own() {
+		return string(k.Kind) + ", own options"
+	}
+	return string(k.Kind)
+}
+
+func hostsText(hosts []kernel.Host) string {
+	var out []string
+	for _, h := range hosts {
+		out = append(out, string(h))
+	}
+	return strings.Join(out, ", ")
+}
+
+func printKernelInfo(w io.Writer, k kernelInfo) {
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	row := func(name, value string) { fmt.Fprintf(t, "%s\t%s\n", name, printable(value)) }
+	row("id", k.ID)
+	row("kind", kindText(k.Kernel))
+	row("version", k.Version)
+	row("runs on KVM", hostsText(k.Hosts))
+	row("image", fmt.Sprintf("%s, %s", filepath.Base(k.Image), bytesText(k.ImageSize)))
+	row("sha256", k.ImageSHA256)
+	row("config", k.Config)
+	for _, name := range []string{"source", "package"} {
+		if v := k.Inputs[name]; v != "" {
+			row(name, v)
+		}
+	}
+	row("inputs", k.InputsHash)
+	row("created", k.Created.Local().Format("2006-01-02 15:04"))
+	var modules []string
+	for _, m := range k.Modules {
+		modules = append(modules, strings.TrimSuffix(filepath.Base(m), ".ko"))
+	}
+	if len(modules) > 0 {
+		row("loads", strings.Join(modules, " "))
+	}
+	t.Flush()
+	fmt.Fprintln(w)
+	t = tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(t, "FEATURE\tHAS\tFOR\tLACKS")
+	for _, f := range k.Features {
+		lacks := strings.Join(f.Lacks(), " ")
+		if m := f.Modules(); len(m) > 0 {
+			lacks = "--module " + strings.Join(m, ",")
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", f.Name, f.Has, f.Purpose, lacks)
+	}
+	t.Flush()
+}
+
+// completeKernel completes the id of a kernel.
+func (a *app) completeKernel(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+	out := []string{string(kernel.Built), string(kernel.Debian)}
+	if s, err := a.store(); err == nil {
+		if list, err := kernel.List(s.KernelDir()); err == nil {
+			for _, k := range list {
+				out = append(out, k.ID)
+			}
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
 }

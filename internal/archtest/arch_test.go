@@ -58,6 +58,7 @@ var rules = []rule{
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/..."}},
 	{"internal/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/hwkvm/..."}},
 	{"internal/hwkvm/...", []string{"internal/hwkvm/..."}},
+	{"internal/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
 }
 
 // forTests is what tests may import on top.

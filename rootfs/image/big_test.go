@@ -254,6 +254,11 @@ func TestLayers_of_many_files_become_what_the_specification_says(t *testing.T) {
 	}
 	r := recipe{layers: streams, pack: []string{"gzip", "zstd", "", "gzip", "zstd"}}
 	img := build(t, "oci-archive:"+r.layout(t).archive(t))
+	// A second time, in another store and packed otherwise.
+	r.pack = []string{"zstd", "", "gzip", "gzip", ""}
+	if again := build(t, "oci-archive:"+r.layout(t).archive(t)); again.ID != img.ID {
+		t.Errorf("a second build gives %.12s, the first %.12s", again.ID, img.ID)
+	}
 	entries := want.entries()
 	if len(entries) < files/2 {
 		t.Fatalf("only %d paths are left of %d: the generator removes too much", len(entries), files)

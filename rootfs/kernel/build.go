@@ -46,6 +46,10 @@ type BuildOptions struct {
 	// SourceTarball is a linux-*.tar.xz to use instead of Debian's package, for hosts that are not Debian.
 	SourceTarball string
 
+	// Config are options of the caller's, in the form of a .config. They take the place of those of the guest's configuration and must hold in the
+	// finished one. Modules, and options that drowse cannot do with or without, are refused. At most 1 MiB.
+	Config string
+
 	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is 0 where it
 	// is not known; done and total are bytes for "download" and steps for "compile".
 	Progress func(stage string, done, total int64)
@@ -108,10 +112,16 @@ func newBuilder(opts BuildOptions) (*builder, error) {
 	if err != nil {
 		return nil, err
 	}
+	config := guestConfig
+	if opts.Config != "" {
+		if config, err = withOwn(guestConfig, opts.Config); err != nil {
+			return nil, fmt.Errorf("building the guest kernel: %w", err)
+		}
+	}
 	return &builder{
 		opts:    opts,
 		apt:     apt{cacheDir: dir, mayChange: opts.InstallDeps, log: opts.Log, progress: opts.Progress},
-		config:  guestConfig,
+		config:  config,
 		patches: p,
 		log:     opts.Log,
 	}, nil
@@ -302,6 +312,9 @@ func (b *builder) inputs(ctx context.Context, src source) (map[string]string, er
 		"recipe": recipeVersion,
 		"source": src.identity,
 		"config": sha256Of(b.config),
+	}
+	if b.opts.Config != "" {
+		in[ownConfigInput] = sha256Of(b.opts.Config)
 	}
 	for _, p := range b.patches {
 		in["patch "+p.name] = sha256Of(p.text)

@@ -86,6 +86,37 @@ func noRemains(t *testing.T, cache string) {
 	}
 }
 
+func TestBuildWithOwnOptionsIsAnotherKernel(t *testing.T) {
+	dir := fake(t)
+	opts := testOptions(dir)
+	usual, err := Build(t.Context(), opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	opts.Config = "CONFIG_VXLAN=y\n"
+	own, err := Build(t.Context(), opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if own.ID == usual.ID || !own.Own() || usual.Own() {
+		t.Errorf("%s and %s: own options %v and %v", own.ID, usual.ID, own.Own(), usual.Own())
+	}
+	if data, err := os.ReadFile(own.Config); err != nil || !strings.Contains(string(data), "CONFIG_VXLAN=y") || !strings.Contains(string(data), "CONFIG_VIRTIO_BLK=y") {
+		t.Errorf("its configuration lacks options of both: %v", err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "lose"), []byte("CONFIG_NO_SUCH"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	opts.Config = "CONFIG_NO_SUCH=y\n"
+	if _, err := Build(t.Context(), opts); err == nil || !strings.Contains(err.Error(), "CONFIG_NO_SUCH is n, not y") {
+		t.Errorf("an option that the kernel does not have: %v", err)
+	}
+	opts.Config = "CONFIG_MODULES=y\n"
+	if _, err := Build(t.Context(), opts); !errors.Is(err, ErrUnsupported) {
+		t.Errorf("modules: %v", err)
+	}
+}
+
 func TestBuildPublishesKernelAndSecondCallTakesItFromCache(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
@@ -426,4 +457,5 @@ func TestRealBuild(t *testing.T) {
 	if len(d.Modules) < len(wantedModules) {
 		t.Errorf("only %d modules: %q", len(d.Modules), d.Modules)
 	}
+	checkFeatures(t, k, d)
 }

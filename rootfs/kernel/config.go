@@ -77,6 +77,59 @@ func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
 	return cfg, s.Err()
 }
 
+// vmmNeeds are options without which a built kernel does not get as far as its agent on one of the hosts that it is for, or is not saved and restored as it should be.
+var vmmNeeds = []string{
+	"64BIT", "SMP", "ACPI", "PNPACPI", "VMGENID", "PVPANIC_MMIO", "X86_MPPARSE", "PVH", "KVM_GUEST", "KVM_GUEST_SOFT", "SERIAL_8250_CONSOLE",
+	"VIRTIO_MMIO", "VIRTIO_MMIO_CMDLINE_DEVICES", "VIRTIO_BLK", "VIRTIO_NET", "VIRTIO_VSOCKETS", "VIRTIO_BALLOON", "PAGE_REPORTING",
+	"VIRTIO_CONSOLE", "HW_RANDOM_VIRTIO", "RANDOM_TRUST_BOOTLOADER", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "DEVTMPFS_MOUNT",
+	"X86_IOPL_IOPERM", "FUSE_FS", "PROC_KCORE",
+}
+
+// vmmRefuses are options that must not be set, and why.
+var vmmRefuses = map[string]string{
+	"MODULES":            "nothing brings modules into the guest",
+	"JUMP_LABEL":         "it patches code through int3, which a soft KVM does not know",
+	"RANDOMIZE_BASE":     "addresses in System.map would not hold",
+	"PCI":                "there is no PCI bus",
+	"PTP_1588_CLOCK_KVM": "its vmcall hangs on a soft KVM",
+	"UNWINDER_ORC":       "its tables are sorted at boot, 7 million instructions",
+	"CMDLINE_OVERRIDE":   "the VMM's command line has to count",
+}
+
+// maxOwnConfig bounds BuildOptions.Config, in bytes.
+const maxOwnConfig = 1 << 20
+
+// withOwn returns the guest's configuration with the options of fragment in place of its own. The error wraps ErrUnsupported if a kernel with them could not be a guest's.
+func withOwn(config, fragment string) (string, error) {
+	if len(fragment) > maxOwnConfig {
+		return "", fmt.Errorf("%w: own options of %d bytes, more than %d", ErrUnsupported, len(fragment), maxOwnConfig)
+	}
+	own, err := parseConfig(fragment, true)
+	if err != nil {
+		return "", fmt.Errorf("%w: own options: %w", ErrUnsupported, err)
+	}
+	if len(own) == 0 {
+		return "", fmt.Errorf("%w: own options: there are none (use lines like CONFIG_VXLAN=y)", ErrUnsupported)
+	}
+	var wrong []string
+	for name, value := range own {
+		short := strings.TrimPrefix(name, "CONFIG_")
+		switch why, refused := vmmRefuses[short]; {
+		case value == "m":
+			wrong = append(wrong, name+"=m: nothing brings modules into the guest, use y")
+		case refused && value != "n":
+			wrong = append(wrong, name+": "+why)
+		case value != "y" && slices.Contains(vmmNeeds, short):
+			wrong = append(wrong, name+" must be y: drowse needs it")
+		}
+	}
+	if len(wrong) > 0 {
+		slices.Sort(wrong)
+		return "", fmt.Errorf("%w: own options: %s", ErrUnsupported, strings.Join(wrong, "; "))
+	}
+	return mergeConfig(config, fragment)
+}
+
 // mergeConfig returns the text of base with the options of fragment in place of its own. It is an input for make olddefconfig.
 func mergeConfig(base, fragment string) (string, error) {
 	want, err := parseConfig(fragment, true)

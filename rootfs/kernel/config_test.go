@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"errors"
 	"strings"
 	"testing"
 )
@@ -68,17 +69,12 @@ func TestGuestConfigHasWhatTheVMMRelyOn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{
-		"SMP", "ACPI", "PNPACPI", "VMGENID", "PVPANIC_MMIO", "X86_MPPARSE", "PVH", "KVM_GUEST", "KVM_GUEST_SOFT", "SERIAL_8250_CONSOLE",
-		"VIRTIO_MMIO", "VIRTIO_MMIO_CMDLINE_DEVICES", "VIRTIO_BLK", "VIRTIO_NET", "VIRTIO_VSOCKETS", "VIRTIO_BALLOON", "PAGE_REPORTING",
-		"VIRTIO_CONSOLE", "HW_RANDOM_VIRTIO", "RANDOM_TRUST_BOOTLOADER", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "DEVTMPFS_MOUNT",
-	} {
+	for _, want := range vmmNeeds {
 		if cfg["CONFIG_"+want] != "y" {
 			t.Errorf("CONFIG_%s is %q", want, cfg["CONFIG_"+want])
 		}
 	}
-	// MODULES would need an initramfs, RANDOMIZE_BASE would make System.map useless, the other two need int3.
-	for _, not := range []string{"MODULES", "RANDOMIZE_BASE", "JUMP_LABEL", "PCI"} {
+	for not := range vmmRefuses {
 		if v, ok := cfg["CONFIG_"+not]; ok {
 			t.Errorf("CONFIG_%s is %s", not, v)
 		}
@@ -100,5 +96,48 @@ func TestPatchesAreInOrderAndInTheFormOfPatch(t *testing.T) {
 		if !strings.HasPrefix(p.text, "Subject: ") || !strings.Contains(p.text, "\n--- a/") && !strings.Contains(p.text, "\n--- /dev/null") {
 			t.Errorf("%s has no subject or no change", p.name)
 		}
+	}
+}
+
+func TestOwnOptionsTakeThePlaceOfTheGuestsOrAreRefused(t *testing.T) {
+	for _, c := range []struct{ name, own, want, err string }{
+		{"an option that was not there", "CONFIG_VXLAN=y\n", "CONFIG_VXLAN=y", ""},
+		{"another value", "CONFIG_NR_CPUS=4\n", "CONFIG_NR_CPUS=4", ""},
+		{"an option that is set to n", "# CONFIG_SQUASHFS is not set\n", "", ""},
+		{"a module", "CONFIG_VXLAN=m\n", "", "CONFIG_VXLAN=m: nothing brings modules"},
+		{"modules", "CONFIG_MODULES=y\n", "", "CONFIG_MODULES: nothing brings modules"},
+		{"what drowse needs, not set", "CONFIG_VIRTIO_BLK=n\n", "", "CONFIG_VIRTIO_BLK must be y"},
+		{"what hangs on a soft KVM", "CONFIG_PTP_1588_CLOCK_KVM=y\n", "", "vmcall"},
+		{"what is not there anyway, not set", "CONFIG_PCI=n\n", "", ""},
+		{"no option", "# a comment\n", "", "there are none"},
+		{"two values", "CONFIG_A=y\nCONFIG_A=n\n", "", "line 2"},
+		{"no configuration", "#!/bin/sh\necho\n", "", "neither an option nor a comment"},
+		{"too long", strings.Repeat("#", maxOwnConfig+1), "", "more than"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := withOwn(guestConfig, c.own)
+			if c.err != "" {
+				if !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), c.err) {
+					t.Errorf("got %v, want %q", err, c.err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := checkConfig(got, c.own); err != nil {
+				t.Error(err)
+			}
+			cfg, err := parseConfig(got, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if name, value, ok := strings.Cut(c.want, "="); ok && cfg[name] != value {
+				t.Errorf("%s is %q", name, cfg[name])
+			}
+			if cfg["CONFIG_VIRTIO_BLK"] != "y" {
+				t.Error("the guest's own options are gone")
+			}
+		})
 	}
 }

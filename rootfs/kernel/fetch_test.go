@@ -81,7 +81,7 @@ func TestFetchFollowsMetaPackageAndOrdersModules(t *testing.T) {
 		t.Errorf("image holds %q, %v", data, err)
 	}
 	want := "virtio_ring virtio_mmio virtio_blk virtio_net vmw_vsock_virtio_transport virtio_balloon virtio_console virtio_rng " +
-		"erofs overlay extra"
+		"erofs overlay fuse extra"
 	if got := moduleNames(k); got != want {
 		t.Errorf("modules %s, want %s", got, want)
 	}

@@ -234,8 +234,8 @@ func Open(cacheDir, id string) (*Kernel, error) {
 	return openDir(dir)
 }
 
-// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID begins so. The error wraps ErrNotFound,
-// or ErrDamaged when the ID is that of a damaged kernel.
+// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID begins so. Of this kind, one that was built with options of its
+// maker's is the last choice: who wants it names it. The error wraps ErrNotFound, or ErrDamaged when the ID is that of a damaged kernel.
 func Find(cacheDir, idOrKind string) (*Kernel, error) {
 	k, err := Open(cacheDir, idOrKind)
 	if !errors.Is(err, ErrNotFound) {
@@ -245,10 +245,18 @@ func Find(cacheDir, idOrKind string) (*Kernel, error) {
 	if listErr != nil {
 		return nil, listErr
 	}
+	var own *Kernel
 	for _, k := range all { // newest first
-		if string(k.Kind) == idOrKind {
+		switch {
+		case string(k.Kind) != idOrKind:
+		case !k.Own():
 			return k, nil
+		case own == nil:
+			own = k
 		}
+	}
+	if own != nil {
+		return own, nil
 	}
 	switch Kind(idOrKind) {
 	case Built:

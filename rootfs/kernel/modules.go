@@ -31,10 +31,11 @@ var wantedModules = []string{
 	"virtio_rng",                 //
 	"erofs", "ext4", "overlay",   // root: a shared image, and a writable disk over it
 	"pvpanic_mmio", // tells the host of a panic
+	"fuse",         // secrets, see guest/agent/secretfs: nothing in a guest loads it
 }
 
 // optionalModules are those of wantedModules that a guest can do without. Any other that is neither a file nor built in is an error.
-var optionalModules = []string{"pvpanic_mmio", "virtio_console"}
+var optionalModules = []string{"pvpanic_mmio", "virtio_console", "fuse"}
 
 // moduleSet is the modules of one kernel.
 type moduleSet struct {

@@ -1,0 +1,324 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Has tells whether a kernel has an option or a feature.
+type Has string
+
+const (
+	// Yes: it is built in, or in modules that are loaded before the guest's first program starts.
+	Yes Has = "yes"
+	// Module: it is, or a part of it is, in modules that nobody loads: see FetchOptions.ExtraModules.
+	Module Has = "module"
+	// No: it, or a part of it, is not there.
+	No Has = "no"
+)
+
+// Feature is something that a guest may want of its kernel.
+type Feature struct {
+	Name    string         `json:"name"`    // as images and users name it
+	Purpose string         `json:"purpose"` // what it serves
+	Has     Has            `json:"has"`     // the least of its options
+	Options map[string]Has `json:"options"` // the options that it takes, with CONFIG_
+}
+
+// Lacks returns the options that keep the feature from being there, sorted.
+func (f *Feature) Lacks() []string {
+	var out []string
+	for name, has := range f.Options {
+		if has != Yes {
+			out = append(out, name)
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// Modules returns the modules that would have to be loaded for the feature, sorted; nil if that would not be enough, or if it is there.
+func (f *Feature) Modules() []string {
+	if f.Has != Module {
+		return nil
+	}
+	var out []string
+	for name, has := range f.Options {
+		if has == Module {
+			out = append(out, modulesOf(strings.TrimPrefix(name, "CONFIG_"))...)
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// wanted is a feature before a kernel has been asked for it. All options are needed, without CONFIG_.
+type wanted struct {
+	name, purpose string
+	options       string // separated by spaces
+}
+
+// wants are the features that are known, in the order in which they are shown. docs/KERNELS.md has the same table, and a test compares the two.
+var wants = []wanted{
+	{"guest", "disks, the agent's socket, the root file system: what no VM can do without", "VIRTIO_MMIO VIRTIO_BLK VIRTIO_VSOCKETS EROFS_FS EXT4_FS OVERLAY_FS DEVTMPFS PROC_FS SYSFS TMPFS"},
+	{"soft-kvm", "boots on a KVM without VMX or SVM", "KVM_GUEST KVM_GUEST_SOFT"},
+	{"network", "a network behind a policy", "VIRTIO_NET INET"},
+	{"give-back", "gives free memory back to the host", "VIRTIO_BALLOON PAGE_REPORTING"},
+	{"free-pages", "tells snapshots which pages are free", "PROC_KCORE"},
+	{"standby", "the agent stands by while the VM is captured, and takes secrets", "X86_IOPL_IOPERM"},
+	{"clone-identity", "learns by itself that it is a clone, and has new random numbers at once", "VMGENID"},
+	{"panic-report", "tells the host of a panic", "PVPANIC_MMIO"},
+	{"secrets", "files of `drowse secret`", "FUSE_FS X86_IOPL_IOPERM"},
+	{"namespaces", "containers: what they see", "NAMESPACES UTS_NS IPC_NS PID_NS NET_NS USER_NS"},
+	{"cgroups", "containers: cgroup v2, what they may use", "CGROUPS MEMCG CGROUP_PIDS CGROUP_SCHED FAIR_GROUP_SCHED CFS_BANDWIDTH CPUSETS CGROUP_FREEZER CGROUP_DEVICE CGROUP_BPF BLK_CGROUP"},
+	{"seccomp", "containers: which system calls they may make", "SECCOMP SECCOMP_FILTER"},
+	{"overlay", "containers: layers on each other", "OVERLAY_FS"},
+	{"container-network", "containers: bridges, pairs of links, addresses translated", "VETH BRIDGE BRIDGE_NETFILTER NF_CONNTRACK NF_NAT NETFILTER_XTABLES NETFILTER_XT_MARK NETFILTER_XT_NAT NETFILTER_XT_MATCH_ADDRTYPE NETFILTER_XT_MATCH_COMMENT NETFILTER_XT_MATCH_CONNTRACK NETFILTER_XT_MATCH_MULTIPORT NETFILTER_XT_TARGET_MASQUERADE NETFILTER_XT_TARGET_REDIRECT"},
+	{"nftables", "`nft`", "NF_TABLES NF_TABLES_INET NF_TABLES_IPV4 NF_TABLES_IPV6 NFT_CT NFT_NAT NFT_MASQ NFT_REDIR NFT_REJECT NFT_REJECT_INET NFT_LOG NFT_LIMIT NFT_HASH NFT_FIB_INET"},
+	{"iptables-nft", "`iptables` of today's distributions", "NF_TABLES NF_TABLES_IPV4 NF_TABLES_IPV6 NFT_COMPAT NFT_NAT NFT_MASQ NFT_CT NETFILTER_XTABLES"},
+	{"iptables-legacy", "`iptables-legacy`", "IP_NF_IPTABLES IP_NF_FILTER IP_NF_NAT IP_NF_MANGLE IP_NF_RAW IP6_NF_IPTABLES IP6_NF_FILTER IP6_NF_NAT IP6_NF_MANGLE IP6_NF_RAW"},
+	{"fuse", "file systems in programs: sshfs, rclone, fuse-overlayfs", "FUSE_FS"},
+	{"tun", "VPNs, user-mode networks of containers", "TUN"},
+	{"loop", "files as disks", "BLK_DEV_LOOP"},
+	{"squashfs", "AppImages, snaps", "SQUASHFS"},
+	{"io-uring", "io_uring(7)", "IO_URING"},
+	{"userfaultfd", "userfaultfd(2)", "USERFAULTFD"},
+	{"bpf", "bpf(2)", "BPF_SYSCALL"},
+	{"bpf-jit", "BPF programs as machine code; without it they are interpreted", "BPF_JIT"},
+	{"modules", "modules can be loaded", "MODULES"},
+	{"swap", "swap", "SWAP"},
+	{"huge-pages", "transparent huge pages", "TRANSPARENT_HUGEPAGE"},
+	{"io-limits", "containers: bytes and requests a second (io.max)", "BLK_DEV_THROTTLING"},
+	{"landlock", "programs that take rights away from themselves", "SECURITY_LANDLOCK"},
+	{"apparmor", "AppArmor profiles", "SECURITY_APPARMOR"},
+	{"tracing", "ftrace, perf with names of the kernel's functions", "FTRACE KALLSYMS"},
+	{"checkpoint", "CRIU", "CHECKPOINT_RESTORE"},
+	{"32-bit", "programs of 32 bits", "IA32_EMULATION"},
+	{"mitigations", "keeps programs in the guest from reading its kernel by speculation", "PAGE_TABLE_ISOLATION"},
+	{"vxlan", "networks across hosts: docker swarm, kubernetes", "VXLAN IP_VS"},
+	{"wireguard", "WireGuard", "WIREGUARD"},
+	{"binfmt", "programs of other architectures by an emulator", "BINFMT_MISC"},
+}
+
+// optionModules are the modules of options that have others than moduleOf would say.
+var optionModules = map[string][]string{
+	"VIRTIO_VSOCKETS":                {"vmw_vsock_virtio_transport"},
+	"BRIDGE_NETFILTER":               {"br_netfilter"},
+	"BLK_DEV_LOOP":                   {"loop"},
+	"IP_NF_IPTABLES":                 {"ip_tables"},
+	"IP_NF_FILTER":                   {"iptable_filter"},
+	"IP_NF_NAT":                      {"iptable_nat"},
+	"IP_NF_MANGLE":                   {"iptable_mangle"},
+	"IP_NF_RAW":                      {"iptable_raw"},
+	"IP6_NF_IPTABLES":                {"ip6_tables"},
+	"IP6_NF_FILTER":                  {"ip6table_filter"},
+	"IP6_NF_NAT":                     {"ip6table_nat"},
+	"IP6_NF_MANGLE":                  {"ip6table_mangle"},
+	"IP6_NF_RAW":                     {"ip6table_raw"},
+	"NFT_NAT":                        {"nft_nat", "nft_chain_nat"},
+	"NETFILTER_XTABLES":              {"x_tables"},
+	"NETFILTER_XT_TARGET_MASQUERADE": {"xt_MASQUERADE"},
+	"NETFILTER_XT_TARGET_REDIRECT":   {"xt_REDIRECT"},
+}
+
+// modulesOf gives the modules of an option that can be one, without CONFIG_.
+func modulesOf(option string) []string {
+	if names, ok := optionModules[option]; ok {
+		return names
+	}
+	name := strings.ToLower(option)
+	if rest, ok := strings.CutPrefix(name, "netfilter_xt_"); ok {
+		return []string{"xt_" + strings.TrimPrefix(rest, "match_")}
+	}
+	return []string{strings.TrimSuffix(name, "_fs")}
+}
+
+// maxConfig bounds a kernel's configuration, in bytes; Debian's have 250 KiB.
+const maxConfig = 4 << 20
+
+// readConfig reads a kernel's configuration.
+func readConfig(path string) (kernelConfig, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, err
+	}
+	if info.Size() > maxConfig {
+		return nil, fmt.Errorf("%s has %d bytes, more than %d", path, info.Size(), maxConfig)
+	}
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	return parseConfig(string(text), false)
+}
+
+// Features tells what the kernel has of all features that are known, in a fixed order. It reads the kernel's configuration; the error wraps
+// ErrDamaged if that cannot be read.
+func (k *Kernel) Features() ([]Feature, error) {
+	cfg, err := readConfig(k.Config)
+	if err != nil {
+		return nil, fmt.Errorf("%w %s: its configuration: %w (remove the folder and make the kernel again)", ErrDamaged, k.ID, err)
+	}
+	loaded := map[string]bool{}
+	for _, path := range k.Modules {
+		loaded[moduleName(filepath.Base(path))] = true
+	}
+	return featuresOf(cfg, loaded), nil
+}
+
+func featuresOf(cfg kernelConfig, loaded map[string]bool) []Feature {
+	out := make([]Feature, 0, len(wants))
+	for _, w := range wants {
+		f := Feature{Name: w.name, Purpose: w.purpose, Has: Yes, Options: map[string]Has{}}
+		for option := range strings.FieldsSeq(w.options) {
+			has := No
+			switch cfg["CONFIG_"+option] {
+			case "y":
+				has = Yes
+			case "m":
+				has = Module
+				if !slices.ContainsFunc(modulesOf(option), func(m string) bool { return !loaded[m] }) {
+					has = Yes
+				}
+			}
+			f.Options["CONFIG_"+option] = has
+			f.Has = least(f.Has, has)
+		}
+		out = append(out, f)
+	}
+	return out
+}
+
+func least(a, b Has) Has {
+	switch {
+	case a == No || b == No:
+		return No
+	case a == Module || b == Module:
+		return Module
+	}
+	return Yes
+}
+
+// Hosts returns the kinds of KVM that the kernel runs on.
+func (k *Kernel) Hosts() []Host {
+	var out []Host
+	for _, h := range []Host{Hardware, Soft} {
+		if _, err := DefaultParams(k.Kind, h); err == nil {
+			out = append(out, h)
+		}
+	}
+	return out
+}
+
+// Own says that the kernel was built with options of its maker's: BuildOptions.Config.
+func (k *Kernel) Own() bool { return k.Inputs[ownConfigInput] != "" }
+
+// ownConfigInput is the name of the hash of BuildOptions.Config among a kernel's inputs.
+const ownConfigInput = "own options"
+
+// NeedsLabel is the label of an image that names the features its programs want of a kernel, separated by commas or spaces.
+const NeedsLabel = "drowse.kernel.needs"
+
+// maxNeeds bounds the features that an image can ask for.
+const maxNeeds = 64
+
+// ErrFeature: no kernel that could be used has what is wanted, or nobody knows what that is.
+var ErrFeature = errors.New("no kernel has what is needed")
+
+// ParseNeeds reads the value of NeedsLabel. The error wraps ErrFeature and names what is known if a feature is not.
+func ParseNeeds(value string) ([]string, error) {
+	var out []string
+	for _, name := range strings.FieldsFunc(value, func(r rune) bool { return r == ',' || r == ' ' }) {
+		if !slices.ContainsFunc(wants, func(w wanted) bool { return w.name == name }) {
+			var known []string
+			for _, w := range wants {
+				known = append(known, w.name)
+			}
+			return nil, fmt.Errorf("%w: feature %.40q is not known (known are %s)", ErrFeature, name, strings.Join(known, ", "))
+		}
+		if out = append(out, name); len(out) > maxNeeds {
+			return nil, fmt.Errorf("%w: more than %d features are asked for", ErrFeature, maxNeeds)
+		}
+	}
+	return out, nil
+}
+
+// missing returns those of needs that the kernel has not, or has in modules that nobody loads.
+func (k *Kernel) missing(needs []string) ([]Feature, error) {
+	if len(needs) == 0 {
+		return nil, nil
+	}
+	all, err := k.Features()
+	if err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(all, func(f Feature) bool { return f.Has == Yes || !slices.Contains(needs, f.Name) }), nil
+}
+
+// Choose returns the kernel of the cache that a VM gets when nobody names one: of those that this kind of host can run and that have all features
+// of needs, the newest built one; else the newest that was built with options of its maker's; else the newest of Debian's. Without needs a
+// kernel with own options is left to those who name it, unless there is no other. The error wraps ErrNotFound where the cache has none that the host could run, and ErrFeature
+// where none has what is needed.
+func Choose(cacheDir string, host Host, needs []string) (*Kernel, error) {
+	all, err := List(cacheDir) // newest first
+	if err != nil {
+		return nil, err
+	}
+	rank := func(k *Kernel) int {
+		switch {
+		case k.Kind == Built && !k.Own():
+			return 0
+		case k.Kind == Built && len(needs) > 0:
+			return 1
+		case k.Kind == Debian:
+			return 2
+		}
+		return 3
+	}
+	slices.SortStableFunc(all, func(a, b *Kernel) int { return rank(a) - rank(b) })
+	var closest *Kernel
+	var lacks []Feature
+	for _, k := range all {
+		if !slices.Contains(k.Hosts(), host) {
+			continue
+		}
+		missing, err := k.missing(needs)
+		if err != nil {
+			return nil, err
+		}
+		if len(missing) == 0 {
+			return k, nil
+		}
+		if closest == nil || len(missing) < len(lacks) {
+			closest, lacks = k, missing
+		}
+	}
+	if closest != nil {
+		return nil, fmt.Errorf("%w: %s, which comes closest, lacks %s", ErrFeature, closest.ID, remedies(lacks, closest.Kind))
+	}
+	if len(all) > 0 {
+		return nil, fmt.Errorf("%w for this host: Debian's kernel does not run on a KVM without hardware virtualisation (make one with `drowse kernel build`)", ErrNotFound)
+	}
+	return nil, fmt.Errorf("%w: make one with `drowse kernel build`, or on hardware take Debian's with `drowse kernel fetch`", ErrNotFound)
+}
+
+// remedies says what is missing in a kernel, and what puts it there.
+func remedies(missing []Feature, kind Kind) string {
+	var names, options, modules []string
+	for _, f := range missing {
+		names = append(names, f.Name)
+		options = append(options, f.Lacks()...)
+		modules = append(modules, f.Modules()...)
+	}
+	slices.Sort(options)
+	slices.Sort(modules)
+	text := strings.Join(names, ", ")
+	if kind == Debian && len(modules) > 0 {
+		return fmt.Sprintf("%s (have its modules loaded: drowse kernel fetch --module %s; or name a kernel with --kernel)", text, strings.Join(slices.Compact(modules), ","))
+	}
+	return fmt.Sprintf("%s (build one with these options set to y: drowse kernel build --config FILE with %s; or name a kernel with --kernel)", text, strings.Join(slices.Compact(options), " "))
+}
