@@ -10,22 +10,31 @@ import (
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// door listens for one published port.
-type door struct {
-	v        *supervisor
-	port     port
-	listener *net.TCPListener
-	room     chan struct{} // has as many elements as connections are carried
-	ctx      context.Context
-	cancel   context.CancelFunc
+// entrance is where one published port is listened for.
+type entrance struct {
+	v      *supervisor
+	port   port
+	ctx    context.Context
+	cancel context.CancelFunc
 
 	mu     sync.Mutex // guards what follows
 	said   time.Time  // when a failure was logged
 	unsaid int        // how many since then were not
 }
+
+// door is that of TCP.
+type door struct {
+	entrance
+	listener *net.TCPListener
+	room     chan struct{} // has as many elements as connections are carried
+}
+
+// closer is what listens.
+type closer interface{ close() }
 
 const (
 	// wakeTries bounds how often a VM is woken for one connection that is put to sleep again in between.
@@ -40,12 +49,16 @@ const (
 	acceptPause = 100 * time.Millisecond
 )
 
-func (v *supervisor) openDoor(ctx context.Context, p port) (*door, error) {
+// openDoor listens for a port.
+func (v *supervisor) openDoor(ctx context.Context, p port) (closer, error) {
+	if p.protocol == netpolicy.UDP {
+		return v.openHatch(ctx, p)
+	}
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(p.listen))
 	if err != nil {
 		return nil, err
 	}
-	d := &door{v: v, port: p, listener: l, room: make(chan struct{}, v.o.MaxConns)}
+	d := &door{entrance: entrance{v: v, port: p}, listener: l, room: make(chan struct{}, v.o.MaxConns)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	v.carried.Go(d.accept)
 	return d, nil
@@ -81,26 +94,26 @@ func (d *door) accept() {
 		d.v.carried.Go(func() {
 			defer func() { <-d.room }()
 			if err := d.carry(c); err != nil && d.ctx.Err() == nil {
-				d.failed(c.RemoteAddr(), err)
+				d.failed("a connection found no way to its VM", c.RemoteAddr(), err)
 			}
 		})
 	}
 }
 
-// failed logs why a connection found no way, once a second at most: whoever connects does not write the log.
-func (d *door) failed(from net.Addr, err error) {
+// failed logs why somebody found no way, once a second at most: whoever connects does not write the log.
+func (e *entrance) failed(what string, from fmt.Stringer, err error) {
 	now := time.Now()
-	d.mu.Lock()
-	quiet := now.Sub(d.said) < sayEvery
-	unsaid := d.unsaid
+	e.mu.Lock()
+	quiet := now.Sub(e.said) < sayEvery
+	unsaid := e.unsaid
 	if quiet {
-		d.unsaid++
+		e.unsaid++
 	} else {
-		d.said, d.unsaid = now, 0
+		e.said, e.unsaid = now, 0
 	}
-	d.mu.Unlock()
+	e.mu.Unlock()
 	if !quiet {
-		d.v.log.Warn("a connection found no way to its VM", "vm", d.port.vm, "at", d.port.listen, "from", from, "error", err, "others_before", unsaid)
+		e.v.log.Warn(what, "vm", e.port.vm, "at", e.port.listen, "protocol", e.port.protocol, "from", from, "error", err, "others_before", unsaid)
 	}
 }
 
@@ -141,12 +154,12 @@ func (d *door) carry(c *net.TCPConn) error {
 }
 
 // awake sees to it that the VM is awake and stays so until the hold is released.
-func (d *door) awake(ctx context.Context) (*sandbox.Hold, netip.Addr, error) {
-	name := d.port.vm
+func (e *entrance) awake(ctx context.Context) (*sandbox.Hold, netip.Addr, error) {
+	name := e.port.vm
 	for range wakeTries {
-		hold, err := d.v.store.Hold(ctx, name)
+		hold, err := e.v.store.Hold(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
-			if _, err := d.v.store.Wake(ctx, d.v.launcher, name); err != nil {
+			if _, err := e.v.store.Wake(ctx, e.v.launcher, name); err != nil {
 				return nil, netip.Addr{}, err
 			}
 			continue
@@ -154,7 +167,7 @@ func (d *door) awake(ctx context.Context) (*sandbox.Hold, netip.Addr, error) {
 		if err != nil {
 			return nil, netip.Addr{}, err
 		}
-		info, err := d.v.store.Info(ctx, name)
+		info, err := e.v.store.Info(ctx, name)
 		switch {
 		case err != nil:
 		case info.Network == nil || !info.Network.Address.IsValid():
