@@ -88,6 +88,7 @@ demo: build kernel image
 .PHONY: test
 test: test-state $(REPORT)
 	@scripts/deps test hard
+	@scripts/deps bpf || echo "the eBPF objects are not compared with their source" >&2
 	@echo "== tests with the race detector" >&2
 	@go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests without it" >&2
@@ -137,7 +138,7 @@ fmt:
 	gofmt -w $$(git ls-files '*.go')
 
 # generate needs protoc, of Debian's package protobuf-compiler, and for the eBPF programs
-# bookworm's clang, llvm and libbpf-dev.
+# what scripts/deps bpf installs on bookworm.
 .PHONY: generate
 generate: check-go
 	go generate ./...

@@ -193,9 +193,27 @@ type PolicySwapOptions struct {
 // swapBatch is how many packets are judged between two looks at whether to go on.
 const swapBatch = 1000
 
+// probePort is a port of the peer's that every other policy does not allow.
+const probePort = 10000
+
+// swapSpecs are two policies of n rules, of which only the first allows what is sent to probePort.
+func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
+	for i := range specs {
+		p := policyOf(n, netpolicy.Public)
+		if i == 1 {
+			p.Rules[n-1].Ports = []netpolicy.PortRange{{First: 1, Last: probePort - 1}, {First: probePort + 1, Last: 65535}}
+		}
+		if specs[i], err = netpolicy.Compile(p, policyAgent, netpolicy.Environment{}); err != nil {
+			return specs, err
+		}
+	}
+	return specs, nil
+}
+
 // PolicySwap measures a swap of a policy while packets are judged without a pause on another
 // thread: from the call with a policy that is compiled until no packet is judged
-// by the old one. Stages: "compile" comes before it; "table" is what goes by until the new
+// by the old one. The first packet after each swap has to be judged by the new one, or it ends with an
+// error. Stages: "compile" comes before it; "table" is what goes by until the new
 // table is filled, "wait" the rest. Param packets is how many were judged meanwhile.
 func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) ([]Row, error) {
 	var rows []Row
@@ -211,11 +229,11 @@ func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) ([]Row, error) 
 }
 
 func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err error) {
-	spec, err := rulesOf(rules)
+	specs, err := swapSpecs(rules)
 	if err != nil {
 		return Row{}, err
 	}
-	t, err := netpolicy.NewTrial(spec)
+	t, err := netpolicy.NewTrial(specs[0])
 	if err != nil {
 		return Row{}, err
 	}
@@ -236,22 +254,33 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 			}
 		}
 	})
+	// A SYN, so that no flow remembers what a policy has said before.
+	probe := policyFrame(frameTCP, netpolicy.Egress)
+	binary.BigEndian.PutUint16(probe[14+20+2:], probePort)
 	s := newSeries()
 	for i := range o.Warmup + o.N {
 		if err = ctx.Err(); err != nil {
 			break
 		}
 		begin := time.Now()
-		if spec, err = rulesOf(rules); err != nil {
+		if specs, err = swapSpecs(rules); err != nil {
 			break
 		}
-		compiled := time.Since(begin)
+		compiled := time.Since(begin) / time.Duration(len(specs))
+		next := (i + 1) % len(specs)
 		begin = time.Now()
 		var made time.Duration
-		if made, err = t.Swap(spec); err != nil {
+		if made, err = t.Swap(specs[next]); err != nil {
 			break
 		}
 		took := time.Since(begin)
+		var passed bool
+		if _, passed, err = t.Judge(netpolicy.Egress, probe, 1); err == nil && passed != (next == 0) {
+			err = errors.New("the first packet after a swap was judged by the policy before it")
+		}
+		if err != nil {
+			break
+		}
 		if i < o.Warmup {
 			continue
 		}

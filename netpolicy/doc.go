@@ -111,7 +111,7 @@
 // match by any of them, and by agents' tags; they cannot have names, since an address
 // that was never resolved would not match.
 //
-// An agent has the tags that it was attached with (LinkConfig), for the rules of others of the
+// An agent has the tags that it was attached with (LinkConfig), or those of the last Link.SetTags, for the rules of others of the
 // same host and version of drowse, from the time before its device is up until it is removed.
 // Only one that is there at the moment is matched.
 //
@@ -153,7 +153,8 @@
 // one. Packets of a live flow pass in both directions without rules, by Reason Flow.
 // When the policy has been swapped since, the packet that opened the flow is judged
 // again, by its direction, peer and port; if it is not allowed any more, the flow is gone.
-// A flow with another agent is gone as well when another one, or none, has its address.
+// A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have changed, it is judged
+// again in the same way.
 //
 //   - TCP: a SYN without ACK is always judged by the rules and opens a flow in state
 //     opening; against the direction of a live flow that is established or closing it is
@@ -196,8 +197,8 @@
 //
 // The kernel verifies the programs once for a host and version of drowse, which takes some
 // hundred milliseconds, and all agents share them. An agent has a small program of its own for each direction
-// on its device: it says which slot of the host's maps is the agent's and by what number (its
-// claim) the table there has to call itself, and calls the program that is shared.
+// on its device: it says which slot of the host's maps is the agent's, which of the two tables there is in force, and by what number (its
+// claim) that one has to call itself, and calls the program that is shared.
 // Flows, pinned names, counters and events are in maps of the agent's own, in its slot.
 // One map has the tags and claims of all agents, by their addresses.
 // Without the shared program, a map or a table that says the same claim, nothing

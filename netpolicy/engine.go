@@ -33,17 +33,19 @@ const maxPins = 4096
 type engine struct {
 	place  place
 	shared *programs
-	// The agent's own.
-	flows, pinned, counts, events *ebpf.Map
-	entries                       [2]*ebpf.Program // by direction
+	// The agent's own. The one element of current says which of its tables is in force.
+	flows, pinned, counts, events, current *ebpf.Map
+	entries                                [2]*ebpf.Program // by direction
 
-	wg sync.WaitGroup // for writers into the slot, who take some time to end
+	wg      sync.WaitGroup // for writers into the slot, who take some time to end
+	writers chan struct{}  // has as many elements as there are of those after the first
 
-	mu    sync.Mutex // guards what follows
-	gen   uint32
-	table ebpf.MapID // the table that is installed
-	spec  *Spec
-	names map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	mu     sync.Mutex // guards what follows
+	gen    uint32
+	which  uint32   // the table that is in force
+	tables [2]table // the other one is spare, and may be none
+	spec   *Spec
+	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
 
 	told told
 }
@@ -54,7 +56,7 @@ const eventBytes = 32 << 10
 // newEngine makes the maps of an agent and puts them into its slot. It takes over the
 // programs, also if it fails. With a policy, start has to follow; without, everything is denied.
 func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
-	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}}
+	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, e.close())
@@ -70,8 +72,9 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	}{
 		{&e.flows, "flows", ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, flows, 0},
 		{&e.pinned, "pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * maxPins, unix.BPF_F_NO_PREALLOC},
-		{&e.counts, "counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, len(directions) * len(verdicts) * maxReason, 0},
+		{&e.counts, "counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0},
 		{&e.events, "events", ebpf.RingBuf, nil, nil, eventBytes, 0},
+		{&e.current, "current", ebpf.Array, uint32(0), uint32(0), 1, 0},
 	} {
 		spec := &ebpf.MapSpec{Name: m.name, Type: m.kind, MaxEntries: uint32(m.entries), Flags: m.flags}
 		if m.key != nil {
@@ -82,7 +85,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 		}
 	}
 	for d := range e.entries {
-		if e.entries[d], err = entry(p.calls, d, at.slot, at.claim); err != nil {
+		if e.entries[d], err = e.entry(p.calls, d); err != nil {
 			return nil, err
 		}
 	}
@@ -95,7 +98,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
-	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events} {
+	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events, e.current, e.tables[0].m, e.tables[1].m} {
 		errs = append(errs, m.Close())
 	}
 	for _, p := range e.entries {
@@ -110,81 +113,31 @@ func (e *engine) close() error {
 func (e *engine) start(s *Spec, keep bool) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	table, err := e.build(s, e.gen+1)
+	if err := e.clearSpare(); err != nil {
+		return err
+	}
+	t, err := e.newTable(s, e.gen+1)
 	if err != nil {
 		return err
 	}
-	id, err := mapID(table)
-	if err != nil {
-		return errors.Join(err, table.Close())
-	}
 	p := e.shared
-	wait, err := publish(e.place.slot, []slotMap{
-		{p.flows, e.flows}, {p.pins, e.pinned}, {p.counters, e.counts}, {p.stream, e.events}, {p.policies, table},
+	wait, err := publish([]slotMap{
+		{p.flows, e.place.slot, e.flows}, {p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts},
+		{p.stream, e.place.slot, e.events}, {p.policies, e.place.table(e.which), t.m},
 	})
 	if err != nil {
-		return errors.Join(err, table.Close())
+		return errors.Join(err, t.m.Close())
 	}
 	e.gen++
 	e.told.judges(e.gen, s.names)
-	e.table, e.spec = id, s
+	e.tables[e.which], e.spec = t, s
 	e.wg.Go(func() {
 		// What the writers have to say was said when their maps were seen to be there.
 		_ = wait()
-		table.Close()
 		if !keep {
 			_ = p.closeShared()
 		}
 	})
-	return nil
-}
-
-// install makes all packets from now on be judged by a new table. Each packet is
-// judged by exactly one: the programs read the pointer to it once, and the kernel keeps
-// the old table until the last of them is done, which install waits for.
-func (e *engine) install(s *Spec) error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	table, err := e.build(s, e.gen+1)
-	if err != nil {
-		return err
-	}
-	defer table.Close()
-	return e.exchange(s, table)
-}
-
-// exchange puts a new table into the place of the old one.
-func (e *engine) exchange(s *Spec, table *ebpf.Map) error {
-	id, err := mapID(table)
-	if err == nil {
-		err = e.owns()
-	}
-	if err != nil {
-		return err
-	}
-	e.gen++
-	e.told.judges(e.gen, s.names)
-	if err := e.repin(s); err != nil {
-		return err
-	}
-	if err := e.shared.policies.Put(e.place.slot, table); err != nil {
-		return fmt.Errorf("installing a policy: %w", err)
-	}
-	e.table, e.spec = id, s
-	return e.unpinOld()
-}
-
-// owns says whether what is in the slot is still the agent's table. If somebody has removed the
-// agent's pins, its slot may be another's, whose flows its packets would pass by.
-func (e *engine) owns() error {
-	var there ebpf.MapID
-	err := e.shared.policies.Lookup(e.place.slot, &there)
-	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return fmt.Errorf("finding the table: %w", err)
-	}
-	if there != e.table {
-		return fmt.Errorf("installing a policy: %w: the agent's pins were removed, and its slot is not its own any more", ErrGone)
-	}
 	return nil
 }
 
@@ -196,29 +149,6 @@ func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 	}
 	id, _ := info.ID()
 	return id, nil
-}
-
-// build makes the map of a table.
-func (e *engine) build(s *Spec, gen uint32) (*ebpf.Map, error) {
-	rows := slices.Clone(s.rows)
-	keys := make([]uint32, len(rows))
-	for i := range keys {
-		keys[i] = uint32(i)
-	}
-	binary.LittleEndian.PutUint32(rows[0][genAt:], gen)
-	binary.LittleEndian.PutUint32(rows[0][claimAt:], e.place.claim)
-	m, err := ebpf.NewMap(&ebpf.MapSpec{
-		Name: "table", Type: ebpf.Array, KeySize: 4, ValueSize: rowSize, MaxEntries: uint32(len(s.rows)),
-		Flags: unix.BPF_F_INNER_MAP,
-	})
-	if err != nil {
-		return nil, fmt.Errorf("making a table of %d rows: %w", len(s.rows), err)
-	}
-	if _, err := m.BatchUpdate(keys, rows, nil); err != nil {
-		m.Close()
-		return nil, fmt.Errorf("filling a table of %d rows: %w", len(s.rows), err)
-	}
-	return m, nil
 }
 
 // pinSlots is how many times at which names of one address expire are told apart. Those

@@ -10,6 +10,9 @@ import (
 	"path/filepath"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
 // Engine is the programs without a TAP device, with a clock that tests set.
@@ -55,13 +58,54 @@ func (e *Engine) Install(s *Spec) error {
 	return e.install(s)
 }
 
+// PausedProgram is that for egress, in which so many looks at the clock go by between the choice of a table and its use.
+func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
+	return e.pausedEntry(e.shared.calls, 0, nil, asm.Instructions{
+		asm.Mov.Imm(asm.R1, looks),
+		asm.StoreMem(asm.RFP, -16, asm.R1, asm.DWord),
+		asm.FnKtimeGetNs.Call().WithSymbol("look"),
+		asm.LoadMem(asm.R1, asm.RFP, -16, asm.DWord),
+		asm.Sub.Imm(asm.R1, 1),
+		asm.StoreMem(asm.RFP, -16, asm.R1, asm.DWord),
+		asm.JNE.Imm(asm.R1, 0, "look"),
+	})
+}
+
+// Room is how many rows there is room for in both tables.
+func (e *Engine) Room() (rows [2]int) { return [2]int{e.tables[0].rows, e.tables[1].rows} }
+
+// Rows is how many a policy has.
+func (s *Spec) Rows() int { return len(s.rows) }
+
+// Runs is how many runs by both tables have begun and ended.
+func (e *Engine) Runs() (begun, ended uint64, err error) {
+	for which := range uint32(len(e.tables)) {
+		b, n, err := e.runs(which)
+		if err != nil {
+			return 0, 0, err
+		}
+		begun, ended = begun+b, ended+n
+	}
+	return begun, ended, nil
+}
+
+// BeginSwap is what a process has done that is killed in a swap: the spare table is filled, and names are pinned for it.
+func (l *Link) BeginSwap(s *Spec) error {
+	e := l.eng
+	if err := e.prepareSpare(s, 1-e.which); err != nil {
+		return err
+	}
+	e.gen++
+	return e.repin(s)
+}
+
 // Table fills the map of a table, and drops it.
 func (e *Engine) Table(s *Spec) error {
-	m, err := e.build(s, 1)
+	t, err := e.newTable(s, 1)
 	if err != nil {
 		return err
 	}
-	return m.Close()
+	return t.m.Close()
 }
 
 // ForgetFlows drops all flows.
@@ -215,12 +259,21 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	return nil
 }
 
-// SetPeer says which agent has an address, and by what claim; 0 is none.
+// SetPeer says which agent has an address, and by what claim; 0 is none. The same one may have other tags.
 func (e *Engine) SetPeer(p Peer, claim uint32) error {
 	if claim == 0 {
 		return e.shared.agents.Delete(p.Address.As16())
 	}
-	v := tagged(claim, p.Tags)
+	var before bpf.AgentTagged
+	if err := e.shared.agents.Lookup(p.Address.As16(), &before); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return err
+	}
+	v := tagged(claim, 0, p.Tags)
+	if before.Claim == claim {
+		if v.Edition = before.Edition; v != before {
+			v.Edition++
+		}
+	}
 	return e.shared.agents.Put(p.Address.As16(), &v)
 }
 

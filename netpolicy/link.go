@@ -169,7 +169,7 @@ func openUsages(dir string) (*ebpf.Map, error) {
 func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
 	return map[string]pinnable{
 		pinCalls: calls, "flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events,
-		pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
+		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
 	}
 }
 
@@ -379,13 +379,15 @@ func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
 	if at.version != digest() {
 		return nil, fmt.Errorf("%w: it is of another version of drowse", ErrGone)
 	}
-	e := &engine{place: at, shared: &programs{}, names: map[netip.Addr]map[string]uint64{}}
+	e := &engine{place: at, shared: &programs{}, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, e.close())
 		}
 	}()
-	for name, m := range map[string]**ebpf.Map{"flows": &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events} {
+	for name, m := range map[string]**ebpf.Map{
+		"flows": &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
+	} {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
 			return nil, err
 		}
@@ -405,26 +407,7 @@ func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
 	if e.shared.usages, err = openUsages(dir); err != nil {
 		return nil, err
 	}
-	if err := e.shared.policies.Lookup(at.slot, &e.table); err != nil {
-		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			err = ErrGone
-		}
-		return nil, fmt.Errorf("finding the table: %w", err)
-	}
-	table, err := ebpf.NewMapFromID(e.table)
-	if err != nil {
-		return nil, fmt.Errorf("opening the table: %w", err)
-	}
-	defer table.Close()
-	var head row
-	if err := table.Lookup(uint32(0), &head); err != nil {
-		return nil, fmt.Errorf("reading the table: %w", err)
-	}
-	if binary.LittleEndian.Uint32(head[claimAt:]) != at.claim {
-		return nil, fmt.Errorf("%w: its slot is another's", ErrGone)
-	}
-	e.gen = binary.LittleEndian.Uint32(head[genAt:])
-	return e, nil
+	return e, e.adoptTables()
 }
 
 // Up gives the interface the gateway's addresses, tells the host where the agent's
@@ -505,9 +488,33 @@ func ipNet(a netip.Addr, bits int) *net.IPNet {
 }
 
 // Swap replaces the policy while packets pass. Each packet is judged by the old policy
-// or by the new one. When Swap returns, no packet is judged by the old one any more. The
-// size of the flow table stays.
+// or by the new one. When Swap returns, no packet is judged by the old one any more. It takes half a
+// millisecond with 1,000 rules, and longer the more addresses the resolver has pinned. If the policy is too
+// large for the memory of the one before the last, it gets new memory; more than maxWriters of these in a row wait for the kernel, up to
+// 100 ms each. The size of the flow table stays.
 func (l *Link) Swap(s *Spec) error { return l.eng.install(s) }
+
+// SetTags changes by which tags the rules of other agents name this one. At most MaxOwnTags. When it returns, no
+// packet of another agent is judged by the old ones any more, and flows with this one are judged anew: those that its new tags do not
+// open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other agents cannot be told: the pins of what agents share were removed.
+func (l *Link) SetTags(tags []string) error {
+	if err := CheckTags(tags); err != nil {
+		return err
+	}
+	s, err := lockShared(l.cfg.root(), l.eng.place.version)
+	if err != nil {
+		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+	}
+	err = s.retag(l.cfg.Agent, l.eng.place.claim, tags)
+	s.unlock()
+	if errors.Is(err, os.ErrNotExist) {
+		err = fmt.Errorf("%w: %w", ErrGone, err)
+	}
+	if err != nil {
+		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+	}
+	return l.eng.settle()
+}
 
 // Pin says that the resolver has given the guest an address for a name, for so long.
 // Rules with a matching name match the address until then. The name is in lower case,

@@ -55,7 +55,7 @@ const (
 
 // layout is the version of what the loader, apart from the objects, agrees on with itself:
 // rows of the table, sizes, names of pins.
-const layout = "2"
+const layout = "3"
 
 func digest() string { return bpf.Digest() + layout }
 
@@ -214,6 +214,8 @@ func usable(name string, m *ebpf.Map) bool {
 	case pinAgents:
 		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*MaxAgents && m.KeySize() == 16 &&
 			m.ValueSize() == uint32(binary.Size(bpf.AgentTagged{}))
+	case pinPolicies:
+		entries = 2 * MaxAgents
 	case pinUsages:
 		kind, entries, value = ebpf.Array, 2*MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
 	}
@@ -281,6 +283,9 @@ type place struct {
 	version     string
 	slot, claim uint32
 }
+
+// table is where one of the agent's two tables is in the map of them.
+func (p place) table(which uint32) uint32 { return p.slot*2 + which }
 
 func (p place) String() string { return fmt.Sprintf("%s/%d/%d", p.version, p.slot, p.claim) }
 
@@ -441,15 +446,19 @@ func unload(root, version string) error {
 }
 
 // slotMap is a map of an agent's and the one in which the programs find it.
-type slotMap struct{ of, own *ebpf.Map }
+type slotMap struct {
+	of   *ebpf.Map
+	slot uint32
+	own  *ebpf.Map
+}
 
-// publish puts maps into a slot. The kernel makes each writer wait until no packet is
-// judged by what was there before, 10 to 100 ms; nothing was there. So publish returns when the maps
+// publish puts maps into slots of which nobody uses what was there before. The kernel makes each writer wait
+// until all processors have passed through a quiet state, 10 to 100 ms, for the sake of those who would. So publish returns when the maps
 // can be seen, and wait says what became of the writers.
-func publish(slot uint32, maps []slotMap) (wait func() error, err error) {
+func publish(maps []slotMap) (wait func() error, err error) {
 	done := make(chan error, len(maps))
 	for _, m := range maps {
-		go func() { done <- m.of.Put(slot, m.own) }()
+		go func() { done <- m.of.Put(m.slot, m.own) }()
 	}
 	ended := 0
 	wait = func() error {
@@ -466,7 +475,7 @@ func publish(slot uint32, maps []slotMap) (wait func() error, err error) {
 		}
 		for {
 			var there ebpf.MapID
-			if err := m.of.Lookup(slot, &there); err == nil && there == id {
+			if err := m.of.Lookup(m.slot, &there); err == nil && there == id {
 				break
 			}
 			if ended == len(maps) {
@@ -489,11 +498,15 @@ const publishPause = 50 * time.Microsecond
 
 // empty takes all maps out of a slot. The writers wait side by side.
 func (p *programs) empty(slot uint32) error {
-	all := []*ebpf.Map{p.policies, p.flows, p.pins, p.counters, p.stream}
+	at := place{slot: slot}
+	all := []slotMap{
+		{of: p.policies, slot: at.table(0)}, {of: p.policies, slot: at.table(1)},
+		{of: p.flows, slot: slot}, {of: p.pins, slot: slot}, {of: p.counters, slot: slot}, {of: p.stream, slot: slot},
+	}
 	done := make(chan error, len(all))
 	for _, m := range all {
 		go func() {
-			err := m.Delete(slot)
+			err := m.of.Delete(m.slot)
 			if errors.Is(err, ebpf.ErrKeyNotExist) {
 				err = nil
 			}
@@ -511,8 +524,8 @@ func (p *programs) empty(slot uint32) error {
 }
 
 // tagged is an agent as the programs of others see it.
-func tagged(claim uint32, tags []string) bpf.AgentTagged {
-	v := bpf.AgentTagged{Claim: claim}
+func tagged(claim, edition uint32, tags []string) bpf.AgentTagged {
+	v := bpf.AgentTagged{Claim: claim, Edition: edition}
 	for i, t := range tags {
 		v.Tag[i] = tagHash(t)
 	}
@@ -523,7 +536,7 @@ func tagged(claim uint32, tags []string) bpf.AgentTagged {
 // first what forget has to take back. Others who have had its addresses are forgotten, in
 // programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
 func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32, tags []string) error {
-	mine := tagged(claim, tags)
+	mine := tagged(claim, 0, tags)
 	var keys [][16]byte
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
@@ -553,13 +566,55 @@ func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32,
 	return nil
 }
 
+// retag changes the tags by which others know an agent, all at one moment for each of its addresses.
+func (s *shared) retag(agent string, claim uint32, tags []string) error {
+	keys, err := s.known(agent)
+	if err != nil {
+		return err
+	}
+	m, err := ebpf.LoadPinnedMap(filepath.Join(s.dir, pinAgents), nil)
+	if err == nil && !usable(pinAgents, m) {
+		err = errors.Join(os.ErrNotExist, m.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("opening the list of agents: %w", err)
+	}
+	defer m.Close()
+	// First all are looked at: nothing is changed if one is not there.
+	next := make([]bpf.AgentTagged, len(keys))
+	for i, k := range keys {
+		var v bpf.AgentTagged
+		if err := m.Lookup(k, &v); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("looking for agent %s: %w", agent, err)
+		}
+		if v.Claim != claim {
+			return fmt.Errorf("%w: others do not know %s by its address any more", ErrGone, agent)
+		}
+		next[i] = tagged(claim, v.Edition+1, tags)
+	}
+	for i, k := range keys {
+		if err := m.Update(k, &next[i], ebpf.UpdateExist); err != nil {
+			return fmt.Errorf("telling other agents of %s: %w", agent, err)
+		}
+	}
+	return nil
+}
+
 // forget takes back what introduce has told of an agent.
 func (s *shared) forget(agent string, claim uint32) error {
+	keys, err := s.known(agent)
+	if err != nil {
+		return err
+	}
+	return forgetIn(s.dir, keys, claim)
+}
+
+// known are the addresses by which others know an agent.
+func (s *shared) known(agent string) (keys [][16]byte, err error) {
 	entries, err := os.ReadDir(filepath.Join(s.root, agent))
 	if err != nil {
-		return fmt.Errorf("looking for an agent's addresses: %w", err)
+		return nil, fmt.Errorf("looking for an agent's addresses: %w", err)
 	}
-	var keys [][16]byte
 	for _, e := range entries {
 		if text, ok := strings.CutPrefix(e.Name(), knownPrefix); ok {
 			if k, err := hex.DecodeString(text); err == nil && len(k) == 16 {
@@ -567,7 +622,7 @@ func (s *shared) forget(agent string, claim uint32) error {
 			}
 		}
 	}
-	return forgetIn(s.dir, keys, claim)
+	return keys, nil
 }
 
 // forgetIn takes agents away by their addresses, but not those of another claim than this; 0 is any.

@@ -386,7 +386,11 @@ func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T
 	shared := programsOf(t, root)
 	other := func(kind ebpf.MapType, entries, value uint32) func(string) error {
 		return func(pin string) error {
-			m, err := ebpf.NewMap(&ebpf.MapSpec{Type: kind, KeySize: 4, ValueSize: value, MaxEntries: entries})
+			spec := &ebpf.MapSpec{Type: kind, KeySize: 4, ValueSize: value, MaxEntries: entries}
+			if kind == ebpf.ArrayOfMaps {
+				spec.InnerMap = &ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1}
+			}
+			m, err := ebpf.NewMap(spec)
 			if err != nil {
 				return err
 			}
@@ -406,7 +410,8 @@ func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T
 		{"no counters", "counters", os.Remove},
 		{"no events", "events", os.Remove},
 		{"calls of nothing", "calls", other(ebpf.ProgramArray, 2, 4)},
-		{"tables that are none", "policies", other(ebpf.Array, MaxAgents, 4)},
+		{"tables that are none", "policies", other(ebpf.Array, 2*MaxAgents, 4)},
+		{"fewer tables", "policies", other(ebpf.ArrayOfMaps, MaxAgents, 4)},
 		{"use of fewer limits", "usages", other(ebpf.Array, MaxAgents, 64)},
 	}
 	for _, tt := range tests {
@@ -434,7 +439,7 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 	c := listenHost(t, "udp", "0.0.0.0:7")
 	denied := listenHost(t, "udp", "0.0.0.0:8")
 	cfg := LinkConfig{Agent: "a1", Interface: "tap0", Root: root}
-	complete := []string{"slot", "calls", "flows", "pins", "counters", "events", "from_guest", "to_guest"}
+	complete := []string{"slot", "calls", "flows", "pins", "counters", "events", "current", "from_guest", "to_guest"}
 	for n := range complete {
 		l, err := Attach(cfg, compile(t, hostUDP))
 		if err != nil {
@@ -552,6 +557,12 @@ func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 
 // Somebody removes the pins of an agent that lives, and another gets its slot.
 func TestLink_swap_after_its_slot_was_given_away_gives_an_error(t *testing.T) {
+	for swaps := range 3 { // so that either of its tables is in force, and the other one is there or not
+		t.Run(fmt.Sprintf("%d swaps before", swaps), func(t *testing.T) { swapAfterItsSlotWasGivenAway(t, swaps) })
+	}
+}
+
+func swapAfterItsSlotWasGivenAway(t *testing.T, swaps int) {
 	ownNamespace(t)
 	root := testRoot(t)
 	tap := newTAP(t, "tap0")
@@ -562,6 +573,11 @@ func TestLink_swap_after_its_slot_was_given_away_gives_an_error(t *testing.T) {
 	}
 	if err := l.Up(agent); err != nil {
 		t.Fatal(err)
+	}
+	for range swaps {
+		if err := l.Swap(compile(t, hostUDP)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	c := listenHost(t, "udp", "0.0.0.0:7")
 	tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))

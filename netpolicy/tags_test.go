@@ -34,21 +34,26 @@ func TestPrograms_agents_that_come_and_go(t *testing.T) {
 			tags  []string
 			out   bool // whether what opens a flow passes to port 80
 			in    bool // the same from the other to port 81
-			// Whether what belongs to a flow that was opened in the step before passes still.
-			old bool
+			// Whether what belongs to a flow that was opened in the step before passes still: to the other, and from it.
+			old, oldIn bool
 		}
 		steps := []step{
-			{"nobody is there", 0, nil, false, false, false},
-			{"one without tags comes", 5, nil, false, false, false},
-			{"one with another tag", 6, []string{"dbx"}, false, false, false},
-			{"one with the tag", 7, []string{"db"}, true, false, false},
-			{"it is still there", 7, []string{"db"}, true, false, true},
-			{"another of the same tag gets the address", 8, []string{"db"}, true, false, false},
-			{"one with both tags, as the last of 8", 9, []string{"a", "b", "c", "d", "e", "f", "web", "cache"}, true, true, false},
-			{"it is still there", 9, []string{"a", "b", "c", "d", "e", "f", "web", "cache"}, true, true, true},
-			{"an earlier rule denies one of its tags", 10, []string{"db", "closed"}, false, false, false},
-			{"one with the tag for the other direction", 11, []string{"web"}, false, true, false},
-			{"it has gone", 0, nil, false, false, false},
+			{"nobody is there", 0, nil, false, false, false, false},
+			{"one without tags comes", 5, nil, false, false, false, false},
+			{"one with another tag", 6, []string{"dbx"}, false, false, false, false},
+			{"one with the tag", 7, []string{"db"}, true, false, false, false},
+			{"it is still there", 7, []string{"db"}, true, false, true, true},
+			{"another of the same tag gets the address", 8, []string{"db"}, true, false, false, false},
+			{"one with both tags, as the last of 8", 9, []string{"a", "b", "c", "d", "e", "f", "web", "cache"}, true, true, false, false},
+			{"it is still there", 9, []string{"a", "b", "c", "d", "e", "f", "web", "cache"}, true, true, true, true},
+			{"the same one with another tag more", 9, []string{"a", "b", "c", "d", "e", "web", "cache", "x"}, true, true, true, true},
+			{"the same one with one of both tags", 9, []string{"cache"}, true, false, true, false},
+			{"the same one with none of them", 9, nil, false, false, false, false},
+			{"the same one with a tag again", 9, []string{"db"}, true, false, false, false},
+			{"the same one with the other one of a rule's tags", 9, []string{"cache"}, true, false, true, false},
+			{"an earlier rule denies one of its tags", 10, []string{"db", "closed"}, false, false, false, false},
+			{"one with the tag for the other direction", 11, []string{"web"}, false, true, false, false},
+			{"it has gone", 0, nil, false, false, false, false},
 		}
 		e := newEngine(t, DefaultFlows)
 		if err := e.Install(compile(t, tagPolicy)); err != nil {
@@ -98,7 +103,7 @@ func TestPrograms_agents_that_come_and_go(t *testing.T) {
 					check("an answer of an old UDP flow", passes(Ingress, 17, udp(80, port, 1)), s.old)
 				}
 				if n > 0 && previous.in {
-					check("an answer to an old UDP flow", passes(Egress, 17, udp(81, port, 1)), s.old)
+					check("an answer to an old UDP flow", passes(Egress, 17, udp(81, port, 1)), s.oldIn)
 				}
 				port++
 				check("TCP", passes(Egress, 6, tcp(port, 80, syn)), s.out)
@@ -360,6 +365,132 @@ func TestLink_agents_reach_each_other_by_their_tags(t *testing.T) {
 		t.Errorf("%d went out, %d were denied: %s; %s", out, in, counters(la), counters(lb))
 	}
 	if err := errors.Join(la.Remove(), lb.Remove()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Tags change while others send. What they open passes, what they do not open any more is cut, and what another tag opens goes on.
+func TestLink_tags_of_an_agent_change_while_it_is_there(t *testing.T) {
+	ownNamespace(t)
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	root := testRoot(t)
+	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
+	client, server := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
+	up := func(name string, a netip.Addr, policy string, tags ...string) (*Link, LinkConfig) {
+		t.Helper()
+		p, err := Parse([]byte(policy))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Compile(p, Identity{Address4: a}, env)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg := LinkConfig{Agent: name, Interface: name, Root: root, Tags: tags}
+		l, err := Attach(cfg, s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.Up(s.Identity()); err != nil {
+			t.Fatal(err)
+		}
+		return l, cfg
+	}
+	a, b := newTAP(t, "tapa"), newTAP(t, "tapb")
+	la, _ := up("tapa", client, `rules: [{direction: egress, verdict: allow, agents: [db, cache], protocols: [udp], ports: [5432]}]`, "web")
+	lb, cfg := up("tapb", server, `rules: [{direction: ingress, verdict: allow, agents: [web], protocols: [udp], ports: [5432]}]`)
+	passes := func(port uint16, want bool) {
+		t.Helper()
+		n := count(t, la, Egress, ReasonDefault)
+		a.send(sent(server, 17, udp(port, 5432, []byte("query")...)))
+		if denied := count(t, la, Egress, ReasonDefault) > n; denied == want {
+			t.Fatalf("denied %v, want %v: %s", denied, !want, counters(la))
+		}
+		if want {
+			if f := b.receive(0x0800, 17); string(f[42:]) != "query" {
+				t.Fatalf("the other got %x", f)
+			}
+		}
+	}
+	set := func(l *Link, tags ...string) {
+		t.Helper()
+		if err := l.SetTags(tags); err != nil {
+			t.Fatal(err)
+		}
+	}
+	passes(5000, false)
+	set(lb, "db")
+	passes(5000, true)
+	set(lb, "db", "cache")
+	passes(5000, true)
+	set(lb, "cache")
+	passes(5000, true)
+	before := count(t, la, Egress, ReasonFlow)
+	if before != 2 {
+		t.Errorf("%d packets were of a known flow, want 2: %s", before, counters(la))
+	}
+	set(lb)
+	passes(5000, false)
+	// An answer of the flow that was cut does not pass either.
+	n := count(t, la, Ingress, ReasonDefault)
+	b.send(sent(client, 17, udp(5432, 5000, []byte("answer")...)))
+	if count(t, la, Ingress, ReasonDefault) != n+1 {
+		t.Errorf("the answer of a flow that was cut: %s", counters(la))
+	}
+
+	// The next process changes them as well.
+	if err := lb.Close(); err != nil {
+		t.Fatal(err)
+	}
+	lb, err := Adopt(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	set(lb, "db")
+	passes(5001, true)
+	for what, tags := range map[string][]string{"one that is none": {"a b"}, "too many": {"1", "2", "3", "4", "5", "6", "7", "8", "9"}} {
+		if err := lb.SetTags(tags); !errors.Is(err, ErrPolicy) {
+			t.Errorf("%s: %v, want ErrPolicy", what, err)
+		}
+	}
+	passes(5001, true)
+
+	// Nobody can be told any more, and what was said stays.
+	if err := os.RemoveAll(programsOf(t, root)); err != nil {
+		t.Fatal(err)
+	}
+	if err := lb.SetTags(nil); !errors.Is(err, ErrGone) {
+		t.Errorf("without the pins of the programs: %v, want ErrGone", err)
+	}
+	passes(5001, true)
+	if err := errors.Join(la.Remove(), lb.Remove()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Who gets the address of one that is gone is not given its tags.
+func TestLink_tags_of_one_whose_address_is_another_s_are_refused(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	attach := func(name string) *Link {
+		t.Helper()
+		newTAP(t, name)
+		l, err := Attach(LinkConfig{Agent: name, Interface: name, Root: root}, compile(t, ""))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	first, second := attach("a1"), attach("b1")
+	if err := first.SetTags([]string{"db"}); !errors.Is(err, ErrGone) {
+		t.Errorf("tags of the one before: %v, want ErrGone", err)
+	}
+	if err := second.SetTags([]string{"db"}); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(first.Remove(), second.Remove()); err != nil {
 		t.Fatal(err)
 	}
 }

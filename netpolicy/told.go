@@ -19,7 +19,7 @@ const (
 type told struct {
 	mu     sync.Mutex // guards what follows
 	names  map[netip.Addr][]asked
-	tables []table // the oldest first
+	tables []ruleNames // the oldest first
 }
 
 // asked is a name that the guest got an address for, and when.
@@ -28,8 +28,8 @@ type asked struct {
 	at   uint64 // on the coarse clock, which no packet is judged on before
 }
 
-// table is what a generation's rules are called.
-type table struct {
+// ruleNames is what a generation's rules are called.
+type ruleNames struct {
 	gen   uint32
 	rules []string
 }
@@ -85,7 +85,7 @@ func (t *told) judges(gen uint32, rules []string) {
 	if len(t.tables) >= maxTables {
 		t.tables = append(t.tables[:0], t.tables[1:]...)
 	}
-	t.tables = append(t.tables, table{gen, rules})
+	t.tables = append(t.tables, ruleNames{gen, rules})
 }
 
 func (t *told) rule(gen uint32, rule int) string {

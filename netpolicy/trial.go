@@ -12,7 +12,7 @@ import (
 
 // Trial is an agent without a device: its programs get frames one after another in the
 // kernel (BPF_PROG_RUN), so that what they cost can be measured. Its programs are its own,
-// and nothing is pinned. Only one goroutine may use it at a time, but for Swap.
+// and nothing is pinned. Its methods may be called from any goroutine, but for Close, which must be the last.
 type Trial struct {
 	eng   *engine
 	run   [2]*ebpf.Program // by direction
@@ -41,7 +41,7 @@ func NewTrial(s *Spec) (_ *Trial, err error) {
 	}()
 	for d := range t.run {
 		before := untranslated(d, s.ident)
-		if t.run[d], err = entry(p.calls, d, slot, claim, before...); err != nil {
+		if t.run[d], err = t.eng.entry(p.calls, d, before...); err != nil {
 			return nil, err
 		}
 		spec := &ebpf.ProgramSpec{
@@ -85,18 +85,11 @@ func (t *Trial) Close() error {
 }
 
 // Swap replaces the policy, as Link.Swap does, and says how much of the time went by
-// until the new table was made; the rest is the wait until the old one is not used.
-func (t *Trial) Swap(s *Spec) (made time.Duration, err error) {
+// until the new table was filled.
+func (t *Trial) Swap(s *Spec) (filled time.Duration, err error) {
 	begin := time.Now()
-	t.eng.mu.Lock()
-	defer t.eng.mu.Unlock()
-	table, err := t.eng.build(s, t.eng.gen+1)
-	if err != nil {
-		return 0, err
-	}
-	defer table.Close()
-	made = time.Since(begin)
-	return made, t.eng.exchange(s, table)
+	err = t.eng.swap(s, func() { filled = time.Since(begin) })
+	return filled, err
 }
 
 // Judge has a frame of IPv4 judged so many times, one after another, as if each were
@@ -133,7 +126,7 @@ func code(d Direction) int {
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}
-	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events} {
+	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current} {
 		info, err := m.Info()
 		if err != nil {
 			return nil, fmt.Errorf("looking at the map %s: %w", name, err)
@@ -150,8 +143,8 @@ func (l *Link) Memory() (map[string]uint64, error) {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.spec != nil {
-		out["table"] = uint64(e.spec.Bytes())
+	for _, t := range e.tables {
+		out["table"] += uint64(t.rows * rowSize)
 	}
 	return out, nil
 }

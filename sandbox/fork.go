@@ -112,7 +112,7 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	if err != nil {
 		return res, err
 	}
-	f := &forker{store: s, launcher: l, parent: r, early: o.Early, begin: begin}
+	f := &forker{store: s, launcher: l, parent: r, early: o.Early, policy: o.Policy != nil, begin: begin}
 	f.res = ForkResult{Parent: name, Children: make([]Report, o.Count), Stages: map[string]float64{}}
 	if err := f.choose(o); err != nil {
 		return res, err
@@ -149,6 +149,7 @@ type forker struct {
 	launcher Launcher
 	parent   *Record
 	specs    []Spec
+	policy   bool // the children have another policy than their parent
 	early    bool
 	begin    time.Time
 	res      ForkResult
@@ -186,8 +187,27 @@ func (f *forker) choose(o ForkOptions) error {
 	return nil
 }
 
+// inherit has the children be behind the policy of their parent, and have its tags, once its memory is that of the fork: what
+// was changed before that moment, which is in the record by then, holds for them as well.
+func (f *forker) inherit() error {
+	r, err := f.store.Get(f.parent.Spec.Name)
+	if err != nil {
+		return err
+	}
+	for i := range f.specs {
+		f.specs[i].Tags = r.Spec.Tags
+		if !f.policy {
+			f.specs[i].Policy = r.Spec.Policy
+		}
+	}
+	return nil
+}
+
 // sleeping makes clones of the snapshot that the VM sleeps in.
 func (f *forker) sleeping(ctx context.Context) error {
+	if err := f.inherit(); err != nil {
+		return err
+	}
 	f.res.Snapshot, f.res.Durable = f.parent.Snapshot, true
 	return f.startAll(ctx, func(ctx context.Context, spec Spec) (Report, error) {
 		r, err := f.store.cloneRecord(ctx, f.launcher, f.parent.Snapshot, spec.Name)
@@ -195,7 +215,8 @@ func (f *forker) sleeping(ctx context.Context) error {
 			return Report{}, err
 		}
 		r.Fork = f.parent.origin()
-		r.Spec.Policy = spec.Policy // it may have been changed while the VM sleeps
+		// These may have been changed while the VM sleeps.
+		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot)
 	})
 }
@@ -210,6 +231,10 @@ func (f *forker) running(ctx context.Context) error {
 	defer c.close()
 	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.first.Pages, c.first.Stages
 	origin := f.parent.origin()
+	if err := f.inherit(); err != nil {
+		c.abort()
+		return err
+	}
 	err = f.startAll(ctx, func(ctx context.Context, spec Spec) (Report, error) {
 		r := &Record{
 			Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),

@@ -615,6 +615,16 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own6.String()+" 9000 "+forSure, "ECONNREFUSED")
+	// Without it they do not, in one direction and the other, and with it they do again.
+	if res, err := e.Store.SetTags(t.Context(), "pol2", []string{"other"}, []string{"probe"}); err != nil || !res.Live || !slices.Equal(res.Tags, []string{"other"}) {
+		t.Fatalf("%+v, %v", res, err)
+	}
+	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+inVain, "timeout")
+	p2.expect("tcp "+own.String()+" 9000 "+inVain, "timeout")
+	if res, err := e.Store.SetTags(t.Context(), "pol2", []string{"probe"}, nil); err != nil || !slices.Equal(res.Tags, []string{"other", "probe"}) {
+		t.Fatalf("%+v, %v", res, err)
+	}
+	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p.expect("tcp "+clone.Network.Address.String()+" 9001 "+inVain, "timeout")
 	event(t, e, "pol2", "a packet of a VM with another tag", func(ev sandbox.NetEvent) bool {
 		return ev.Direction == netpolicy.Ingress && ev.Peer == own && ev.GuestPort == 9001

@@ -115,7 +115,13 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	rep = e.Wake("net")
 	exchange("net", "woken", one(rep, 1))
 
-	// A fork is behind the policy of its VM, or behind another one, at an address of its own.
+	// A fork is behind the policy of its VM, or behind another one, at an address of its own, and has the tags of that moment.
+	if res, err := e.Store.SetTags(t.Context(), "net", []string{"db", "old"}, nil); err != nil || !res.Live {
+		t.Fatalf("%+v, %v", res, err)
+	}
+	if res, err := e.Store.SetTags(t.Context(), "net", nil, []string{"old"}); err != nil || !res.Live {
+		t.Fatalf("%+v, %v", res, err)
+	}
 	forks, err := e.Store.Fork(t.Context(), e.Launcher, "net", sandbox.ForkOptions{Name: "fork"})
 	if err != nil {
 		t.Fatal(err)
@@ -125,6 +131,9 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Errorf("the fork has %+v, its VM %+v", child.Network, rep.Network)
 	}
 	exchange("fork", "forked", child.Network.TAP)
+	if r, err := e.Store.Get("fork"); err != nil || !slices.Equal(r.Spec.Tags, []string{"db"}) {
+		t.Errorf("the fork has the tags %q, %v", r.Spec.Tags, err)
+	}
 	if p, err := e.Store.Policy("fork"); err != nil || len(p.Rules) != 1 {
 		t.Errorf("the fork has the policy %+v, %v", p, err)
 	}

@@ -554,6 +554,7 @@ func (p *process) listen() (*http.Server, error) {
 	mux.HandleFunc("POST /fork", p.serveFork)
 	mux.HandleFunc("GET /hold", p.serveHold)
 	p.handlePolicy(mux, handle)
+	p.handleTags(handle)
 	p.handleSecrets(handle)
 	p.handleServices(handle)
 	handle("POST /kill", func(*http.Request) (any, error) {

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -20,13 +21,20 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// counter answers each line with how many it has had, and ends a connection when the other side does.
+// counter answers each line, and each datagram, with how many it has had, and ends a connection when the other side does.
 const counter = `
-import socket
+import select, socket
 s = socket.create_server(('', 8000), backlog=64)
+u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+u.bind(('', 8001))
 n = 0
 print('listens', flush=True)
 while True:
+    if u in select.select([s, u], [], [])[0]:
+        d, a = u.recvfrom(2000)
+        n += 1
+        u.sendto(b'%d %s' % (n, d), a)
+        continue
     c, _ = s.accept()
     try:
         for _ in c.makefile('r'):
@@ -45,7 +53,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	}
 	at := free.Addr().String()
 	free.Close()
-	publish := fmt.Sprintf("publish: [{listen: %q, port: 8000, protocol: tcp}]\n", at)
+	publish := fmt.Sprintf("publish: [{listen: %q, port: 8000, protocol: tcp}, {listen: %[1]q, port: 8001, protocol: udp}]\n", at)
 	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, publish)); err != nil {
 		t.Fatal(err)
 	}
@@ -134,6 +142,35 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("three connections at once got %v, want 3, 4 and 5", seen)
 	}
 
+	// Datagrams wake it as well, and none is lost. What was said of its tags meanwhile holds.
+	e.Sleep(name)
+	if res, err := e.Store.SetTags(t.Context(), name, []string{"asleep"}, nil); err != nil || res.Live {
+		t.Errorf("tags of a VM that sleeps: %+v, %v", res, err)
+	}
+	u, err := net.Dial("udp4", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	for _, text := range []string{"a", "b"} {
+		if _, err := io.WriteString(u, text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, want := range []string{"6 a", "7 b"} {
+		if err := u.SetReadDeadline(time.Now().Add(2 * time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 100)
+		if n, err := u.Read(b); err != nil || string(b[:n]) != want {
+			t.Errorf("a datagram to a VM that slept is answered with %q, %v, want %q", b[:n], err, want)
+		}
+	}
+
+	if res, err := e.Store.SetTags(t.Context(), name, []string{"awake"}, nil); err != nil || !res.Live || !slices.Contains(res.Tags, "asleep") {
+		t.Errorf("tags of the VM that was woken: %+v, %v", res, err)
+	}
+
 	// A packet to its own address wakes it as well, and nothing that the policy does not let in.
 	info, err := e.Store.Info(t.Context(), name)
 	if err != nil {
@@ -153,8 +190,8 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Fatal(err)
 	}
 	defer direct.Close()
-	if got := ask(direct); got != "6" {
-		t.Errorf("the guest that was woken by a packet says %q, want 6", got)
+	if got := ask(direct); got != "8" {
+		t.Errorf("the guest that was woken by a packet says %q, want 8", got)
 	}
 
 	// A port that is not published any more is not listened for.

@@ -57,7 +57,7 @@ func (m *benches) policySwap() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 200, "swaps for each number of rules")
 	f.IntVar(&o.Warmup, "warmup", 5, "swaps before that do not count")
-	f.IntSliceVar(&o.Rules, "rules", []int{1, 1000}, "numbers of rules of a policy")
+	f.IntSliceVar(&o.Rules, "rules", []int{10, 100, 1000}, "numbers of rules of a policy")
 	return cmd
 }
 

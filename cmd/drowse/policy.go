@@ -26,7 +26,7 @@ func (a *app) policyCommand() *cobra.Command {
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(),
-		a.policySetCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(),
+		a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(),
 		a.policyFlowsCommand())
 	return cmd
 }

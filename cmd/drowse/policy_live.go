@@ -69,6 +69,34 @@ stopped comes back with it.`,
 	}
 }
 
+func (a *app) policyTagCommand() *cobra.Command {
+	var add, remove []string
+	cmd := &cobra.Command{
+		Use: "tag NAME", Short: "Change the tags of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Add tags to those of a VM, or remove some, for good, and print those that it has. Rules of
+other VMs' policies (agents) name it by them. If the VM runs, they hold when the command
+returns: flows that the rules of others do not open by them are cut. A VM that sleeps or has
+stopped comes back with them. A tag that is there already, or is not, is no error.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
+			defer cancel()
+			res, err := s.SetTags(ctx, args[0], add, remove)
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
+		},
+	}
+	cmd.Flags().StringArrayVar(&add, "add", nil, "a tag to add; may be given several times")
+	cmd.Flags().StringArrayVar(&remove, "remove", nil, "a tag to remove; may be given several times")
+	cmd.MarkFlagsOneRequired("add", "remove")
+	return cmd
+}
+
 // warnNetwork tells what a policy allows and the host does not do.
 func (a *app) warnNetwork(name string, n *sandbox.NetworkInfo) {
 	if n == nil {

@@ -20,9 +20,10 @@ func (a *app) serveCommand() *cobra.Command {
 restore or a fork need not start one. They are made for VMs of the sizes that were
 started last. Commands with the same --state find them, and do without when there are none.
 
-Listen at the addresses where policies publish TCP ports of VMs ("publish", see "drowse
-policy"). A connection wakes a VM that sleeps, waits until it is there, and keeps it awake.
-A packet to the address of a VM that sleeps wakes it if its policy would let it in.
+Listen at the addresses where policies publish ports of VMs ("publish", see "drowse
+policy"). A connection, or a datagram, wakes a VM that sleeps, waits until it is there, and
+keeps it awake; with UDP, until a minute after the last datagram. A packet to the address of
+a VM that sleeps wakes it if its policy would let it in.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end.
 It goes on until it is interrupted.`,
@@ -46,6 +47,6 @@ It goes on until it is interrupted.`,
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
-	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections that are carried at once for one port")
+	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
 	return cmd
 }

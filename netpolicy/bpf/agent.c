@@ -9,8 +9,9 @@
 //
 // The programs are loaded once for a host and serve all its agents. Each agent has a small
 // program of its own on its device (netpolicy/entry.go), which writes the agent's slot and
-// claim into skb->cb and calls one of these. All that belongs to an agent is in maps of its
-// own, which are found by the slot; where there is none, nothing passes.
+// claim, and which of its two tables is in force, into skb->cb and calls one of these. All that
+// belongs to an agent is in maps of its own, which are found by the slot; where there is none,
+// nothing passes.
 //
 // Headers are copied, once, before they are looked at: out of the linear part of the skb
 // where they lie in it, else with bpf_skb_load_bytes, which works on any layout.
@@ -137,12 +138,13 @@ struct table {
 
 #define SLOTS 8192 // agents of a host: netpolicy/programs.go has the same number
 
-// tagged is an agent as others see it. Its claim tells it from one that had its address before.
+// tagged is an agent as others see it. Its claim tells it from one that had its address before,
+// and its edition these tags from those that it had before.
 #define TAGS 8
 
 struct tagged {
 	__u32 claim;
-	__u32 pad;
+	__u32 edition;
 	__u64 tag[TAGS]; // hashes; 0 is none
 };
 
@@ -156,10 +158,11 @@ struct {
 	__type(value, struct tagged);
 } agents SEC(".maps");
 
-// policies holds the tables. It is read once for each packet.
+// policies holds the tables, of which each agent may have two: slot * 2 + which. It is read
+// once for each packet.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
-	__uint(max_entries, SLOTS);
+	__uint(max_entries, 2 * SLOTS);
 	__type(key, __u32);
 	__array(values, struct table);
 } policies SEC(".maps");
@@ -223,9 +226,11 @@ struct flow {
 	__u8 fin;    // bit for each direction
 	__u8 cut;    // it is not allowed any more, and only there for those who read the map
 	__be16 via;  // its name is checked: the guest's port on the host; else 0
+	__u32 edition; // of the peer's tags, if it is an agent
+	__u32 pad;
 };
 
-_Static_assert(sizeof(struct flow) == 64, "size of a flow");
+_Static_assert(sizeof(struct flow) == 72, "size of a flow");
 
 // An alias is in the flow table too, by what the host knows a flow by whose name is
 // checked: the gateway and its port for those, and the guest's port on the host (via). It
@@ -236,7 +241,7 @@ struct alias {
 	__be16 peer_port, guest_port;
 	__u8 pad[30];
 	__u8 state; // ALIAS, where a flow has its state
-	__u8 rest[5];
+	__u8 rest[13];
 };
 
 _Static_assert(sizeof(struct alias) == sizeof(struct flow), "size of an alias");
@@ -276,10 +281,14 @@ struct {
 	__type(value, struct usage);
 } usages SEC(".maps");
 
-// counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason.
+// counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason. Behind
+// them are those of runs by each of the agent's tables: how many have begun (packets), which the
+// agent's own program counts, and how many have ended (bytes).
+#define RUNS (2 * 3 * R_MAX)
+
 struct counter_map {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 2 * 3 * R_MAX);
+	__uint(max_entries, RUNS + 2);
 	__uint(key_size, sizeof(__u32));
 	__uint(value_size, sizeof(struct counter));
 };
@@ -358,8 +367,8 @@ struct packet {
 	__u16 rule;
 	__u32 l4, l4_len; // offset in the frame, bytes
 	__u32 bytes, segments;
-	__u32 class, set;
-	__u32 claim; // of a peer that is an agent, which the rules have been asked about
+	__u32 set;
+	__u32 claim, edition; // of a peer that is an agent, which the rules have been asked about
 	__u8 dir, proto, six, flags; // flags: of TCP, or the type of ICMP
 	__u8 verdict, opens, fin, next;
 	// Of an ICMP error: what it quotes.
@@ -367,6 +376,7 @@ struct packet {
 	__u8 related;
 	__u8 summed; // what is known of the checksum, if it is from the guest
 	__u8 check;  // the rules open it for its name, which is to be checked
+	__u8 class;
 	__be16 via;  // of its flow
 };
 
@@ -617,6 +627,7 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 
 	p->rule = NO_RULE;
 	p->claim = 0;
+	p->edition = 0;
 	p->check = 0;
 	if (!r1)
 		return DENY;
@@ -664,6 +675,7 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 			__u32 other = first_tagged(table, r1->tab.tags, t, s);
 
 			p->claim = t->claim;
+			p->edition = t->edition;
 			if (other < rule)
 				rule = other;
 		}
@@ -1099,7 +1111,7 @@ static __always_inline struct flow *fresh(void *map, const struct packet *p, con
 }
 
 // settled says whether a flow need not be judged anew: the table that has judged it is that
-// of now, and so is the agent that it is with. Rules open other agents by their tags alone,
+// of now, and so are the agent that it is with and that one's tags. Rules open other agents by their tags alone,
 // so a flow with one has its claim.
 static __always_inline bool settled(const struct row *r0, const struct flow *f, const struct flow_key *k)
 {
@@ -1110,10 +1122,10 @@ static __always_inline bool settled(const struct row *r0, const struct flow *f, 
 	if (!f->claim)
 		return true;
 	t = bpf_map_lookup_elem(&agents, k->peer);
-	return t && t->claim == f->claim;
+	return t && t->claim == f->claim && t->edition == f->edition;
 }
 
-// keep judges a flow anew after a swap: the packet that opened it, whose peer has been
+// keep judges a flow anew after a swap, or when the tags of the agent that it is with have changed: the packet that opened it, whose peer has been
 // classified. A flow that is not allowed any more is gone, and so is one with an agent
 // that is not there any more, though another may have its address.
 static __always_inline bool keep(void *table, const struct row *r0, struct packet *p, struct flow *f, const struct flow_key *k)
@@ -1130,6 +1142,7 @@ static __always_inline bool keep(void *table, const struct row *r0, struct packe
 		return false;
 	}
 	f->claim = p->claim;
+	f->edition = p->edition;
 	f->rule = rule;
 	f->gen = r0->id.gen;
 	return true;
@@ -1263,7 +1276,6 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 {
 	void *map = bpf_map_lookup_elem(&flows, &p->slot);
 	struct flow *f;
-	__u8 proto = p->proto;
 	int err;
 
 	if (!map)
@@ -1287,7 +1299,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	if (f && (f->via || f->state == ALIAS))
 		f = 0;
 	err = f && (settled(r0, f, k) || keep(table, r0, p, f, k)) ? 0 : R_NO_FLOW;
-	p->proto = proto;
+	p->proto = p->six ? IPPROTO_ICMPV6 : IPPROTO_ICMP; // not kept: the stack is short
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
 }
@@ -1390,7 +1402,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
 		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
-		.via = p->via,
+		.via = p->via, .edition = p->edition,
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
@@ -1952,12 +1964,32 @@ static __noinline int answer(struct __sk_buff *skb, const struct row *r0, struct
 	return bpf_redirect(skb->ifindex, 0);
 }
 
+// NO_TABLE is what an agent's own program says when it could not find out which table is in
+// force, because tables were swapped again and again at that moment. It has counted no run then.
+#define NO_TABLE 2
+
+// leave says that a run is done with its table, so that the table may be changed. Nothing of
+// the table may be read after it. The atomic addition is of one value for each processor; where a run may be
+// moved to another one, the sum counts.
+static __noinline void leave(__u32 slot, __u32 which)
+{
+	void *map = bpf_map_lookup_elem(&counters, &slot);
+	__u32 i = RUNS + which;
+	struct counter *c;
+
+	if (!map || which >= NO_TABLE)
+		return;
+	c = bpf_map_lookup_elem(map, &i);
+	if (c)
+		__sync_fetch_and_add(&c->bytes, 1);
+}
+
 static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 {
 	struct packet p = { .dir = dir, .rule = NO_RULE, .slot = skb->cb[0] };
-	__u32 claim = skb->cb[1], reason = R_NO_POLICY;
+	__u32 claim = skb->cb[1], which = skb->cb[2], at = p.slot * 2 + which, reason = R_NO_POLICY;
 	int told = 0;
-	void *table = bpf_map_lookup_elem(&policies, &p.slot);
+	void *table = which < NO_TABLE ? bpf_map_lookup_elem(&policies, &at) : 0;
 	const struct row *r0 = 0;
 
 	p.segments = 1;
@@ -2002,17 +2034,25 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 SEC("tc")
 int from_guest(struct __sk_buff *skb)
 {
-	return handle(skb, EGRESS);
+	__u32 slot = skb->cb[0], which = skb->cb[2];
+	int action = handle(skb, EGRESS);
+
+	leave(slot, which);
+	return action;
 }
 
 SEC("tc")
 int to_guest(struct __sk_buff *skb)
 {
-	if (answer_mark && skb->mark == answer_mark) {
+	__u32 slot = skb->cb[0], which = skb->cb[2];
+	int action = TC_ACT_OK;
+
+	if (answer_mark && skb->mark == answer_mark)
 		skb->mark = 0;
-		return TC_ACT_OK;
-	}
-	return handle(skb, INGRESS);
+	else
+		action = handle(skb, INGRESS);
+	leave(slot, which);
+	return action;
 }
 
 // bpf_probe_read_kernel and others are for programs under the GPL only.

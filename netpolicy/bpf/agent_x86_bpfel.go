@@ -21,7 +21,7 @@ type AgentAlias struct {
 	GuestPort uint16
 	Pad       [30]uint8
 	State     uint8
-	Rest      [5]uint8
+	Rest      [13]uint8
 }
 
 type AgentCounter struct {
@@ -48,18 +48,20 @@ type AgentEvent struct {
 }
 
 type AgentFlow struct {
-	_      structs.HostLayout
-	Seen   uint64
-	First  uint64
-	Count  [2]AgentCounter
-	Gen    uint32
-	Claim  uint32
-	Rule   uint16
-	State  uint8
-	Opener uint8
-	Fin    uint8
-	Cut    uint8
-	Via    uint16
+	_       structs.HostLayout
+	Seen    uint64
+	First   uint64
+	Count   [2]AgentCounter
+	Gen     uint32
+	Claim   uint32
+	Rule    uint16
+	State   uint8
+	Opener  uint8
+	Fin     uint8
+	Cut     uint8
+	Via     uint16
+	Edition uint32
+	Pad     uint32
 }
 
 type AgentFlowKey struct {
@@ -88,10 +90,10 @@ type AgentPinKey struct {
 }
 
 type AgentTagged struct {
-	_     structs.HostLayout
-	Claim uint32
-	Pad   uint32
-	Tag   [8]uint64
+	_       structs.HostLayout
+	Claim   uint32
+	Edition uint32
+	Tag     [8]uint64
 }
 
 type AgentUsage struct {

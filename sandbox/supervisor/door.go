@@ -2,26 +2,37 @@ package supervisor
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"sync"
 	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// door listens for one published port.
-type door struct {
-	v        *supervisor
-	port     port
-	listener *net.TCPListener
-	room     chan struct{} // has as many elements as connections are carried
-	ctx      context.Context
-	cancel   context.CancelFunc
+// entrance is where one published port is listened for.
+type entrance struct {
+	v      *supervisor
+	port   port
+	ctx    context.Context
+	cancel context.CancelFunc
 
 	mu     sync.Mutex // guards what follows
 	said   time.Time  // when a failure was logged
 	unsaid int        // how many since then were not
 }
+
+// door is that of TCP.
+type door struct {
+	entrance
+	listener *net.TCPListener
+	room     chan struct{} // has as many elements as connections are carried
+}
+
+// closer is what listens.
+type closer interface{ close() }
 
 const (
 	// dialTime is how long a guest may take to accept it.
@@ -32,12 +43,16 @@ const (
 	acceptPause = 100 * time.Millisecond
 )
 
-func (v *supervisor) openDoor(ctx context.Context, p port) (*door, error) {
+// openDoor listens for a port.
+func (v *supervisor) openDoor(ctx context.Context, p port) (closer, error) {
+	if p.protocol == netpolicy.UDP {
+		return v.openHatch(ctx, p)
+	}
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(p.listen))
 	if err != nil {
 		return nil, err
 	}
-	d := &door{v: v, port: p, listener: l, room: make(chan struct{}, v.o.MaxConns)}
+	d := &door{entrance: entrance{v: v, port: p}, listener: l, room: make(chan struct{}, v.o.MaxConns)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	v.carried.Go(d.accept)
 	return d, nil
@@ -73,26 +88,26 @@ func (d *door) accept() {
 		d.v.carried.Go(func() {
 			defer func() { <-d.room }()
 			if err := d.carry(c); err != nil && d.ctx.Err() == nil {
-				d.failed(c.RemoteAddr(), err)
+				d.failed("a connection found no way to its VM", c.RemoteAddr(), err)
 			}
 		})
 	}
 }
 
-// failed logs why a connection found no way, once a second at most: whoever connects does not write the log.
-func (d *door) failed(from net.Addr, err error) {
+// failed logs why somebody found no way, once a second at most: whoever connects does not write the log.
+func (e *entrance) failed(what string, from fmt.Stringer, err error) {
 	now := time.Now()
-	d.mu.Lock()
-	quiet := now.Sub(d.said) < sayEvery
-	unsaid := d.unsaid
+	e.mu.Lock()
+	quiet := now.Sub(e.said) < sayEvery
+	unsaid := e.unsaid
 	if quiet {
-		d.unsaid++
+		e.unsaid++
 	} else {
-		d.said, d.unsaid = now, 0
+		e.said, e.unsaid = now, 0
 	}
-	d.mu.Unlock()
+	e.mu.Unlock()
 	if !quiet {
-		d.v.log.Warn("a connection found no way to its VM", "vm", d.port.vm, "at", d.port.listen, "from", from, "error", err, "others_before", unsaid)
+		e.v.log.Warn(what, "vm", e.port.vm, "at", e.port.listen, "protocol", e.port.protocol, "from", from, "error", err, "others_before", unsaid)
 	}
 }
 

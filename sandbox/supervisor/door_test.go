@@ -93,7 +93,7 @@ func TestRelay_a_reset_is_never_taken_for_an_end(t *testing.T) {
 	}
 }
 
-func TestPublished_are_TCP_ports_of_VMs_with_a_network(t *testing.T) {
+func TestPublished_are_ports_of_VMs_with_a_network(t *testing.T) {
 	at := netip.MustParseAddrPort("127.0.0.1:80")
 	p := &netpolicy.Policy{Publish: []netpolicy.Published{
 		{Listen: at, Port: 8000, Protocol: netpolicy.TCP}, {Listen: at, Port: 53, Protocol: netpolicy.UDP},
@@ -102,7 +102,7 @@ func TestPublished_are_TCP_ports_of_VMs_with_a_network(t *testing.T) {
 		spec sandbox.Spec
 		want []port
 	}{
-		"with a network": {sandbox.Spec{Name: "a", Network: sandbox.NetworkTAP, Policy: p}, []port{{vm: "a", listen: at, guest: 8000}}},
+		"with a network": {sandbox.Spec{Name: "a", Network: sandbox.NetworkTAP, Policy: p}, []port{{"a", at, 8000, netpolicy.TCP}, {"a", at, 53, netpolicy.UDP}}},
 		"without":        {sandbox.Spec{Name: "a", Network: sandbox.NetworkNone, Policy: p}, nil},
 		"no policy":      {sandbox.Spec{Name: "a", Network: sandbox.NetworkTAP}, nil},
 	} {

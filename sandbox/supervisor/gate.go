@@ -66,8 +66,8 @@ type resting struct {
 
 // Bounds of what is held, for one address.
 const (
-	maxHeld      = 64
-	maxHeldBytes = 256 << 10
+	maxGateHeld  = 64
+	maxGateBytes = 256 << 10
 )
 
 const (
@@ -127,7 +127,7 @@ func (vm guarded) addresses() []netip.Addr {
 
 // packet takes a packet that has come to the gate. It does not keep p.
 func (g *gate) packet(ctx context.Context, p []byte) {
-	dst, ok := destination(p)
+	dst, ok := packetTo(p)
 	if !ok {
 		return
 	}
@@ -143,7 +143,7 @@ func (g *gate) packet(ctx context.Context, p []byte) {
 			return
 		}
 	}
-	if len(r.held) >= maxHeld || r.bytes+len(p) > maxHeldBytes {
+	if len(r.held) >= maxGateHeld || r.bytes+len(p) > maxGateBytes {
 		return
 	}
 	r.held, r.bytes = append(r.held, append([]byte(nil), p...)), r.bytes+len(p)
@@ -222,8 +222,8 @@ func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resti
 	}
 }
 
-// destination is where an IP packet goes.
-func destination(p []byte) (netip.Addr, bool) {
+// packetTo is where an IP packet goes.
+func packetTo(p []byte) (netip.Addr, bool) {
 	switch {
 	case len(p) >= 20 && p[0]>>4 == 4:
 		return netip.AddrFrom4([4]byte(p[16:20])), true

@@ -168,10 +168,10 @@ func TestGate_holds_no_more_than_its_bounds(t *testing.T) {
 		s := newStage(t, opensHTTP)
 		p := append(syn("93.184.216.34", "10.200.0.7", 80, opening), make([]byte, size-40)...)
 		binary.BigEndian.PutUint16(p[2:], uint16(size))
-		for range 10 * maxHeld {
+		for range 10 * maxGateHeld {
 			s.packet(t.Context(), p)
 		}
-		if n := min(maxHeld, maxHeldBytes/size); len(s.resting[own].held) != n {
+		if n := min(maxGateHeld, maxGateBytes/size); len(s.resting[own].held) != n {
 			t.Errorf("%s: %d are held, want %d", name, len(s.resting[own].held), n)
 		}
 		s.let()
@@ -266,7 +266,7 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 		buf := make([]byte, 2000)
 		n, err := d.file.Read(buf)
 		must(err)
-		a, ok := destination(buf[:n])
+		a, ok := packetTo(buf[:n])
 		if !ok || string(buf[n-4:n]) != "ping" {
 			t.Fatalf("%x", buf[:n])
 		}

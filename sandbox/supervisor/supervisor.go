@@ -18,8 +18,8 @@ import (
 type Options struct {
 	// Pool is how many processes it keeps ready, as sandbox.PoolOptions.Processes; 0 is none.
 	Pool int
-	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. 0 is
-	// DefaultMaxConns.
+	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. Of UDP, it is how many
+	// senders; datagrams of those beyond it are dropped. 0 is DefaultMaxConns.
 	MaxConns int
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
@@ -44,9 +44,10 @@ const (
 
 // port is one that a VM publishes.
 type port struct {
-	vm     string
-	listen netip.AddrPort
-	guest  uint16
+	vm       string
+	listen   netip.AddrPort
+	guest    uint16
+	protocol netpolicy.Protocol // TCP or UDP
 }
 
 // supervisor is a Run under way.
@@ -59,7 +60,7 @@ type supervisor struct {
 	seen map[string]time.Time // stamps of the records that have been read
 	// want are the ports that VMs publish, doors those that are listened at, and refused why one is not.
 	want    map[string][]port
-	doors   map[port]*door
+	doors   map[port]closer
 	refused map[port]string
 	carried sync.WaitGroup
 
@@ -87,7 +88,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	defer cancel(nil)
 	v := &supervisor{
 		store: s, launcher: l, o: o, log: o.Log,
-		seen: map[string]time.Time{}, want: map[string][]port{}, doors: map[port]*door{}, refused: map[port]string{}, guarded: map[string]guarded{},
+		seen: map[string]time.Time{}, want: map[string][]port{}, doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	if o.Pool > 0 {
 		p, err := s.NewPool(l, sandbox.PoolOptions{Processes: o.Pool, Follow: true, Log: o.Log})
@@ -181,9 +182,7 @@ func published(s sandbox.Spec) (ports []port) {
 		return nil
 	}
 	for _, p := range s.Policy.Publish {
-		if p.Protocol == netpolicy.TCP {
-			ports = append(ports, port{vm: s.Name, listen: p.Listen, guest: p.Port})
-		}
+		ports = append(ports, port{vm: s.Name, listen: p.Listen, guest: p.Port, protocol: p.Protocol})
 	}
 	return ports
 }
@@ -200,7 +199,7 @@ func (v *supervisor) open(ctx context.Context) {
 		if !want[p] {
 			d.close()
 			delete(v.doors, p)
-			v.log.Info("not listening any more", "vm", p.vm, "at", p.listen, "port", p.guest)
+			v.log.Info("not listening any more", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "port", p.guest)
 		}
 	}
 	for p := range v.refused {
@@ -216,14 +215,14 @@ func (v *supervisor) open(ctx context.Context) {
 		if err != nil {
 			// Another VM, or another program, may be there; it may go.
 			if v.refused[p] != err.Error() {
-				v.log.Warn("a published port is not listened for", "vm", p.vm, "at", p.listen, "error", err)
+				v.log.Warn("a published port is not listened for", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "error", err)
 			}
 			v.refused[p] = err.Error()
 			continue
 		}
 		delete(v.refused, p)
 		v.doors[p] = d
-		v.log.Info("listening", "vm", p.vm, "at", p.listen, "port", p.guest)
+		v.log.Info("listening", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "port", p.guest)
 	}
 }
 

@@ -1,0 +1,189 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// TagsResult says what SetTags has done.
+type TagsResult struct {
+	Name string `json:"name"`
+	// Tags are all that the VM has now.
+	Tags []string `json:"tags"`
+	// Live says that the VM runs and that the rules of other VMs go by them; else they are those that the VM
+	// will be brought back with.
+	Live bool `json:"live"`
+}
+
+// tagChange is what SetTags asks a VM's process for.
+type tagChange struct {
+	Add    []string `json:"add,omitempty"`
+	Remove []string `json:"remove,omitempty"`
+}
+
+// of gives what tags become: the others in their order, and those that are new behind them.
+func (c tagChange) of(tags []string) []string {
+	out := slices.DeleteFunc(slices.Clone(tags), func(t string) bool { return slices.Contains(c.Remove, t) })
+	for _, t := range c.Add {
+		if !slices.Contains(out, t) {
+			out = append(out, t)
+		}
+	}
+	return out
+}
+
+func (c tagChange) check() error {
+	if len(c.Add)+len(c.Remove) == 0 {
+		return fmt.Errorf("%w: no tag to add or to remove", ErrSpec)
+	}
+	for _, tags := range [][]string{c.Add, c.Remove} {
+		if err := netpolicy.CheckTags(tags); err != nil {
+			return fmt.Errorf("%w: %w", ErrSpec, err)
+		}
+	}
+	for _, t := range c.Add {
+		if slices.Contains(c.Remove, t) {
+			return fmt.Errorf("%w: tag %q is to be added and removed: leave one out", ErrSpec, t)
+		}
+	}
+	return nil
+}
+
+// useTags changes a VM's tags.
+func (s *Spec) useTags(c tagChange) error {
+	next := *s
+	next.Tags = c.of(s.Tags)
+	if err := next.checkTags(); err != nil {
+		return err
+	}
+	s.Tags = next.Tags
+	return nil
+}
+
+// SetTags adds tags to those of a VM, and removes others, for good: they are stored before they are put into force. A
+// tag that is there, or not, is no error. When it returns, no packet of another VM on the host is judged by the old ones
+// any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the old tags hold.
+// Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its moment. ErrSpec or netpolicy.ErrPolicy say
+// that the VM cannot have them.
+func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) (res TagsResult, err error) {
+	c := tagChange{Add: add, Remove: remove}
+	if err := c.check(); err != nil {
+		return res, err
+	}
+	text, err := json.Marshal(c)
+	if err != nil {
+		return res, err
+	}
+	for {
+		r, err := s.Get(name)
+		if err != nil {
+			return res, err
+		}
+		if r.Spec.Network != NetworkTAP {
+			return res, noNetworkTags(name)
+		}
+		if r.Phase == Running {
+			err = s.callWith(ctx, name, http.MethodPatch, "/tags", text, func(body io.Reader) error {
+				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
+			})
+		} else {
+			res, err = s.storeTags(name, c)
+		}
+		if !passing(err) {
+			return res, err
+		}
+		select {
+		case <-ctx.Done():
+			return res, errors.Join(fmt.Errorf("changing the tags of %s: %w", name, ctx.Err()), err)
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+func noNetworkTags(name string) error {
+	return fmt.Errorf("%w: %s has no network in which tags would count: VMs get one with --net %s", ErrSpec, name, NetworkTAP)
+}
+
+// storeTags changes the tags of a VM that has no process.
+func (s *Store) storeTags(name string, c tagChange) (TagsResult, error) {
+	l, err := s.lock(name)
+	if err != nil {
+		return TagsResult{}, err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil {
+		return TagsResult{}, err
+	}
+	if err := r.Spec.useTags(c); err != nil {
+		return TagsResult{}, err
+	}
+	return tagsOf(r, false), s.save(r)
+}
+
+func tagsOf(r *Record, live bool) TagsResult {
+	return TagsResult{Name: r.Spec.Name, Tags: append([]string{}, r.Spec.Tags...), Live: live}
+}
+
+// setTags is SetTags in the VM's process.
+func (p *process) setTags(c tagChange) (TagsResult, error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return TagsResult{}, err
+	}
+	n := p.in.network
+	if n == nil {
+		return TagsResult{}, noNetworkTags(p.r.Spec.Name)
+	}
+	if err := c.check(); err != nil {
+		return TagsResult{}, err
+	}
+	old := p.r.Spec.Tags
+	if err := p.r.Spec.useTags(c); err != nil {
+		return TagsResult{}, err
+	}
+	// First what lasts: a process that is killed in between comes back with the new ones.
+	if err := p.store.save(p.r); err != nil {
+		p.r.Spec.Tags = old
+		return TagsResult{}, err
+	}
+	if err := n.retag(p.r.Spec.Tags); err != nil {
+		p.r.Spec.Tags = old
+		return TagsResult{}, errors.Join(err, n.retag(old), p.store.save(p.r))
+	}
+	return tagsOf(p.r, true), nil
+}
+
+// retag changes the tags by which others know the VM.
+func (n *network) retag(tags []string) error {
+	<-n.attached
+	if n.err != nil {
+		return n.err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return fmt.Errorf("%w: its guest has ended", ErrNotRunning)
+	}
+	return n.link.SetTags(tags)
+}
+
+// handleTags answers for tags on the control socket.
+func (p *process) handleTags(handle func(string, func(*http.Request) (any, error), func())) {
+	handle("PATCH /tags", func(r *http.Request) (any, error) {
+		var c tagChange
+		if err := json.NewDecoder(io.LimitReader(r.Body, 64<<10)).Decode(&c); err != nil {
+			return nil, fmt.Errorf("reading a change of tags: %w", err)
+		}
+		return p.setTags(c)
+	}, nil)
+}
