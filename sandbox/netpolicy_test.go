@@ -381,14 +381,17 @@ dns: {upstreams: ["93.184.216.53:53"]}
 func TestNetworkPolicyOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
+	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.37/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32")
+	var api *apiServer
 	o.there(func() {
+		api = o.api("93.184.216.37:443")
 		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080"} {
 			o.echo(net.ListenConfig{}, at)
 		}
 		o.tls("93.184.216.35:443")
-		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34"})
+		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34", "api.example": "93.184.216.37"})
 	})
+	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", sandbox.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
 	policy := mustPolicy(t, probePolicy)
 
 	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, Policy: policy, Tags: []string{"probe"}})
@@ -612,6 +615,8 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("the killed VM has left pins: %v", err)
 	}
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care
+
+	keysOfAGuest(t, e, "pol2", api)
 	if err := hostnet.Remove(); err != nil {
 		t.Error(err)
 	}

@@ -109,7 +109,9 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	ends := meets(s.policy.Load(), t)
 	var peer *peerConn
 	if !ends {
-		if peer, err = s.reach(r.Context(), t, true); err != nil {
+		// A client that has sent all it has to say, and has closed its half, still waits for the answer; the request's context
+		// has ended then.
+		if peer, err = s.reach(s.base, t, true); err != nil {
 			status, reason := explain(err)
 			s.fail(t, err, reason, status, "")
 			say(w, status, "connecting to %v: %v", t, err)

@@ -152,6 +152,7 @@ type Server struct {
 	handed    *queue // connections whose TLS ends here
 	policy    atomic.Pointer[netpolicy.Policy]
 	handlers  sync.WaitGroup
+	serving   sync.WaitGroup
 
 	requests, tunnels, injected, refused, busy, cuts atomic.Uint64
 
@@ -267,6 +268,15 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 			Handler: s.within(h), ErrorLog: quiet, Protocols: p, ReadHeaderTimeout: s.cfg.HeaderTimeout, IdleTimeout: KeepTimeout,
 			MaxHeaderBytes: MaxHeaderBytes, DisableGeneralOptionsHandler: true,
 			BaseContext: func(net.Listener) context.Context { return s.base },
+			// Serve waits for those who serve connections, which net/http does not.
+			ConnState: func(_ net.Conn, is http.ConnState) {
+				switch is {
+				case http.StateNew:
+					s.serving.Add(1)
+				case http.StateHijacked, http.StateClosed:
+					s.serving.Done()
+				}
+			},
 			ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 				if e, ok := c.(*ended); ok {
 					return context.WithValue(ctx, targetKey{}, e.target)
@@ -293,6 +303,7 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 		err = errors.Join(err, unlessClosed(<-errs))
 	}
 	s.transport.CloseIdleConnections()
+	s.serving.Wait()
 	s.handlers.Wait()
 	if err != nil {
 		return fmt.Errorf("serving a VM's proxy: %w", err)
@@ -320,6 +331,8 @@ func (s *Server) close() {
 	for c := range s.peers {
 		c.cut()
 	}
+	clear(s.guests)
+	clear(s.peers)
 }
 
 // within has Serve wait for a handler.
