@@ -375,7 +375,9 @@ rules:
   - {name: to others, direction: egress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000, 9001]}
   - {name: from others, direction: ingress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000]}
   - {name: from none, direction: ingress, verdict: allow, agents: [other], protocols: [tcp], ports: [9001]}
+  - {name: api, direction: egress, verdict: allow, names: [api.example], protocols: [tcp], ports: [443]}
 dns: {upstreams: ["93.184.216.53:53"]}
+proxy: {enabled: true, inject: [{secret: API_KEY, hosts: [api.example], header: Authorization, prefix: "Bearer "}]}
 `
 
 func TestNetworkPolicyOfAGuest(t *testing.T) {
@@ -421,6 +423,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if !o.hasGot("ping from 192.0.2.1") {
 		t.Errorf("the server has got %q, not from the host's own address", o.got)
 	}
+	holder := startCaller(t, e, "pol") // which it does while others wait
 	p.expect("tcp 172.31.255.1 7000 "+forSure, "ping")
 	if !o.hasGot("ping from " + own.String()) {
 		t.Errorf("the host has got %q, not from the VM's own address %v", o.got, own)
@@ -616,7 +619,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care
 
-	keysOfAGuest(t, e, "pol2", api)
+	keysOfAGuest(t, e, "pol2", holder, api)
 	if err := hostnet.Remove(); err != nil {
 		t.Error(err)
 	}

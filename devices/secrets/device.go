@@ -186,7 +186,7 @@ func (d *Device) Remove(name string) bool {
 
 // forget wipes a value. The caller holds mu.
 func (d *Device) forget(e *entry) {
-	if d.chosen == e.id {
+	if d.chosen == e.id && !e.Hidden {
 		d.data, d.at, d.broken = nil, 0, true
 	}
 	drop(e.value)

@@ -17,7 +17,7 @@
 // that nobody takes a snapshot in between.
 //
 // A secret that is hidden is for what the host does in the VM's name (Device.Use). The guest has no way
-// to learn of it, or to its value.
+// to its value and its name.
 //
 // Nothing here waits. A guest that does what it likes at these ports gets the secrets of
 // its own VM, which are for it.
