@@ -72,6 +72,12 @@ func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 		}, gateway})
 		names = append(names, "(resolver)")
 	}
+	if p.ProxyOn() {
+		rules = append(rules, flat{Rule{
+			Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP}, Ports: []PortRange{{ProxyPort, ProxyPort}},
+		}, []netip.Addr{TheWire.Gateway4}})
+		names = append(names, "(proxy)")
+	}
 	for _, pub := range p.Publish {
 		rules = append(rules, flat{Rule{
 			Direction: Ingress, Verdict: Allow, Protocols: []Protocol{pub.Protocol}, Ports: []PortRange{{pub.Port, pub.Port}},

@@ -193,6 +193,10 @@ func (r *random) makePolicy() {
 	if r.one(3) {
 		p.DNS = &DNS{}
 	}
+	if r.one(3) {
+		p.Proxy = &Proxy{Enabled: r.one(2)}
+		r.ports = append(r.ports, ProxyPort)
+	}
 	rates := func() (x Rates) {
 		if r.one(2) {
 			x.Bits = &Rate{PerSecond: pick[uint64](r, 1000, 100000, 1e9, 1e12), Burst: pick[uint64](r, 0, 1<<20, 1<<22)}

@@ -169,6 +169,12 @@ func (e *Engine) Run(d Direction, frame []byte, gsoSize int) (Ran, error) {
 	return r, nil
 }
 
+// Opens asks about a connection to a peer beyond the host.
+func (s *Spec) Opens(peer netip.AddrPort, pinned []string, name string) bool {
+	_, ok := s.opensBeyond(peer, pinned, name)
+	return ok
+}
+
 // Implicit is how many rules of the table come before the policy's.
 func (p *Policy) Implicit() int { return p.implicit() }
 

@@ -19,8 +19,10 @@ const (
 	MaxOwnTags    = 8       // of an agent
 	MaxPublished  = 64
 	MaxUpstreams  = 8
-	MaxRuleName   = 64    // bytes
-	MaxTag        = 64    // bytes
+	MaxRuleName   = 64 // bytes
+	MaxTag        = 64 // bytes
+	MaxInjections = 64
+	MaxHeader     = 64    // bytes of the name of a header, and of a prefix
 	MaxFlows      = 65536 // entries of the flow table
 	MinFlows      = 64
 	DefaultFlows  = 4096
@@ -83,6 +85,8 @@ type Policy struct {
 	Publish []Published `json:"publish,omitempty" yaml:"publish,omitempty"`
 	// DNS is the agent's resolver; nil is none.
 	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
+	// Proxy is the agent's HTTP proxy; nil is none.
+	Proxy *Proxy `json:"proxy,omitempty" yaml:"proxy,omitempty"`
 	// Limits of rate; nil is no limit.
 	Limits Limits `json:"limits" yaml:"limits"`
 	// Quota of bytes; nil is none.

@@ -63,6 +63,10 @@ const (
 	ReasonTLSECH
 	ReasonTLSTimeout
 	ReasonTLSBusy
+	// ReasonProxy is what was asked of the proxy and the policy does not allow, and ReasonInject a request that the
+	// proxy has put a secret into, or could not.
+	ReasonProxy
+	ReasonInject
 )
 
 // maxReason is how many the programs count.
@@ -78,7 +82,7 @@ var reasonNames = map[Reason]string{
 	ReasonPacketRate: "packet-rate", ReasonBitRate: "bit-rate", ReasonConnRate: "connection-rate", ReasonQuota: "quota",
 	ReasonFlowTable: "flow-table", ReasonGSO: "gso", ReasonChecksum: "checksum", ReasonInternal: "internal", ReasonIPv6Off: "ipv6-off",
 	ReasonTLSOff: "tls-off", ReasonTLSHello: "tls-hello", ReasonTLSNoName: "tls-no-name", ReasonTLSName: "tls-name", ReasonTLSECH: "tls-ech",
-	ReasonTLSTimeout: "tls-timeout", ReasonTLSBusy: "tls-busy",
+	ReasonTLSTimeout: "tls-timeout", ReasonTLSBusy: "tls-busy", ReasonProxy: "proxy", ReasonInject: "inject",
 }
 
 // String is a short name, as in events and counters.

@@ -145,13 +145,7 @@ func (e *engine) opensName(c Checked, name string, now uint64) bool {
 	if c.Generation == e.gen {
 		at = c.first
 	}
-	var names []string
-	for n, until := range e.names[c.Peer.Addr()] {
-		if at < until {
-			names = append(names, n)
-		}
-	}
-	_, ok := e.spec.opensName(c.Peer, names, name)
+	_, ok := e.spec.opensName(c.Peer, e.pinnedAt(c.Peer.Addr(), at), name)
 	return ok
 }
 
@@ -162,16 +156,55 @@ func (s *Spec) opensName(peer netip.AddrPort, pinned []string, name string) (rul
 	if !s.Public(peer.Addr()) {
 		return -1, false
 	}
+	return s.opensBeyond(peer, pinned, name)
+}
+
+// opensBeyond asks the rules about a TCP connection to a public or private peer. Those to the
+// host and to other agents are not for it: it is the host that connects, and it would be taken
+// for itself there.
+func (s *Spec) opensBeyond(peer netip.AddrPort, pinned []string, name string) (rule int, ok bool) {
+	k := s.class.of(peer.Addr())
+	if k != classPublic && k != classPrivate {
+		return -1, false
+	}
 	for i := range s.rules {
 		r := &s.rules[i]
 		if r.Direction != Egress || !r.has(TCP) || !r.about(peer.Port()) {
 			continue
 		}
-		if r.addresses(peer.Addr()) || r.named(peer.Port(), pinned, name) {
+		if r.addresses(peer.Addr(), k) || k == classPublic && r.named(peer.Port(), pinned, name) {
 			return i, r.Verdict == Allow
 		}
 	}
-	return -1, s.deflt.Egress == Allow
+	return -1, k == classPublic && s.deflt.Egress == Allow
+}
+
+// Opens says whether the rules let the agent open a TCP connection over IPv4 to a peer that is neither
+// the host nor an agent, and which rule has decided, as in RuleName of the Spec; empty is none. Name
+// is the server name in TLS that the connection is certain to have: see OpensName. It is for what connects
+// on the agent's behalf, and one question of the Spec that is installed.
+func (l *Link) Opens(peer netip.AddrPort, name string) (rule string, ok bool) {
+	return l.eng.opens(peer, name, ktime())
+}
+
+func (e *engine) opens(peer netip.AddrPort, name string, now uint64) (rule string, ok bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.spec == nil || !peer.Addr().Is4() || peer.Port() == 0 {
+		return "", false
+	}
+	i, ok := e.spec.opensBeyond(peer, e.pinnedAt(peer.Addr(), now), name)
+	return e.spec.RuleName(i), ok
+}
+
+// pinnedAt are the names that an address is pinned for at a time. The lock is held.
+func (e *engine) pinnedAt(a netip.Addr, at uint64) (names []string) {
+	for n, until := range e.names[a] {
+		if at < until {
+			names = append(names, n)
+		}
+	}
+	return names
 }
 
 // about says whether a rule is about a port.
@@ -186,9 +219,11 @@ func contains(ranges []PortRange, port uint16) bool {
 	return slices.ContainsFunc(ranges, func(p PortRange) bool { return p.First <= port && port <= p.Last })
 }
 
-// addresses says whether a rule matches a public address for itself.
-func (r *flat) addresses(a netip.Addr) bool {
-	return r.always()&maskPublic != 0 || slices.ContainsFunc(r.CIDRs, func(c CIDR) bool { return c.Contains(a) })
+// addresses says whether a rule matches a public or private address for itself.
+func (r *flat) addresses(a netip.Addr, k class) bool {
+	return r.always()&(1<<k) != 0 || r.only == nil && slices.ContainsFunc(r.CIDRs, func(c CIDR) bool {
+		return c.Contains(a) && (r.Verdict != Allow || k == classPublic || inside(c.Prefix, private))
+	})
 }
 
 // named says whether a rule matches by its names.

@@ -71,6 +71,9 @@ func (p *Policy) validate() error {
 			return fmt.Errorf("dns.queries_per_second: %d: 1 to 100000", d.QueriesPerSecond)
 		}
 	}
+	if err := p.validateProxy(); err != nil {
+		return err
+	}
 	for _, d := range []struct {
 		where string
 		r     Rates
@@ -89,6 +92,9 @@ func (p *Policy) validate() error {
 func (p *Policy) implicit() int {
 	n := len(p.Publish)
 	if p.DNS != nil {
+		n++
+	}
+	if p.ProxyOn() {
 		n++
 	}
 	if p.ChecksNames() {

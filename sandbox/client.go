@@ -393,6 +393,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
 	}
+	r.inherit(&old)
 	if err := s.checkVolumes(r, id); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}

@@ -11,8 +11,8 @@ import (
 
 // Command completes a command for a VM by what the VM's image says, as container runtimes
 // do: the image's user and working directory where the command names none, and its
-// variables before the command's own, which replace those of the same name. A command with
-// ReplaceEnv keeps its environment. Images from Debian packages, directories and tar
+// variables before the command's own, which replace those of the same name. If the VM has a proxy, ProxyEnvironment
+// comes after the image's. A command with ReplaceEnv keeps its environment. Images from Debian packages, directories and tar
 // streams say nothing: their commands stay as they are.
 //
 // Nothing else is done for an image: its entrypoint is not started (see Entrypoint), and
@@ -68,7 +68,14 @@ func (s *Store) runConfigOf(name string) (image.RunConfig, error) {
 	if err != nil {
 		return image.RunConfig{}, fmt.Errorf("asking the image of %s for user, directory and variables: %w; `drowse exec --no-image-config` does without them", name, err)
 	}
-	return img.RunConfig, nil
+	// What the VM is told of its proxy replaces what the image says.
+	env, err := s.proxyEnvironment(r)
+	if err != nil {
+		return image.RunConfig{}, err
+	}
+	c := img.RunConfig
+	c.Env = slices.Concat(c.Env, env)
+	return c, nil
 }
 
 func withConfig(cmd guest.Cmd, c image.RunConfig) guest.Cmd {

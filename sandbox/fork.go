@@ -240,6 +240,7 @@ func (f *forker) running(ctx context.Context) error {
 			Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
+		r.inherit(f.parent)
 		r.Disk.Layers = c.first.Layers
 		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, c.image)
 	})

@@ -23,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -61,6 +62,8 @@ type Parts struct {
 	RAM *os.File
 	// Secrets are those that the guest waits for until they are in Machine().Secrets().
 	Secrets []SecretFile
+	// ProxyIdentity makes what the guest believes its proxy by; it is called if the policy has one, more than once.
+	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
 	// Shells, if not nil, may have a part of the VM that was made ahead.

@@ -12,7 +12,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// NetEvent is a packet from or to a VM that did not pass.
+// NetEvent is a packet from or to a VM that did not pass; or, with Host, what the VM has asked its proxy for, and
+// was refused or has got a secret.
 type NetEvent struct {
 	Time      time.Time           `json:"time"`
 	Direction netpolicy.Direction `json:"direction"`
@@ -29,6 +30,11 @@ type NetEvent struct {
 	Name     string     `json:"name,omitempty"`
 	// ServerName is the name in TLS, where that is why it did not pass.
 	ServerName string `json:"server_name,omitempty"`
+	// Host is what the proxy was asked for, Secret the name of the one that was put into the request, or was to be,
+	// and Status that of the answer.
+	Host   string `json:"host,omitempty"`
+	Secret string `json:"secret,omitempty"`
+	Status int    `json:"status,omitempty"`
 	// Guest is the VM's own address, that of IPv6 for packets of IPv6.
 	Guest     netip.Addr `json:"guest"`
 	GuestPort uint16     `json:"guest_port,omitempty"`

@@ -380,20 +380,25 @@ rules:
   - {name: to others, direction: egress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000, 9001]}
   - {name: from others, direction: ingress, verdict: allow, agents: [probe], protocols: [tcp], ports: [9000]}
   - {name: from none, direction: ingress, verdict: allow, agents: [other], protocols: [tcp], ports: [9001]}
+  - {name: api, direction: egress, verdict: allow, names: [api.example], protocols: [tcp], ports: [443]}
 dns: {upstreams: ["93.184.216.53:53"]}
+proxy: {enabled: true, inject: [{secret: API_KEY, hosts: [api.example], header: Authorization, prefix: "Bearer "}]}
 `
 
 func TestNetworkPolicyOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32", "2001:db8:1::34/128", "2001:db8:1::99/128")
+	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.37/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32", "2001:db8:1::34/128", "2001:db8:1::99/128")
+	var api *apiServer
 	o.there(func() {
+		api = o.api("93.184.216.37:443")
 		for _, at := range []string{"93.184.216.34:80", "93.184.216.34:81", "93.184.216.35:8080", "93.184.216.36:80", "93.184.216.99:80", "10.99.0.1:8080", "[2001:db8:1::34]:80", "[2001:db8:1::34]:81"} {
 			o.echo(net.ListenConfig{}, at)
 		}
 		o.tls("93.184.216.35:443")
-		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34"})
+		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34", "api.example": "93.184.216.37"})
 	})
+	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", sandbox.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
 	policy := mustPolicy(t, probePolicy)
 
 	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})
@@ -426,6 +431,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if !o.hasGot("ping from 192.0.2.1") {
 		t.Errorf("the server has got %q, not from the host's own address", o.got)
 	}
+	holder := startCaller(t, e, "pol") // which it does while others wait
 	p.expect("tcp 172.31.255.1 7000 "+forSure, "ping")
 	if !o.hasGot("ping from " + own.String()) {
 		t.Errorf("the host has got %q, not from the VM's own address %v", o.got, own)
@@ -644,6 +650,8 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("the killed VM has left pins: %v", err)
 	}
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care
+
+	keysOfAGuest(t, e, "pol2", holder, api)
 	if err := hostnet.Remove(); err != nil {
 		t.Error(err)
 	}

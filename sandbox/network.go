@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
@@ -52,6 +53,8 @@ type network struct {
 	own6    netip.Addr // not valid without IPv6
 	tap     *tap.Device
 	dns     *resolver.Resolver
+	parts   Parts
+	secrets proxy.Secrets
 	events  *eventLog
 	flows   *netpolicy.FlowLog // nil until the policy is on the device
 
@@ -65,15 +68,18 @@ type network struct {
 	ctx    context.Context // ends with the network
 	wg     sync.WaitGroup
 
-	mu       sync.Mutex // guards what follows
-	policy   *netpolicy.Policy
-	host     []netip.Addr
-	history  []installed
-	stopDNS  func()          // nil while the resolver does not listen
-	tls      *tlsname.Server // nil while no policy has had names that are checked
-	tlsPort  uint16          // where it listens
-	warnings []string
-	closed   bool
+	mu      sync.Mutex // guards what follows
+	policy  *netpolicy.Policy
+	host    []netip.Addr
+	history []installed
+	stopDNS func()          // nil while the resolver does not listen
+	tls     *tlsname.Server // nil while no policy has had names that are checked
+	tlsPort uint16          // where it listens
+	// proxy is nil while the policy has none, and so is stopProxy.
+	proxy     *proxy.Server
+	stopProxy func()
+	warnings  []string
+	closed    bool
 }
 
 // tapName is the name of a VM's TAP device. No other VM's is the same, so that what
@@ -84,7 +90,7 @@ func tapName(id string) string { return hostnet.InterfacePrefix + id[:min(9, len
 // it. Its policy is put on it in the background, since the kernel looks at programs for
 // long; see network.wait.
 func (in *Instance) connect(down bool) (*virtionet.Device, error) {
-	n, err := newNetwork(in.parts.VM, &in.parts.Spec, in.log)
+	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
 	if err != nil {
 		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
@@ -93,15 +99,15 @@ func (in *Instance) connect(down bool) (*virtionet.Device, error) {
 	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: down})
 }
 
-func newNetwork(id string, s *Spec, log *slog.Logger) (n *network, err error) {
-	policy := s.Policy
+func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, err error) {
+	id, policy := p.VM, p.Spec.Policy
 	if policy == nil {
 		policy = &netpolicy.Policy{}
 	}
 	if id == "" {
 		id = newID()
 	}
-	n = &network{log: log, agent: id, policy: policy, attached: make(chan struct{}), events: newEventLog()}
+	n = &network{log: log, agent: id, parts: p, secrets: secrets, policy: policy, attached: make(chan struct{}), events: newEventLog()}
 	if n.agents, err = hostnet.Range(); err != nil {
 		return nil, err
 	}
@@ -119,7 +125,7 @@ func newNetwork(id string, s *Spec, log *slog.Logger) (n *network, err error) {
 			err = errors.Join(err, n.release())
 		}
 	}()
-	if s.IPv6 {
+	if p.Spec.IPv6 {
 		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
 			return nil, err
 		}
@@ -145,7 +151,7 @@ func newNetwork(id string, s *Spec, log *slog.Logger) (n *network, err error) {
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(spec, s.Tags, ln)
+		n.err = n.attach(spec, p.Spec.Tags, ln)
 		n.took = time.Since(begin)
 	})
 	return n, nil
@@ -202,6 +208,12 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListene
 		return err
 	}
 	n.dns.SetPolicy(n.policy, spec)
+	if err := n.listenProxy(); err != nil {
+		return err
+	}
+	if n.proxy != nil {
+		n.proxy.SetPolicy(n.policy)
+	}
 	n.lookOutside()
 	n.wg.Go(n.watchHost)
 	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
@@ -244,6 +256,9 @@ func (n *network) Close() error {
 	n.cancel()
 	n.mu.Lock()
 	n.closed = true
+	if n.stopProxy != nil {
+		n.stopProxy()
+	}
 	if n.stopDNS != nil {
 		n.stopDNS()
 		n.stopDNS = nil
@@ -294,21 +309,33 @@ func (n *network) set(p *netpolicy.Policy) error {
 	old := n.policy
 	n.policy = p
 	// Before it is told to guests; it refuses what the old policy does not name.
-	if err := n.listenDNS(); err != nil {
+	err = n.listenDNS()
+	if err == nil {
+		err = n.listenProxy()
+	}
+	if err == nil {
+		err = n.install(spec)
+	}
+	if err != nil {
 		n.policy = old
+		n.stopUnused()
 		return err
 	}
-	if err := n.install(spec); err != nil {
-		n.policy = old
-		return errors.Join(err, n.listenDNS())
-	}
 	n.dns.SetPolicy(p, spec)
-	if p.DNS == nil && n.stopDNS != nil {
+	n.stopUnused()
+	n.lookOutside()
+	return nil
+}
+
+// stopUnused ends what the policy does not have. The lock is held.
+func (n *network) stopUnused() {
+	if !n.policy.ProxyOn() && n.stopProxy != nil {
+		n.stopProxy()
+	}
+	if n.policy.DNS == nil && n.stopDNS != nil {
 		n.stopDNS()
 		n.stopDNS = nil
 	}
-	n.lookOutside()
-	return nil
 }
 
 // installed is a policy that was put on the link. Packets before from were judged by an
@@ -329,6 +356,9 @@ func (n *network) install(spec *netpolicy.Spec) error {
 	}
 	if n.tls != nil {
 		n.tls.Recheck()
+	}
+	if n.proxy != nil {
+		n.proxy.SetPolicy(n.policy)
 	}
 	n.history = append(n.history, installed{spec, from, uptime()})
 	n.history = n.history[max(0, len(n.history)-maxHistory):]
@@ -408,13 +438,10 @@ func (n *network) serveTLS(ln *net.TCPListener) {
 // is missing.
 func (n *network) lookOutside() {
 	n.warnings = nil
+	warn := func(text string) { n.warnings = append(n.warnings, text); n.log.Warn(text) }
 	outside := opensOutside(n.policy)
 	if !outside && !opensAgents(n.policy) {
 		return
-	}
-	warn := func(text string) {
-		n.warnings = append(n.warnings, text)
-		n.log.Warn(text)
 	}
 	what := "other VMs"
 	ranges := []netip.Prefix{n.agents}
@@ -438,6 +465,14 @@ func (n *network) lookOutside() {
 	if on, err := hostnet.Forwarding6(); err == nil && !on {
 		warn("the policy allows " + what + ", and the host does not forward packets of IPv6 (net.ipv6.conf.all.forwarding): `drowse net setup --forward6`")
 	}
+}
+
+// warn tells of what is missing.
+func (n *network) warn(text string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.warnings = append(n.warnings, text)
+	n.log.Warn(text)
 }
 
 // opensOutside says whether a policy lets packets out to elsewhere than the host and other

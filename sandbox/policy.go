@@ -15,6 +15,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
@@ -226,6 +227,14 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 		p.r.Spec.Policy = old
 		return PolicyResult{}, errors.Join(err, p.store.save(p.r))
 	}
+	if before := p.r.TrustedCA; policy.ProxyOn() {
+		if p.trustProxy(p.lasting); p.r.TrustedCA != before {
+			if err := p.store.save(p.r); err != nil {
+				// It is in force, and its proxy is trusted: that is given again at the next start.
+				p.log.Warn("noting that the VM trusts its proxy", "error", err)
+			}
+		}
+	}
 	return PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.info()}, nil
 }
 
@@ -242,6 +251,8 @@ type NetworkStats struct {
 	DNS resolver.Stats `json:"dns"`
 	// TLS is what became of connections whose names are checked.
 	TLS tlsname.Stats `json:"tls"`
+	// Proxy is what became of what the VM has asked its proxy for; nil without one.
+	Proxy *proxy.Stats `json:"proxy,omitempty"`
 }
 
 // NetworkStats asks a running VM what its network has done.
@@ -263,6 +274,10 @@ func (p *process) networkStats() (st NetworkStats, err error) {
 	}
 	if n.tls != nil {
 		st.TLS = n.tls.Stats()
+	}
+	if n.proxy != nil {
+		ps := n.proxy.Stats()
+		st.Proxy = &ps
 	}
 	var errs [3]error
 	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)

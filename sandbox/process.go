@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
@@ -214,6 +215,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return errors.Join(err, console.Close())
 	}
 	p.in.closers = append(p.in.closers, console)
+	if o.Snapshot != "" || o.Fork != nil {
+		p.trustProxy(ctx)
+	}
 	r.Phase = Running
 	return p.store.save(r)
 }
@@ -225,7 +229,10 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 			return err
 		}
 	}
-	if len(p.r.Secrets) > 0 {
+	// What it had in memory is gone.
+	p.r.TrustedCA = ""
+	p.trustProxy(ctx)
+	if forGuest(p.r.Secrets) {
 		// Before the services, which may want them.
 		if err := p.in.serveSecrets(ctx); err != nil {
 			return err
@@ -249,6 +256,7 @@ func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 	if os.Getenv(NoPageCacheEnv) == "" {
 		p.PageCache = s.pageCacheDir()
 	}
+	p.ProxyIdentity = sync.OnceValues(func() (*proxy.Identity, error) { return s.proxyIdentity(r) })
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
 	}

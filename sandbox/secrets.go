@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,6 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 )
 
 // Bounds of the secrets of one VM.
@@ -30,7 +33,7 @@ const DefaultSecretMode = 0o444
 // ErrSecrets says that a VM cannot have a secret, or cannot be captured because of one.
 var ErrSecrets = errors.New("secrets")
 
-// SecretFile says what a secret looks like in the guest: a file in guest.SecretsDir.
+// SecretFile says what a secret looks like in the guest: a file in guest.SecretsDir, if it is not one of the proxy's.
 type SecretFile struct {
 	// Name is 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'.
 	Name string `json:"name"`
@@ -39,6 +42,9 @@ type SecretFile struct {
 	// UID and GID are its owner, in numbers.
 	UID uint32 `json:"uid,omitempty"`
 	GID uint32 `json:"gid,omitempty"`
+	// Proxy says that the guest does not get it: it is for the VM's proxy, which puts it into requests as the network policy
+	// says. Secrets that the policy names there are so in any case, and stay so. Mode, UID and GID are 0 then.
+	Proxy bool `json:"proxy,omitempty"`
 }
 
 // Secret is a secret with its value, which is in memory of the VM's process only.
@@ -77,7 +83,7 @@ func (f SecretFile) file() secrets.Secret {
 	if f.Mode == 0 {
 		f.Mode = DefaultSecretMode
 	}
-	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID}
+	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
 }
 
 func (s *Secret) check() error {
@@ -90,7 +96,38 @@ func (s *Secret) check() error {
 	if len(s.Value) > MaxSecret {
 		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", ErrSecrets, s.Name, len(s.Value), MaxSecret)
 	}
+	if !s.Proxy {
+		return nil
+	}
+	if s.Mode != 0 || s.UID != 0 || s.GID != 0 {
+		return fmt.Errorf("%w: %s is for the proxy: it has no mode and owner", ErrSecrets, s.Name)
+	}
+	if err := proxy.CheckSecret(oneLine(s.Value)); err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrSecrets, s.Name, err)
+	}
 	return nil
+}
+
+// oneLine is a value without the end of a line, which files have and headers cannot.
+func oneLine(value []byte) []byte {
+	value = bytes.TrimSuffix(value, []byte("\n"))
+	return bytes.TrimSuffix(value, []byte("\r"))
+}
+
+// become makes a secret the proxy's if the policy says so or it is so already. One that the guest has had is
+// none for the proxy, and the reverse.
+func (s *Secret) become(policy *netpolicy.Policy, there []secrets.State) error {
+	s.Proxy = s.Proxy || policy.Injects(s.Name)
+	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
+		if s.Proxy && !there[i].Hidden {
+			return fmt.Errorf("%w: the guest has %s as a file: take it away first (`drowse secret rm`), and let the proxy have a new one, since the guest may have kept that", ErrSecrets, s.Name)
+		}
+		s.Proxy = there[i].Hidden
+	}
+	if s.Proxy {
+		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value)
+	}
+	return s.check()
 }
 
 // SetSecrets hands secrets to a running VM, whose programs find them as files in
@@ -294,7 +331,7 @@ func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
 	names := slices.Clone(p.r.Secrets)
 	for i := range list {
 		l := &list[i]
-		if err := l.check(); err != nil {
+		if err := l.become(p.r.Spec.Policy, before); err != nil {
 			return err
 		}
 		if err := dev.Set(l.file(), l.Value); err != nil {
@@ -305,8 +342,10 @@ func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
 			names = append(names, l.SecretFile)
 		}
 	}
-	if err := p.in.serveSecrets(ctx); err != nil {
-		return err
+	if slices.ContainsFunc(list, func(l Secret) bool { return !l.Proxy }) {
+		if err := p.in.serveSecrets(ctx); err != nil {
+			return err
+		}
 	}
 	old := p.r.Secrets
 	if slices.Equal(old, names) {
@@ -353,11 +392,19 @@ func (p *process) listSecrets() []SecretState {
 	out := []SecretState{}
 	for _, s := range p.in.machine.Secrets().List() {
 		out = append(out, SecretState{
-			SecretFile: SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}, Present: s.Present, Size: s.Size,
+			SecretFile: stateFile(s.Secret), Present: s.Present, Size: s.Size,
 			Kept: slices.ContainsFunc(p.r.Secrets, func(f SecretFile) bool { return f.Name == s.Name }),
 		})
 	}
 	return out
+}
+
+// stateFile is what a secret looks like. Those of the proxy have no file.
+func stateFile(s secrets.Secret) SecretFile {
+	if s.Hidden {
+		return SecretFile{Name: s.Name, Proxy: true}
+	}
+	return SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
 }
 
 // serveSecretsLimit is how long the agent may take to start what serves secrets.

@@ -37,6 +37,7 @@ var (
 //	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
 //	vms/NAME/*.log         console.log: serial port; vmm.log: the process
 //	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
+//	proxy.key              what the proxies of VMs are believed by: a secret of this host's
 //	pool.sock, pool.lock   of the process that serves a pool: Pool.Serve
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
@@ -141,6 +142,11 @@ type Record struct {
 	// Base is the snapshot of a fork that the next one of this VM builds upon, while
 	// its process lives.
 	Base string `json:"base,omitempty"`
+	// Lineage is the id of the VM whose memory this one's has begun as, however many forks and clones lie between; empty
+	// is its own.
+	Lineage string `json:"lineage,omitempty"`
+	// TrustedCA is the authority of a proxy that the guest has in its memory, by its fingerprint.
+	TrustedCA string `json:"trusted_ca,omitempty"`
 	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
 	// are made of it have none.
 	Secrets []SecretFile `json:"secrets,omitempty"`

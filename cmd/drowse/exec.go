@@ -106,10 +106,13 @@ are root, / and the least that a program needs.`,
 				return err
 			}
 			defer back()
-			if !noConfig {
-				if c, err = s.Command(args[0], c); err != nil {
-					return err
-				}
+			if noConfig {
+				c, err = bareCommand(s, args[0], c)
+			} else {
+				c, err = s.Command(args[0], c)
+			}
+			if err != nil {
+				return err
 			}
 			if a.json() {
 				return a.execJSON(cmd.Context(), client, c)
@@ -142,6 +145,13 @@ are root, / and the least that a program needs.`,
 	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
 	secretFlag(cmd, &secrets, " for the time of the command, as a file in "+guest.SecretsDir)
 	return cmd
+}
+
+// bareCommand completes a command by what it has to know of the VM's proxy alone.
+func bareCommand(s *sandbox.Store, name string, c guest.Cmd) (guest.Cmd, error) {
+	env, err := s.ProxyEnvironment(name)
+	c.Env = slices.Concat(env, c.Env)
+	return c, err
 }
 
 // readEnv reads variables from a file: a line each, with empty ones and those that begin with

@@ -320,6 +320,9 @@ func writeStats(w io.Writer, st sandbox.NetworkStats) {
 	}
 	d := st.DNS
 	fmt.Fprintf(w, "names: %d answered, %d refused, %d addresses left out, %d failed, %d dropped\n", d.Answered, d.Refused, d.Rebound, d.Failed, d.Dropped)
+	if c := st.Proxy; c != nil {
+		fmt.Fprintf(w, "proxy: %d requests, %d tunnels, %d with a secret, %d refused, %d connections too many, %d cut, %d open\n", c.Requests, c.Tunnels, c.Injected, c.Refused, c.Busy, c.Cut, c.Open)
+	}
 	if c := st.TLS; c != (tlsname.Stats{}) {
 		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
 	}

@@ -112,6 +112,8 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report,
 		c, err = s.Entrypoint(rep.Name, c)
 	case !m.noConfig:
 		c, err = s.Command(rep.Name, c)
+	default:
+		c, err = bareCommand(s, rep.Name, c)
 	}
 	if err != nil {
 		return execError{err}

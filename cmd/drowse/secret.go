@@ -21,7 +21,8 @@ func (a *app) secretCommand() *cobra.Command {
 		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has", Args: cobra.NoArgs,
 		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
 values are in the memory of the VM's process only: neither in its record, nor on its disk,
-nor in a snapshot of it. They go when the VM falls asleep or stops. When it is awake again,
+nor in a snapshot of it. Those that the proxy of its network policy puts into requests are no
+files: programs have a placeholder in a variable of that name (docs/PROXY.md). They go when the VM falls asleep or stops. When it is awake again,
 programs that open the files wait until the secrets have been handed in anew, for a minute
 at most. docs/SECRETS.md says what is promised, and what cannot be.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
@@ -35,6 +36,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 		mode     string
 		uid, gid uint32
 		once     bool
+		proxy    bool
 	)
 	cmd := &cobra.Command{
 		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Hand secrets to a VM, and wake it if it sleeps",
@@ -50,7 +52,10 @@ func (a *app) secretSetCommand() *cobra.Command {
 			}
 			defer wipeSecrets(list)
 			for i := range list {
-				list[i].Mode, list[i].UID, list[i].GID, list[i].Transient = uint16(m), uid, gid, once
+				list[i].Transient, list[i].Proxy = once, proxy
+				if !proxy {
+					list[i].Mode, list[i].UID, list[i].GID = uint16(m), uid, gid
+				}
 			}
 			s, err := a.store()
 			if err != nil {
@@ -69,6 +74,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 	f.StringVar(&mode, "mode", strconv.FormatUint(sandbox.DefaultSecretMode, 8), "permissions of the files, in octal")
 	f.Uint32Var(&uid, "uid", 0, "their owner, in numbers")
 	f.Uint32Var(&gid, "gid", 0, "their group, in numbers")
+	f.BoolVar(&proxy, "proxy", false, "for the VM's proxy, and not for the VM: no file; so are those that its network policy names")
 	f.BoolVar(&once, "once", false, "do not wait for them after a sleep or stop")
 	return cmd
 }
@@ -102,7 +108,11 @@ func (a *app) secretListCommand() *cobra.Command {
 					if m == 0 {
 						m = sandbox.DefaultSecretMode
 					}
-					fmt.Fprintf(t, "%s\t%s\t%04o\t%d:%d\t%s\n", l.Name, value, m, l.UID, l.GID, after)
+					mode, owner := fmt.Sprintf("%04o", m), fmt.Sprintf("%d:%d", l.UID, l.GID)
+					if l.Proxy {
+						mode, owner = "proxy", "-"
+					}
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", l.Name, value, mode, owner, after)
 				}
 				t.Flush()
 			})

@@ -211,7 +211,11 @@ func (a *app) sshProxyCommand() *cobra.Command {
 			if _, err := d.open(cmd.Context()); err != nil {
 				return err
 			}
-			server := &sshd.Server{HostKey: key, Use: func(ctx context.Context, f func(*guest.Client) error) error { return d.use(ctx, f) }}
+			env, err := s.ProxyEnvironment(args[0])
+			if err != nil {
+				return err
+			}
+			server := &sshd.Server{HostKey: key, Env: env, Use: func(ctx context.Context, f func(*guest.Client) error) error { return d.use(ctx, f) }}
 			err = server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)})
 			if errors.Is(err, context.Canceled) {
 				return nil

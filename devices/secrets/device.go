@@ -35,6 +35,8 @@ type Secret struct {
 	// Mode has the permissions, 0 to 0777, of the file that the guest sees.
 	Mode     uint16
 	UID, GID uint32
+	// Hidden is for the host alone: see Device.Use. At the ports it is as if it were not there.
+	Hidden bool
 }
 
 // Errors of Set and Await.
@@ -72,6 +74,7 @@ type Device struct {
 	lastID  uint32
 	busy    bool
 	closed  bool
+	changed chan struct{} // nil while nobody waits for a change
 
 	// What the guest is reading: the table, a value, or nothing.
 	chosen uint32
@@ -133,7 +136,32 @@ func (d *Device) put(s Secret, value []byte, present bool) error {
 	}
 	d.lastID++
 	d.entries[i] = &entry{Secret: s, id: d.lastID, present: present, value: mem}
+	d.tell()
 	return nil
+}
+
+// tell wakes those who wait for a change. The caller holds mu.
+func (d *Device) tell() {
+	if d.changed != nil {
+		close(d.changed)
+		d.changed = nil
+	}
+}
+
+// Use calls f with the value of a secret that is hidden. Nobody changes it meanwhile; f must not keep it, nor call
+// the device. If there is no such value it returns false and a channel that is closed when there may be; one that
+// stays open forever is no harm.
+func (d *Device) Use(name string, f func(value []byte)) (there bool, changed <-chan struct{}) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if i, found := d.find(name); found && d.entries[i].Hidden && d.entries[i].present {
+		f(d.entries[i].value)
+		return true, nil
+	}
+	if d.changed == nil {
+		d.changed = make(chan struct{})
+	}
+	return false, d.changed
 }
 
 func (d *Device) find(name string) (int, bool) {
@@ -151,13 +179,14 @@ func (d *Device) Remove(name string) bool {
 	}
 	d.forget(d.entries[i])
 	d.entries = slices.Delete(d.entries, i, i+1)
-	d.busy = d.busy && len(d.entries) > 0
+	d.busy = d.busy && slices.ContainsFunc(d.entries, func(e *entry) bool { return !e.Hidden })
+	d.tell()
 	return true
 }
 
 // forget wipes a value. The caller holds mu.
 func (d *Device) forget(e *entry) {
-	if d.chosen == e.id {
+	if d.chosen == e.id && !e.Hidden {
 		d.data, d.at, d.broken = nil, 0, true
 	}
 	drop(e.value)
@@ -191,6 +220,7 @@ func (d *Device) Close() error {
 		d.forget(e)
 	}
 	d.entries, d.closed = nil, true
+	d.tell()
 	return nil
 }
 
@@ -242,7 +272,7 @@ func (d *Device) choose(id uint32) {
 		return
 	}
 	for _, e := range d.entries {
-		if e.id == id {
+		if e.id == id && !e.Hidden {
 			d.data = e.value
 		}
 	}

@@ -16,6 +16,9 @@
 // whether the guest has read of a value and not said yet that it has wiped its copy, so
 // that nobody takes a snapshot in between.
 //
+// A secret that is hidden is for what the host does in the VM's name (Device.Use). The guest has no way
+// to its value and its name.
+//
 // Nothing here waits. A guest that does what it likes at these ports gets the secrets of
 // its own VM, which are for it.
 package secrets

@@ -41,6 +41,8 @@ type Server struct {
 	// Use calls f with a client of the guest, which it wakes if need be. It may call f
 	// again when f has failed for want of a connection. Several calls run at once.
 	Use func(ctx context.Context, f func(*guest.Client) error) error
+	// Env are variables of all that is started, as KEY=VALUE. Those of clients replace them.
+	Env []string
 	// Version follows "SSH-2.0-" in what is said first; "" is "drowse".
 	Version string
 }

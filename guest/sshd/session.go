@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -168,7 +169,7 @@ func (s *session) start(cmd guest.Cmd) bool {
 		return false
 	}
 	s.started = true
-	cmd.User, cmd.Env, cmd.Pty = s.user, s.env, s.pty
+	cmd.User, cmd.Env, cmd.Pty = s.user, slices.Concat(s.Env, s.env), s.pty
 	cmd.IO = guest.IO{Stdin: s.ch, Stdout: s.ch, Stderr: s.ch.Stderr(), Resize: s.sizes}
 	var g *guest.Session
 	// The session lives longer than its start, which alone is timed.

@@ -36,9 +36,9 @@ var rules = []rule{
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 	{"sandbox/supervisor", []string{"sandbox", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
-	// netpolicy/resolver, tlsname and hostnet: a VM's process serves its names and checks those in TLS, and takes
+	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},

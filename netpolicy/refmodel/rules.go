@@ -112,6 +112,9 @@ func (m *Model) scan(q Question, k kind, by matching) Answer {
 	if gateway && m.policy.DNS != nil && q.Direction == netpolicy.Egress && q.Protocol != netpolicy.ICMP && q.Port == 53 {
 		return Answer{Verdict: netpolicy.Allow, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "resolver"}
 	}
+	if q.Peer == netpolicy.TheWire.Gateway4 && m.policy.Proxy != nil && m.policy.Proxy.Enabled && q.Direction == netpolicy.Egress && q.Protocol == netpolicy.TCP && q.Port == 3128 {
+		return Answer{Verdict: netpolicy.Allow, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "proxy"}
+	}
 	for _, p := range m.policy.Publish {
 		if gateway && q.Direction == netpolicy.Ingress && q.Protocol == p.Protocol && q.Port == p.Port {
 			return Answer{Verdict: netpolicy.Allow, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "published port"}

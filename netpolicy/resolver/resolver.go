@@ -411,3 +411,42 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 	}
 	return nil
 }
+
+// What can be wrong with a name that is looked up.
+var (
+	ErrNoAddress = errors.New("no address")
+	// ErrRefused is that no rule has the name, or none of its addresses is public.
+	ErrRefused = errors.New("not a name of the policy's rules, or not one with a public address")
+)
+
+// Lookup finds the IPv4 addresses of a name as if the guest had asked for it: by the same rules and limits, and
+// they are pinned. There are at most 16, all of them public. The name is in lower case, without a final dot.
+// Where there is none, it fails with ErrRefused or ErrNoAddress.
+func (r *Resolver) Lookup(ctx context.Context, name string) ([]netip.Addr, error) {
+	q := new(dns.Msg)
+	q.SetQuestion(dns.Fqdn(name), dns.TypeA)
+	a := r.Answer(ctx, q)
+	var why string
+	switch {
+	case a == nil:
+		why = "too many queries"
+	case a.Rcode == dns.RcodeRefused:
+		return nil, fmt.Errorf("finding %s: %w", name, ErrRefused)
+	case a.Rcode != dns.RcodeSuccess:
+		why = dns.RcodeToString[a.Rcode]
+	default:
+		var out []netip.Addr
+		for _, rr := range a.Answer {
+			if h, ok := rr.(*dns.A); ok {
+				if ip, ok := netip.AddrFromSlice(h.A); ok {
+					out = append(out, ip.Unmap())
+				}
+			}
+		}
+		if len(out) > 0 {
+			return out, nil
+		}
+		why = "it has none"
+	}
+	return nil, fmt.Errorf("finding %s: %w: %s", name, ErrNoAddress, why)
+}

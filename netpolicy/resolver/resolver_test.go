@@ -254,3 +254,42 @@ func TestServe_answers_over_udp_and_tcp_and_ends(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestLookup_gives_what_the_guest_would_get(t *testing.T) {
+	for what, c := range map[string]struct {
+		name    string
+		records []string
+		rcode   int
+		want    []string
+		err     error
+	}{
+		"a name of a rule":           {"example.com", []string{"example.com. 60 IN A 93.184.216.34", "example.com. 60 IN A 93.184.216.35"}, 0, []string{"93.184.216.34", "93.184.216.35"}, nil},
+		"some that lead inside":      {"example.com", []string{"example.com. 60 IN A 127.0.0.1", "example.com. 60 IN A 10.0.0.1", "example.com. 60 IN A 93.184.216.34"}, 0, []string{"93.184.216.34"}, nil},
+		"all lead inside":            {"example.com", []string{"example.com. 60 IN A 127.0.0.1", "example.com. 60 IN A 10.200.3.8", "example.com. 60 IN A 93.184.216.99"}, 0, nil, ErrRefused},
+		"a name of no rule":          {"other.org", []string{"other.org. 60 IN A 93.184.216.34"}, 0, nil, ErrRefused},
+		"a name that does not exist": {"example.com", nil, dns.RcodeNameError, nil, ErrNoAddress},
+		"a name without addresses":   {"example.com", nil, 0, nil, ErrNoAddress},
+		"a server that fails":        {"example.com", nil, dns.RcodeServerFailure, nil, ErrNoAddress},
+	} {
+		r, pinned := newResolver(t, &zone{records: c.records, rcode: c.rcode}, false)
+		got, err := r.Lookup(t.Context(), c.name)
+		var text []string
+		for _, a := range got {
+			text = append(text, a.String())
+		}
+		if !errors.Is(err, c.err) || strings.Join(text, " ") != strings.Join(c.want, " ") || len(pinned.all) != len(c.want) {
+			t.Errorf("%s: %v, %v, pinned %v; want %v, %v", what, text, err, pinned.all, c.want, c.err)
+		}
+	}
+	// It counts as the guest's own queries do.
+	r, _ := newResolver(t, &zone{records: []string{"example.com. 60 IN A 93.184.216.34"}}, false)
+	failed := 0
+	for range 20 {
+		if _, err := r.Lookup(t.Context(), "example.com"); errors.Is(err, ErrNoAddress) {
+			failed++
+		}
+	}
+	if failed != 10 {
+		t.Errorf("%d of 20 lookups were refused at 5 a second, want 10", failed)
+	}
+}

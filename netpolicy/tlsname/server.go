@@ -127,6 +127,11 @@ func (s *Server) Stats() Stats {
 // Listen makes the socket of a server: a port of the gateway's address that the kernel
 // chooses, on the agent's interface alone. The interface need not have the address yet.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
+	return ListenAt(ctx, device, 0)
+}
+
+// ListenAt is Listen at a port.
+func ListenAt(ctx context.Context, device string, port uint16) (*net.TCPListener, error) {
 	cfg := net.ListenConfig{
 		// Probes would keep a VM that has nothing to do awake, and so be seen as use.
 		KeepAlive: -1,
@@ -140,9 +145,9 @@ func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	}
 	// The guest may not have more subflows than the one that is judged.
 	cfg.SetMultipathTCP(false)
-	ln, err := cfg.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, 0).String())
+	ln, err := cfg.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, port).String())
 	if err != nil {
-		return nil, fmt.Errorf("listening for connections of %s whose names are checked: %w", device, err)
+		return nil, fmt.Errorf("listening for connections of %s: %w", device, err)
 	}
 	return ln.(*net.TCPListener), nil
 }

@@ -1,0 +1,61 @@
+package proxy
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// Where an agent finds what it has to trust. Both are in memory of the guest (/run), not on its disk.
+const (
+	// AuthorityFile has the proxy's certificate alone.
+	AuthorityFile = "/run/drowse/proxy-ca.pem"
+	// TrustFile has that and what the guest trusts besides.
+	TrustFile = "/run/drowse/ca-certificates.pem"
+)
+
+// Environment is what programs of an agent need to know of their proxy, as KEY=VALUE: where it is and what not to ask it
+// for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others are
+// ranges of addresses that the proxy does not connect to.
+func Environment(p *netpolicy.Policy, id *Identity, others ...netip.Prefix) ([]string, error) {
+	if !p.ProxyOn() {
+		return nil, nil
+	}
+	gateway := netpolicy.TheWire.Gateway4
+	direct := []string{"localhost", "127.0.0.1", "::1", gateway.String()}
+	for _, o := range others {
+		direct = append(direct, o.String())
+	}
+	address := fmt.Sprintf("http://%v:%d", gateway, netpolicy.ProxyPort)
+	var env []string
+	proxies, all, authority := netpolicy.ProxyVariables()
+	for _, name := range proxies {
+		value := address
+		if name == "no_proxy" {
+			value = strings.Join(direct, ",")
+		}
+		env = append(env, name+"="+value, strings.ToUpper(name)+"="+value)
+	}
+	for _, name := range all {
+		env = append(env, name+"="+TrustFile)
+	}
+	for _, name := range authority {
+		env = append(env, name+"="+AuthorityFile)
+	}
+	var secrets []string
+	for _, i := range p.Proxy.Inject {
+		if slices.Contains(secrets, i.Secret) {
+			continue
+		}
+		secrets = append(secrets, i.Secret)
+		text, err := id.Placeholder(i.Secret)
+		if err != nil {
+			return nil, err
+		}
+		env = append(env, i.Secret+"="+text)
+	}
+	return env, nil
+}

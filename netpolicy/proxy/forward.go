@@ -1,0 +1,289 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptrace"
+	"net/textproto"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/elazarl/goproxy"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// exchange is a request that is passed on, and its answer.
+type exchange struct {
+	target Target
+	secure bool
+	peer   atomic.Pointer[peerConn] // who has got it; nil until somebody has
+	// injected are the names of secrets that are in it, and values those of all that its host may know.
+	injected []string
+	values   []string
+	// own says that the answer is the proxy's.
+	own bool
+	// length is that of the answer's body, or -1; broken says that it was not all there.
+	length int64
+	broken bool
+	// last says that the connection ends with it.
+	last bool
+}
+
+type exchangeKey struct{}
+
+// nobody is a log that nobody reads.
+type nobody struct{}
+
+func (nobody) Printf(string, ...any) {}
+
+// newForwarder makes what passes requests on. It gets no others than forward gives it: to hosts that have been
+// parsed, without fields that are for one connection.
+func (s *Server) newForwarder() *goproxy.ProxyHttpServer {
+	// Not by goproxy's constructor, which asks the environment for other proxies.
+	f := &goproxy.ProxyHttpServer{
+		Logger: nobody{}, Tr: s.transport, KeepAcceptEncoding: true,
+		NonproxyHandler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { say(w, http.StatusBadRequest, "no target") }),
+	}
+	f.OnRequest().DoFunc(func(r *http.Request, _ *goproxy.ProxyCtx) (*http.Request, *http.Response) { return r, s.inject(r) })
+	f.OnResponse().DoFunc(func(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Response {
+		return s.answer(resp, ctx.Req, ctx.Error)
+	})
+	return f
+}
+
+// oneConnection are fields that are not passed on (RFC 9110, 7.6.1), besides those that Connection names.
+var oneConnection = []string{
+	"Connection", "Proxy-Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Authentication-Info",
+	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Http2-Settings", "Alt-Svc",
+}
+
+func strip(h http.Header) {
+	for _, v := range h["Connection"] {
+		for name := range strings.SplitSeq(v, ",") {
+			// What a request is for cannot be taken away by it.
+			if name = textproto.TrimString(name); name != "" && !strings.EqualFold(name, "Host") {
+				h.Del(name)
+			}
+		}
+	}
+	for _, name := range oneConnection {
+		h.Del(name)
+	}
+}
+
+// forward passes a request on to a target.
+func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, scheme string) {
+	x := &exchange{target: t, secure: scheme == "https", length: -1, last: len(r.TransferEncoding) > 0}
+	ctx, cancel := context.WithTimeout(context.WithValue(r.Context(), exchangeKey{}, x), RequestTimeout)
+	defer cancel()
+	out := r.Clone(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
+		c := i.Conn
+		if secure, ok := c.(*tls.Conn); ok {
+			c = secure.NetConn()
+		}
+		if p, ok := c.(*peerConn); ok {
+			x.peer.Store(p)
+		}
+	}}))
+	out.URL.Scheme, out.URL.Host, out.Host = scheme, t.String(), t.Host
+	if deflt := map[string]uint16{"http": 80, "https": 443}[scheme]; t.Port != deflt {
+		out.Host = t.String()
+	}
+	// Trailers come after all has been judged.
+	out.Trailer, out.TransferEncoding, out.Close = nil, nil, false
+	strip(out.Header)
+	if _, ok := out.Header["User-Agent"]; !ok {
+		out.Header["User-Agent"] = []string{""} // or the transport would add its own
+	}
+	s.forwarder.ServeHTTP(&answerer{ResponseWriter: w, x: x}, out)
+	if x.broken {
+		// What has been sent so far must not look whole.
+		panic(http.ErrAbortHandler)
+	}
+}
+
+// inject puts secrets where their placeholders are, or answers the request itself.
+func (s *Server) inject(r *http.Request) *http.Response {
+	x, ok := r.Context().Value(exchangeKey{}).(*exchange)
+	if !ok || !x.secure {
+		return nil
+	}
+	p := s.policy.Load()
+	if !meets(p, x.target) {
+		return x.refusal(r, http.StatusMisdirectedRequest, "the network policy has no secrets for "+x.target.String()+" any more: connect anew")
+	}
+	for k := range p.Proxy.Inject {
+		i := &p.Proxy.Inject[k]
+		if !i.Meets(x.target.Host, x.target.Port) {
+			continue
+		}
+		placeholder, err := s.cfg.Identity.Placeholder(i.Secret)
+		if err != nil {
+			return x.refusal(r, http.StatusInternalServerError, err.Error())
+		}
+		values := r.Header[textproto.CanonicalMIMEHeaderKey(i.Header)]
+		wanted := slices.Contains(values, i.Prefix+placeholder)
+		value, ok, changed := s.cfg.Secrets.Secret(i.Secret)
+		if wanted && !ok {
+			if value, ok = s.await(r.Context(), i.Secret, changed); !ok {
+				s.tell(Event{Reason: netpolicy.ReasonInject, Host: x.target.Host, Port: x.target.Port, Secret: i.Secret, Status: http.StatusServiceUnavailable})
+				return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: it has to be handed in (`drowse secret set`)")
+			}
+		}
+		if !ok {
+			continue
+		}
+		if CheckSecret([]byte(value)) != nil {
+			return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" cannot be put into a request")
+		}
+		if !slices.Contains(x.values, value) {
+			x.values = append(x.values, value)
+		}
+		for n := range values {
+			if wanted && values[n] == i.Prefix+placeholder {
+				values[n] = i.Prefix + value
+			}
+		}
+		if wanted && !slices.Contains(x.injected, i.Secret) {
+			x.injected = append(x.injected, i.Secret)
+		}
+	}
+	if len(x.values) > 0 {
+		// So that they can be found in the answer.
+		r.Header.Set("Accept-Encoding", "identity")
+	}
+	return nil
+}
+
+// await waits for a secret.
+func (s *Server) await(ctx context.Context, name string, changed <-chan struct{}) (value string, ok bool) {
+	limit := time.NewTimer(s.cfg.SecretTimeout)
+	defer limit.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return "", false
+		case <-limit.C:
+			return "", false
+		case <-changed:
+		}
+		if value, ok, changed = s.cfg.Secrets.Secret(name); ok {
+			return value, true
+		}
+	}
+}
+
+// refusal is an answer of the proxy's.
+func (x *exchange) refusal(r *http.Request, status int, why string) *http.Response {
+	x.own, x.last = true, true
+	body := "drowse proxy: " + why + "\n"
+	x.length = int64(len(body))
+	return &http.Response{
+		StatusCode: status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Request: r,
+		Header: http.Header{"Content-Type": {"text/plain; charset=utf-8"}, "X-Content-Type-Options": {"nosniff"}},
+		Body:   io.NopCloser(bytes.NewReader([]byte(body))), ContentLength: x.length,
+	}
+}
+
+// answer makes what the agent gets of what a peer has answered.
+func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.Response {
+	x, ok := r.Context().Value(exchangeKey{}).(*exchange)
+	if !ok || x.own {
+		return resp
+	}
+	if resp != nil && resp.StatusCode < http.StatusOK {
+		// Nobody has asked for another protocol.
+		resp.Body.Close()
+		resp, err = nil, fmt.Errorf("%v has answered with status %d", x.target, resp.StatusCode)
+	}
+	if resp == nil {
+		if err == nil {
+			err = errors.New("no answer")
+		}
+		status, reason := explain(err)
+		secret := strings.Join(x.injected, ",")
+		if reason != 0 || secret != "" {
+			s.fail(x.target, err, reason, status, secret)
+		}
+		return x.refusal(r, status, fmt.Sprintf("asking %v: %v", x.target, err))
+	}
+	for _, name := range x.injected {
+		s.injected.Add(1)
+		e := Event{Reason: netpolicy.ReasonInject, Sent: true, Host: x.target.Host, Port: x.target.Port, Secret: name, Status: resp.StatusCode}
+		if c := x.peer.Load(); c != nil {
+			e.Peer, e.Rule = c.peer, c.rule
+		}
+		s.tell(e)
+	}
+	// A copy: trailers are put into the other one at its end.
+	out := *resp
+	out.Header, out.Trailer = resp.Header.Clone(), nil
+	strip(out.Header)
+	maskHeader(out.Header, x.values)
+	if resp.Body == nil || resp.Body == http.NoBody {
+		return &out
+	}
+	x.length = resp.ContentLength
+	if resp.Uncompressed {
+		x.length = -1
+	}
+	var body io.ReadCloser = &watched{resp.Body, x}
+	for _, v := range x.values {
+		body = newMask(body, v)
+	}
+	out.Body = body
+	return &out
+}
+
+// watched notes a body that does not come to its end.
+type watched struct {
+	io.ReadCloser
+	x *exchange
+}
+
+// Read implements [io.Reader].
+func (b *watched) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		b.x.broken = true
+	}
+	return n, err
+}
+
+// answerer writes an answer. It gives the body the length that it has, and one whose length is not known as it comes.
+type answerer struct {
+	http.ResponseWriter
+	x *exchange
+}
+
+// WriteHeader implements [http.ResponseWriter].
+func (a *answerer) WriteHeader(status int) {
+	if a.x.length >= 0 {
+		a.Header().Set("Content-Length", strconv.FormatInt(a.x.length, 10))
+	}
+	if a.x.last {
+		a.Header().Set("Connection", "close")
+	}
+	a.ResponseWriter.WriteHeader(status)
+}
+
+// Write implements [io.Writer].
+func (a *answerer) Write(p []byte) (int, error) {
+	n, err := a.ResponseWriter.Write(p)
+	if err == nil && a.x.length < 0 {
+		a.Flush()
+	}
+	return n, err
+}
+
+// Flush implements [http.Flusher].
+func (a *answerer) Flush() { _ = http.NewResponseController(a.ResponseWriter).Flush() }

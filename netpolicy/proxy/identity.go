@@ -1,0 +1,159 @@
+package proxy
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/hkdf"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/hex"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"sync"
+	"time"
+)
+
+// KeyBytes is the size of the key that identities are made of.
+const KeyBytes = 32
+
+// PlaceholderPrefix begins every placeholder.
+const PlaceholderPrefix = "drowse_placeholder_"
+
+// Certificates for hosts live for a week, and are made anew when a day is left. They begin a day early,
+// for guests whose clock is behind.
+const (
+	leafLife   = 7 * 24 * time.Hour
+	leafMargin = 24 * time.Hour
+)
+
+// Identity is what an agent believes its proxy by: an authority for certificates, and placeholders. All of it
+// follows from a key of the host's and the agent's lineage, so it is the same after a sleep, and in
+// forks and clones, which have inherited both from memory. Its methods may be called from any goroutine.
+type Identity struct {
+	key     []byte
+	lineage string
+	root    *x509.Certificate
+	signer  *ecdsa.PrivateKey
+
+	mu     sync.Mutex // guards leaves
+	leaves map[string]*tls.Certificate
+}
+
+// NewIdentity makes an identity of a secret key of KeyBytes bytes and a lineage, which is no secret.
+func NewIdentity(key []byte, lineage string) (*Identity, error) {
+	if len(key) != KeyBytes || lineage == "" {
+		return nil, fmt.Errorf("making a proxy's identity: a key of %d bytes and lineage %q: a key has %d, and there is a lineage", len(key), lineage, KeyBytes)
+	}
+	id := &Identity{key: key, lineage: lineage, leaves: map[string]*tls.Certificate{}}
+	var err error
+	if id.signer, err = id.authorityKey(); err != nil {
+		return nil, err
+	}
+	serial, err := id.derive("serial", 16)
+	if err != nil {
+		return nil, err
+	}
+	serial[0] &= 0x7f // positive (RFC 5280, 4.1.2.2)
+	name := pkix.Name{CommonName: "drowse proxy of " + lineage[:min(12, len(lineage))], Organization: []string{"drowse"}}
+	template := &x509.Certificate{
+		SerialNumber: new(big.Int).SetBytes(serial), Subject: name,
+		// The same whenever it is made. It is of no use to anybody but this agent and this host.
+		NotBefore: time.Date(2020, 1, 1, 0, 0, 0, 0, time.UTC), NotAfter: time.Date(2120, 1, 1, 0, 0, 0, 0, time.UTC),
+		KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature, BasicConstraintsValid: true, IsCA: true, MaxPathLenZero: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &id.signer.PublicKey, id.signer)
+	if err == nil {
+		id.root, err = x509.ParseCertificate(der)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("making a proxy's authority: %w", err)
+	}
+	return id, nil
+}
+
+// derive makes bytes of the key, the lineage and what they are for (HKDF, RFC 5869).
+func (id *Identity) derive(what string, n int) ([]byte, error) {
+	b, err := hkdf.Key(sha256.New, id.key, []byte(id.lineage), "drowse proxy 1 "+what, n)
+	if err != nil {
+		return nil, fmt.Errorf("deriving the %s of a proxy: %w", what, err)
+	}
+	return b, nil
+}
+
+func (id *Identity) authorityKey() (*ecdsa.PrivateKey, error) {
+	// One in 2^32 candidates is no key of this curve.
+	for i := range 8 {
+		b, err := id.derive(fmt.Sprintf("authority %d", i), 32)
+		if err != nil {
+			return nil, err
+		}
+		if k, err := ecdsa.ParseRawPrivateKey(elliptic.P256(), b); err == nil {
+			return k, nil
+		}
+	}
+	return nil, fmt.Errorf("deriving the authority of a proxy: no key in 8 tries: replace the host's key")
+}
+
+// Root is the certificate that the agent has to trust, as PEM. Two of one identity are equal but for the signature.
+func (id *Identity) Root() []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: id.root.Raw})
+}
+
+// Fingerprint tells identities apart by their authorities: 32 hex digits.
+func (id *Identity) Fingerprint() string {
+	sum := sha256.Sum256(id.root.RawSubjectPublicKeyInfo)
+	return hex.EncodeToString(sum[:16])
+}
+
+// Placeholder is what the agent has in the place of a secret.
+func (id *Identity) Placeholder(secret string) (string, error) {
+	b, err := id.derive("placeholder "+secret, 16)
+	if err != nil {
+		return "", err
+	}
+	return PlaceholderPrefix + hex.EncodeToString(b), nil
+}
+
+// certificate is for one host. There are as many as hosts of injections.
+func (id *Identity) certificate(host string, now time.Time) (*tls.Certificate, error) {
+	id.mu.Lock()
+	defer id.mu.Unlock()
+	if c := id.leaves[host]; c != nil && now.Before(c.Leaf.NotAfter.Add(-leafMargin)) && now.After(c.Leaf.NotBefore) {
+		return c, nil
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("making a certificate for %s: %w", host, err)
+	}
+	serial := make([]byte, 16)
+	if _, err := rand.Read(serial); err != nil {
+		return nil, fmt.Errorf("making a certificate for %s: %w", host, err)
+	}
+	serial[0] &= 0x7f
+	template := &x509.Certificate{
+		SerialNumber: new(big.Int).SetBytes(serial), DNSNames: []string{host},
+		NotBefore: now.Add(-leafMargin), NotAfter: now.Add(leafLife),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, id.root, &key.PublicKey, id.signer)
+	if err != nil {
+		return nil, fmt.Errorf("making a certificate for %s: %w", host, err)
+	}
+	leaf, err := x509.ParseCertificate(der)
+	if err != nil {
+		return nil, fmt.Errorf("making a certificate for %s: %w", host, err)
+	}
+	if len(id.leaves) >= maxLeaves {
+		clear(id.leaves)
+	}
+	c := &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key, Leaf: leaf}
+	id.leaves[host] = c
+	return c, nil
+}
+
+// maxLeaves bounds the certificates that are kept; policies that come and go may name any number of hosts.
+const maxLeaves = 1024

@@ -1,0 +1,204 @@
+package proxy
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+)
+
+// errDenied is a peer that no rule opens, and errRate one connection too many for the policy's limit.
+var (
+	errDenied = errors.New("the network policy does not allow it")
+	errRate   = errors.New("more connections than the network policy allows in this time")
+)
+
+// peerError is why there is no connection to a target.
+type peerError struct {
+	peer netip.AddrPort // not valid if none was tried
+	rule string
+	err  error
+}
+
+func (e *peerError) Error() string { return e.err.Error() }
+func (e *peerError) Unwrap() error { return e.err }
+
+// peerConn is a connection to a peer.
+type peerConn struct {
+	*net.TCPConn
+	s      *Server
+	target Target
+	peer   netip.AddrPort
+	rule   string
+	// checked says that the rules open the peer for the target's name alone, which has to be the one in TLS.
+	checked bool
+}
+
+// Close implements [net.Conn].
+func (c *peerConn) Close() error {
+	c.s.mu.Lock()
+	delete(c.s.peers, c)
+	c.s.mu.Unlock()
+	return c.TCPConn.Close()
+}
+
+// cut resets the connection. Whoever uses it closes it as well.
+func (c *peerConn) cut() {
+	_ = c.SetLinger(0)
+	_ = c.TCPConn.Close()
+}
+
+// reach connects to a target, if the policy lets the agent. With secure, whoever uses the connection sees to it
+// that its server name in TLS is the target's host where it is checked.
+func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, ConnectTimeout)
+	defer cancel()
+	defer context.AfterFunc(s.base, cancel)()
+	if !s.admit() {
+		return nil, &peerError{err: errRate}
+	}
+	addresses := []netip.Addr{t.Address}
+	if !t.Address.IsValid() {
+		var err error
+		if addresses, err = s.cfg.Names.Lookup(ctx, t.Host); err != nil {
+			return nil, &peerError{err: err}
+		}
+	}
+	var failed, denied error
+	for _, a := range addresses {
+		c := &peerConn{s: s, target: t, peer: netip.AddrPortFrom(a, t.Port)}
+		var ok bool
+		if c.rule, ok = s.cfg.Rules.Opens(c.peer, ""); !ok && secure && !t.Address.IsValid() {
+			c.rule, ok = s.cfg.Rules.Opens(c.peer, t.Host)
+			c.checked = ok
+		}
+		if !ok {
+			denied = &peerError{c.peer, c.rule, errDenied}
+			continue
+		}
+		var err error
+		if c.TCPConn, err = s.cfg.Dial(ctx, c.peer); err != nil {
+			failed = &peerError{c.peer, c.rule, err}
+			continue
+		}
+		if s.keep(c) {
+			return c, nil
+		}
+		c.cut()
+		denied = &peerError{c.peer, c.rule, errDenied}
+	}
+	if failed != nil {
+		return nil, failed
+	}
+	return nil, denied
+}
+
+// keep notes a connection, if the policy of now opens it: SetPolicy has come before, or finds it.
+func (s *Server) keep(c *peerConn) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || !s.opens(c) {
+		return false
+	}
+	s.peers[c] = struct{}{}
+	return true
+}
+
+// rate is the policy's limit of connections that the agent opens, for those that are opened here: the programs
+// see only the agent's own. It is the generic cell rate algorithm, as there.
+type rate struct{ at time.Time }
+
+func (s *Server) admit() bool {
+	limit := s.policy.Load().Limits.Egress.Connections
+	if limit == nil {
+		return true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	burst := limit.Burst
+	if burst == 0 {
+		burst = max(limit.PerSecond/10, 32)
+	}
+	each := time.Second / time.Duration(limit.PerSecond)
+	now := time.Now()
+	next := now
+	if s.rate.at.After(now) {
+		next = s.rate.at
+	}
+	next = next.Add(each)
+	// A burst may be as long as it likes: at most an hour of it counts.
+	if next.Sub(now) > time.Duration(min(burst, uint64(time.Hour/max(each, 1))+1))*each {
+		return false
+	}
+	s.rate.at = next
+	return true
+}
+
+// newTransport makes what sends requests to peers. It asks nobody else's proxy.
+func (s *Server) newTransport() *http.Transport {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	return &http.Transport{
+		Protocols: p, DisableCompression: true, MaxIdleConns: maxIdlePeers, MaxIdleConnsPerHost: maxIdlePeers, IdleConnTimeout: idlePeer,
+		MaxResponseHeaderBytes: MaxAnswerBytes, ExpectContinueTimeout: time.Second, ResponseHeaderTimeout: IdleTimeout,
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			t, err := ParseTarget(addr, 0)
+			if err != nil {
+				return nil, &peerError{err: err}
+			}
+			c, err := s.reach(ctx, t, false)
+			if err != nil {
+				return nil, err
+			}
+			return c, nil
+		},
+		DialTLSContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			t, err := ParseTarget(addr, 0)
+			if err != nil {
+				return nil, &peerError{err: err}
+			}
+			return s.reachSecurely(ctx, t)
+		},
+	}
+}
+
+// reachSecurely connects to a target over TLS, and verifies its certificate.
+func (s *Server) reachSecurely(ctx context.Context, t Target) (net.Conn, error) {
+	c, err := s.reach(ctx, t, true)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.cfg.HeaderTimeout)
+	defer cancel()
+	defer context.AfterFunc(s.base, cancel)()
+	secure := tls.Client(c, &tls.Config{
+		ServerName: t.Host, RootCAs: s.cfg.Roots, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"},
+	})
+	if err := secure.HandshakeContext(ctx); err != nil {
+		c.Close()
+		return nil, &peerError{c.peer, c.rule, fmt.Errorf("TLS with %s: %w", t.Host, err)}
+	}
+	return secure, nil
+}
+
+// explain is the status by which a request is refused that no peer has answered, and the reason if it is the policy's doing.
+func explain(err error) (status int, reason netpolicy.Reason) {
+	switch {
+	case errors.Is(err, errDenied), errors.Is(err, resolver.ErrRefused):
+		return http.StatusForbidden, netpolicy.ReasonProxy
+	case errors.Is(err, errRate):
+		return http.StatusTooManyRequests, netpolicy.ReasonConnRate
+	case errors.Is(err, ErrTarget):
+		return http.StatusBadRequest, netpolicy.ReasonProxy
+	case errors.Is(err, context.DeadlineExceeded):
+		return http.StatusGatewayTimeout, 0
+	}
+	return http.StatusBadGateway, 0
+}

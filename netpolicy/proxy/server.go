@@ -1,0 +1,503 @@
+package proxy
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/elazarl/goproxy"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
+)
+
+// Bounds of a server, which is one agent's.
+const (
+	// MaxConnections of the agent are open at once; one more is reset. Each has one to a peer at most, and some
+	// 64 KiB of buffers.
+	MaxConnections = 128
+	// MaxHeaderBytes are those of a request's head; net/http adds 4 KiB. MaxHeaders are its fields.
+	MaxHeaderBytes = 16 << 10
+	MaxHeaders     = 100
+	// MaxAnswerBytes are those of an answer's head.
+	MaxAnswerBytes = 64 << 10
+
+	// HeaderTimeout is for a request's head, a ClientHello, and a handshake.
+	HeaderTimeout = 10 * time.Second
+	// KeepTimeout is between two requests of a connection.
+	KeepTimeout = 2 * time.Minute
+	// IdleTimeout is for a connection on which nothing passes in either direction.
+	IdleTimeout = 15 * time.Minute
+	// RequestTimeout is for a request with its answer, TunnelTimeout for a tunnel.
+	RequestTimeout = time.Hour
+	TunnelTimeout  = 24 * time.Hour
+	// ConnectTimeout is for a connection to a peer, of all its addresses, with the handshake.
+	ConnectTimeout = 30 * time.Second
+	// SecretTimeout is how long a request waits for a secret that is not there, as after a wake.
+	SecretTimeout = time.Minute
+
+	maxIdlePeers    = 16
+	idlePeer        = 30 * time.Second
+	sweepInterval   = 30 * time.Second
+	eventsPerSecond = 100
+)
+
+// Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is something else.
+const (
+	MinSecret = 8
+	MaxSecret = 4096
+)
+
+// ErrSecret is a value that no request can have.
+var ErrSecret = errors.New("not a value that can be put into a request")
+
+// CheckSecret says whether a secret can be put into a request: MinSecret to MaxSecret visible ASCII characters, and
+// spaces within.
+func CheckSecret(value []byte) error {
+	if len(value) < MinSecret || len(value) > MaxSecret {
+		return fmt.Errorf("%w: it has %d bytes: %d to %d", ErrSecret, len(value), MinSecret, MaxSecret)
+	}
+	for i, c := range value {
+		if c < ' ' || c > '~' || c == ' ' && (i == 0 || i == len(value)-1) {
+			return fmt.Errorf("%w: byte %d of it is not a visible ASCII character", ErrSecret, i)
+		}
+	}
+	return nil
+}
+
+// Rules judge connections: a netpolicy.Link.
+type Rules interface {
+	// Opens says whether a peer may be connected to, and by which rule. Name is the server name in TLS that is
+	// certain to be asked for; empty is none.
+	Opens(peer netip.AddrPort, name string) (rule string, ok bool)
+}
+
+// Names find addresses: a resolver.Resolver.
+type Names interface {
+	Lookup(ctx context.Context, name string) ([]netip.Addr, error)
+}
+
+// Secrets have the values.
+type Secrets interface {
+	// Secret is the value of a secret. If it is not there, ok is false, and changed is closed when it may be.
+	Secret(name string) (value string, ok bool, changed <-chan struct{})
+}
+
+// Event is a request that was refused, or one that has had a secret put into it.
+type Event struct {
+	// Reason is netpolicy.ReasonInject for requests with a secret, whether they were sent or not; ReasonProxy or one of
+	// TLS for those that were refused.
+	Reason netpolicy.Reason
+	// Sent says that the request was sent with the secret.
+	Sent bool
+	// Host is what was asked for; its address if it was an address. Peer is who was connected to, or would have been.
+	Host string
+	Port uint16
+	Peer netip.AddrPort
+	// Rule is the name of the rule that decided about the peer; empty if none did.
+	Rule string
+	// Secret is a name.
+	Secret string
+	// Status is that of the answer; 0 if there was none.
+	Status int
+	// Suppressed events came before this one, and were not told of, since there were 100 of their kind in a second.
+	Suppressed uint32
+}
+
+// Config is what a server needs.
+type Config struct {
+	Identity *Identity
+	Rules    Rules
+	Names    Names
+	Secrets  Secrets
+	// Roots are the authorities that hosts' certificates are verified by; nil is the host's own.
+	Roots *x509.CertPool
+	// Dial connects to a peer; nil is tlsname.Dial.
+	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
+	// Event is told of what has to be known. It is called from several goroutines. Nil is nobody.
+	Event func(Event)
+
+	// For tests; 0 is the constant of that name.
+	HeaderTimeout, IdleTimeout, SecretTimeout, sweepInterval time.Duration
+}
+
+// Stats count what became of what was asked for.
+type Stats struct {
+	Open     uint64 `json:"open"`     // connections of the agent, now
+	Requests uint64 `json:"requests"` // that were judged
+	Tunnels  uint64 `json:"tunnels"`  // that were opened
+	Injected uint64 `json:"injected"` // requests that were sent with a secret
+	Refused  uint64 `json:"refused"`  // by the policy, or for what they are
+	Busy     uint64 `json:"busy"`     // connections that were one too many
+	Cut      uint64 `json:"cut"`      // connections to peers, by another policy; and of the agent, since they were idle
+}
+
+// Server is one agent's proxy. Its methods may be called from any goroutine.
+type Server struct {
+	cfg       Config
+	base      context.Context // ends with the server
+	cancel    context.CancelFunc
+	forwarder *goproxy.ProxyHttpServer
+	transport *http.Transport
+	handed    *queue // connections whose TLS ends here
+	policy    atomic.Pointer[netpolicy.Policy]
+	handlers  sync.WaitGroup
+	serving   sync.WaitGroup
+
+	requests, tunnels, injected, refused, busy, cuts atomic.Uint64
+
+	mu     sync.Mutex // guards what follows
+	closed bool
+	guests map[*guestConn]struct{}
+	peers  map[*peerConn]struct{}
+	rate   rate
+	told   map[netpolicy.Reason]*told
+}
+
+type told struct {
+	second     int64
+	count      int
+	suppressed uint32
+}
+
+// New makes a server, which refuses everything until it has a policy.
+func New(cfg Config) *Server {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	def(&cfg.HeaderTimeout, HeaderTimeout)
+	def(&cfg.IdleTimeout, IdleTimeout)
+	def(&cfg.SecretTimeout, SecretTimeout)
+	def(&cfg.sweepInterval, sweepInterval)
+	if cfg.Dial == nil {
+		cfg.Dial = tlsname.Dial
+	}
+	if cfg.Event == nil {
+		cfg.Event = func(Event) {}
+	}
+	s := &Server{
+		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, told: map[netpolicy.Reason]*told{},
+		handed: &queue{conns: make(chan net.Conn), done: make(chan struct{})},
+	}
+	s.base, s.cancel = context.WithCancel(context.Background())
+	s.policy.Store(&netpolicy.Policy{})
+	s.transport = s.newTransport()
+	s.forwarder = s.newForwarder()
+	return s
+}
+
+// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the agent's interface alone.
+func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
+	return tlsname.ListenAt(ctx, device, netpolicy.ProxyPort)
+}
+
+// Stats says what has happened so far.
+func (s *Server) Stats() Stats {
+	s.mu.Lock()
+	open := len(s.guests)
+	s.mu.Unlock()
+	return Stats{
+		Open: uint64(open), Requests: s.requests.Load(), Tunnels: s.tunnels.Load(), Injected: s.injected.Load(),
+		Refused: s.refused.Load(), Busy: s.busy.Load(), Cut: s.cuts.Load(),
+	}
+}
+
+// SetPolicy replaces the policy, and cuts connections that it does not open. Call it after Link.Swap.
+func (s *Server) SetPolicy(p *netpolicy.Policy) {
+	s.policy.Store(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.rate = rate{}
+	// One that is being made is judged again when it is put here.
+	for c := range s.peers {
+		if !s.opens(c) {
+			s.cuts.Add(1)
+			c.cut()
+		}
+	}
+	for c := range s.guests {
+		if c.ends && !meets(p, c.target) {
+			c.cut()
+		}
+	}
+}
+
+// opens asks the rules about a connection again.
+func (s *Server) opens(c *peerConn) bool {
+	name := ""
+	if c.checked {
+		name = c.target.Host
+	}
+	_, ok := s.cfg.Rules.Opens(c.peer, name)
+	return ok
+}
+
+// meets says whether requests to a target may get a secret.
+func meets(p *netpolicy.Policy, t Target) bool {
+	if !p.ProxyOn() {
+		return false
+	}
+	for i := range p.Proxy.Inject {
+		if p.Proxy.Inject[i].Meets(t.Host, t.Port) {
+			return true
+		}
+	}
+	return false
+}
+
+// Serve answers until the context ends; then it closes everything, and returns nil. It may be called once.
+func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
+	defer s.cancel()
+	quiet := log.New(io.Discard, "", 0) // a guest could fill a log
+	server := func(h http.HandlerFunc) *http.Server {
+		p := new(http.Protocols)
+		p.SetHTTP1(true)
+		return &http.Server{
+			Handler: s.within(h), ErrorLog: quiet, Protocols: p, ReadHeaderTimeout: s.cfg.HeaderTimeout, IdleTimeout: KeepTimeout,
+			MaxHeaderBytes: MaxHeaderBytes, DisableGeneralOptionsHandler: true,
+			BaseContext: func(net.Listener) context.Context { return s.base },
+			// Serve waits for those who serve connections, which net/http does not.
+			ConnState: func(_ net.Conn, is http.ConnState) {
+				switch is {
+				case http.StateNew:
+					s.serving.Add(1)
+				case http.StateHijacked, http.StateClosed:
+					s.serving.Done()
+				}
+			},
+			ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+				if e, ok := c.(*ended); ok {
+					return context.WithValue(ctx, targetKey{}, e.target)
+				}
+				return ctx
+			},
+		}
+	}
+	outer, inner := server(s.serveProxy), server(s.serveEnded)
+	errs := make(chan error, 2)
+	go func() { errs <- outer.Serve(&listener{ln, s}) }()
+	go func() { errs <- inner.Serve(s.handed) }()
+	s.handlers.Go(s.sweep)
+	var err error
+	left := 2
+	select {
+	case <-ctx.Done():
+	case err = <-errs:
+		left--
+	}
+	s.close()
+	err = errors.Join(unlessClosed(err), unlessClosed(outer.Close()), unlessClosed(inner.Close()))
+	for range left {
+		err = errors.Join(err, unlessClosed(<-errs))
+	}
+	s.transport.CloseIdleConnections()
+	s.serving.Wait()
+	s.handlers.Wait()
+	if err != nil {
+		return fmt.Errorf("serving a VM's proxy: %w", err)
+	}
+	return nil
+}
+
+func unlessClosed(err error) error {
+	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// close resets all connections. There are no more after it.
+func (s *Server) close() {
+	s.cancel()
+	s.handed.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for c := range s.guests {
+		c.cut()
+	}
+	for c := range s.peers {
+		c.cut()
+	}
+	clear(s.guests)
+	clear(s.peers)
+}
+
+// within has Serve wait for a handler.
+func (s *Server) within(h http.HandlerFunc) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.mu.Lock()
+		if s.closed {
+			s.mu.Unlock()
+			panic(http.ErrAbortHandler) // ends the connection, and nothing else
+		}
+		s.handlers.Add(1)
+		s.mu.Unlock()
+		defer s.handlers.Done()
+		h(w, r)
+	})
+}
+
+// listener admits connections of the agent.
+type listener struct {
+	*net.TCPListener
+	s *Server
+}
+
+// Accept implements [net.Listener].
+func (l *listener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.AcceptTCP()
+		if err != nil {
+			return nil, err
+		}
+		g := &guestConn{TCPConn: c, s: l.s}
+		l.s.mu.Lock()
+		full := len(l.s.guests) >= MaxConnections
+		if !full && !l.s.closed {
+			l.s.guests[g] = struct{}{}
+			l.s.mu.Unlock()
+			return g, nil
+		}
+		l.s.mu.Unlock()
+		if full {
+			l.s.busy.Add(1)
+		}
+		g.cut()
+	}
+}
+
+// guestConn is a connection of the agent.
+type guestConn struct {
+	*net.TCPConn
+	s *Server
+	// Guarded by the server's mutex: whether TLS ends here, and for whom.
+	ends   bool
+	target Target
+}
+
+// Close implements [net.Conn].
+func (c *guestConn) Close() error {
+	c.s.mu.Lock()
+	delete(c.s.guests, c)
+	c.s.mu.Unlock()
+	return c.TCPConn.Close()
+}
+
+// cut resets the connection. Whoever uses it closes it as well.
+func (c *guestConn) cut() {
+	_ = c.SetLinger(0)
+	_ = c.TCPConn.Close()
+}
+
+// ended is a connection whose TLS ends here.
+type ended struct {
+	net.Conn
+	target Target
+}
+
+type targetKey struct{}
+
+// queue is a listener of connections that have come already.
+type queue struct {
+	conns chan net.Conn
+	once  sync.Once
+	done  chan struct{}
+}
+
+func (q *queue) put(c net.Conn) bool {
+	select {
+	case q.conns <- c:
+		return true
+	case <-q.done:
+		return false
+	}
+}
+
+// Accept implements [net.Listener].
+func (q *queue) Accept() (net.Conn, error) {
+	select {
+	case c := <-q.conns:
+		return c, nil
+	case <-q.done:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close implements [net.Listener].
+func (q *queue) Close() error {
+	q.once.Do(func() { close(q.done) })
+	return nil
+}
+
+// Addr implements [net.Listener].
+func (q *queue) Addr() net.Addr { return &net.TCPAddr{} }
+
+// sweep resets connections of the agent on which nothing passes.
+func (s *Server) sweep() {
+	tick := time.NewTicker(s.cfg.sweepInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-s.base.Done():
+			return
+		case <-tick.C:
+		}
+		s.mu.Lock()
+		for c := range s.guests {
+			if quiet(c.TCPConn) >= s.cfg.IdleTimeout {
+				s.cuts.Add(1)
+				c.cut()
+			}
+		}
+		s.mu.Unlock()
+	}
+}
+
+// quiet is for how long nothing has passed on a connection (tcp(7), TCP_INFO). The kernel counts, so that
+// bytes need not pass through here to be counted.
+func quiet(c *net.TCPConn) (idle time.Duration) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	_ = raw.Control(func(fd uintptr) {
+		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			idle = time.Duration(min(info.Last_data_recv, info.Last_data_sent)) * time.Millisecond
+		}
+	})
+	return idle
+}
+
+// tell tells of an event, unless there were too many of its kind.
+func (s *Server) tell(e Event) {
+	s.mu.Lock()
+	t := s.told[e.Reason]
+	if t == nil {
+		t = &told{}
+		s.told[e.Reason] = t
+	}
+	if now := time.Now().Unix(); now != t.second {
+		t.second, t.count = now, 0
+	}
+	if t.count++; t.count > eventsPerSecond {
+		t.suppressed++
+		s.mu.Unlock()
+		return
+	}
+	e.Suppressed, t.suppressed = t.suppressed, 0
+	s.mu.Unlock()
+	s.cfg.Event(e)
+}
