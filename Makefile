@@ -99,6 +99,13 @@ test-hard: test-state $(REPORT)
 	@echo "== tests on KVM of the hardware kind" >&2
 	@go test -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 
+# agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
+# command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
+.PHONY: agent-proofs
+agent-proofs: test-state
+	@go test -count 1 -v -run TestBulk ./guest -bulk-mib 1024
+	@go test -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
+
 .PHONY: $(REPORT)
 $(REPORT): check-go
 	@go build -buildvcs=false -o $@ ./internal/testreport
