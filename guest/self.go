@@ -12,11 +12,11 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// SelfRequest is what a guest asks for about its own VM, and SelfAnswer what it is told.
-type (
-	SelfRequest = agentpb.SelfRequest
-	SelfAnswer  = agentpb.SelfAnswer
-)
+// SelfRequest is what a guest asks for about its own VM.
+type SelfRequest = agentpb.SelfRequest
+
+// SelfAnswer is what it is told.
+type SelfAnswer = agentpb.SelfAnswer
 
 // What a guest may ask for.
 const (

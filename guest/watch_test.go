@@ -117,6 +117,7 @@ func TestWatch_that_the_guest_does_not_know_any_more_says_that_something_was_mis
 	write(t, d+"/f", "", 0o644)
 	x.until(d + "/f")
 	x.cancel()
+	<-x.ended
 	// Another agent, as in a VM that was booted anew.
 	x = startVM(t).watch(t, w, events)
 	write(t, d+"/end", "", 0o644)

@@ -85,12 +85,12 @@ not wake it for that.`,
 
 // treeSize is about how many bytes a copy of a tree moves, for the showing of progress; 0 if that is not known.
 func treeSize(path string) (total int64) {
-	if real, err := filepath.EvalSymlinks(path); err == nil {
-		path = real
+	if to, err := filepath.EvalSymlinks(path); err == nil {
+		path = to
 	}
 	_ = filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
 		if err != nil {
-			return nil //nolint:nilerr // the copy itself says what is wrong
+			return nil // the copy itself says what is wrong
 		}
 		if fi, err := d.Info(); err == nil && fi.Mode().IsRegular() {
 			total += fi.Size()

@@ -75,7 +75,6 @@ type Watcher struct {
 type dir struct {
 	path string
 	root bool // one that was named
-	dev  uint64
 	// all that is in it is told, or these names only.
 	all  bool
 	only map[string]bool
@@ -207,7 +206,7 @@ func (w *Watcher) addTree(top string, root, tell bool) error {
 		if unix.Stat(path, &st) != nil {
 			continue
 		}
-		if d.dev = st.Dev; !known {
+		if !known {
 			dev, known = st.Dev, true
 		}
 		if st.Dev != dev {

@@ -306,7 +306,7 @@ func (s *sender) negotiate() error {
 func (s *sender) sum(o *offered, n int64) (none [sha256.Size]byte, err error) {
 	f, err := os.OpenFile(o.path, os.O_RDONLY|openNoFollow, 0)
 	if err != nil {
-		return none, nil //nolint:nilerr // packing it says what is wrong, if it still matters then
+		return none, nil // packing it says what is wrong, if it still matters then
 	}
 	defer f.Close()
 	sum, err := hashPrefix(s.ctx, f, n)
