@@ -124,6 +124,13 @@ test-workloads-hard: workloads-state
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
 	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
+# agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
+# command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
+.PHONY: agent-proofs
+agent-proofs: test-state
+	@go test -count 1 -v -run TestBulk ./guest -bulk-mib 1024
+	@go test -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
+
 .PHONY: $(REPORT)
 $(REPORT): check-go
 	@go build -buildvcs=false -o $@ ./internal/testreport

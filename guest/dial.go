@@ -25,7 +25,13 @@ const maxHandshake = 32
 // not up, or does not listen, when the socket closes instead; the error is
 // ErrUnavailable then. Clients that dial so record what they do in the audit trail
 // beside the socket, if there is one: see package audit.
-func UnixDialer(path string) Dialer {
+func UnixDialer(path string) Dialer { return unixDialer(path, "") }
+
+// IdleDialer is UnixDialer for connections that are no use of the VM: they do not keep it from going
+// to sleep when nobody uses it.
+func IdleDialer(path string) Dialer { return unixDialer(path, " idle") }
+
+func unixDialer(path, suffix string) Dialer {
 	beside := path
 	if abs, err := filepath.Abs(path); err == nil {
 		beside = abs
@@ -37,7 +43,7 @@ func UnixDialer(path string) Dialer {
 		if err != nil {
 			return nil, fmt.Errorf("guest: %w: %w", ErrUnavailable, err)
 		}
-		if err := handshake(ctx, c, port); err != nil {
+		if err := handshake(ctx, c, port, suffix); err != nil {
 			c.Close()
 			return nil, err
 		}
@@ -54,10 +60,10 @@ type vsockConn struct {
 	trail *audit.Trail
 }
 
-func handshake(ctx context.Context, c net.Conn, port uint32) error {
+func handshake(ctx context.Context, c net.Conn, port uint32, suffix string) error {
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if _, err := io.WriteString(c, "CONNECT "+strconv.FormatUint(uint64(port), 10)+"\n"); err != nil {
+	if _, err := io.WriteString(c, "CONNECT "+strconv.FormatUint(uint64(port), 10)+suffix+"\n"); err != nil {
 		return unreachable(ctx, port, err)
 	}
 	line, err := readLine(c, maxHandshake)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"strconv"
 
 	"github.com/containerd/ttrpc"
@@ -58,6 +59,8 @@ func (e *RemoteError) Is(target error) bool {
 		return e.Code == codes.FailedPrecondition && (e.Op == opKill || e.Op == opAttach)
 	case ErrTakenOver:
 		return e.Code == codes.Aborted
+	case ErrUnavailable:
+		return e.Code == codes.Unavailable
 	case fs.ErrExist:
 		return e.Code == codes.AlreadyExists
 	case fs.ErrPermission:
@@ -93,6 +96,10 @@ func fail(op string, err error) error {
 		return fmt.Errorf("guest: %s: %w", op, ErrConnectionLost)
 	case errors.Is(err, ttrpc.ErrProtocol), errors.Is(err, ttrpc.ErrStreamFull):
 		return fmt.Errorf("guest: %s: %w: %w", op, ErrProtocol, err)
+	}
+	var socket *net.OpError
+	if errors.As(err, &socket) && socket.Net == "unix" { // the socket of the VM's vsock device
+		return fmt.Errorf("guest: %s: %w: %w", op, ErrConnectionLost, err)
 	}
 	if st, ok := status.FromError(err); ok {
 		msg := st.Message()

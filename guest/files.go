@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/audit"
@@ -259,6 +260,24 @@ type CopyOptions struct {
 	// far: contents, names and what else describes files. It is called by one goroutine
 	// at a time, often, and holds up the copy.
 	Progress func(bytes int64)
+	// Resume goes on with a copy that was cut. Files that are there are not moved again if both ends
+	// find that they have the same SHA-256, nor is the beginning of an unfinished file; both read them for
+	// that. Whether the destination is the copy or the directory that it is in is decided as
+	// the copy that was cut has decided it. An agent that is older fails with ErrNoResume.
+	Resume bool
+	// Exact says that the destination is the name of the copy even if it exists as a directory.
+	Exact bool
+}
+
+// ErrNoResume says that the guest's agent is too old to go on with a copy.
+var ErrNoResume = errors.New("the agent in the guest cannot go on with a copy that was cut: copy anew, or boot the VM anew with this agent")
+
+func resumeError(o CopyOptions, err error) error {
+	var re *RemoteError
+	if o.Resume && errors.As(err, &re) && re.Code == codes.InvalidArgument && strings.Contains(re.Message, agentpb.NoTransfer) {
+		return fmt.Errorf("guest: %s: %w", re.Op, ErrNoResume)
+	}
+	return err
 }
 
 // tell notes how many bytes were moved, and passes that on.
@@ -287,9 +306,29 @@ func (c *counted) Write(p []byte) (int, error) {
 	return n, err
 }
 
+// countedReader passes on what is read and tells how much it was.
+type countedReader struct {
+	r     io.Reader
+	bytes int64
+	tell  func(int64)
+}
+
+func (c *countedReader) Read(p []byte) (int, error) {
+	n, err := c.r.Read(p)
+	c.bytes += int64(n)
+	c.tell(c.bytes)
+	return n, err
+}
+
 // CopyResult tells what was copied.
 type CopyResult struct {
 	Entries, Bytes int64
+	// Kept are bytes of content that were there already, of a copy that was resumed. Bytes does not have
+	// them.
+	Kept int64
+	// At is the name of the copy, known as soon as it has begun, and given when it fails as well: with
+	// CopyOptions.Exact it stands for the same copy again.
+	At string
 	// Skipped are the names of what was left out, the first 100 of SkippedCount:
 	// devices, pipes, sockets, and for CopyOut links out of the tree.
 	Skipped      []string
@@ -297,7 +336,7 @@ type CopyResult struct {
 }
 
 func copyResult(r treetar.Result) CopyResult {
-	out := CopyResult{Entries: r.Entries, Bytes: r.Bytes, SkippedCount: r.SkippedCount}
+	out := CopyResult{Entries: r.Entries, Bytes: r.Bytes, Kept: r.Kept, SkippedCount: r.SkippedCount}
 	for _, name := range r.Skipped {
 		out.Skipped = append(out.Skipped, printable(name))
 	}
@@ -306,8 +345,9 @@ func copyResult(r treetar.Result) CopyResult {
 
 // CopyIn copies a file or directory of the host into the guest. As with cp(1),
 // dst is a directory to copy into when it exists as one, and the name of the
-// copy otherwise; its parent must exist.
-func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (_ CopyResult, err error) {
+// copy otherwise; its parent must exist. A file has its name only when it is whole: until then it has another one
+// beside it, and what there is of one of 1 MiB or more stays when the copy is cut.
+func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (out CopyResult, err error) {
 	if src, err = filepath.Abs(src); err != nil {
 		return CopyResult{}, fmt.Errorf("guest: copy %s: %w", src, err)
 	}
@@ -320,24 +360,44 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (_ 
 	}
 	var sent int64
 	defer func() { p.End(audit.Outcome{BytesIn: sent, Error: text(err)}) }()
-	dir, name, err := c.target(ctx, dst, filepath.Base(src))
+	base := filepath.Base(src)
+	dir, name, err := c.target(ctx, dst, base, o)
 	if err != nil {
 		return CopyResult{}, err
 	}
+	defer func() { out.At = path.Join(dir, name) }()
 	owner := o.Owner
 	if owner == nil && !o.KeepOwner {
 		owner = &Owner{}
 	}
-	m := &agentpb.Unpack{Path: dir, Owner: owner.message(), MaxBytes: o.MaxBytes, MaxEntries: o.MaxEntries}
-	t, err := c.transfer(ctx, "copy to "+dst, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Unpack{Unpack: m}})
+	m := &agentpb.Unpack{Path: dir, Owner: owner.message(), MaxBytes: o.MaxBytes, MaxEntries: o.MaxEntries, Marker: treetar.Marker(base)}
+	first := &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Unpack{Unpack: m}}
+	if o.Resume {
+		first = &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_ResumeUnpack{ResumeUnpack: m}}
+	}
+	if src, err = filepath.EvalSymlinks(src); err != nil {
+		return CopyResult{}, fmt.Errorf("guest: copy: %w", err)
+	}
+	t, err := c.transfer(ctx, "copy to "+dst, first)
 	if err != nil {
 		return CopyResult{}, err
 	}
 	defer t.close()
-	if src, err = filepath.EvalSymlinks(src); err != nil {
-		return CopyResult{}, fmt.Errorf("guest: copy: %w", err)
-	}
 	var res treetar.Result
+	if o.Resume {
+		_, err = t.converse(func(rw io.ReadWriter) error {
+			rw = struct {
+				io.Reader
+				io.Writer
+			}{rw, &counted{w: rw, tell: o.tell(&sent)}}
+			var err error
+			if res, err = treetar.PackResumed(t.ctx, rw, src, name); err != nil {
+				return err
+			}
+			return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
+		})
+		return copyResult(res), resumeError(o, t.fail(err))
+	}
 	_, err = t.sendFrom(func(w io.Writer) error {
 		bw := bufio.NewWriterSize(&counted{w: w, tell: o.tell(&sent)}, agentpb.MaxChunk)
 		var err error
@@ -351,8 +411,23 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (_ 
 
 // target decides where in the guest a copy goes: the directory, and the name
 // that the copy has in it.
-func (c *Client) target(ctx context.Context, dst, base string) (dir, name string, err error) {
+func (c *Client) target(ctx context.Context, dst, base string, o CopyOptions) (dir, name string, err error) {
+	if o.Exact {
+		dir, name = path.Split(path.Clean(dst))
+		return dir, name, nil
+	}
 	fi, err := c.Stat(ctx, dst)
+	if err == nil && fi.Mode.IsDir() && o.Resume {
+		// It may be what the copy that was cut has made.
+		_, merr := c.Lstat(ctx, path.Join(dst, treetar.Marker(base)))
+		if merr == nil {
+			dir, name = path.Split(path.Clean(dst))
+			return dir, name, nil
+		}
+		if !errors.Is(merr, fs.ErrNotExist) {
+			return "", "", merr
+		}
+	}
 	switch {
 	case err == nil && fi.Mode.IsDir():
 		return dst, base, nil
@@ -375,15 +450,20 @@ func (c *Client) target(ctx context.Context, dst, base string) (dir, name string
 // copy otherwise. Nothing is created or changed outside of that directory, or
 // of dst's parent, whatever the guest sends; the copy has no other name there
 // than the last element of src or of dst.
-func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (_ CopyResult, err error) {
+func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (out CopyResult, err error) {
 	dir, name := filepath.Split(filepath.Clean(dst))
 	if dir == "" {
 		dir = "."
 	}
-	if fi, err := os.Stat(dst); err == nil && fi.IsDir() {
-		dir, name = dst, path.Base(path.Clean(src))
-		if name == "/" || name == "." {
-			name = "root"
+	base := path.Base(path.Clean(src))
+	if base == "/" || base == "." {
+		base = "root"
+	}
+	marker := treetar.Marker(base)
+	if fi, err := os.Stat(dst); err == nil && fi.IsDir() && !o.Exact {
+		// With the marker it is what the copy that was cut has made.
+		if _, err := os.Lstat(filepath.Join(dst, marker)); !o.Resume || err != nil {
+			dir, name = dst, base
 		}
 	}
 	root, err := os.OpenRoot(dir)
@@ -395,17 +475,39 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (_
 	if abs, err := filepath.Abs(dst); err == nil {
 		at = abs
 	}
+	defer func() { out.At = filepath.Join(dir, name) }()
 	p, err := c.record(ctx, "copy from "+src, audit.Action{Kind: audit.KindCopyOut, Path: src, HostPath: at})
 	if err != nil {
 		return CopyResult{}, err
 	}
 	var received int64
 	defer func() { p.End(audit.Outcome{BytesOut: received, Error: text(err)}) }()
-	t, err := c.transfer(ctx, "copy from "+src, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Pack{Pack: &agentpb.Pack{Path: src}}})
+	first := &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Pack{Pack: &agentpb.Pack{Path: src}}}
+	if o.Resume {
+		first = &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_ResumePack{ResumePack: &agentpb.Pack{Path: src}}}
+	}
+	t, err := c.transfer(ctx, "copy from "+src, first)
 	if err != nil {
 		return CopyResult{}, err
 	}
 	defer t.close()
+	to := treetar.Options{
+		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
+		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, Rename: name, Marker: marker,
+	}
+	if o.Resume {
+		var res treetar.Result
+		_, err = t.converse(func(rw io.ReadWriter) error {
+			rw = struct {
+				io.Reader
+				io.Writer
+			}{&countedReader{r: rw, tell: o.tell(&received)}, rw}
+			var err error
+			res, err = treetar.UnpackResumed(t.ctx, rw, root, to)
+			return err
+		})
+		return copyResult(res), resumeError(o, t.fail(err))
+	}
 	pr, pw := io.Pipe()
 	type outcome struct {
 		res treetar.Result
@@ -413,10 +515,7 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (_
 	}
 	unpacked := make(chan outcome, 1)
 	go func() {
-		res, err := treetar.Unpack(t.ctx, pr, root, treetar.Options{
-			Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
-			KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, Rename: name,
-		})
+		res, err := treetar.Unpack(t.ctx, pr, root, to)
 		if err == nil {
 			// Padding may follow the archive's end, but not without end.
 			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, pr)
@@ -557,6 +656,102 @@ func (t *transfer) sendFrom(produce func(io.Writer) error) (*agentpb.TransferDon
 		return nil, cause
 	}
 	return done, err
+}
+
+// converse has f send and receive data at once, from one goroutine, and waits for the guest to be done.
+// What f reads ends when the guest is.
+func (t *transfer) converse(f func(io.ReadWriter) error) (*agentpb.TransferDone, error) {
+	d := &talk{dataWriter: dataWriter{t}, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
+	talked := make(chan error, 1)
+	go func() {
+		err := f(d)
+		if err != nil {
+			t.cancel(err) // the guest may wait for more
+		}
+		talked <- err
+	}()
+	done, err := d.route()
+	cause := context.Cause(t.ctx)
+	if err != nil {
+		t.cancel(err)
+	}
+	close(d.end)
+	ferr := <-talked
+	switch {
+	case err == nil:
+		return done, ferr
+	case cause != nil && errors.Is(err, context.Canceled):
+		return nil, cause
+	}
+	return nil, err
+}
+
+// talk is both directions of a transfer.
+type talk struct {
+	dataWriter
+	data  chan []byte   // received and not yet read, within a window
+	end   chan struct{} // closed when no more comes
+	rest  []byte
+	acker flow.Acker
+}
+
+// route takes what the guest sends, up to its done message.
+func (d *talk) route() (*agentpb.TransferDone, error) {
+	for {
+		m, err := d.t.recv()
+		if err != nil {
+			return nil, err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferResponse_Info:
+		case *agentpb.TransferResponse_Ack:
+			if err := d.t.window.Ack(m.Ack); err != nil {
+				return nil, err
+			}
+		case *agentpb.TransferResponse_Data:
+			if len(m.Data) > agentpb.MaxChunk {
+				return nil, fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
+			}
+			select {
+			case d.data <- m.Data:
+			default:
+				return nil, fmt.Errorf("%w: more than %d data messages unacknowledged", ErrProtocol, agentpb.Window)
+			}
+		case *agentpb.TransferResponse_Done:
+			return m.Done, nil
+		default:
+			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+		}
+	}
+}
+
+// Read returns data of the guest, io.EOF behind the last.
+func (d *talk) Read(p []byte) (int, error) {
+	for len(d.rest) == 0 {
+		select {
+		case d.rest = <-d.data:
+		case <-d.t.ctx.Done():
+			return 0, context.Cause(d.t.ctx)
+		case <-d.end:
+			select { // data that came before the end
+			case d.rest = <-d.data:
+			default:
+				return 0, io.EOF
+			}
+		}
+		if n, due := d.acker.Consumed(len(d.rest)); due {
+			if err := d.t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}}); err != nil {
+				select {
+				case <-d.end: // nobody waits for it any more
+				default:
+					return 0, err
+				}
+			}
+		}
+	}
+	n := copy(p, d.rest)
+	d.rest = d.rest[n:]
+	return n, nil
 }
 
 func (t *transfer) awaitDone() (*agentpb.TransferDone, error) {

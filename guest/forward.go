@@ -64,7 +64,8 @@ func (a guestAddr) String() string  { return a.address }
 
 // Dial connects to a socket from within the guest, by the agent, which has root's rights
 // there. The network is "tcp", with an address "host:port" whose host is looked up in the
-// guest, or "unix", with a path. The error is a *ForwardError if the guest could not do it.
+// guest, "unix", with a path, or "udp", whose datagrams have their length before them (2 bytes): package
+// forward carries them. The error is a *ForwardError if the guest could not do it.
 func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, error) {
 	m := agentpb.ForwardRequest{Op: agentpb.OpDial, Length: len(address)}
 	if deadline, ok := ctx.Deadline(); ok {

@@ -163,7 +163,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
 	e = guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "base"})
+	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}}})
 	said = keep(e, "base")
 	return e, e.Sleep("base").Snapshot, said
 }
@@ -572,6 +572,12 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		sshServesAGuestWithoutAServer(t, e, "access")
 		forwardsEndWithTheSleep(t, e, "access")
 		recordedInTheTrail(t, e, "access")
+	})
+	sub("a copy, a watch and a terminal go on after a sleep", func(t *testing.T, e *guesttest.Env) {
+		workThatASleepCuts(t, e, "access")
+	})
+	sub("a guest asks its host for a snapshot, a hold and a sleep", func(t *testing.T, e *guesttest.Env) {
+		guestAsksItsHost(t, e, "access")
 	})
 	sub("stats tell what the guest and the host count", func(t *testing.T, e *guesttest.Env) {
 		statsOfAGuest(t, e, "access")

@@ -121,7 +121,7 @@ func programOf(l Launcher) (program, error) {
 	p := program{
 		Device: st.Dev, Inode: st.Ino, Size: st.Size, Modified: st.Mtim.Nano(), Args: l.Command[1:],
 	}
-	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, NoDirtyLogEnv, NoPageCacheEnv, goMaxProcsEnv} {
+	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, ProxyRootsEnv, NoDirtyLogEnv, NoPageCacheEnv, goMaxProcsEnv} {
 		p.Environment = append(p.Environment, os.Getenv(name))
 	}
 	for _, kind := range []string{"mnt", "net", "pid", "user", "cgroup", "ipc", "uts"} {

@@ -149,6 +149,12 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return errors.Join(err, p.in.Close())
 	}
 	defer control.Close()
+	unask, err := p.serveSelf(lasting)
+	if err != nil {
+		return errors.Join(err, p.in.Close())
+	}
+	// Before the background is waited for, and after it was told to end.
+	defer unask()
 	o.Report(p.report())
 	if o.Shells != nil {
 		if err := o.Shells.Close(); err != nil {

@@ -55,6 +55,8 @@ type Spec struct {
 	Volumes []VolumeMount `json:"volumes,omitempty"`
 	// Services are programs that the VM's agent keeps running.
 	Services []ServiceSpec `json:"services,omitempty"`
+	// Self is what programs in the VM may ask the host for. Default: nothing.
+	Self SelfSpec `json:"self,omitzero"`
 }
 
 // Values of Spec.Network.
@@ -146,6 +148,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := s.Idle.check(); err != nil {
+		return s, err
+	}
+	if err := s.Self.check(); err != nil {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {

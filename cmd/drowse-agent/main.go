@@ -1,7 +1,8 @@
 // Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
 // up and serves; as "drowse-agent service" it only serves, in an image that
 // has an init of its own. As "drowse-agent sftp", "drowse-agent secrets" and "drowse-agent layer",
-// which it starts itself, it transfers files, serves secrets, and gives what the VM has written.
+// which it starts itself, it transfers files, serves secrets, and gives what the VM has written. As
+// "drowse-agent self" it asks the host for something about this VM.
 //
 // The runtime is told not to follow cgroup limits, which would cost a look at
 // /proc every second.
@@ -19,6 +20,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -73,10 +75,14 @@ func main() {
 		}
 		return
 	}
+	if len(os.Args) > 1 && os.Args[1] == "self" {
+		os.Exit(askHost(os.Args[2:]))
+	}
 	if len(os.Args) != 2 || os.Args[1] != "service" {
-		os.Stderr.WriteString("usage: drowse-agent service|sftp|secrets|layer|version\n" +
+		os.Stderr.WriteString("usage: drowse-agent service|sftp|secrets|layer|self|version\n" +
 			"service serves the host of this VM; sftp transfers files by stdin and stdout;\n" +
 			"secrets serves the VM's secrets as files until stdin ends;\n" +
+			"self asks the host for something about this VM;\n" +
 			"layer ends all other processes and writes what the VM has written to stdout;\n" +
 			"as PID 1 the command takes no argument.\n")
 		os.Exit(exitUsage)
@@ -85,6 +91,59 @@ func main() {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 		os.Exit(1)
 	}
+}
+
+// exitInterrupted is the exit status of "self" when the VM was asleep meanwhile, or is a copy of the one that
+// has asked.
+const exitInterrupted = 3
+
+const selfUsage = "usage: drowse-agent self sleep | snapshot [NOTE] | hold DURATION | release\n" +
+	"asks the host to put this VM to sleep, to take a snapshot of it, or not to put it to sleep\n" +
+	"for want of use for some time. The VM's owner has to allow it: drowse run --allow-self.\n"
+
+// askHost asks the host for something about this VM.
+func askHost(args []string) (exit int) {
+	r, err := selfRequest(args)
+	if err != nil {
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n" + selfUsage)
+		return exitUsage
+	}
+	a, err := agent.AskHost(r)
+	switch {
+	case errors.Is(err, agent.ErrInterrupted):
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		return exitInterrupted
+	case err != nil:
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+		return 1
+	}
+	if a.Snapshot != "" {
+		os.Stdout.WriteString(a.Snapshot + "\n")
+	}
+	return 0
+}
+
+func selfRequest(args []string) (r agentpb.SelfRequest, err error) {
+	switch {
+	case len(args) == 1 && args[0] == agentpb.SelfSleep:
+		r.Do = args[0]
+	case (len(args) == 1 || len(args) == 2) && args[0] == agentpb.SelfSnapshot:
+		r.Do = args[0]
+		if len(args) == 2 {
+			r.Note = args[1]
+		}
+	case len(args) == 2 && args[0] == agentpb.SelfHold:
+		d, err := time.ParseDuration(args[1])
+		if err != nil || d < time.Second || d%time.Second != 0 {
+			return r, fmt.Errorf("%q is no duration of whole seconds, as 90s or 10m", args[1])
+		}
+		r.Do, r.Seconds = args[0], int(d/time.Second)
+	case len(args) == 1 && args[0] == "release":
+		r.Do = agentpb.SelfHold
+	default:
+		return r, errors.New("what to ask the host for?")
+	}
+	return r, nil
 }
 
 // serveSecrets is the life of the process that serves secrets.
@@ -118,6 +177,9 @@ func runInit() {
 func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
 	if err := k.Prepare(); err != nil {
 		return err
+	}
+	if err := agent.LinkSelf(); err != nil {
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 	}
 	report := func(present bool) error { return agent.ReportHooks(agentpb.HooksPort, present) }
 	event := func(line string) error { return agent.ReportService(agentpb.ServicesPort, line) }

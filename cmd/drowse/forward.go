@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"time"
 
@@ -22,16 +23,19 @@ const maxForwards = 64
 func (a *app) portForwardCommand() *cobra.Command {
 	var (
 		reverse bool
+		udp     bool
 		conns   int
+		idle    time.Duration
 	)
 	cmd := &cobra.Command{
-		Use:   "port-forward [--reverse] NAME [BIND:]PORT:[HOST:]PORT...",
+		Use:   "port-forward [--reverse] NAME [udp:][BIND:]PORT:[HOST:]PORT...",
 		Short: "Carry connections between ports of the host and ports in a VM",
 		Long: `Carry connections between ports of the host and ports in a VM, until the command is
 interrupted. The host listens at the first port, and each connection to it is made again from
 within the VM to the second one; with --reverse the VM listens and the host connects. Both
 sides are at 127.0.0.1 unless another address is named; unix:PATH stands for a Unix socket, on
-either side. Port 0 listens at a free port.
+either side. Port 0 listens at a free port. udp: before a forward, or --udp for all, carries
+datagrams of UDP: each sender has a socket in the VM until nothing has come for --udp-idle.
 
 A connection to a VM that sleeps wakes it. When it falls asleep, open connections are reset.
 With --reverse, the VM listens again once something has woken it.`,
@@ -39,11 +43,20 @@ With --reverse, the VM listens again once something has woken it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			var specs []forward.Spec
 			for _, arg := range args[1:] {
+				if udp && !strings.HasPrefix(arg, "udp:") {
+					arg = "udp:" + arg
+				}
 				spec, err := forward.Parse(arg)
 				if err != nil {
 					return usageError{err}
 				}
+				if reverse && spec.Listen.Network == "udp" {
+					return usageError{errors.New("UDP is carried from the host into a VM only")}
+				}
 				specs = append(specs, spec)
+			}
+			if idle < time.Second {
+				return usageError{errors.New("--udp-idle must be at least 1s")}
 			}
 			if len(specs) > maxForwards {
 				return usageError{fmt.Errorf("%d forwards, at most %d", len(specs), maxForwards)}
@@ -63,11 +76,13 @@ With --reverse, the VM listens again once something has woken it.`,
 			if reverse {
 				return a.reverseForwards(cmd.Context(), d, specs, conns)
 			}
-			return a.forwards(cmd.Context(), d, specs, conns)
+			return a.forwards(cmd.Context(), d, specs, conns, idle)
 		},
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")
+	f.BoolVarP(&udp, "udp", "u", false, "carry datagrams of UDP")
+	f.DurationVar(&idle, "udp-idle", forward.DefaultSessionIdle, "how long a sender of UDP keeps its socket in the VM without a datagram")
 	f.IntVar(&conns, "max-connections", forward.DefaultMaxConns, "connections carried at once by each forward; more wait")
 	return cmd
 }
@@ -93,18 +108,32 @@ func (a *app) printForwards(specs []forward.Spec) error {
 func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carried", "error", err) }
 
 // forwards listens on the host.
-func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns int) error {
+func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns int, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	listeners := make([]net.Listener, len(specs))
+	sockets := make([]net.PacketConn, len(specs))
 	defer func() {
-		for _, l := range listeners {
+		for i, l := range listeners {
 			if l != nil {
 				l.Close()
+			}
+			if sockets[i] != nil {
+				sockets[i].Close()
 			}
 		}
 	}()
 	for i := range specs {
+		if specs[i].Listen.Network == "udp" {
+			var lc net.ListenConfig
+			c, err := lc.ListenPacket(ctx, "udp", specs[i].Listen.Address)
+			if err != nil {
+				return err
+			}
+			sockets[i] = c
+			specs[i].Listen.Address = c.LocalAddr().String()
+			continue
+		}
 		l, err := forward.Listen(ctx, specs[i].Listen)
 		if err != nil {
 			return err
@@ -115,7 +144,22 @@ func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns
 	if err := a.printForwards(specs); err != nil {
 		return err
 	}
+	dial := func(ctx context.Context, at forward.Address) (conn *guest.Conn, err error) {
+		err = d.use(ctx, func(c *guest.Client) error {
+			var err error
+			conn, err = c.Dial(ctx, at.Network, at.Address)
+			return err
+		})
+		return conn, err
+	}
 	return every(ctx, cancel, len(specs), func(i int) error {
+		if sockets[i] != nil {
+			f := &forward.Datagrams{
+				Conn: sockets[i], MaxSessions: min(conns, forward.DefaultMaxSessions), Idle: idle, Failed: a.forwardFailed,
+				Dial: func(ctx context.Context) (*guest.Conn, error) { return dial(ctx, specs[i].Dial) },
+			}
+			return f.Serve(ctx)
+		}
 		l := listeners[i]
 		stop := context.AfterFunc(ctx, func() { l.Close() })
 		defer stop()
@@ -125,13 +169,9 @@ func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns
 				c, err := l.Accept()
 				return forward.FromHost(c), err
 			},
-			Dial: func(ctx context.Context) (conn forward.Conn, err error) {
-				err = d.use(ctx, func(c *guest.Client) error {
-					g, err := c.Dial(ctx, specs[i].Dial.Network, specs[i].Dial.Address)
-					conn = forward.FromGuest(g)
-					return err
-				})
-				return conn, err
+			Dial: func(ctx context.Context) (forward.Conn, error) {
+				g, err := dial(ctx, specs[i].Dial)
+				return forward.FromGuest(g), err
 			},
 		}
 		return f.Serve(ctx)

@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -122,6 +124,7 @@ is denied, both ways.`,
 	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
 	idleFlags(cmd, &spec.Idle, "never")
+	f.StringSliceVar(&spec.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}, ", ")+" (default nothing)")
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
@@ -168,6 +171,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"sleep-after", func() { spec.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
 			{"idle-cpu", func() { spec.Idle.CPUPercent = flags.Idle.CPUPercent }},
 			{"volume", func() { spec.Volumes = flags.Volumes }},
+			{"allow-self", func() { spec.Self.Allow = flags.Self.Allow }},
 			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
 		} {
 			if set(o.flag) {

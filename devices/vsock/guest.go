@@ -129,7 +129,8 @@ func (e *engine) request(k key, h *header) {
 		e.sendReset(k, typeStream)
 		return
 	}
-	c := e.newConn(fd, stateOpen, false)
+	// What the guest tells this process itself, as of its hooks, is no use of it.
+	c := e.newConn(fd, stateOpen, own(fd))
 	if c == nil {
 		e.stats.refused.Add(1)
 		e.sendReset(k, typeStream)

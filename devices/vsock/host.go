@@ -53,14 +53,15 @@ func (e *engine) accept() {
 	}
 }
 
-// own says whether this very process is at the other end (unix(7), SO_PEERCRED).
+// own says whether this very process is at the other end (unix(7), SO_PEERCRED): it has connected,
+// or listens there.
 func own(fd int) bool {
 	cred, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
 	return err == nil && int(cred.Pid) == unix.Getpid()
 }
 
 // newConn makes a connection around fd, which it owns from then on; nil when
-// there are too many. It counts as a use unless this process has made it.
+// there are too many. It counts as a use unless this process is at its other end.
 func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	if e.open >= MaxConnections {
 		unix.Close(fd)
@@ -230,7 +231,7 @@ func (e *engine) handshake(c *conn) {
 		return
 	}
 	line, _, complete := strings.Cut(string(e.line[:n]), "\n")
-	port, ok := parseConnect(line)
+	port, idle, ok := parseConnect(line)
 	if !complete && n < maxLine && !c.hup {
 		return
 	}
@@ -249,6 +250,11 @@ func (e *engine) handshake(c *conn) {
 		e.drop(c)
 		return
 	}
+	if idle && !c.own {
+		c.own = true
+		e.stats.open.Add(^uint64(0))
+		e.stats.uses.Add(^uint64(0))
+	}
 	e.register(c, key{guestPort: port, hostPort: e.freePort(port)})
 	c.state = stateRequested
 	c.say |= sayRequest
@@ -256,18 +262,20 @@ func (e *engine) handshake(c *conn) {
 	e.enqueue(c)
 }
 
-// parseConnect understands "CONNECT <port>".
-func parseConnect(line string) (uint32, bool) {
+// parseConnect understands "CONNECT <port>", and "CONNECT <port> idle" for a connection that is
+// no use of the guest.
+func parseConnect(line string) (port uint32, idle, ok bool) {
 	digits, ok := strings.CutPrefix(line, "CONNECT ")
 	if !ok {
-		return 0, false
+		return 0, false, false
 	}
-	port, err := strconv.ParseUint(digits, 10, 32)
+	digits, idle = strings.CutSuffix(digits, " idle")
+	n, err := strconv.ParseUint(digits, 10, 32)
 	// All ones means "any port" (VMADDR_PORT_ANY).
-	if err != nil || port == 1<<32-1 {
-		return 0, false
+	if err != nil || n == 1<<32-1 {
+		return 0, false, false
 	}
-	return uint32(port), true
+	return uint32(n), idle, true
 }
 
 // freePort finds a host port that makes a new key. There are far fewer

@@ -25,7 +25,8 @@ type Stats struct {
 	// packet.
 	ShortBuffers uint64
 	// Open is how many host clients are connected and connections of the guest's to the host are open, and Uses
-	// how many there ever were, those of this process left out: what others do with the guest.
+	// how many there ever were: what others do with the guest. Left out are those at whose other end this process is,
+	// and clients that have said so ("CONNECT port idle").
 	Open, Uses uint64
 	// Buffered is how many bytes of the guest wait for host clients that do
 	// not read.

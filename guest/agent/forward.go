@@ -25,6 +25,8 @@ const (
 	maxPending = 64
 	// forwardRequestTime is how long the host may take for its request.
 	forwardRequestTime = 30 * time.Second
+	// maxDatagramForwards bounds those of UDP among them, which have buffers for two datagrams each.
+	maxDatagramForwards = 64
 	// acceptPause is how long a listener that is out of descriptors or memory waits.
 	acceptPause = 100 * time.Millisecond
 	// defaultDialTime and maxDialTime bound a dial in the guest.
@@ -40,6 +42,7 @@ type forwards struct {
 	open      map[net.Conn]struct{} // the host's ends
 	listeners map[uint64]*forwardListener
 	last      uint64 // token given last
+	datagrams int    // connections of UDP
 	wg        sync.WaitGroup
 }
 
@@ -196,7 +199,15 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 	if m.TimeoutMs > 0 {
 		limit = min(time.Duration(m.TimeoutMs)*time.Millisecond, maxDialTime)
 	}
-	if m.Network != agentpb.TCP && m.Network != agentpb.Unix {
+	switch m.Network {
+	case agentpb.TCP, agentpb.Unix:
+	case agentpb.UDP:
+		if !f.takeDatagrams() {
+			_ = answer(c, agentpb.CodeLimit, fmt.Sprintf("%d sockets of UDP are open, the limit", maxDatagramForwards))
+			return
+		}
+		defer f.giveDatagrams()
+	default:
 		_ = answer(c, agentpb.CodeInvalid, m.Network.String()+" is not served")
 		return
 	}
@@ -206,7 +217,32 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 		_ = answer(c, codeOf(err), err.Error())
 		return
 	}
+	if m.Network == agentpb.UDP {
+		if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
+			to.Close()
+			return
+		}
+		relay.JoinDatagrams(relay.NewStream(c), to)
+		return
+	}
 	join(c, to, to.LocalAddr().String())
+}
+
+// takeDatagrams says whether there is room for one more socket of UDP, and takes it.
+func (f *forwards) takeDatagrams() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.datagrams >= maxDatagramForwards {
+		return false
+	}
+	f.datagrams++
+	return true
+}
+
+func (f *forwards) giveDatagrams() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.datagrams--
 }
 
 // join tells the host that a socket is there, and carries its bytes.

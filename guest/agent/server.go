@@ -62,6 +62,7 @@ type Server struct {
 	forwards  forwards
 	secrets   secretServer
 	services  services
+	watches   watches
 
 	stopping sync.Once
 
@@ -191,6 +192,7 @@ func (s *Server) Close() {
 	s.mu.Unlock()
 	s.rpc.Close()
 	s.forwards.close()
+	s.watches.close()
 	s.thawLate()
 	s.hookWatch.close()
 	s.services.retire(false)

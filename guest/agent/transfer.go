@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -51,11 +52,15 @@ func (s *Server) Transfer(ctx context.Context, stream agentpb.Agent_TransferServ
 	case *agentpb.TransferRequest_Write:
 		done, err = t.writeFile(m.Write)
 	case *agentpb.TransferRequest_Pack:
-		done, err = t.pack(m.Pack)
+		done, err = t.pack(m.Pack, false)
 	case *agentpb.TransferRequest_Unpack:
-		done, err = t.unpack(m.Unpack)
+		done, err = t.unpack(m.Unpack, false)
+	case *agentpb.TransferRequest_ResumePack:
+		done, err = t.pack(m.ResumePack, true)
+	case *agentpb.TransferRequest_ResumeUnpack:
+		done, err = t.unpack(m.ResumeUnpack, true)
 	default:
-		err = status.Error(codes.InvalidArgument, "the first message must say what to transfer")
+		err = status.Error(codes.InvalidArgument, agentpb.NoTransfer)
 	}
 	if err != nil {
 		if cause := context.Cause(t.ctx); cause != nil && errors.Is(err, context.Canceled) {
@@ -302,7 +307,7 @@ func commit(tmp, path string) error {
 	return dir.Sync()
 }
 
-func (t *transfer) pack(m *agentpb.Pack) (*agentpb.TransferDone, error) {
+func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -323,6 +328,10 @@ func (t *transfer) pack(m *agentpb.Pack) (*agentpb.TransferDone, error) {
 	if err != nil {
 		return nil, err
 	}
+	if resume {
+		res, err := treetar.PackResumed(t.ctx, t, src, name)
+		return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
+	}
 	w := bufio.NewWriterSize(t, agentpb.MaxChunk)
 	res, err := treetar.Pack(t.ctx, w, src, name)
 	if err == nil {
@@ -331,9 +340,12 @@ func (t *transfer) pack(m *agentpb.Pack) (*agentpb.TransferDone, error) {
 	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 }
 
-func (t *transfer) unpack(m *agentpb.Unpack) (*agentpb.TransferDone, error) {
+func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
+	}
+	if strings.ContainsAny(m.Marker, "/\x00") || len(m.Marker) > unix.NAME_MAX || m.Marker == "." || m.Marker == ".." {
+		return nil, status.Errorf(codes.InvalidArgument, "a marker named %q", m.Marker)
 	}
 	if err := os.MkdirAll(m.Path, defaultDirMode); err != nil {
 		return nil, err
@@ -345,12 +357,18 @@ func (t *transfer) unpack(m *agentpb.Unpack) (*agentpb.TransferDone, error) {
 	defer root.Close()
 	o := treetar.Options{
 		Limits:    treetar.Limits{Bytes: m.MaxBytes, Entries: m.MaxEntries},
-		KeepOwner: true, KeepSetID: true, KeepLinks: true,
+		KeepOwner: true, KeepSetID: true, KeepLinks: true, Marker: m.Marker,
 	}
 	if m.Owner != nil {
 		o.Owner = &treetar.Owner{UID: int(m.Owner.Uid), GID: int(m.Owner.Gid)}
 	}
-	res, err := treetar.Unpack(t.ctx, t, root, o)
+	unpack := treetar.Unpack
+	if resume {
+		unpack = func(ctx context.Context, _ io.Reader, root *os.Root, o treetar.Options) (treetar.Result, error) {
+			return treetar.UnpackResumed(ctx, t, root, o)
+		}
+	}
+	res, err := unpack(t.ctx, t, root, o)
 	if err != nil {
 		return nil, fmt.Errorf("unpack into %s: %w", m.Path, err)
 	}

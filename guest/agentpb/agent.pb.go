@@ -3191,6 +3191,8 @@ type TransferRequest struct {
 	//	*TransferRequest_Data
 	//	*TransferRequest_End
 	//	*TransferRequest_Ack
+	//	*TransferRequest_ResumePack
+	//	*TransferRequest_ResumeUnpack
 	Msg           isTransferRequest_Msg `protobuf_oneof:"msg"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3296,6 +3298,24 @@ func (x *TransferRequest) GetAck() uint64 {
 	return 0
 }
 
+func (x *TransferRequest) GetResumePack() *Pack {
+	if x != nil {
+		if x, ok := x.Msg.(*TransferRequest_ResumePack); ok {
+			return x.ResumePack
+		}
+	}
+	return nil
+}
+
+func (x *TransferRequest) GetResumeUnpack() *Unpack {
+	if x != nil {
+		if x, ok := x.Msg.(*TransferRequest_ResumeUnpack); ok {
+			return x.ResumeUnpack
+		}
+	}
+	return nil
+}
+
 type isTransferRequest_Msg interface {
 	isTransferRequest_Msg()
 }
@@ -3328,6 +3348,16 @@ type TransferRequest_Ack struct {
 	Ack uint64 `protobuf:"varint,7,opt,name=ack,proto3,oneof"`
 }
 
+type TransferRequest_ResumePack struct {
+	// As pack and unpack, for a copy of which some may be there: both ends send data, the
+	// frames of package treetar.
+	ResumePack *Pack `protobuf:"bytes,8,opt,name=resume_pack,json=resumePack,proto3,oneof"`
+}
+
+type TransferRequest_ResumeUnpack struct {
+	ResumeUnpack *Unpack `protobuf:"bytes,9,opt,name=resume_unpack,json=resumeUnpack,proto3,oneof"`
+}
+
 func (*TransferRequest_Read) isTransferRequest_Msg() {}
 
 func (*TransferRequest_Write) isTransferRequest_Msg() {}
@@ -3341,6 +3371,10 @@ func (*TransferRequest_Data) isTransferRequest_Msg() {}
 func (*TransferRequest_End) isTransferRequest_Msg() {}
 
 func (*TransferRequest_Ack) isTransferRequest_Msg() {}
+
+func (*TransferRequest_ResumePack) isTransferRequest_Msg() {}
+
+func (*TransferRequest_ResumeUnpack) isTransferRequest_Msg() {}
 
 type ReadFile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -3599,11 +3633,14 @@ func (x *Pack) GetPath() string {
 }
 
 type Unpack struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Path          string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`   // directory, created when missing
-	Owner         *Owner                 `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"` // for every entry, instead of the archive's
-	MaxBytes      int64                  `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
-	MaxEntries    int64                  `protobuf:"varint,4,opt,name=max_entries,json=maxEntries,proto3" json:"max_entries,omitempty"`
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Path       string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`   // directory, created when missing
+	Owner      *Owner                 `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"` // for every entry, instead of the archive's
+	MaxBytes   int64                  `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
+	MaxEntries int64                  `protobuf:"varint,4,opt,name=max_entries,json=maxEntries,proto3" json:"max_entries,omitempty"`
+	// Name of a file that a directory has that is made for the tree, until all of it is
+	// there; one element, "" for none.
+	Marker        string `protobuf:"bytes,5,opt,name=marker,proto3" json:"marker,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3664,6 +3701,13 @@ func (x *Unpack) GetMaxEntries() int64 {
 		return x.MaxEntries
 	}
 	return 0
+}
+
+func (x *Unpack) GetMarker() string {
+	if x != nil {
+		return x.Marker
+	}
+	return ""
 }
 
 type TransferResponse struct {
@@ -4483,6 +4527,321 @@ func (x *ServiceLogResponse) GetEnd() uint64 {
 	return 0
 }
 
+type WatchRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Msg:
+	//
+	//	*WatchRequest_Start
+	//	*WatchRequest_Ack
+	Msg           isWatchRequest_Msg `protobuf_oneof:"msg"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchRequest) Reset() {
+	*x = WatchRequest{}
+	mi := &file_agent_proto_msgTypes[64]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchRequest) ProtoMessage() {}
+
+func (x *WatchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[64]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
+func (*WatchRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{64}
+}
+
+func (x *WatchRequest) GetMsg() isWatchRequest_Msg {
+	if x != nil {
+		return x.Msg
+	}
+	return nil
+}
+
+func (x *WatchRequest) GetStart() *WatchStart {
+	if x != nil {
+		if x, ok := x.Msg.(*WatchRequest_Start); ok {
+			return x.Start
+		}
+	}
+	return nil
+}
+
+func (x *WatchRequest) GetAck() uint64 {
+	if x != nil {
+		if x, ok := x.Msg.(*WatchRequest_Ack); ok {
+			return x.Ack
+		}
+	}
+	return 0
+}
+
+type isWatchRequest_Msg interface {
+	isWatchRequest_Msg()
+}
+
+type WatchRequest_Start struct {
+	Start *WatchStart `protobuf:"bytes,1,opt,name=start,proto3,oneof"`
+}
+
+type WatchRequest_Ack struct {
+	Ack uint64 `protobuf:"varint,2,opt,name=ack,proto3,oneof"` // events up to this number are consumed
+}
+
+func (*WatchRequest_Start) isWatchRequest_Msg() {}
+
+func (*WatchRequest_Ack) isWatchRequest_Msg() {}
+
+type WatchStart struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Paths     []string               `protobuf:"bytes,1,rep,name=paths,proto3" json:"paths,omitempty"`          // absolute, 1 to 64
+	Recursive bool                   `protobuf:"varint,2,opt,name=recursive,proto3" json:"recursive,omitempty"` // what lies below directories, and comes to lie there
+	// A watch outlives its connection for some minutes, and is gone on with by its name: 1 to
+	// 64 bytes, random. The rest of this message is what it was begun with.
+	Id string `protobuf:"bytes,3,opt,name=id,proto3" json:"id,omitempty"`
+	// Events up to this number are consumed, and the last of them was taken at that time. A watch that
+	// does not know it, in a VM that went back to an earlier snapshot, begins anew.
+	After         uint64 `protobuf:"varint,4,opt,name=after,proto3" json:"after,omitempty"`
+	AfterNanos    int64  `protobuf:"varint,5,opt,name=after_nanos,json=afterNanos,proto3" json:"after_nanos,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchStart) Reset() {
+	*x = WatchStart{}
+	mi := &file_agent_proto_msgTypes[65]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchStart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchStart) ProtoMessage() {}
+
+func (x *WatchStart) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[65]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchStart.ProtoReflect.Descriptor instead.
+func (*WatchStart) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{65}
+}
+
+func (x *WatchStart) GetPaths() []string {
+	if x != nil {
+		return x.Paths
+	}
+	return nil
+}
+
+func (x *WatchStart) GetRecursive() bool {
+	if x != nil {
+		return x.Recursive
+	}
+	return false
+}
+
+func (x *WatchStart) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *WatchStart) GetAfter() uint64 {
+	if x != nil {
+		return x.After
+	}
+	return 0
+}
+
+func (x *WatchStart) GetAfterNanos() int64 {
+	if x != nil {
+		return x.AfterNanos
+	}
+	return 0
+}
+
+type WatchResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The first message: the watch is in place, and all that happens from now on is told.
+	Ready         bool          `protobuf:"varint,1,opt,name=ready,proto3" json:"ready,omitempty"`
+	Resumed       bool          `protobuf:"varint,2,opt,name=resumed,proto3" json:"resumed,omitempty"` // with ready: it is one that was there, and nothing was missed; else numbers begin at 1
+	Events        []*WatchEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`    // at most 128, numbered without gaps; the next after an ack
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchResponse) Reset() {
+	*x = WatchResponse{}
+	mi := &file_agent_proto_msgTypes[66]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchResponse) ProtoMessage() {}
+
+func (x *WatchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[66]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
+func (*WatchResponse) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{66}
+}
+
+func (x *WatchResponse) GetReady() bool {
+	if x != nil {
+		return x.Ready
+	}
+	return false
+}
+
+func (x *WatchResponse) GetResumed() bool {
+	if x != nil {
+		return x.Resumed
+	}
+	return false
+}
+
+func (x *WatchResponse) GetEvents() []*WatchEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+type WatchEvent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Number        uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // from 1 on
+	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`      // "created", "written", "attributes", "removed", "renamed" or "overflow"
+	Path          string                 `protobuf:"bytes,3,opt,name=path,proto3" json:"path,omitempty"`
+	From          string                 `protobuf:"bytes,4,opt,name=from,proto3" json:"from,omitempty"` // of a rename: the name before
+	Dir           bool                   `protobuf:"varint,5,opt,name=dir,proto3" json:"dir,omitempty"`
+	WallNanos     int64                  `protobuf:"varint,6,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"` // when the agent took it, Unix time
+	Problem       string                 `protobuf:"bytes,7,opt,name=problem,proto3" json:"problem,omitempty"`                       // of an overflow: what is not known
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchEvent) Reset() {
+	*x = WatchEvent{}
+	mi := &file_agent_proto_msgTypes[67]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchEvent) ProtoMessage() {}
+
+func (x *WatchEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[67]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
+func (*WatchEvent) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{67}
+}
+
+func (x *WatchEvent) GetNumber() uint64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *WatchEvent) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *WatchEvent) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *WatchEvent) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
+func (x *WatchEvent) GetDir() bool {
+	if x != nil {
+		return x.Dir
+	}
+	return false
+}
+
+func (x *WatchEvent) GetWallNanos() int64 {
+	if x != nil {
+		return x.WallNanos
+	}
+	return 0
+}
+
+func (x *WatchEvent) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
 var File_agent_proto protoreflect.FileDescriptor
 
 const file_agent_proto_rawDesc = "" +
@@ -4733,7 +5092,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x0fReadlinkRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\"*\n" +
 	"\x10ReadlinkResponse\x12\x16\n" +
-	"\x06target\x18\x01 \x01(\tR\x06target\"\xb3\x02\n" +
+	"\x06target\x18\x01 \x01(\tR\x06target\"\xad\x03\n" +
 	"\x0fTransferRequest\x12/\n" +
 	"\x04read\x18\x01 \x01(\v2\x19.drowse.guest.v1.ReadFileH\x00R\x04read\x122\n" +
 	"\x05write\x18\x02 \x01(\v2\x1a.drowse.guest.v1.WriteFileH\x00R\x05write\x12+\n" +
@@ -4741,7 +5100,10 @@ const file_agent_proto_rawDesc = "" +
 	"\x06unpack\x18\x04 \x01(\v2\x17.drowse.guest.v1.UnpackH\x00R\x06unpack\x12\x14\n" +
 	"\x04data\x18\x05 \x01(\fH\x00R\x04data\x12*\n" +
 	"\x03end\x18\x06 \x01(\v2\x16.drowse.guest.v1.EmptyH\x00R\x03end\x12\x12\n" +
-	"\x03ack\x18\a \x01(\x04H\x00R\x03ackB\x05\n" +
+	"\x03ack\x18\a \x01(\x04H\x00R\x03ack\x128\n" +
+	"\vresume_pack\x18\b \x01(\v2\x15.drowse.guest.v1.PackH\x00R\n" +
+	"resumePack\x12>\n" +
+	"\rresume_unpack\x18\t \x01(\v2\x17.drowse.guest.v1.UnpackH\x00R\fresumeUnpackB\x05\n" +
 	"\x03msg\"N\n" +
 	"\bReadFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
@@ -4761,13 +5123,14 @@ const file_agent_proto_rawDesc = "" +
 	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x10\n" +
 	"\x03gid\x18\x02 \x01(\rR\x03gid\"\x1a\n" +
 	"\x04Pack\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\"\x88\x01\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\"\xa0\x01\n" +
 	"\x06Unpack\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12,\n" +
 	"\x05owner\x18\x02 \x01(\v2\x16.drowse.guest.v1.OwnerR\x05owner\x12\x1b\n" +
 	"\tmax_bytes\x18\x03 \x01(\x03R\bmaxBytes\x12\x1f\n" +
 	"\vmax_entries\x18\x04 \x01(\x03R\n" +
-	"maxEntries\"\xa9\x01\n" +
+	"maxEntries\x12\x16\n" +
+	"\x06marker\x18\x05 \x01(\tR\x06marker\"\xa9\x01\n" +
 	"\x10TransferResponse\x12/\n" +
 	"\x04info\x18\x01 \x01(\v2\x19.drowse.guest.v1.FileInfoH\x00R\x04info\x12\x14\n" +
 	"\x04data\x18\x02 \x01(\fH\x00R\x04data\x12\x12\n" +
@@ -4828,7 +5191,33 @@ const file_agent_proto_rawDesc = "" +
 	"\x12ServiceLogResponse\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\x12\x10\n" +
-	"\x03end\x18\x03 \x01(\x04R\x03end2\x83\x0f\n" +
+	"\x03end\x18\x03 \x01(\x04R\x03end\"^\n" +
+	"\fWatchRequest\x123\n" +
+	"\x05start\x18\x01 \x01(\v2\x1b.drowse.guest.v1.WatchStartH\x00R\x05start\x12\x12\n" +
+	"\x03ack\x18\x02 \x01(\x04H\x00R\x03ackB\x05\n" +
+	"\x03msg\"\x87\x01\n" +
+	"\n" +
+	"WatchStart\x12\x14\n" +
+	"\x05paths\x18\x01 \x03(\tR\x05paths\x12\x1c\n" +
+	"\trecursive\x18\x02 \x01(\bR\trecursive\x12\x0e\n" +
+	"\x02id\x18\x03 \x01(\tR\x02id\x12\x14\n" +
+	"\x05after\x18\x04 \x01(\x04R\x05after\x12\x1f\n" +
+	"\vafter_nanos\x18\x05 \x01(\x03R\n" +
+	"afterNanos\"t\n" +
+	"\rWatchResponse\x12\x14\n" +
+	"\x05ready\x18\x01 \x01(\bR\x05ready\x12\x18\n" +
+	"\aresumed\x18\x02 \x01(\bR\aresumed\x123\n" +
+	"\x06events\x18\x03 \x03(\v2\x1b.drowse.guest.v1.WatchEventR\x06events\"\xab\x01\n" +
+	"\n" +
+	"WatchEvent\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x12\n" +
+	"\x04path\x18\x03 \x01(\tR\x04path\x12\x12\n" +
+	"\x04from\x18\x04 \x01(\tR\x04from\x12\x10\n" +
+	"\x03dir\x18\x05 \x01(\bR\x03dir\x12\x1d\n" +
+	"\n" +
+	"wall_nanos\x18\x06 \x01(\x03R\twallNanos\x12\x18\n" +
+	"\aproblem\x18\a \x01(\tR\aproblem2\xcf\x0f\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
@@ -4858,7 +5247,8 @@ const file_agent_proto_rawDesc = "" +
 	"\vStopService\x12#.drowse.guest.v1.StopServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12[\n" +
 	"\fListServices\x12$.drowse.guest.v1.ListServicesRequest\x1a%.drowse.guest.v1.ListServicesResponse\x12U\n" +
 	"\n" +
-	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponseB+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
+	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponse\x12J\n" +
+	"\x05Watch\x12\x1d.drowse.guest.v1.WatchRequest\x1a\x1e.drowse.guest.v1.WatchResponse(\x010\x01B+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
 
 var (
 	file_agent_proto_rawDescOnce sync.Once
@@ -4872,7 +5262,7 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
@@ -4938,6 +5328,10 @@ var file_agent_proto_goTypes = []any{
 	(*ServiceState)(nil),         // 61: drowse.guest.v1.ServiceState
 	(*ServiceLogRequest)(nil),    // 62: drowse.guest.v1.ServiceLogRequest
 	(*ServiceLogResponse)(nil),   // 63: drowse.guest.v1.ServiceLogResponse
+	(*WatchRequest)(nil),         // 64: drowse.guest.v1.WatchRequest
+	(*WatchStart)(nil),           // 65: drowse.guest.v1.WatchStart
+	(*WatchResponse)(nil),        // 66: drowse.guest.v1.WatchResponse
+	(*WatchEvent)(nil),           // 67: drowse.guest.v1.WatchEvent
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -4965,70 +5359,76 @@ var file_agent_proto_depIdxs = []int32{
 	50, // 22: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
 	51, // 23: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
 	0,  // 24: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	49, // 25: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	49, // 26: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	36, // 27: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	53, // 28: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	56, // 29: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	61, // 30: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	31, // 31: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	1,  // 32: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 33: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 34: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 35: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	21, // 36: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	22, // 37: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	12, // 38: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 39: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 40: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	23, // 41: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	32, // 42: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	35, // 43: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	37, // 44: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	38, // 45: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	40, // 46: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	41, // 47: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	42, // 48: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	43, // 49: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	44, // 50: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	46, // 51: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	54, // 52: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	55, // 53: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	57, // 54: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	58, // 55: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	59, // 56: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	62, // 57: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	2,  // 58: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 59: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 60: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 61: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	0,  // 62: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 63: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	13, // 64: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 65: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 66: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	28, // 67: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	33, // 68: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 69: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	36, // 70: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	39, // 71: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 72: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 73: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 74: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 75: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	45, // 76: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	52, // 77: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 78: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 79: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	61, // 80: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	61, // 81: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	60, // 82: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	63, // 83: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	58, // [58:84] is the sub-list for method output_type
-	32, // [32:58] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	50, // 25: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
+	51, // 26: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
+	49, // 27: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	49, // 28: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	36, // 29: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	53, // 30: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	56, // 31: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	61, // 32: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	31, // 33: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	65, // 34: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	67, // 35: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	1,  // 36: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 37: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 38: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 39: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	21, // 40: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	22, // 41: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	12, // 42: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 43: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 44: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	23, // 45: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	32, // 46: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	35, // 47: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	37, // 48: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	38, // 49: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	40, // 50: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	41, // 51: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	42, // 52: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	43, // 53: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	44, // 54: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	46, // 55: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	54, // 56: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	55, // 57: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	57, // 58: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	58, // 59: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	59, // 60: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	62, // 61: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	64, // 62: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 63: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 64: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 65: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 66: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	0,  // 67: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 68: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	13, // 69: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 70: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 71: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	28, // 72: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	33, // 73: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 74: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	36, // 75: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	39, // 76: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 77: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 78: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 79: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 80: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	45, // 81: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	52, // 82: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 83: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 84: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	61, // 85: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	61, // 86: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	60, // 87: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	63, // 88: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	66, // 89: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	63, // [63:90] is the sub-list for method output_type
+	36, // [36:63] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -5059,6 +5459,8 @@ func file_agent_proto_init() {
 		(*TransferRequest_Data)(nil),
 		(*TransferRequest_End)(nil),
 		(*TransferRequest_Ack)(nil),
+		(*TransferRequest_ResumePack)(nil),
+		(*TransferRequest_ResumeUnpack)(nil),
 	}
 	file_agent_proto_msgTypes[52].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
@@ -5066,13 +5468,17 @@ func file_agent_proto_init() {
 		(*TransferResponse_Ack)(nil),
 		(*TransferResponse_Done)(nil),
 	}
+	file_agent_proto_msgTypes[64].OneofWrappers = []any{
+		(*WatchRequest_Start)(nil),
+		(*WatchRequest_Ack)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   64,
+			NumMessages:   68,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

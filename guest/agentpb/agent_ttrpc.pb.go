@@ -34,6 +34,7 @@ type AgentService interface {
 	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
+	Watch(context.Context, Agent_WatchServer) error
 }
 
 type Agent_ExecServer interface {
@@ -74,6 +75,28 @@ func (x *agentTransferServer) Send(m *TransferResponse) error {
 
 func (x *agentTransferServer) Recv() (*TransferRequest, error) {
 	m := new(TransferRequest)
+	if err := x.StreamServer.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+type Agent_WatchServer interface {
+	Send(*WatchResponse) error
+	Recv() (*WatchRequest, error)
+	ttrpc.StreamServer
+}
+
+type agentWatchServer struct {
+	ttrpc.StreamServer
+}
+
+func (x *agentWatchServer) Send(m *WatchResponse) error {
+	return x.StreamServer.SendMsg(m)
+}
+
+func (x *agentWatchServer) Recv() (*WatchRequest, error) {
+	m := new(WatchRequest)
 	if err := x.StreamServer.RecvMsg(m); err != nil {
 		return nil, err
 	}
@@ -267,6 +290,13 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 				StreamingClient: true,
 				StreamingServer: true,
 			},
+			"Watch": {
+				Handler: func(ctx context.Context, stream ttrpc.StreamServer) (interface{}, error) {
+					return nil, svc.Watch(ctx, &agentWatchServer{stream})
+				},
+				StreamingClient: true,
+				StreamingServer: true,
+			},
 		},
 	})
 }
@@ -298,6 +328,7 @@ type AgentClient interface {
 	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
+	Watch(context.Context) (Agent_WatchClient, error)
 }
 
 type agentClient struct {
@@ -568,4 +599,38 @@ func (c *agentClient) ServiceLog(ctx context.Context, req *ServiceLogRequest) (*
 		return nil, err
 	}
 	return &resp, nil
+}
+
+func (c *agentClient) Watch(ctx context.Context) (Agent_WatchClient, error) {
+	stream, err := c.client.NewStream(ctx, &ttrpc.StreamDesc{
+		StreamingClient: true,
+		StreamingServer: true,
+	}, "drowse.guest.v1.Agent", "Watch", nil)
+	if err != nil {
+		return nil, err
+	}
+	x := &agentWatchClient{stream}
+	return x, nil
+}
+
+type Agent_WatchClient interface {
+	Send(*WatchRequest) error
+	Recv() (*WatchResponse, error)
+	ttrpc.ClientStream
+}
+
+type agentWatchClient struct {
+	ttrpc.ClientStream
+}
+
+func (x *agentWatchClient) Send(m *WatchRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *agentWatchClient) Recv() (*WatchResponse, error) {
+	m := new(WatchResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
 }

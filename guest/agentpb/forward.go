@@ -55,7 +55,7 @@ const (
 // Network is the kind of socket in the guest.
 type Network uint8
 
-// Networks. A datagram of UDP travels as one frame.
+// Networks. A datagram of UDP has its length before it in the stream, 2 bytes; for OpDial only.
 const (
 	TCP  Network = 1
 	Unix Network = 2

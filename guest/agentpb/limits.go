@@ -24,12 +24,19 @@ const (
 	// MinEntropy and MaxEntropy bound one entropy delivery, in bytes.
 	MinEntropy = 32
 	MaxEntropy = 512
+	// NoTransfer is what an agent says of a transfer that it does not know.
+	NoTransfer = "the first message must say what to transfer"
+
 	// MaxPath is Linux's PATH_MAX without its terminating zero byte.
 	MaxPath = 4095
 	// MaxID bounds the name of a process, in bytes.
 	MaxID = 64
 	// MaxHostname is the kernel's limit (__NEW_UTS_LEN), in bytes.
 	MaxHostname = 64
+	// MaxWatchPaths bounds the files and directories that one watch names, and MaxWatchEvents the
+	// events of one message.
+	MaxWatchPaths  = 64
+	MaxWatchEvents = 128
 	// MaxDirEntries is how many entries one ReadDir answer holds.
 	MaxDirEntries = 256
 	// DefaultOutputLimit and MaxOutputLimit bound the output kept for a

@@ -37,6 +37,8 @@ const (
 	KindServiceStop  Kind = "service-stop"
 	KindServiceStart Kind = "service-start"
 	KindServiceExit  Kind = "service-exit"
+	// What the guest has asked its own host for.
+	KindSelf Kind = "self"
 )
 
 // Bounds of what is recorded of one action, in bytes. What is longer is cut.

@@ -11,15 +11,18 @@ import (
 )
 
 // ErrSpec says that a forward is not written as it should be.
-var ErrSpec = errors.New("not a forward: use [BIND:]PORT:[HOST:]PORT, with unix:PATH in place of either side")
+var ErrSpec = errors.New("not a forward: use [BIND:]PORT:[HOST:]PORT, with unix:PATH in place of either side, or udp: before it")
 
-// Address is a socket: Network is "tcp" or "unix".
+// Address is a socket: Network is "tcp", "unix" or "udp".
 type Address struct{ Network, Address string }
 
 // String is how Parse would read it.
 func (a Address) String() string {
-	if a.Network == "unix" {
+	switch a.Network {
+	case "unix":
 		return "unix:" + a.Address
+	case "udp":
+		return "udp:" + a.Address
 	}
 	return a.Address
 }
@@ -39,8 +42,25 @@ const maxUnixPath = 107
 // Parse reads "[BIND:]PORT:[HOST:]PORT". Either side may be "unix:PATH", with a path that
 // is absolute and contains no colon; a host that is an IPv6 address stands in brackets.
 // Without a bind address or a host, 127.0.0.1 is meant. Of three parts, the first is a port
-// if it is a number. Port 0 is for the listening side only. The error wraps ErrSpec.
+// if it is a number. Port 0 is for the listening side only. "udp:" before all of it makes both
+// sides UDP. The error wraps ErrSpec.
 func Parse(s string) (Spec, error) {
+	inner, ok := strings.CutPrefix(s, "udp:")
+	if !ok {
+		return parse(s)
+	}
+	spec, err := parse(inner)
+	if err == nil && (spec.Listen.Network != "tcp" || spec.Dial.Network != "tcp") {
+		return Spec{}, fmt.Errorf("%q: UDP has no Unix sockets: %w", s, ErrSpec)
+	}
+	spec.Listen.Network, spec.Dial.Network = "udp", "udp"
+	if err != nil {
+		spec = Spec{}
+	}
+	return spec, err
+}
+
+func parse(s string) (Spec, error) {
 	fail := func(why string) (Spec, error) { return Spec{}, fmt.Errorf("%q: %s: %w", s, why, ErrSpec) }
 	parts, err := split(s)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -52,6 +53,9 @@ type Options struct {
 	KeepLinks bool
 	// Rename, when set, replaces the first element of every name.
 	Rename string
+	// Marker, when set, is the name of a file that the tree's top has, if that is a directory and was
+	// made, until all of it is there.
+	Marker string
 }
 
 // Owner is a user and group id.
@@ -61,6 +65,8 @@ type Owner struct{ UID, GID int }
 type Result struct {
 	Entries int64
 	Bytes   int64
+	// Kept are bytes of content that were there already, which Bytes does not count.
+	Kept int64
 	// Skipped are the first 100 names that were left out: devices, sockets,
 	// pipes, and links out of the tree.
 	Skipped []string
@@ -76,16 +82,14 @@ func (r *Result) skip(name string) {
 }
 
 // Pack writes the tree at src, a file or directory, as a tar stream. Names
-// start with name. Devices, pipes and sockets are left out.
+// start with name. Devices, pipes and sockets are left out, as are unfinished files of
+// copies.
 func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	tw := tar.NewWriter(w)
 	var res Result
 	err := filepath.WalkDir(src, func(p string, d fs.DirEntry, err error) error {
 		if err != nil {
-			if p != src && errors.Is(err, fs.ErrNotExist) {
-				return nil // gone since its directory was read
-			}
-			return err
+			return goneIsNot(src, p, err)
 		}
 		if err := ctx.Err(); err != nil {
 			return err
@@ -94,11 +98,10 @@ func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 		if err != nil {
 			return err
 		}
-		err = packOne(tw, p, path.Join(name, filepath.ToSlash(rel)), &res)
-		if p != src && errors.Is(err, fs.ErrNotExist) {
+		if p != src && isPart(d.Name()) {
 			return nil
 		}
-		return err
+		return goneIsNot(src, p, packOne(tw, p, path.Join(name, filepath.ToSlash(rel)), 0, nil, &res))
 	})
 	if err != nil {
 		return res, fmt.Errorf("pack %s: %w", src, err)
@@ -109,7 +112,16 @@ func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	return res, nil
 }
 
-func packOne(tw *tar.Writer, p, name string, res *Result) error {
+// goneIsNot takes it for no error that something is gone since its directory was read.
+func goneIsNot(src, p string, err error) error {
+	if p != src && errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// packOne packs an entry, of a file without the bytes before the offset unless it is not as it was.
+func packOne(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res *Result) error {
 	fi, err := os.Lstat(p)
 	if err != nil {
 		return err
@@ -117,7 +129,7 @@ func packOne(tw *tar.Writer, p, name string, res *Result) error {
 	link := ""
 	switch fi.Mode().Type() {
 	case 0:
-		return packFile(tw, p, name, res)
+		return packFile(tw, p, name, offset, was, res)
 	case fs.ModeDir:
 	case fs.ModeSymlink:
 		if link, err = os.Readlink(p); err != nil {
@@ -127,10 +139,10 @@ func packOne(tw *tar.Writer, p, name string, res *Result) error {
 		res.skip(name)
 		return nil
 	}
-	return writeHeader(tw, fi, link, name, res)
+	return writeHeader(tw, fi, link, name, 0, res)
 }
 
-func writeHeader(tw *tar.Writer, fi fs.FileInfo, link, name string, res *Result) error {
+func writeHeader(tw *tar.Writer, fi fs.FileInfo, link, name string, offset int64, res *Result) error {
 	h, err := tar.FileInfoHeader(fi, link)
 	if err != nil {
 		return err
@@ -142,11 +154,15 @@ func writeHeader(tw *tar.Writer, fi fs.FileInfo, link, name string, res *Result)
 	h.Uname, h.Gname = "", "" // names mean nothing on the other side
 	h.AccessTime, h.ChangeTime = time.Time{}, time.Time{}
 	h.Format = tar.FormatPAX
+	if offset > 0 {
+		h.PAXRecords = map[string]string{paxOffset: strconv.FormatInt(offset, 10)}
+		h.Size -= offset
+	}
 	res.Entries++
 	return tw.WriteHeader(h)
 }
 
-func packFile(tw *tar.Writer, p, name string, res *Result) error {
+func packFile(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res *Result) error {
 	f, err := os.OpenFile(p, os.O_RDONLY|openNoFollow, 0)
 	if err != nil {
 		return err
@@ -160,34 +176,46 @@ func packFile(tw *tar.Writer, p, name string, res *Result) error {
 		res.skip(name)
 		return nil
 	}
-	if err := writeHeader(tw, fi, "", name, res); err != nil {
+	if offset > 0 && (!os.SameFile(fi, was) || fi.Size() != was.Size() || !fi.ModTime().Equal(was.ModTime())) {
+		offset = 0 // what was compared is not there any more
+	}
+	if err := writeHeader(tw, fi, "", name, offset, res); err != nil {
 		return err
 	}
-	n, err := io.Copy(tw, io.LimitReader(f, fi.Size()))
+	res.Kept += offset
+	n, err := io.Copy(tw, io.NewSectionReader(f, offset, fi.Size()-offset))
 	res.Bytes += n
 	if err != nil {
 		return err
 	}
-	if n < fi.Size() {
+	if n < fi.Size()-offset {
 		return fmt.Errorf("%s became shorter while it was read: %w", p, io.ErrUnexpectedEOF)
 	}
 	return nil
 }
 
 // Unpack reads a tar stream and creates its tree beneath root. Files that
-// exist are replaced, directories merged. It stops at the first entry that is
-// unsafe or beyond a limit; what was created before stays.
+// exist are replaced, by renaming: a file has its name only when it is whole. Directories are
+// merged. It stops at the first entry that is unsafe or beyond a limit; what was created before
+// stays. Of a large file whose copy is cut there is an unfinished one beside it, for UnpackResumed.
 func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result, error) {
+	return newUnpacker(ctx, root, o).unpack(r)
+}
+
+func newUnpacker(ctx context.Context, root *os.Root, o Options) *unpacker {
 	if o.Bytes <= 0 {
 		o.Bytes = DefaultBytes
 	}
 	if o.Entries <= 0 {
 		o.Entries = DefaultEntries
 	}
-	u := &unpacker{ctx: ctx, root: root, o: o}
+	return &unpacker{ctx: ctx, root: root, o: o}
+}
+
+func (u *unpacker) unpack(r io.Reader) (Result, error) {
 	tr := tar.NewReader(r)
 	for {
-		if err := ctx.Err(); err != nil {
+		if err := u.ctx.Err(); err != nil {
 			return u.res, err
 		}
 		h, err := tr.Next()
@@ -197,8 +225,8 @@ func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result,
 		if err != nil {
 			return u.res, fmt.Errorf("read the archive: %w", err)
 		}
-		if u.res.Entries++; u.res.Entries > o.Entries {
-			return u.res, fmt.Errorf("%w: more than %d entries", ErrLimit, o.Entries)
+		if u.res.Entries++; u.res.Entries > u.o.Entries {
+			return u.res, fmt.Errorf("%w: more than %d entries", ErrLimit, u.o.Entries)
 		}
 		if err := u.entry(h, tr); err != nil {
 			return u.res, fmt.Errorf("unpack %q: %w", clip(h.Name), err)
@@ -222,6 +250,13 @@ type unpacker struct {
 	o    Options
 	res  Result
 	dirs []dirMeta // directories whose mode and time are set at the end
+	mark string    // the marker, if there is one
+
+	// For a copy that is resumed.
+	rw       io.ReadWriter // to the sender
+	frames   io.Reader     // what comes from it
+	there    map[string]*has
+	compared int64 // bytes so far
 }
 
 type dirMeta struct {
@@ -234,6 +269,10 @@ func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 	name, err := cleanName(h.Name, u.o.Rename)
 	if err != nil {
 		return err
+	}
+	if isPart(path.Base(name)) {
+		u.res.skip(clip(name))
+		return nil
 	}
 	switch h.Typeflag {
 	case tar.TypeDir:
@@ -270,22 +309,31 @@ func cleanName(name, rename string) (string, error) {
 	return clean, nil
 }
 
-// replace makes way for a new file: it removes what has its name, unless that
-// is a directory, and creates missing parents.
-func (u *unpacker) replace(name string) error {
+// vacate makes missing parents of a new file, and fails if its name is a directory's.
+func (u *unpacker) vacate(name string) (taken bool, err error) {
 	fi, err := u.root.Lstat(name)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		if dir := path.Dir(name); dir != "." {
-			return u.root.MkdirAll(dir, 0o755)
+			return false, u.root.MkdirAll(dir, 0o755)
 		}
-		return nil
+		return false, nil
 	case err != nil:
-		return err
+		return false, err
 	case fi.IsDir():
-		return fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
+		return false, fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
 	}
-	return u.root.Remove(name)
+	return true, nil
+}
+
+// replace makes way for what is not a file: it removes what has its name, unless that
+// is a directory, and creates missing parents.
+func (u *unpacker) replace(name string) error {
+	taken, err := u.vacate(name)
+	if err == nil && taken {
+		err = u.root.Remove(name)
+	}
+	return err
 }
 
 func (u *unpacker) mode(h *tar.Header) fs.FileMode {
@@ -308,9 +356,11 @@ func (u *unpacker) owner(h *tar.Header) (uid, gid int, ok bool) {
 }
 
 func (u *unpacker) dir(name string, h *tar.Header) error {
+	made := false
 	fi, err := u.root.Lstat(name)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
+		made = true
 		if err := u.root.MkdirAll(name, 0o700); err != nil {
 			return err
 		}
@@ -330,48 +380,117 @@ func (u *unpacker) dir(name string, h *tar.Header) error {
 		}
 	}
 	u.dirs = append(u.dirs, dirMeta{name: name, mode: u.mode(h), mtime: h.ModTime})
+	if u.o.Marker == "" || len(u.dirs) > 1 {
+		return nil
+	}
+	// The top of the tree.
+	mark := name + "/" + u.o.Marker
+	if made {
+		f, err := u.root.OpenFile(mark, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		if err != nil {
+			return err
+		}
+		u.mark = mark
+		return f.Close()
+	}
+	if fi, err := u.root.Lstat(mark); err == nil && fi.Mode().IsRegular() {
+		u.mark = mark // of the copy that was cut
+	}
 	return nil
 }
 
 func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
-	if h.Size < 0 || h.Size > u.o.Bytes-u.res.Bytes {
-		return fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes)
-	}
-	if err := u.replace(name); err != nil {
-		return err
-	}
-	f, err := u.root.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	there, err := u.claim(name, h)
 	if err != nil {
 		return err
 	}
-	n, err := io.Copy(f, &ctxReader{ctx: u.ctx, r: r})
-	u.res.Bytes += n
-	if uid, gid, ok := u.owner(h); ok && err == nil {
-		err = f.Chown(uid, gid)
+	var p *part
+	var offset int64
+	if there != nil {
+		p, offset = there.part, there.there
+		u.res.Kept += offset
+	}
+	if h.Size < 0 || h.Size > u.o.Bytes-u.res.Bytes {
+		err = fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes)
+	} else {
+		_, err = u.vacate(name)
+	}
+	switch {
+	case err != nil:
+	case there != nil && p == nil: // it is whole
+		if h.Size > 0 {
+			return fmt.Errorf("%w: %d bytes more than there are", ErrFrames, h.Size)
+		}
+		return u.describe(name, h)
+	case p == nil && h.Size >= KeepPart:
+		p, err = openPart(u.ctx, u.root, name, true)
+	case p == nil:
+		p, err = newPart(u.root, name)
+	}
+	cut := false
+	if err == nil {
+		cut, err = u.fill(p, offset, h, r)
 	}
 	if err == nil {
-		err = f.Chmod(u.mode(h))
+		return p.commit(name)
 	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err == nil {
-		err = u.root.Chtimes(name, time.Time{}, h.ModTime)
+	if p != nil {
+		p.abandon(cut)
 	}
 	return err
 }
 
+// fill writes the content of a file from an offset on, and what else describes it. It says whether
+// it failed for want of the archive.
+func (u *unpacker) fill(p *part, offset int64, h *tar.Header, r io.Reader) (cut bool, err error) {
+	if p.kept {
+		if err := p.Truncate(offset); err != nil {
+			return false, err
+		}
+	}
+	if _, err := p.Seek(offset, io.SeekStart); err != nil {
+		return false, err
+	}
+	in := &ctxReader{ctx: u.ctx, r: r}
+	n, err := io.Copy(p, in)
+	u.res.Bytes += n
+	if err == nil {
+		err = u.describe(p.name, h)
+	}
+	if err == nil && p.kept {
+		err = p.Sync() // so that a name never stands for less than all of it, after a crash as well
+	}
+	return in.failed, err
+}
+
+// describe gives a file its owner, mode and time.
+func (u *unpacker) describe(name string, h *tar.Header) error {
+	if uid, gid, ok := u.owner(h); ok {
+		if err := u.root.Lchown(name, uid, gid); err != nil {
+			return err
+		}
+	}
+	if err := u.root.Chmod(name, u.mode(h)); err != nil {
+		return err
+	}
+	return u.root.Chtimes(name, time.Time{}, h.ModTime)
+}
+
 // ctxReader ends a long copy when its context ends.
 type ctxReader struct {
-	ctx context.Context
-	r   io.Reader
+	ctx    context.Context
+	r      io.Reader
+	failed bool // reading did
 }
 
 func (c *ctxReader) Read(p []byte) (int, error) {
-	if err := c.ctx.Err(); err != nil {
-		return 0, err
+	err := c.ctx.Err()
+	n := 0
+	if err == nil {
+		n, err = c.r.Read(p)
 	}
-	return c.r.Read(p)
+	c.failed = c.failed || err != nil && !errors.Is(err, io.EOF)
+	return n, err
 }
 
 func (u *unpacker) symlink(name string, h *tar.Header) error {
@@ -443,6 +562,11 @@ func (u *unpacker) hardlink(name string, h *tar.Header) error {
 // finish sets what would have been in the way, or undone, while the
 // directories were filled: deepest first.
 func (u *unpacker) finish() error {
+	if u.mark != "" {
+		if err := u.root.Remove(u.mark); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
 	for i := len(u.dirs) - 1; i >= 0; i-- {
 		d := u.dirs[i]
 		fi, err := u.root.Lstat(d.name)

@@ -1,0 +1,154 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// maxCuts bounds how often one command goes on with a copy that was cut.
+const maxCuts = 64
+
+func (a *app) cpCommand() *cobra.Command {
+	var (
+		o     guest.CopyOptions
+		retry time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "cp [flags] SRC DST",
+		Short: "Copy files and trees between the host and a VM; one side is NAME:PATH",
+		Long: `Copy files and trees between the host and a VM; one side is NAME:PATH.
+
+A file has its name only when it is whole. What there is of a large one stays when the copy is
+cut, and --resume goes on there: both ends compare what there is by SHA-256 first. The
+command does the same by itself when the VM has slept and is awake again within --retry; it does
+not wake it for that.`,
+		Args: cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			src, dst := splitVM(args[0]), splitVM(args[1])
+			if (src.vm == "") == (dst.vm == "") {
+				return usageError{errors.New("exactly one of SRC and DST must be NAME:PATH")}
+			}
+			if retry < 0 {
+				return usageError{fmt.Errorf("--retry %v is negative", retry)}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			done := func(error) {}
+			if hasWidth(a.stderr) {
+				p := a.newProgress("cp", func(string) bool { return true })
+				total := int64(0)
+				if src.vm == "" {
+					total = treeSize(src.path)
+				}
+				o.Progress, done = func(n int64) { p.report("copy", n, max(total, n)) }, p.finish
+				if total == 0 {
+					o.Progress = func(n int64) { p.report("copy", n, 0) }
+				}
+			}
+			res, err := a.copyOn(cmd.Context(), s, src.vm+dst.vm, retry, func(c *guest.Client, again bool) (res guest.CopyResult, err error) {
+				o.Resume = o.Resume || again
+				if src.vm == "" {
+					res, err = c.CopyIn(cmd.Context(), src.path, dst.path, o)
+				} else {
+					res, err = c.CopyOut(cmd.Context(), src.path, dst.path, o)
+				}
+				if res.At != "" { // another try is about the same copy
+					dst.path, o.Exact = res.At, true
+				}
+				return res, err
+			})
+			done(err)
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(io.Writer) {})
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&o.Resume, "resume", false, "go on with a copy that was cut: compare what is there, and copy the rest")
+	f.DurationVar(&retry, "retry", time.Minute, "how long to wait, each time the copy is cut, for the VM to be awake again; 0 does not go on")
+	return cmd
+}
+
+// treeSize is about how many bytes a copy of a tree moves, for the showing of progress; 0 if that is not known.
+func treeSize(path string) (total int64) {
+	if to, err := filepath.EvalSymlinks(path); err == nil {
+		path = to
+	}
+	_ = filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return nil // the copy itself says what is wrong
+		}
+		if fi, err := d.Info(); err == nil && fi.Mode().IsRegular() {
+			total += fi.Size()
+		}
+		return nil
+	})
+	return total
+}
+
+// copyOn copies, and goes on when the copy is cut and the VM is awake again in time.
+func (a *app) copyOn(ctx context.Context, s *sandbox.Store, vm string, retry time.Duration, do func(c *guest.Client, again bool) (guest.CopyResult, error)) (guest.CopyResult, error) {
+	c, err := a.awake(ctx, s, vm)
+	if err != nil {
+		return guest.CopyResult{}, err
+	}
+	for cuts := 0; ; cuts++ {
+		res, err := do(c, cuts > 0)
+		c.Close()
+		lost := errors.Is(err, guest.ErrConnectionLost) || errors.Is(err, guest.ErrUnavailable)
+		if err == nil || ctx.Err() != nil || !lost {
+			return res, err
+		}
+		if c = nil; retry > 0 && cuts < maxCuts {
+			a.log.Info("the copy was cut, and goes on when the VM is awake", "error", err, "within", retry)
+			c = awakeWithin(ctx, s, vm, retry)
+		}
+		if c == nil {
+			return res, fmt.Errorf("%w: what was copied is kept: go on with the same command and --resume", err)
+		}
+	}
+}
+
+// awakeWithin connects to a VM that is awake within some time; nil if it is not.
+func awakeWithin(ctx context.Context, s *sandbox.Store, vm string, within time.Duration) *guest.Client {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	for {
+		if err := s.AwaitAwake(ctx, vm); err != nil {
+			return nil
+		}
+		if c, err := s.Agent(ctx, vm); err == nil {
+			return c
+		}
+		select {
+		case <-time.After(wakePoll): // it has just gone to sleep, or is about to answer
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+type vmPath struct{ vm, path string }
+
+// splitVM takes NAME:PATH apart. A path with a slash before the colon is the host's.
+func splitVM(arg string) vmPath {
+	name, path, ok := strings.Cut(arg, ":")
+	if !ok || strings.Contains(name, "/") || name == "" {
+		return vmPath{path: arg}
+	}
+	return vmPath{name, path}
+}

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"path"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// watchDoc is an event as JSON.
+type watchDoc struct {
+	Time    time.Time `json:"time"`
+	Event   string    `json:"event"`
+	Path    string    `json:"path,omitempty"`
+	From    string    `json:"from,omitempty"`
+	Dir     bool      `json:"dir,omitempty"`
+	Problem string    `json:"problem,omitempty"`
+}
+
+func (a *app) watchCommand() *cobra.Command {
+	var o sandbox.WatchOptions
+	cmd := &cobra.Command{
+		Use:   "watch NAME PATH...",
+		Short: "Tell of changes of files in a VM as they happen; one that sleeps is woken first",
+		Long: `Tell of changes of files in a VM, until it is interrupted: created, written, attributes, removed,
+renamed, and overflow, which says what is not known. With -o json each is one line. A VM that
+sleeps is woken at the beginning, and not again: watching goes on when it is awake.
+
+Watching is no use of the VM, which goes to sleep by itself when nobody else uses it, unless
+--keep-awake is given.`,
+		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			for _, p := range args[1:] {
+				if !path.IsAbs(p) {
+					return usageError{fmt.Errorf("%q is not an absolute path in the VM", p)}
+				}
+			}
+			o.Paths = args[1:]
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			c, err := a.awake(cmd.Context(), s, args[0])
+			if err != nil {
+				return err
+			}
+			c.Close()
+			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
+			err = s.Watch(cmd.Context(), args[0], o, a.printEvent)
+			if cmd.Context().Err() != nil {
+				return nil // interrupted, which is how this ends
+			}
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVarP(&o.Recursive, "recursive", "r", false, "what lies below directories as well, on the same file system")
+	f.BoolVar(&o.Use, "keep-awake", false, "count as use of the VM: it does not go to sleep by itself meanwhile")
+	return cmd
+}
+
+// printEvent prints one event on a line of its own.
+func (a *app) printEvent(e guest.WatchEvent) error {
+	if a.json() {
+		return json.NewEncoder(a.stdout).Encode(watchDoc{
+			Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem,
+		})
+	}
+	name := func(p string) string {
+		if printable(p) != p || path.Clean(p) != p {
+			return strconv.Quote(p)
+		}
+		if e.Dir && p != "/" {
+			p += "/"
+		}
+		return p
+	}
+	line := e.Time.Local().Format("15:04:05.000") + "  " + fmt.Sprintf("%-10s", e.Kind)
+	if e.From != "" {
+		line += "  " + name(e.From) + " ->"
+	}
+	if e.Path != "" {
+		line += "  " + name(e.Path)
+	}
+	if e.Problem != "" {
+		line += "  " + printable(e.Problem)
+	}
+	_, err := fmt.Fprintln(a.stdout, line)
+	return err
+}

@@ -1,0 +1,173 @@
+package forward
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/internal/relay"
+)
+
+// Defaults and bounds of Datagrams.
+const (
+	// DefaultMaxSessions is how many senders are served at once; the agent of a VM has room for as many
+	// of all forwards.
+	DefaultMaxSessions = 64
+	// DefaultSessionIdle is how long a session lasts without a datagram.
+	DefaultSessionIdle = time.Minute
+	// maxWaiting is how many datagrams of a sender wait for their way into the guest; more are lost.
+	maxWaiting = 64
+)
+
+// ErrSessions says that datagrams were lost, since too many senders are served.
+var ErrSessions = errors.New("forward: too many senders of datagrams at once")
+
+// Datagrams carries datagrams of UDP: those that come to a socket of the host go on from a socket in the guest, one
+// for each sender, and answers come back. As with UDP itself, what finds no room is lost, but what
+// arrives is whole and in its order.
+type Datagrams struct {
+	// Conn is the socket of the host. Serve closes it.
+	Conn net.PacketConn
+	// Dial makes a socket in the guest: guest.Client.Dial with "udp". Its context ends with Serve's.
+	Dial func(context.Context) (*guest.Conn, error)
+	// MaxSessions and Idle bound sessions; 0 are the defaults.
+	MaxSessions int
+	Idle        time.Duration
+	// Failed, when set, is told of sessions that found no counterpart, and of the first sender
+	// that found no room after some did. It may be called from any goroutine.
+	Failed func(error)
+}
+
+// session is one sender.
+type session struct {
+	from  net.Addr
+	queue chan []byte
+	last  atomic.Int64 // Unix time of the last datagram, in nanoseconds
+}
+
+func (s *session) touch() { s.last.Store(time.Now().UnixNano()) }
+
+// Serve carries datagrams until ctx ends or the socket fails.
+func (d *Datagrams) Serve(ctx context.Context) error {
+	limit := d.MaxSessions
+	if limit == 0 {
+		limit = DefaultMaxSessions
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(ctx, func() { d.Conn.Close() })
+	var (
+		wg   sync.WaitGroup
+		mu   sync.Mutex // guards what follows
+		open = make(map[string]*session)
+	)
+	defer func() {
+		cancel()
+		stop()
+		d.Conn.Close()
+		wg.Wait()
+	}()
+	full := false
+	buf := new(relay.DatagramBuffer)
+	for {
+		n, from, err := d.Conn.ReadFrom(buf.Room())
+		if err != nil {
+			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+				return nil
+			}
+			return fmt.Errorf("forward: %w", err)
+		}
+		key := from.String()
+		mu.Lock()
+		s := open[key]
+		if s == nil && len(open) < limit {
+			full = false
+			s = &session{from: from, queue: make(chan []byte, maxWaiting)}
+			open[key] = s
+			wg.Go(func() {
+				d.carry(ctx, s)
+				mu.Lock()
+				delete(open, key)
+				mu.Unlock()
+			})
+		}
+		mu.Unlock()
+		if s == nil {
+			if !full {
+				full = true
+				d.failed(fmt.Errorf("%w: %d", ErrSessions, limit))
+			}
+			continue
+		}
+		s.touch()
+		select {
+		case s.queue <- append([]byte(nil), buf.Room()[:n]...):
+		default: // lost
+		}
+	}
+}
+
+func (d *Datagrams) failed(err error) {
+	if d.Failed != nil {
+		d.Failed(err)
+	}
+}
+
+// carry serves one sender until nothing has come for long, or the connection to the guest ends.
+func (d *Datagrams) carry(ctx context.Context, s *session) {
+	c, err := d.Dial(ctx)
+	if err != nil {
+		if ctx.Err() == nil {
+			d.failed(err)
+		}
+		return
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		r, buf := relay.NewDatagramReader(c), new(relay.DatagramBuffer)
+		for {
+			n, err := r.Read(buf)
+			if err != nil {
+				return
+			}
+			s.touch()
+			_, _ = d.Conn.WriteTo(buf.Room()[:n], s.from) // or it is lost
+		}
+	}()
+	defer func() {
+		_ = c.Abort()
+		<-ended
+	}()
+	stop := context.AfterFunc(ctx, func() { _ = c.Abort() })
+	defer stop()
+	idle := d.Idle
+	if idle == 0 {
+		idle = DefaultSessionIdle
+	}
+	timer := time.NewTimer(idle)
+	defer timer.Stop()
+	buf := new(relay.DatagramBuffer)
+	for {
+		select {
+		case p := <-s.queue:
+			if buf.WriteTo(c, copy(buf.Room(), p)) != nil {
+				return
+			}
+		case <-timer.C:
+			left := idle - time.Since(time.Unix(0, s.last.Load()))
+			if left <= 0 {
+				return
+			}
+			timer.Reset(left)
+		case <-ended:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}

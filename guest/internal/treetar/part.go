@@ -1,0 +1,178 @@
+package treetar
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A file is written under another name beside its own and gets that when it is whole. What was
+// written of a large one stays when its copy is cut, so that another copy can go on with it.
+const (
+	// partPrefix begins the names of unfinished files. Files of such names are never copied.
+	partPrefix = ".drowse-part-"
+	// partDigits is how long the rest of such a name is: hexadecimal.
+	partDigits = 24
+
+	// KeepPart is how much of a file there must be, in bytes, for that to stay when its copy is cut.
+	KeepPart = 1 << 20
+	// partWait is how long a copy waits for another one that writes the same file: the end of one that
+	// was cut may come late.
+	partWait = 30 * time.Second
+	partPoll = 50 * time.Millisecond
+	// maxPartTries bounds how often an unfinished file may come and go while it is being opened.
+	maxPartTries = 1000
+)
+
+// ErrBusy says that another copy writes the same file.
+var ErrBusy = errors.New("another copy writes the same file")
+
+// partName is what an unfinished file is called: the same for each copy of it.
+func partName(name string) string {
+	dir, base := path.Split(name)
+	sum := sha256.Sum256([]byte(base))
+	return dir + partPrefix + hex.EncodeToString(sum[:])[:partDigits]
+}
+
+// Marker is the name of a file that a directory has at its top while a tree is copied into it, if
+// the copy has made it. base is the last element of the tree's path at its source.
+func Marker(base string) string {
+	sum := sha256.Sum256([]byte("tree\x00" + base))
+	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
+}
+
+// isPart says of a name's last element that it is one of an unfinished file, or a marker.
+func isPart(base string) bool {
+	rest, ok := strings.CutPrefix(base, partPrefix)
+	if !ok || len(rest) != partDigits {
+		return false
+	}
+	_, err := hex.DecodeString(rest)
+	return err == nil
+}
+
+// part is an unfinished file. Until it is closed nobody else writes to it.
+type part struct {
+	*os.File
+	root *os.Root
+	name string // its own
+	kept bool   // it may stay, since it has the name that other copies look for
+}
+
+// openPart opens the unfinished file of a large one, alone. With create it is made if need be;
+// without it fails with fs.ErrNotExist if there is none.
+func openPart(ctx context.Context, root *os.Root, name string, create bool) (*part, error) {
+	at := partName(name)
+	flags := os.O_RDWR | openNoFollow
+	if create {
+		flags |= os.O_CREATE
+	}
+	deadline := time.Now().Add(partWait)
+	for range maxPartTries {
+		if fi, err := root.Lstat(at); err == nil && !fi.Mode().IsRegular() {
+			return nil, fmt.Errorf("%s is not a file: %w", at, fs.ErrExist)
+		}
+		f, err := root.OpenFile(at, flags, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		locked, err := tryLock(f)
+		if err == nil && locked && isAt(root, f, at) {
+			return &part{File: f, root: root, name: at, kept: true}, nil
+		}
+		f.Close()
+		if err != nil {
+			return nil, fmt.Errorf("lock %s: %w", at, err)
+		}
+		if locked {
+			continue // whoever had it has finished it, or removed it
+		}
+		if time.Now().After(deadline) {
+			return nil, fmt.Errorf("%w: %s", ErrBusy, at)
+		}
+		select {
+		case <-time.After(partPoll):
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return nil, fmt.Errorf("%w: %s comes and goes", ErrBusy, at)
+}
+
+// newPart makes an unfinished file that does not stay.
+func newPart(root *os.Root, name string) (*part, error) {
+	var random [partDigits / 2]byte
+	_, _ = rand.Read(random[:]) // never fails
+	at := path.Dir(name) + "/" + partPrefix + hex.EncodeToString(random[:])
+	f, err := root.OpenFile(at, os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	return &part{File: f, root: root, name: at}, nil
+}
+
+// tryLock locks a file (flock(2)), if nobody else has.
+func tryLock(f *os.File) (ok bool, err error) {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return false, err
+	}
+	var lerr error
+	if err := rc.Control(func(fd uintptr) { lerr = unix.Flock(int(fd), unix.LOCK_EX|unix.LOCK_NB) }); err != nil {
+		return false, err
+	}
+	if errors.Is(lerr, unix.EWOULDBLOCK) {
+		return false, nil
+	}
+	return lerr == nil, lerr
+}
+
+// isAt says that an open file still has a name.
+func isAt(root *os.Root, f *os.File, name string) bool {
+	at, err := root.Lstat(name)
+	if err != nil {
+		return false
+	}
+	fi, err := f.Stat()
+	return err == nil && os.SameFile(at, fi)
+}
+
+// commit gives the file its name and closes it.
+func (p *part) commit(name string) error {
+	err := p.root.Rename(p.name, name)
+	if err != nil {
+		_ = p.root.Remove(p.name)
+	}
+	return errors.Join(err, p.Close())
+}
+
+// abandon closes the file. It stays if the copy was cut and there is enough of it.
+func (p *part) abandon(cut bool) {
+	if fi, err := p.Stat(); !cut || !p.kept || err != nil || fi.Size() < KeepPart {
+		_ = p.root.Remove(p.name)
+	}
+	p.Close()
+}
+
+// hashPrefix is the SHA-256 of the first n bytes of a file. It fails with io.ErrUnexpectedEOF if
+// there are fewer.
+func hashPrefix(ctx context.Context, f io.ReaderAt, n int64) (sum [sha256.Size]byte, err error) {
+	h := sha256.New()
+	got, err := io.Copy(h, &ctxReader{ctx: ctx, r: io.NewSectionReader(f, 0, n)})
+	if err == nil && got < n {
+		err = io.ErrUnexpectedEOF
+	}
+	h.Sum(sum[:0])
+	return sum, err
+}

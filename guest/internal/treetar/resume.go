@@ -1,0 +1,505 @@
+package treetar
+
+import (
+	"archive/tar"
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strconv"
+)
+
+// A copy that goes on where another one was cut: both ends talk, in frames, before files are sent.
+// For each batch of files
+//
+//	the sender    offers names and sizes,
+//	the receiver  answers how many bytes of each it has: of a file that is whole and of that size, or
+//	              of one that is unfinished,
+//	the sender    sends the SHA-256 of that many bytes of its files, and
+//	the receiver  says which are those that it has.
+//
+// Then the sender sends the batch as entries of the archive: those of files that the receiver has
+// begin behind what is there, as a record of the header says. So nothing is taken for the same
+// that was not compared by both.
+const (
+	frameArchive = 'A' // bytes of the archive
+	frameOffer   = 'O' // for each file: length of the name, name, size
+	frameHave    = 'H' // for each file: how many bytes of it are there
+	frameSums    = 'S' // for each file of which there are any: SHA-256
+	frameSame    = 'M' // a byte for each of those: 1 if it is the same
+
+	frameHeader = 5 // kind, and length in 32 bits, big-endian
+
+	// maxFrame bounds what a frame carries, in bytes.
+	maxFrame = 64 << 10
+	// archiveChunk is how much of the archive a frame carries: one message of the agent's protocol
+	// with its header. The buffer before it holds several, so that what is copied is not cut askew.
+	archiveChunk  = 32<<10 - frameHeader
+	archiveBuffer = 4 * archiveChunk
+	// maxBatch and maxBatchNames bound the entries that are offered at once, and their names in bytes.
+	maxBatch      = 256
+	maxBatchNames = 32 << 10
+
+	// paxOffset is the record of a header (vendor's, see pax(1)) that says where the content begins:
+	// so many bytes are there.
+	paxOffset = "DROWSE.offset"
+)
+
+// ErrFrames says that the other end breaks the rules of a copy that is resumed.
+var ErrFrames = errors.New("the frames of a resumed copy are not as they should be")
+
+// writeFrame writes a frame in one piece.
+func writeFrame(w io.Writer, kind byte, payload []byte) error {
+	b := make([]byte, frameHeader, frameHeader+len(payload))
+	b[0] = kind
+	binary.BigEndian.PutUint32(b[1:], uint32(len(payload)))
+	_, err := w.Write(append(b, payload...))
+	return err
+}
+
+// readHeader reads the beginning of a frame.
+func readHeader(r io.Reader) (kind byte, length int, err error) {
+	var head [frameHeader]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return 0, 0, err
+	}
+	n := binary.BigEndian.Uint32(head[1:])
+	if n > maxFrame {
+		return 0, 0, fmt.Errorf("%w: a frame of %d bytes", ErrFrames, n)
+	}
+	return head[0], int(n), nil
+}
+
+// readFrame reads a frame of a kind.
+func readFrame(r io.Reader, want byte) ([]byte, error) {
+	kind, n, err := readHeader(r)
+	if err != nil {
+		return nil, notEnd(err)
+	}
+	if kind != want {
+		return nil, fmt.Errorf("%w: %q where %q is due", ErrFrames, kind, want)
+	}
+	b := make([]byte, n)
+	_, err = io.ReadFull(r, b)
+	return b, notEnd(err)
+}
+
+// notEnd is the error of a stream that ends where more is due.
+func notEnd(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// archiveWriter writes the archive as frames.
+type archiveWriter struct{ w io.Writer }
+
+func (a archiveWriter) Write(p []byte) (int, error) {
+	sent := 0
+	for sent < len(p) {
+		n := min(len(p)-sent, archiveChunk)
+		if err := writeFrame(a.w, frameArchive, p[sent:sent+n]); err != nil {
+			return sent, err
+		}
+		sent += n
+	}
+	return sent, nil
+}
+
+// archiveReader reads the archive out of frames, and answers offers on the way.
+type archiveReader struct {
+	r     io.Reader
+	left  int // of the frame
+	offer func(payload []byte) error
+}
+
+func (a *archiveReader) Read(p []byte) (int, error) {
+	for a.left == 0 {
+		kind, n, err := readHeader(a.r)
+		if err != nil {
+			return 0, err
+		}
+		switch kind {
+		case frameArchive:
+			a.left = n
+		case frameOffer:
+			b := make([]byte, n)
+			if _, err := io.ReadFull(a.r, b); err != nil {
+				return 0, notEnd(err)
+			}
+			if err := a.offer(b); err != nil {
+				return 0, err
+			}
+		default:
+			return 0, fmt.Errorf("%w: %q in the midst of the archive", ErrFrames, kind)
+		}
+	}
+	n, err := a.r.Read(p[:min(len(p), a.left)])
+	a.left -= n
+	if a.left > 0 {
+		err = notEnd(err)
+	}
+	return n, err
+}
+
+// offered is an entry of a batch, at its sender.
+type offered struct {
+	path, name string
+	fi         fs.FileInfo // as it was when it was offered
+	there      int64       // bytes that the receiver has
+}
+
+func (o *offered) file() bool { return o.fi.Mode().IsRegular() && o.fi.Size() > 0 }
+
+// PackResumed is Pack for a receiver that may have some of the tree: see UnpackResumed, to which
+// rw must lead.
+func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Result, error) {
+	out := bufio.NewWriterSize(archiveWriter{rw}, archiveBuffer)
+	s := &sender{ctx: ctx, src: src, rw: rw, r: bufio.NewReader(rw), out: out, tw: tar.NewWriter(out)}
+	err := filepath.WalkDir(src, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return goneIsNot(src, p, err)
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		rel, err := filepath.Rel(src, p)
+		if err != nil {
+			return err
+		}
+		fi, err := d.Info()
+		if err != nil {
+			return goneIsNot(src, p, err)
+		}
+		if p != src && isPart(fi.Name()) {
+			return nil
+		}
+		return s.add(&offered{path: p, name: path.Join(name, filepath.ToSlash(rel)), fi: fi})
+	})
+	if err == nil {
+		err = s.send()
+	}
+	if err == nil {
+		err = s.tw.Close()
+	}
+	if err == nil {
+		err = out.Flush()
+	}
+	if err != nil {
+		return s.res, fmt.Errorf("pack %s: %w", src, err)
+	}
+	return s.res, nil
+}
+
+type sender struct {
+	ctx   context.Context
+	src   string
+	rw    io.ReadWriter
+	r     io.Reader
+	out   *bufio.Writer // of the archive
+	tw    *tar.Writer
+	res   Result
+	batch []*offered
+	names int // bytes of the batch's
+}
+
+func (s *sender) add(o *offered) error {
+	s.batch = append(s.batch, o)
+	s.names += len(o.name)
+	if len(s.batch) < maxBatch && s.names < maxBatchNames {
+		return nil
+	}
+	return s.send()
+}
+
+// send offers the batch and sends what the receiver does not have.
+func (s *sender) send() error {
+	if err := s.negotiate(); err != nil {
+		return err
+	}
+	for _, o := range s.batch {
+		if err := goneIsNot(s.src, o.path, packOne(s.tw, o.path, o.name, o.there, o.fi, &s.res)); err != nil {
+			return err
+		}
+	}
+	s.batch, s.names = s.batch[:0], 0
+	return nil
+}
+
+// negotiate finds out what the receiver has of the batch.
+func (s *sender) negotiate() error {
+	var offer []byte
+	var files []*offered
+	for _, o := range s.batch {
+		if o.file() {
+			files = append(files, o)
+			offer = binary.AppendUvarint(offer, uint64(len(o.name)))
+			offer = append(offer, o.name...)
+			offer = binary.AppendUvarint(offer, uint64(o.fi.Size()))
+		}
+	}
+	if len(files) == 0 {
+		return nil
+	}
+	if err := s.out.Flush(); err != nil {
+		return err
+	}
+	if err := writeFrame(s.rw, frameOffer, offer); err != nil {
+		return err
+	}
+	have, err := readFrame(s.r, frameHave)
+	if err != nil {
+		return err
+	}
+	var sums []byte
+	var some []*offered
+	for _, o := range files {
+		n, size := binary.Uvarint(have)
+		if size <= 0 || n > uint64(o.fi.Size()) {
+			return fmt.Errorf("%w: %d bytes of %s are said to be there, which has %d", ErrFrames, n, clip(o.name), o.fi.Size())
+		}
+		have = have[size:]
+		if n == 0 {
+			continue
+		}
+		sum, err := s.sum(o, int64(n))
+		if err != nil {
+			return err
+		}
+		o.there = int64(n)
+		some, sums = append(some, o), append(sums, sum[:]...)
+	}
+	if len(have) > 0 {
+		return fmt.Errorf("%w: more is said to be there than was offered", ErrFrames)
+	}
+	if len(some) == 0 {
+		return nil
+	}
+	if err := writeFrame(s.rw, frameSums, sums); err != nil {
+		return err
+	}
+	same, err := readFrame(s.r, frameSame)
+	if err != nil {
+		return err
+	}
+	if len(same) != len(some) {
+		return fmt.Errorf("%w: %d of %d files are compared", ErrFrames, len(same), len(some))
+	}
+	for i, o := range some {
+		if same[i] != 1 {
+			o.there = 0
+		}
+	}
+	return nil
+}
+
+// sum is that of the beginning of a file, or zero, which nothing has, if that is not there any more.
+func (s *sender) sum(o *offered, n int64) (none [sha256.Size]byte, err error) {
+	f, err := os.OpenFile(o.path, os.O_RDONLY|openNoFollow, 0)
+	if err != nil {
+		return none, nil // packing it says what is wrong, if it still matters then
+	}
+	defer f.Close()
+	sum, err := hashPrefix(s.ctx, f, n)
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return none, nil
+	}
+	return sum, err
+}
+
+// has is a file of a batch, at its receiver: bytes that are there.
+type has struct {
+	there int64
+	part  *part // nil: the file is whole and has its name
+}
+
+// maxHeld bounds the unfinished files that are held open for a batch.
+const maxHeld = 16
+
+// UnpackResumed is Unpack for a tree of which some may be there, from PackResumed at the other end
+// of rw.
+func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Options) (Result, error) {
+	u := newUnpacker(ctx, root, o)
+	defer u.release()
+	u.rw = rw
+	a := &archiveReader{r: bufio.NewReaderSize(rw, archiveBuffer), offer: u.answer}
+	u.frames = a.r
+	res, err := u.unpack(a)
+	if err == nil {
+		// Padding may follow the archive's end, but not without end.
+		var n int64
+		if n, err = io.Copy(io.Discard, io.LimitReader(a, maxTail)); err == nil && n == maxTail {
+			err = fmt.Errorf("%w: more than %d bytes after the end", ErrFrames, maxTail)
+		}
+	}
+	return res, err
+}
+
+const maxTail = 1 << 20 // bytes
+
+// release lets go of what a batch held and was not used.
+func (u *unpacker) release() {
+	for _, h := range u.there {
+		if h.part != nil {
+			h.part.abandon(true)
+		}
+	}
+	u.there = nil
+}
+
+// answer answers an offer.
+func (u *unpacker) answer(offer []byte) error {
+	u.release() // of the batch before
+	u.there = make(map[string]*has)
+	var have []byte
+	var some []*has
+	var names []string
+	for count := 0; len(offer) > 0; count++ {
+		n, size := binary.Uvarint(offer)
+		if size <= 0 || n > uint64(len(offer)-size) || count == maxBatch {
+			return fmt.Errorf("%w: an offer of %d files", ErrFrames, count)
+		}
+		raw := string(offer[size : size+int(n)])
+		offer = offer[size+int(n):]
+		whole, size := binary.Uvarint(offer)
+		if size <= 0 || whole > 1<<62 {
+			return fmt.Errorf("%w: the size of %s", ErrFrames, clip(raw))
+		}
+		offer = offer[size:]
+		name, err := cleanName(raw, u.o.Rename)
+		if err != nil {
+			return err
+		}
+		if u.there[name] != nil {
+			return fmt.Errorf("%w: %s is offered twice", ErrFrames, clip(name))
+		}
+		h := u.find(name, int64(whole))
+		have = binary.AppendUvarint(have, uint64(h.there))
+		if h.there == 0 {
+			continue
+		}
+		u.there[name] = h
+		some, names = append(some, h), append(names, name)
+		if u.compared += h.there; u.compared > u.o.Bytes {
+			return fmt.Errorf("%w: more than %d bytes to compare", ErrLimit, u.o.Bytes)
+		}
+	}
+	if err := writeFrame(u.rw, frameHave, have); err != nil {
+		return err
+	}
+	if len(some) == 0 {
+		return nil
+	}
+	return u.compare(some, names)
+}
+
+// compare takes the sums of what is there, and says which are right.
+func (u *unpacker) compare(some []*has, names []string) error {
+	own := make([]byte, 0, len(some)*sha256.Size)
+	for i, h := range some {
+		sum, err := u.sum(h, names[i])
+		if err != nil {
+			return err
+		}
+		own = append(own, sum[:]...)
+	}
+	sums, err := readFrame(u.frames, frameSums)
+	if err != nil {
+		return err
+	}
+	if len(sums) != len(own) {
+		return fmt.Errorf("%w: %d bytes of sums for %d files", ErrFrames, len(sums), len(some))
+	}
+	same := make([]byte, len(some))
+	for i, h := range some {
+		at := i * sha256.Size
+		same[i] = byte(subtle.ConstantTimeCompare(sums[at:at+sha256.Size], own[at:at+sha256.Size]))
+		if same[i] != 1 {
+			if h.part != nil {
+				h.part.abandon(true) // it is begun anew
+			}
+			delete(u.there, names[i])
+		}
+	}
+	return writeFrame(u.rw, frameSame, same)
+}
+
+// sum is that of what is there. A file that is gone has one that nothing else has.
+func (u *unpacker) sum(h *has, name string) (sum [sha256.Size]byte, err error) {
+	if h.part != nil {
+		return hashPrefix(u.ctx, h.part, h.there)
+	}
+	f, err := u.root.OpenFile(name, os.O_RDONLY|openNoFollow, 0)
+	if err == nil {
+		defer f.Close()
+		sum, err = hashPrefix(u.ctx, f, h.there)
+	}
+	if u.ctx.Err() == nil && err != nil {
+		// The other end has zeros for what it does not have.
+		for i := range sum {
+			sum[i] = 0xff
+		}
+		return sum, nil
+	}
+	return sum, err
+}
+
+// find looks for what there is of a file.
+func (u *unpacker) find(name string, whole int64) *has {
+	if whole == 0 {
+		return &has{}
+	}
+	if fi, err := u.root.Lstat(name); err == nil && fi.Mode().IsRegular() && fi.Size() == whole {
+		return &has{there: whole}
+	}
+	held := 0
+	for _, h := range u.there {
+		if h.part != nil {
+			held++
+		}
+	}
+	if whole < KeepPart || held == maxHeld {
+		return &has{}
+	}
+	p, err := openPart(u.ctx, u.root, name, false)
+	if err != nil {
+		return &has{} // writing it says what is wrong, if it is still so then
+	}
+	fi, err := p.Stat()
+	if err != nil || fi.Size() == 0 {
+		p.abandon(true)
+		return &has{}
+	}
+	// One that is longer was of another file.
+	return &has{there: min(fi.Size(), whole), part: p}
+}
+
+// claim takes what there is of a file that an entry is about: nil for nothing.
+func (u *unpacker) claim(name string, h *tar.Header) (*has, error) {
+	there := u.there[name]
+	delete(u.there, name)
+	text, ok := h.PAXRecords[paxOffset]
+	if !ok {
+		if there != nil && there.part != nil {
+			there.part.abandon(true)
+		}
+		return nil, nil
+	}
+	offset, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || there == nil || offset != there.there {
+		if there != nil && there.part != nil {
+			there.part.abandon(true)
+		}
+		return nil, fmt.Errorf("%w: content from %s on, of which that was not agreed", ErrFrames, clip(text))
+	}
+	return there, nil
+}

@@ -1,0 +1,147 @@
+package guest
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Kinds of WatchEvents. A file that is moved in from where nobody watches is created, and one that is
+// moved out is removed.
+const (
+	WatchCreated    = "created"
+	WatchWritten    = "written"
+	WatchAttributes = "attributes" // mode, owner, times, links, extended attributes
+	WatchRemoved    = "removed"
+	WatchRenamed    = "renamed"
+	WatchOverflow   = "overflow" // something is not known: Problem says what
+)
+
+// WatchEvent is one change of a file or directory of the guest's. Its texts are what the guest says: quote
+// them before they are printed.
+type WatchEvent struct {
+	Kind    string
+	Path    string
+	From    string // of WatchRenamed: the name before
+	Dir     bool
+	Time    time.Time // by the guest's clock, when its agent has taken it
+	Problem string
+}
+
+// Watch is what is watched, and how far that has been told. It is for one Client.Watch at a time, and may be
+// given to one after the other, of different clients: the guest goes on gathering events when a
+// connection ends, for 10 min of its time and up to 4096.
+type Watch struct {
+	paths     []string
+	recursive bool
+	id        string
+	begun     bool
+	last      uint64
+	lastNanos int64
+}
+
+// NewWatch describes a watch of 1 to 64 files and directories, and with recursive of what lies below these,
+// or comes to, on the same file system: 8192 directories at most.
+func NewWatch(paths []string, recursive bool) *Watch {
+	return &Watch{paths: paths, recursive: recursive, id: "watch-" + rand.Text()}
+}
+
+// Watch tells f of changes of files, in their order, until ctx ends or f fails. ready, if not nil, is called
+// when all that happens from then on is told. Several changes of one kind in a row may be one event, and what is
+// found in a directory that is new may be told twice. What could not be told, since there was too much of it or the watch was not
+// there, is told as WatchOverflow: nothing is left out in silence.
+//
+// The connection ends when the VM sleeps, with ErrConnectionLost: go on with the same Watch when it is awake.
+func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(WatchEvent) error) error {
+	op := "watch"
+	ch, err := c.connect(ctx)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer c.discard(ch)
+	defer cancel()
+	failed := func(err error) error {
+		if ctx.Err() != nil {
+			return fmt.Errorf("guest: %s: %w", op, ctx.Err())
+		}
+		return olderAgent(fail(op, ch.conn.err(endIsLost(err))))
+	}
+	ch.expect()
+	stream, err := ch.agent.Watch(ctx)
+	if err == nil {
+		err = stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
+			Paths: w.paths, Recursive: w.recursive, Id: w.id, After: w.last, AfterNanos: w.lastNanos,
+		}}})
+	}
+	if err != nil {
+		return failed(err)
+	}
+	for begun := false; ; {
+		m, err := stream.Recv()
+		ch.conn.taken()
+		if err != nil {
+			return failed(err)
+		}
+		if !begun {
+			begun = true
+			if !m.Ready || len(m.Events) > 0 {
+				return fmt.Errorf("guest: %s: %w: it begins without saying so", op, ErrProtocol)
+			}
+			missed := w.begun && !m.Resumed
+			if !m.Resumed {
+				w.last, w.lastNanos = 0, 0
+			}
+			w.begun = true
+			if ready != nil {
+				ready()
+			}
+			if missed {
+				if err := f(WatchEvent{Kind: WatchOverflow, Time: time.Now(), Problem: "the watch was not there for a while, or the VM went back to an earlier snapshot: what happened meanwhile is not known"}); err != nil {
+					return err
+				}
+			}
+			continue
+		}
+		if err := w.take(m.Events, f); err != nil {
+			return err
+		}
+		if err := stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Ack{Ack: w.last}}); err != nil {
+			return failed(err)
+		}
+	}
+}
+
+// endIsLost is the error of a stream that ends before the call does.
+func endIsLost(err error) error {
+	if errors.Is(err, io.EOF) {
+		return ErrConnectionLost
+	}
+	return err
+}
+
+// take passes events on.
+func (w *Watch) take(events []*agentpb.WatchEvent, f func(WatchEvent) error) error {
+	if len(events) == 0 || len(events) > agentpb.MaxWatchEvents {
+		return fmt.Errorf("guest: watch: %w: %d events in one message", ErrProtocol, len(events))
+	}
+	for _, e := range events {
+		if e.Number != w.last+1 {
+			return fmt.Errorf("guest: watch: %w: event %d after %d", ErrProtocol, e.Number, w.last)
+		}
+		err := f(WatchEvent{
+			Kind: shortened(e.Kind, agentpb.MaxID), Path: e.Path, From: e.From, Dir: e.Dir,
+			Time: time.Unix(0, e.WallNanos), Problem: shortened(e.Problem, maxErrorText),
+		})
+		if err != nil {
+			return err
+		}
+		w.last, w.lastNanos = e.Number, e.WallNanos
+	}
+	return nil
+}

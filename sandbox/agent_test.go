@@ -1,0 +1,271 @@
+package sandbox_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// selfProgram is how root in a guest asks the host.
+const selfProgram = "/run/drowse/agent self "
+
+// told are the events of a watch.
+type told struct {
+	mu   sync.Mutex
+	list []guest.WatchEvent
+	more chan struct{}
+}
+
+func (w *told) add(e guest.WatchEvent) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.list = append(w.list, e)
+	select {
+	case w.more <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// until waits for an event, and fails if something is not known.
+func (w *told) until(t *testing.T, kind, path string) {
+	t.Helper()
+	limit := time.After(5 * time.Minute)
+	for {
+		w.mu.Lock()
+		found := false
+		for _, e := range w.list {
+			if e.Kind == guest.WatchOverflow {
+				t.Errorf("something was missed: %+v", e)
+			}
+			found = found || e.Kind == kind && e.Path == path
+		}
+		w.mu.Unlock()
+		if found || t.Failed() {
+			return
+		}
+		select {
+		case <-w.more:
+		case <-limit:
+			t.Fatalf("%s of %s was not told, only %+v", kind, path, w.list)
+		}
+	}
+}
+
+// workThatASleepCuts has a copy, a watch and a terminal in the midst of a sleep: the guest is asleep
+// and wakes, and all three go on.
+func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
+	ctx, cancel := context.WithCancel(t.Context())
+	e.Sh(name, "mkdir -p /root/watched")
+	events := &told{more: make(chan struct{}, 1)}
+	watched := make(chan error, 1)
+	ready := make(chan struct{}, 2)
+	go func() {
+		watched <- e.Store.Watch(ctx, name, sandbox.WatchOptions{Paths: []string{"/root/watched"}, Recursive: true, Ready: func() { ready <- struct{}{} }}, events.add)
+	}()
+	defer func() {
+		cancel()
+		if err := <-watched; !errors.Is(err, context.Canceled) {
+			t.Errorf("the watch ended with %v", err)
+		}
+	}()
+	select {
+	case <-ready:
+	case err := <-watched:
+		watched <- context.Canceled
+		t.Fatalf("watching: %v", err)
+	}
+	// A terminal with something on its screen.
+	screen := newScreen()
+	s, err := e.Agent(name).Start(t.Context(), guest.Cmd{
+		Argv: []string{"/bin/sh", "-c", `stty -echo; printf '\033[2J\033[31mhere I am\033[0m'; read line; echo "got $line"`},
+		Pty:  &guest.Pty{Size: guest.Size{Rows: 24, Cols: 80}}, Detach: true, ID: "screen", IO: guest.IO{Stdout: screen},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const shown = "\033[2J\033[31mhere I am\033[0m"
+	screen.until(t, shown)
+
+	if *agentCopies {
+		copyThatASleepCuts(t, e, name)
+	} else {
+		e.Sh(name, "echo before > /root/watched/before")
+		e.Sleep(name)
+		e.Wake(name)
+		e.Sh(name, "echo after > /root/watched/data")
+	}
+	if _, err := s.Wait(); !errors.Is(err, guest.ErrConnectionLost) {
+		t.Errorf("the terminal that the sleep cuts: %v", err)
+	}
+	events.until(t, guest.WatchCreated, "/root/watched/before")
+	events.until(t, guest.WatchWritten, "/root/watched/before")
+
+	in, typing := io.Pipe()
+	again := newScreen()
+	if s, err = e.Agent(name).Attach(t.Context(), "screen", 0, guest.IO{Stdin: in, Stdout: again}); err != nil {
+		t.Fatal(err)
+	}
+	again.until(t, shown)
+	if _, err := io.WriteString(typing, "typed\n"); err != nil {
+		t.Error(err)
+	}
+	if st, err := s.Wait(); err != nil || st.Code != 0 {
+		t.Errorf("the terminal's end: %v", err)
+	}
+	typing.Close()
+	again.until(t, shown+"got typed\r\n")
+	if !*agentCopies {
+		events.until(t, guest.WatchWritten, "/root/watched/data")
+	}
+}
+
+// agentCopies has copies of some MiB cut by a sleep: a guest whose kernel is interpreted takes minutes for them.
+var agentCopies = flag.Bool("agent-copies", false, "have a sleep cut the copy of a large file, and go on")
+
+// copyThatASleepCuts copies a file, has the VM sleep in the midst of it, and goes on.
+func copyThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
+	const size = 6 << 20
+	data := make([]byte, size)
+	rand.NewChaCha8([32]byte{7}).Read(data)
+	src := filepath.Join(t.TempDir(), "data")
+	if err := os.WriteFile(src, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	slept := false
+	_, err := e.Agent(name).CopyIn(t.Context(), src, "/root/watched/data", guest.CopyOptions{Progress: func(n int64) {
+		if n > size/2 && !slept {
+			slept = true
+			e.Sh(name, "echo before > /root/watched/before")
+			e.Sleep(name)
+		}
+	}})
+	if !slept || !errors.Is(err, guest.ErrConnectionLost) {
+		t.Fatalf("the copy that the sleep cuts: %v", err)
+	}
+	e.Wake(name)
+	c := e.Agent(name)
+	res, err := c.CopyIn(t.Context(), src, "/root/watched/data", guest.CopyOptions{Resume: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if res.Kept < size/4 || res.Kept+res.Bytes != size {
+		t.Errorf("%d bytes were kept and %d copied, of %d", res.Kept, res.Bytes, size)
+	}
+	if got := e.Sh(name, "sha256sum < /root/watched/data; ls -A /root/watched | wc -l"); got != fmt.Sprintf("%x  -\n2", sha256.Sum256(data)) {
+		t.Errorf("in the guest there is %q", got)
+	}
+	back := filepath.Join(t.TempDir(), "back")
+	if res, err = c.CopyOut(t.Context(), "/root/watched/data", back, guest.CopyOptions{}); err != nil || res.Bytes != size {
+		t.Errorf("%+v, %v", res, err)
+	}
+	if got, err := os.ReadFile(back); err != nil || !bytes.Equal(got, data) {
+		t.Errorf("what came back is another file, %v", err)
+	}
+}
+
+// screen is what a terminal has shown.
+type screen struct {
+	mu   sync.Mutex
+	text []byte
+	more chan struct{}
+}
+
+func newScreen() *screen { return &screen{more: make(chan struct{}, 1)} }
+
+func (s *screen) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.text = append(s.text, p...)
+	select {
+	case s.more <- struct{}{}:
+	default:
+	}
+	return len(p), nil
+}
+
+func (s *screen) until(t *testing.T, want string) {
+	t.Helper()
+	limit := time.After(5 * time.Minute)
+	for {
+		s.mu.Lock()
+		got := string(s.text)
+		s.mu.Unlock()
+		if got == want {
+			return
+		}
+		select {
+		case <-s.more:
+		case <-limit:
+			t.Fatalf("the terminal shows %q, want %q", got, want)
+		}
+	}
+}
+
+// guestAsksItsHost has a guest ask for what it may, and for what it may not.
+func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
+	id := e.Sh(name, selfProgram+"snapshot 'made by me'")
+	list, err := e.Store.Snapshots()
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := false
+	for _, s := range list {
+		if s.ID == id {
+			found = true
+			if s.Note != "asked for by the guest: made by me" || s.Kind != "named" {
+				t.Errorf("the snapshot is %+v", s)
+			}
+		}
+	}
+	if !found {
+		t.Errorf("it is told of a snapshot %q, which is not there", id)
+	} else if err := e.Store.RemoveSnapshot(t.Context(), id); err != nil {
+		t.Error(err)
+	}
+	// What has asked goes on when the VM is awake again. A hold is for sleeps that nobody has asked for.
+	s, err := e.Agent(name).Start(t.Context(), guest.Cmd{
+		Argv: []string{"/bin/sh", "-c", selfProgram + "hold 60s && " + selfProgram + "sleep"}, Detach: true, ID: "asks",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, _ = s.Wait() // it is cut
+	e.WaitPhase(name, sandbox.Asleep, 5*time.Minute)
+	e.Wake(name)
+	var said bytes.Buffer
+	if s, err = e.Agent(name).Attach(t.Context(), "asks", 0, guest.IO{Stdout: &said, Stderr: &said}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Wait(); err != nil {
+		t.Errorf("asking for a sleep has ended with %v: %s", err, said.String())
+	}
+	var asked []string
+	if _, err := e.Store.Audit(t.Context(), name, audit.ReadOptions{}, func(en audit.Entry) error {
+		if en.Kind == audit.KindSelf {
+			asked = append(asked, strings.Join(en.Argv, " "))
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.Join(asked, "|"); got != "snapshot made by me|hold 1m0s|sleep" {
+		t.Errorf("recorded: %q", got)
+	}
+}

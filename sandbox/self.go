@@ -1,0 +1,231 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+)
+
+// SelfSpec says what programs in a VM may ask the host for, about this VM and no other. The grant is the
+// VM's: every program in it may use it. Forks and clones have it as well.
+type SelfSpec struct {
+	// Allow has "sleep", "snapshot" and "hold", or some of them. Empty is nothing: the guest finds nobody to ask.
+	Allow []string `json:"allow,omitempty"`
+}
+
+// Bounds of what a guest may ask for.
+const (
+	// MaxSelfHold is how long one request keeps a VM from going to sleep for want of use, in seconds.
+	MaxSelfHold = 60 * 60
+	// MaxSelfSnapshots is how many snapshots there are at once that a VM has asked for.
+	MaxSelfSnapshots = 8
+
+	// selfBurst requests in a row are served, and then one each selfEvery. Those that are refused for
+	// that are not recorded.
+	selfBurst = 8
+	selfEvery = 10 * time.Second
+)
+
+// selfNote begins the note of a snapshot that its VM has asked for.
+const selfNote = "asked for by the guest"
+
+func (s SelfSpec) check() error {
+	for i, what := range s.Allow {
+		if what != guest.SelfSleep && what != guest.SelfSnapshot && what != guest.SelfHold {
+			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s or %s", ErrSpec, what, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold)
+		}
+		if slices.Contains(s.Allow[:i], what) {
+			return fmt.Errorf("%w: the guest is allowed %q twice", ErrSpec, what)
+		}
+	}
+	return nil
+}
+
+// self does what the guest asks for about its own VM.
+type self struct {
+	allow []string
+	now   func() time.Time
+	trail *audit.Trail
+
+	snapshot func(note string) (id string, err error)
+	sleep    func()
+	holders  *holdSet
+
+	mu    sync.Mutex // guards what follows
+	left  int
+	since time.Time
+	// release ends the hold; nil if there is none. held is which one it is.
+	release func()
+	held    uint64
+}
+
+// serveSelf listens for what the guest asks for, if it may ask. What is returned ends that, and waits.
+func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
+	spec := p.r.Spec.Self
+	if len(spec.Allow) == 0 {
+		return func() {}, nil
+	}
+	name := p.r.Spec.Name
+	path := guest.SelfPath(p.store.VsockPath(name))
+	l, err := listenUnix(path)
+	if err != nil {
+		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
+	}
+	s := &self{
+		allow: spec.Allow, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
+		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
+		sleep:    func() { p.selfSleep(ctx) },
+	}
+	var serving sync.WaitGroup
+	serving.Go(func() { guest.ServeSelf(l, s.do) })
+	return func() {
+		l.Close()
+		serving.Wait()
+		s.end()
+	}, nil
+}
+
+// do answers one request.
+func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
+	if !s.take() {
+		return guest.SelfAnswer{Error: fmt.Sprintf("too many requests: %d in a row, then one in %v", selfBurst, selfEvery)}, nil
+	}
+	p, err := s.trail.Begin(context.Background(), audit.Action{Kind: audit.KindSelf, Argv: selfArgv(r)})
+	if err != nil {
+		return guest.SelfAnswer{Error: "it cannot be recorded in the audit trail, and is not done"}, nil
+	}
+	var o audit.Outcome
+	defer func() { p.End(o) }()
+	switch {
+	case !slices.Contains(s.allow, r.Do):
+		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
+	case r.Do == guest.SelfSleep:
+		then = s.sleep
+	case r.Do == guest.SelfSnapshot:
+		answer.Snapshot, err = s.snapshot(r.Note)
+	case r.Do == guest.SelfHold:
+		answer.Seconds, err = r.Seconds, s.hold(r.Seconds)
+	}
+	if err != nil {
+		o.Error = err.Error()
+		return guest.SelfAnswer{Error: err.Error()}, nil
+	}
+	answer.OK = true
+	return answer, then
+}
+
+// selfArgv is a request as it is recorded.
+func selfArgv(r guest.SelfRequest) []string {
+	argv := []string{r.Do}
+	if r.Note != "" {
+		argv = append(argv, r.Note)
+	}
+	if r.Do == guest.SelfHold {
+		argv = append(argv, (time.Duration(r.Seconds) * time.Second).String())
+	}
+	return argv
+}
+
+// take says whether another request may be served.
+func (s *self) take() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := s.now()
+	if s.since.IsZero() {
+		s.left, s.since = selfBurst, now
+	}
+	if n := int(min(now.Sub(s.since)/selfEvery, selfBurst)); n > 0 {
+		s.left, s.since = min(s.left+n, selfBurst), now
+	}
+	if s.left == 0 {
+		return false
+	}
+	s.left--
+	return true
+}
+
+// hold keeps the VM awake for some seconds from now on, in the place of a hold before; 0 ends that. A sleep that
+// is asked for takes place all the same.
+func (s *self) hold(seconds int) error {
+	if seconds > MaxSelfHold {
+		return fmt.Errorf("%d s: a VM may hold itself awake for %d at once", seconds, MaxSelfHold)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.release != nil {
+		s.release()
+		s.release = nil
+	}
+	if seconds == 0 {
+		return nil
+	}
+	s.held++
+	which := s.held
+	leave, done := s.holders.join()
+	over := make(chan struct{})
+	let := sync.OnceFunc(func() { close(over) })
+	s.release = let
+	go func() {
+		t := time.NewTimer(time.Duration(seconds) * time.Second)
+		defer t.Stop()
+		select {
+		case <-t.C:
+		case <-leave:
+		case <-over:
+		}
+		done()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.held == which {
+			s.release = nil
+		}
+	}()
+	return nil
+}
+
+// end ends a hold.
+func (s *self) end() { _ = s.hold(0) }
+
+// selfSleep puts the VM to sleep.
+func (p *process) selfSleep(ctx context.Context) {
+	res, err := p.sleep(ctx, "", nil)
+	if err != nil {
+		p.log.Warn("the guest has asked to be put to sleep, and is awake", "error", err)
+		return
+	}
+	p.log.Info("gone to sleep, since the guest has asked for it", "snapshot", res.Snapshot, "bytes", res.BytesStored)
+	p.end()
+}
+
+// ErrSelfLimit says that a guest has asked for as much as it may have.
+var ErrSelfLimit = errors.New("the guest has asked for as many snapshots as it may have")
+
+// selfSnapshot takes a snapshot, unless there are as many as the guest may ask for.
+func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err error) {
+	all, err := p.store.Snapshots()
+	if err != nil {
+		return "", err
+	}
+	n := 0
+	for i := range all {
+		if all[i].VM == p.r.ID && strings.HasPrefix(all[i].Note, selfNote) {
+			n++
+		}
+	}
+	if n >= MaxSelfSnapshots {
+		return "", fmt.Errorf("%w: %d: its owner can remove some", ErrSelfLimit, n)
+	}
+	full := selfNote
+	if note != "" {
+		full += ": " + note
+	}
+	res, err := p.snapshot(ctx, full, "")
+	return res.Snapshot, err
+}

@@ -1,0 +1,159 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
+)
+
+func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
+	t.Parallel()
+	for name, s := range map[string]SelfSpec{
+		"something else":       {Allow: []string{"fork"}},
+		"nothing, but said so": {Allow: []string{""}},
+		"the same twice":       {Allow: []string{guest.SelfSleep, guest.SelfSleep}},
+	} {
+		if err := s.check(); !errors.Is(err, ErrSpec) {
+			t.Errorf("%s: got %v, want ErrSpec", name, err)
+		}
+	}
+	for _, s := range []SelfSpec{{}, {Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}}} {
+		if err := s.check(); err != nil {
+			t.Errorf("%+v: %v", s, err)
+		}
+	}
+}
+
+// newSelf is the host's end of a guest that may ask, with a clock.
+func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), trail func() []audit.Entry) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "vsock.sock")
+	if err := audit.Ensure(t.Context(), audit.Path(path), audit.Head{VM: "id", Name: "vm"}); err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1000, 0)
+	s = &self{
+		allow: allow, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
+		snapshot: func(note string) (string, error) { return "snap of " + note, nil },
+		sleep:    func() {},
+	}
+	t.Cleanup(s.end)
+	return s, func(d time.Duration) { now = now.Add(d) }, func() (list []audit.Entry) {
+		t.Helper()
+		if _, err := audit.Read(context.Background(), audit.Path(path), audit.ReadOptions{}, func(e audit.Entry) error {
+			list = append(list, e)
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return list
+	}
+}
+
+func TestSelf_does_what_is_allowed_and_records_it(t *testing.T) {
+	t.Parallel()
+	s, _, trail := newSelf(t, guest.SelfSnapshot, guest.SelfHold)
+	if a, then := s.do(guest.SelfRequest{Do: guest.SelfSnapshot, Note: "x"}); !a.OK || a.Snapshot != "snap of x" || then != nil {
+		t.Errorf("a snapshot: %+v", a)
+	}
+	if a, then := s.do(guest.SelfRequest{Do: guest.SelfSleep}); a.OK || !strings.Contains(a.Error, "--allow-self") || then != nil {
+		t.Errorf("a sleep that is not allowed: %+v", a)
+	}
+	var got []string
+	for _, e := range trail() {
+		got = append(got, string(e.Kind)+" "+strings.Join(e.Argv, " "))
+	}
+	if strings.Join(got, "|") != "self snapshot x|self sleep" {
+		t.Errorf("recorded: %q", got)
+	}
+	s, _, _ = newSelf(t, guest.SelfSleep)
+	slept := false
+	s.sleep = func() { slept = true }
+	a, then := s.do(guest.SelfRequest{Do: guest.SelfSleep})
+	if !a.OK || then == nil || slept {
+		t.Fatalf("a sleep: %+v, and done before it was answered: %v", a, slept)
+	}
+	if then(); !slept {
+		t.Error("it does not sleep")
+	}
+}
+
+func TestSelf_serves_so_many_requests_and_records_no_more(t *testing.T) {
+	t.Parallel()
+	s, pass, trail := newSelf(t, guest.SelfSnapshot)
+	ask := func() bool {
+		a, _ := s.do(guest.SelfRequest{Do: guest.SelfSnapshot})
+		return a.OK
+	}
+	served := func() (n int) {
+		for range 1000 {
+			if ask() {
+				n++
+			}
+		}
+		return n
+	}
+	if n := served(); n != selfBurst {
+		t.Errorf("%d of 1000 in a row are served, want %d", n, selfBurst)
+	}
+	pass(3 * selfEvery)
+	if n := served(); n != 3 {
+		t.Errorf("later %d are served, want 3", n)
+	}
+	pass(1000 * selfEvery)
+	if n := served(); n != selfBurst {
+		t.Errorf("much later %d are served, want %d", n, selfBurst)
+	}
+	if n := len(trail()); n != 2*selfBurst+3 {
+		t.Errorf("%d are recorded", n)
+	}
+}
+
+func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
+	t.Parallel()
+	s, pass, _ := newSelf(t, guest.SelfHold)
+	held := func(want uint64) {
+		t.Helper()
+		for end := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
+			now, _ := s.holders.count()
+			if now == want {
+				return
+			}
+			if time.Now().After(end) {
+				t.Fatalf("%d hold it, want %d", now, want)
+			}
+		}
+	}
+	hold := func(seconds int) guest.SelfAnswer {
+		pass(selfEvery)
+		a, _ := s.do(guest.SelfRequest{Do: guest.SelfHold, Seconds: seconds})
+		return a
+	}
+	if a := hold(MaxSelfHold + 1); a.OK {
+		t.Error("it may be held for longer than the bound")
+	}
+	held(0)
+	for range 3 {
+		if a := hold(MaxSelfHold); !a.OK || a.Seconds != MaxSelfHold {
+			t.Errorf("got %+v", a)
+		}
+	}
+	held(1)
+	if a := hold(0); !a.OK {
+		t.Errorf("letting go: %+v", a)
+	}
+	held(0)
+	hold(1)
+	held(0) // by itself
+	// A sleep that somebody asks for does not wait for it.
+	hold(MaxSelfHold)
+	held(1)
+	s.holders.dismiss(time.Minute)
+	held(0)
+}
