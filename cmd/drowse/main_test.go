@@ -59,7 +59,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"rename nobody", exitUsage, "drowse rename --help"},
 		{"update nobody --owner x", exitFailed, "nobody"},
 		{"update nobody --ttl 1h --no-expiry", exitUsage, "--no-expiry"},
-		{"update nobody --ttl 0", exitUsage, "is no duration"},
+		{"update nobody --ttl 0", exitUsage, "at least a second"},
 		{"update nobody --keep forever", exitUsage, "last=N"},
 		{"update nobody --class eternal", exitUsage, "ephemeral, resumable or workspace"},
 		{"run x --ttl 1500ms", exitUsage, "whole seconds"},

@@ -82,7 +82,9 @@ func CodeOf(err error) Code {
 	switch {
 	case errors.As(err, &have):
 		return have.Code
-	case errors.Is(err, lifetime.ErrKeep) || errors.Is(err, records.ErrInvalid):
+	case errors.Is(err, records.ErrInvalid):
+		return "invalid"
+	case errors.Is(err, lifetime.ErrKeep):
 		return "label"
 	case errors.Is(err, records.ErrNotFound):
 		return "not-found"

@@ -205,7 +205,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		"a page that is too long": {func(ctx context.Context) error {
 			_, err := f.List(ctx, records.Filter{Limit: records.MaxPage + 1})
 			return err
-		}, "label", records.ErrInvalid},
+		}, "invalid", records.ErrInvalid},
 		"what fails below": {func(ctx context.Context) error {
 			_, err := f.Create(ctx, fleet.Request{Spec: spec("full")})
 			return err
