@@ -539,9 +539,7 @@ func TestListsOfDatabaseAndFilesAreTheSame(t *testing.T) {
 		s.Owner = []string{"", "alice", "bob"}[i%3]
 		s.Class = lifetime.Classes[i%len(lifetime.Classes)]
 		s.Status = Statuses[i%(len(Statuses)-1)]
-		for _, tag := range []string{"a", "b", "c"}[:i%4] {
-			s.Tags = append(s.Tags, tag)
-		}
+		s.Tags = append(s.Tags, []string{"a", "b", "c"}[:i%4]...)
 		if i%5 == 0 {
 			s.Expires = now.Add(time.Duration(i-30) * time.Second).UTC()
 		}
