@@ -180,6 +180,9 @@ func (f *forker) choose(o ForkOptions) error {
 		spec := f.parent.Spec
 		spec.Hostname = ""
 		label := &own
+		if own.empty() {
+			label = nil // there is no file to wait for the disk for
+		}
 		if len(o.Children) > 0 {
 			o.Name = ""
 			if c := o.Children[i]; c.Label != nil {
@@ -209,7 +212,7 @@ func (f *forker) choose(o ForkOptions) error {
 		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
-		if f.labels[spec.Name] != nil {
+		if _, twice := f.labels[spec.Name]; twice {
 			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
 		}
 		if err := (&Record{Spec: spec}).setLabel(label); err != nil {

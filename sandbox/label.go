@@ -70,6 +70,11 @@ func (l Label) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
+// empty says that it is what a VM without one has.
+func (l Label) empty() bool {
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{}
+}
+
 // Check refuses what is out of bounds.
 func (l Label) Check() error {
 	text := func(what, s string, limit int) error {
