@@ -26,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -50,6 +51,11 @@ type Launcher struct {
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
 // the VM does not come up, nothing is left of it but its logs in the error.
 func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) {
+	return s.RunLabelled(ctx, l, spec, nil)
+}
+
+// RunLabelled is Run for a sandbox that has a label, if that is not nil, from its first moment on.
+func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *Label) (Report, error) {
 	if spec.Name == "" {
 		spec.Name = "vm-" + newID()[:8]
 	}
@@ -61,6 +67,9 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 		return Report{}, err
 	}
 	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
+	if err := r.setLabel(label); err != nil {
+		return Report{}, err
+	}
 	if err := s.findVolumes(spec.Volumes); err != nil {
 		return Report{}, err
 	}
@@ -206,6 +215,11 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	switch r.Phase {
 	case Running, Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
+	}
+	if err := s.notExpired(name); err != nil {
+		return Report{}, err
+	}
+	switch r.Phase {
 	case Asleep:
 		// Its memory is of no use if its volumes have moved on.
 		if !errors.Is(s.checkVolumes(r, r.Snapshot), volume.ErrStale) {
@@ -215,14 +229,37 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	return s.launch(ctx, l, r.Spec, "")
 }
 
-// Wake brings a VM back from its last sleep. Waking one that runs does nothing.
+// errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
+var errBetween = errors.New("the VM is falling asleep or being woken")
+
+// Wake brings a VM back from its last sleep. Waking one that runs does nothing, and of several that wake it at
+// once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
+// case when Wake returns. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
+// what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+	for {
+		rep, err := s.wakeOnce(ctx, l, name)
+		if !errors.Is(err, errBetween) {
+			return rep, err
+		}
+		select {
+		case <-ctx.Done():
+			return Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
+}
+
+func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
 	}
 	if r.Phase == Running || r.Phase == Starting {
 		return s.awaitRunning(ctx, name)
+	}
+	if err := s.notExpired(name); err != nil {
+		return Report{}, err
 	}
 	if r.Snapshot == "" {
 		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
@@ -237,14 +274,25 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 	}
 	if r.Phase != Asleep {
 		// Back to the disk as it was then; what was written since is given up.
-		if err := s.rewind(name); err != nil {
+		if err := s.rewind(name); errors.Is(err, ErrRunning) {
+			return Report{}, errBetween
+		} else if err != nil {
 			return Report{}, err
 		}
 	}
+	// The process that has put it to sleep may be on its way out.
+	lock, err := s.lock(name)
+	if errors.Is(err, ErrRunning) {
+		return Report{}, errBetween
+	}
+	if err != nil {
+		return Report{}, err
+	}
+	lock.release()
 	rep, err := s.launch(ctx, l, r.Spec, r.Snapshot)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
-		return s.awaitRunning(ctx, name)
+		return Report{}, errBetween
 	}
 	return rep, err
 }
@@ -260,18 +308,27 @@ func (s *Store) rewind(name string) error {
 	if err != nil {
 		return err
 	}
+	if r.Phase == Running || r.Phase == Starting {
+		return fmt.Errorf("%w: %s", ErrRunning, name) // it has been started meanwhile, and killed
+	}
 	m, err := s.manifest(r.Snapshot)
 	if err != nil {
 		return err
 	}
+	r.goBack(m)
+	return s.save(r)
+}
+
+// goBack makes a VM without a process one that sleeps in a snapshot.
+func (r *Record) goBack(m *snapshot.Manifest) {
 	r.Disk = snapshotDisk(m)
 	var then Record
-	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil {
+	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil && then.Version == recordVersion {
 		// Those that its memory has.
 		r.Spec.Services = then.Spec.Services
+		r.Spec.VCPUs, r.Spec.MemoryMiB = then.Spec.VCPUs, then.Spec.MemoryMiB
 	}
 	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
-	return s.save(r)
 }
 
 func snapshotDisk(m *snapshot.Manifest) disk.Stack {
@@ -302,10 +359,15 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 		switch r.Phase {
 		case Running:
 			info, err := s.Info(ctx, name)
-			if err == nil || !errors.Is(err, ErrNotRunning) {
+			if err == nil && info.Falling {
+				break // the sleep decides
+			}
+			if err == nil || !passing(err) {
 				return info.Report, err
 			}
 		case Starting:
+		case Asleep:
+			return Report{}, errBetween
 		default:
 			return Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
@@ -333,6 +395,8 @@ type RestoreChanges struct {
 	Policy *netpolicy.Policy
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
 	Idle *IdleSpec
+	// Label is the clone's; nil is none, whatever the VM has that the snapshot is of.
+	Label *Label
 }
 
 // RestoreWith is Restore with changes.
@@ -353,6 +417,9 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 			return Report{}, err
 		}
 		r.Spec.Idle = *c.Idle
+	}
+	if err := r.setLabel(c.Label); err != nil {
+		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id)
 }
@@ -559,8 +626,8 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 }
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
-// that sleeps already is left alone. If it cannot be saved, or hooks in the guest
-// refuse (ErrHooks), it runs on.
+// that sleeps already is left alone, and what its last sleep has done is returned; one that is being started is waited
+// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on.
 func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
@@ -576,12 +643,15 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if err := o.Hooks.check(); err != nil {
 		return res, err
 	}
-	r, err := s.Get(name)
+	r, err := s.awaitStarted(ctx, name)
 	if err != nil {
 		return res, err
 	}
 	if r.Phase == Asleep {
-		return SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}}, nil
+		return r.lastSleep(), nil
+	}
+	if l, err := s.Label(name); err == nil && l.Class == lifetime.Ephemeral {
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
 	}
 	begin := time.Now()
 	old := r.Snapshot
@@ -591,6 +661,13 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
 	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
+		// Somebody else may have put it to sleep.
+		if now, gerr := s.Get(name); gerr == nil && passing(err) && now.sleptAfter(r) {
+			if err := awaitExit(ctx, proc); err != nil {
+				return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
+			}
+			return now.lastSleep(), nil
+		}
 		return res, err
 	}
 	if err := awaitExit(ctx, proc); err != nil {
@@ -603,6 +680,38 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		}
 	}
 	return res, nil
+}
+
+// awaitStarted waits until a VM that is being started is there, or not.
+func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) {
+	for {
+		r, err := s.Get(name)
+		if err != nil || r.Phase != Starting {
+			return r, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("waiting for VM %s to start: %w", name, ctx.Err())
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+// lastSleep is what the last sleep of a VM that sleeps has done.
+func (r *Record) lastSleep() SleepResult {
+	res := SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+	for _, sl := range r.Sleeps {
+		if sl.Snapshot == r.Snapshot {
+			res.take(sl)
+		}
+	}
+	return res
+}
+
+// sleptAfter says whether a VM has slept since an earlier look at its record.
+func (r *Record) sleptAfter(before *Record) bool {
+	n := len(r.Sleeps)
+	return n > 0 && r.Sleeps[n-1].Snapshot == r.Snapshot && r.Snapshot != before.Snapshot && r.ID == before.ID
 }
 
 // awaitExit waits until a process, of whatever parent, has ended.
@@ -802,19 +911,25 @@ func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) 
 // Remove deletes a VM with its disk and its sleep snapshot. A running one is refused
 // with ErrRunning unless force is set.
 func (s *Store) Remove(ctx context.Context, name string, force bool) error {
+	_, err := s.RemoveFreed(ctx, name, force)
+	return err
+}
+
+// RemoveFreed is Remove that says what it has freed.
+func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed, error) {
 	r, err := s.Get(name)
 	switch {
 	case errors.Is(err, ErrRecord) && force:
-		return s.removeVM(ctx, name)
+		return s.removeFreed(ctx, name)
 	case err != nil:
-		return err
+		return Freed{}, err
 	case r.Phase == Running || r.Phase == Starting:
 		if !force {
-			return fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", ErrRunning, name)
+			return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", ErrRunning, name)
 		}
 		if err := s.Stop(ctx, name, true); err != nil {
-			return err
+			return Freed{}, err
 		}
 	}
-	return s.removeVM(ctx, name)
+	return s.removeFreed(ctx, name)
 }

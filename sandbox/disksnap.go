@@ -159,6 +159,11 @@ func (in *Instance) newIdentity(ctx context.Context) error {
 // Image and size of the disk are those of the snapshot; spec may leave them out, and is
 // refused with ErrSpec if it says something else.
 func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix string) (Report, error) {
+	return s.RunFromDiskLabelled(ctx, l, spec, prefix, nil)
+}
+
+// RunFromDiskLabelled is RunFromDisk for a sandbox that has a label, if that is not nil, from its first moment on.
+func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, prefix string, label *Label) (Report, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return Report{}, err
@@ -170,6 +175,9 @@ func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix s
 	r, err := s.recordFromDisk(ctx, l, spec, m)
 	if err != nil {
 		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
+	}
+	if err := r.setLabel(label); err != nil {
+		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "")
 }

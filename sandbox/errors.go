@@ -49,6 +49,12 @@ var codes = []struct {
 	{"address-range", hostnet.ErrRange},
 	{"addresses-full", hostnet.ErrFull},
 	{"invalid", ErrSpec},
+	{"label", ErrLabel},
+	{"expired", ErrExpired},
+	{"foreign-snapshot", ErrForeignSnapshot},
+	{"snapshot-in-use", ErrSnapshotInUse},
+	{"record", ErrRecord},
+	{"crashed", ErrCrashed},
 	{"hooks", ErrHooks},
 	{"secrets", ErrSecrets},
 	{"disk-only", ErrDiskOnly},
@@ -76,6 +82,17 @@ func reportError(err error) *ErrorReport {
 
 // Error makes it an error again, which wraps the one that it was.
 func (e *ErrorReport) Error() string { return e.Message }
+
+// ErrorCode is the word by which an error is known that a caller may want to tell apart; empty for others.
+func ErrorCode(err error) string {
+	if err == nil {
+		return ""
+	}
+	if r := reportError(err); r.Code != "error" {
+		return r.Code
+	}
+	return ""
+}
 
 // Unwrap returns the sentinel that the code stands for.
 func (e *ErrorReport) Unwrap() error {

@@ -73,6 +73,16 @@ type ForkOptions struct {
 	Early bool
 	// Policy is the children's network policy; nil is that of the VM.
 	Policy *netpolicy.Policy
+	// Children, if there are any, are what to make, instead of Count and Name.
+	Children []ForkChild
+}
+
+// ForkChild is a child that is to be made.
+type ForkChild struct {
+	// Name is random if it is empty.
+	Name string
+	// Label is the child's; nil is that of the VM.
+	Label *Label
 }
 
 // ForkResult says what a fork has done.
@@ -102,6 +112,9 @@ type ForkResult struct {
 // false.
 func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions) (res ForkResult, err error) {
 	begin := time.Now()
+	if len(o.Children) > 0 {
+		o.Count = len(o.Children)
+	}
 	if o.Count == 0 {
 		o.Count = 1
 	}
@@ -149,7 +162,8 @@ type forker struct {
 	launcher Launcher
 	parent   *Record
 	specs    []Spec
-	policy   bool // the children have another policy than their parent
+	policy   bool              // the children have another policy than their parent
+	labels   map[string]*Label // by name
 	early    bool
 	begin    time.Time
 	res      ForkResult
@@ -158,10 +172,27 @@ type forker struct {
 // choose makes the specs of the children, and refuses what cannot be before anything is
 // done.
 func (f *forker) choose(o ForkOptions) error {
+	own, err := f.store.Label(f.parent.Spec.Name)
+	if err != nil {
+		return err
+	}
+	f.labels = make(map[string]*Label, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""
+		label := &own
+		if own.empty() {
+			label = nil // there is no file to wait for the disk for
+		}
+		if len(o.Children) > 0 {
+			o.Name = ""
+			if c := o.Children[i]; c.Label != nil {
+				label = c.Label
+			}
+		}
 		switch {
+		case len(o.Children) > 0 && o.Children[i].Name != "":
+			spec.Name = o.Children[i].Name
 		case o.Name == "":
 			spec.Name = "vm-" + newID()[:8]
 		case o.Count == 1:
@@ -182,6 +213,13 @@ func (f *forker) choose(o ForkOptions) error {
 		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
+		if _, twice := f.labels[spec.Name]; twice {
+			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
+		}
+		if err := (&Record{Spec: spec}).setLabel(label); err != nil {
+			return err
+		}
+		f.labels[spec.Name] = label
 		f.specs = append(f.specs, spec)
 	}
 	return nil
@@ -217,6 +255,9 @@ func (f *forker) sleeping(ctx context.Context) error {
 		r.Fork = f.parent.origin()
 		// These may have been changed while the VM sleeps.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
+		if err := r.setLabel(f.labels[spec.Name]); err != nil {
+			return Report{}, err
+		}
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot)
 	})
 }
@@ -242,6 +283,9 @@ func (f *forker) running(ctx context.Context) error {
 		}
 		r.inherit(f.parent)
 		r.Disk.Layers = c.first.Layers
+		if err := r.setLabel(f.labels[spec.Name]); err != nil {
+			return Report{}, err
+		}
 		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, c.image)
 	})
 	if err == nil && f.early {

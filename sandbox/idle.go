@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
@@ -163,12 +161,33 @@ func (p *process) uses() uses {
 	} else {
 		u.busy = true
 	}
-	var ru unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &ru); err == nil {
-		u.cpu = time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
-	}
+	u.cpu = processCPU()
 	u.packet, u.quiet = p.in.network.lastPacket()
 	return u
+}
+
+// passed is how many bytes its policy has let pass to the guest, and from it; none if that is not known.
+func (n *network) passed() (in, out uint64) {
+	if n == nil {
+		return 0, 0
+	}
+	select {
+	case <-n.attached:
+	default:
+		return 0, 0
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed || n.link == nil {
+		return 0, 0
+	}
+	if use, err := n.link.Usage(netpolicy.Ingress); err == nil {
+		in = use.Bytes
+	}
+	if use, err := n.link.Usage(netpolicy.Egress); err == nil {
+		out = use.Bytes
+	}
+	return in, out
 }
 
 // lastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that

@@ -531,6 +531,8 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			t.Errorf("the keeper says %q", got)
 		}
 	})
+	sub("a wake during a sleep waits and wins", func(t *testing.T, e *guesttest.Env) { wakeDuringSleep(t, e, "d") })
+	sub("sandboxes are what package fleet promises", func(t *testing.T, e *guesttest.Env) { sandboxesOfGuests(t, e, snap) })
 	sub("a damaged snapshot is refused or stops the VM, and gives no wrong memory", func(t *testing.T, e *guesttest.Env) {
 		e.Sleep("d")
 		r, err := e.Store.Get("d")

@@ -61,7 +61,8 @@ const (
 // labels are those of a snapshot of a VM.
 func (r *Record) labels(kind string) (map[string]string, error) {
 	bare := *r
-	bare.Spec.Policy, bare.Secrets = nil, nil
+	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
+	bare.Previous, bare.Former, bare.NextName = "", "", ""
 	record, err := json.Marshal(&bare)
 	if err != nil {
 		return nil, err

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -62,6 +63,9 @@ type process struct {
 	holders holdSet
 	falling atomic.Bool
 
+	// cpuBefore is processor time that the process had used before it was the VM's.
+	cpuBefore time.Duration
+
 	lasting    context.Context
 	background sync.WaitGroup
 	shortening atomic.Bool
@@ -92,7 +96,7 @@ type ServeOptions struct {
 // answers on the control socket, and returns when the guest has ended or sleeps. The
 // record must exist. When ctx ends the VM is stopped as if its power were cut.
 func (s *Store) Serve(ctx context.Context, name string, o ServeOptions) error {
-	p := &process{store: s, log: o.Log, urgent: o.urgent, ended: make(chan struct{})}
+	p := &process{store: s, log: o.Log, urgent: o.urgent, ended: make(chan struct{}), cpuBefore: processCPU()}
 	err := p.serve(ctx, name, o)
 	if err != nil {
 		o.Report(Report{Name: name, Error: reportError(err)})
@@ -190,6 +194,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
+	r.Awake = time.Now().UTC()
 	if err := p.store.save(r); err != nil {
 		return err
 	}
@@ -369,9 +374,41 @@ type SleepResult struct {
 	Stages     map[string]float64 `json:"stages_ms"`
 	Faults     uint64             `json:"faults"`
 	MiBTouched float64            `json:"mib_touched"`
+	// Awake is when the VM's process began, and Asleep when the sleep was committed; both are zero for what was no sleep.
+	// The others are of the time between, as in SleepRecord.
+	Awake      time.Time `json:"awake,omitzero"`
+	Asleep     time.Time `json:"asleep,omitzero"`
+	CPUSeconds float64   `json:"cpu_seconds,omitempty"`
+	NetworkIn  uint64    `json:"network_in_bytes,omitempty"`
+	NetworkOut uint64    `json:"network_out_bytes,omitempty"`
 	// Hooks are those in the guest that have failed and were ignored, or failed
 	// afterwards.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+}
+
+// take adds what the record of the sleep says.
+func (r *SleepResult) take(s SleepRecord) {
+	r.BytesRaw, r.BytesStored, r.BytesShared = s.Raw, s.Stored, s.Shared
+	r.Awake, r.Asleep, r.CPUSeconds, r.NetworkIn, r.NetworkOut = s.Awake, s.Asleep, s.CPUSeconds, s.NetworkIn, s.NetworkOut
+}
+
+// sleepRecord says what the VM has used until now, when it goes to sleep.
+func (p *process) sleepRecord(res SleepResult) SleepRecord {
+	s := SleepRecord{
+		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
+		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
+	}
+	s.NetworkIn, s.NetworkOut = p.in.network.passed()
+	return s
+}
+
+// processCPU is the processor time that this process has used.
+func processCPU() time.Duration {
+	var ru unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &ru); err != nil {
+		return 0
+	}
+	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 }
 
 func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
@@ -445,8 +482,11 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 	}
 	// From here on the snapshot is what counts.
 	awake := *p.r
-	p.r.Phase, p.r.PID, p.r.Snapshot = Asleep, 0, c.ID
+	slept := p.sleepRecord(res)
+	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = Asleep, 0, c.ID, ""
 	p.r.Disk = p.store.relative(c.Disk)
+	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-maxSleeps+1, 0):]), slept)
+	res.take(slept)
 	if err := p.store.save(p.r); err != nil {
 		*p.r = awake
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
@@ -515,11 +555,13 @@ type Info struct {
 	Hung bool `json:"hung"`
 	// Problem says more of that.
 	Problem string `json:"problem,omitempty"`
+	// Falling says that it is being put to sleep.
+	Falling bool `json:"falling,omitempty"`
 }
 
 func (p *process) info() Info {
 	h := p.in.Machine().Health()
-	return Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail}
+	return Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load()}
 }
 
 // listen opens the control socket: HTTP with JSON, for this host's root only.

@@ -18,7 +18,8 @@ import (
 // SnapshotInfo describes a snapshot in the store.
 type SnapshotInfo struct {
 	ID      string    `json:"id"`
-	VM      string    `json:"vm"`
+	VM      string    `json:"vm"` // the name that it had then
+	Owner   string    `json:"vm_id,omitempty"`
 	Kind    string    `json:"kind"` // "sleep", "named", "disk" or "fork"
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
@@ -32,6 +33,10 @@ type SnapshotInfo struct {
 	// snapshot has all that it needs.
 	Base  string `json:"base,omitempty"`
 	Depth int    `json:"depth"`
+	// Tags keep it from being pruned: TagSnapshot.
+	Tags []string `json:"tags,omitempty"`
+	// Kept says that it has tags, or was imported.
+	Kept bool `json:"kept,omitempty"`
 	// Problem is why it cannot be used, empty if nothing is known.
 	Problem string `json:"problem,omitempty"`
 }
@@ -67,6 +72,7 @@ func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
 	i := SnapshotInfo{
 		ID: m.ID, VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[labelNote],
 		Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Base: m.Base, Depth: int(m.Depth),
+		Owner: m.Labels[labelOwner], Tags: s.snapshotTags(m.ID), Kept: s.kept(m.ID),
 	}
 	if diskOnly(m) {
 		i.RAM = 0
@@ -199,6 +205,9 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	for _, r := range records {
 		if r.Snapshot == id {
 			return fmt.Errorf("%w: snapshot %s is what VM %s comes back from", ErrSnapshotInUse, id, r.Spec.Name)
+		}
+		if r.Previous == id {
+			return fmt.Errorf("%w: snapshot %s is what VM %s slept in before it was taken back, and is kept until its next sleep", ErrSnapshotInUse, id, r.Spec.Name)
 		}
 	}
 	if err := errors.Join(snapshot.Remove(s.snapshotDir(id)), s.unkeep(id)); err != nil {

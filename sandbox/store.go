@@ -34,6 +34,7 @@ var (
 //
 //	vms/NAME/vm.json       the record, replaced by renaming
 //	vms/NAME/lock          held by the VM's process as long as it lives
+//	vms/NAME/sandbox.json  its Label, replaced by renaming; sandbox.lock is held meanwhile
 //	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
 //	vms/NAME/*.log         console.log: serial port; vmm.log: the process
 //	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
@@ -150,7 +151,39 @@ type Record struct {
 	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
 	// are made of it have none.
 	Secrets []SecretFile `json:"secrets,omitempty"`
+	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
+	Previous string `json:"previous,omitempty"`
+	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
+	Awake  time.Time     `json:"awake,omitzero"`
+	Sleeps []SleepRecord `json:"sleeps,omitempty"`
+	// Former is the name that it had before it was renamed, and NextName the one that it may have already.
+	Former   string `json:"former,omitempty"`
+	NextName string `json:"next_name,omitempty"`
+
+	// label is what a VM that is yet to be made gets.
+	label *Label
 }
+
+// SleepRecord says what a sleep has done.
+type SleepRecord struct {
+	Snapshot string `json:"snapshot"`
+	// Awake is when the VM's process began, and Asleep when the sleep was committed.
+	Awake  time.Time `json:"awake,omitzero"`
+	Asleep time.Time `json:"asleep"`
+	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of snapshots before
+	// it: bytes.
+	Raw    uint64 `json:"bytes_raw"`
+	Stored int64  `json:"bytes_stored"`
+	Shared int64  `json:"bytes_shared"`
+	// CPUSeconds is processor time of the VM's process from Awake on, that of its vCPUs included.
+	CPUSeconds float64 `json:"cpu_seconds"`
+	// NetworkIn and NetworkOut are bytes of packets that its policy let pass to the guest and from it, in that time.
+	NetworkIn  uint64 `json:"network_in_bytes"`
+	NetworkOut uint64 `json:"network_out_bytes"`
+}
+
+// maxSleeps is how many sleeps a record has.
+const maxSleeps = 16
 
 // BootFiles are what a VM boots, by path and, where it has one, id.
 type BootFiles struct {
@@ -233,6 +266,7 @@ func (s *Store) load(name string) (*Record, error) {
 	if err := d.Decode(&r); err != nil {
 		return nil, fmt.Errorf("reading VM %s: %w: %w: it was written by another version, or is damaged", name, ErrRecord, err)
 	}
+	r.adoptName(name)
 	if r.Version != recordVersion || r.Spec.Name != name {
 		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, ErrRecord, r.Version, recordVersion)
 	}
@@ -354,6 +388,44 @@ func (s *Store) Stamps() (map[string]time.Time, error) {
 	return out, nil
 }
 
+// FileStamps say of each VM what its record and its label are, without reading them: a stamp that has not changed stands for
+// files that have not. It is empty for files that have been replaced so recently that their next replacement might have
+// the same time.
+func (s *Store) FileStamps() (map[string]string, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	out := make(map[string]string, len(entries))
+	for _, e := range entries {
+		record, settled := fileStamp(s.recordPath(e.Name()))
+		if record == "" {
+			continue
+		}
+		label, lsettled := fileStamp(filepath.Join(s.vmDir(e.Name()), labelFile))
+		stamp := record + " " + label
+		if !settled || !lsettled {
+			stamp = ""
+		}
+		out[e.Name()] = stamp
+	}
+	return out, nil
+}
+
+// settleTime is how old a file has to be for its time to tell it from the next: file systems count in steps of
+// milliseconds.
+const settleTime = 100 * time.Millisecond
+
+// fileStamp tells a file that is replaced by renaming from the one before; empty if there is none.
+func fileStamp(path string) (stamp string, settled bool) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return "", true
+	}
+	age := time.Since(time.Unix(st.Mtim.Unix()))
+	return fmt.Sprintf("%d.%d.%d", st.Mtim.Nano(), st.Ino, st.Size), age > settleTime || age < -settleTime
+}
+
 // fileLock is an exclusive flock(2), which the kernel drops when its holder dies.
 type fileLock struct{ f *os.File }
 
@@ -430,7 +502,7 @@ func (s *Store) create(r *Record) (*fileLock, error) {
 		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, r.Spec.Name, r.Spec.Name)
 	}
 	// The record comes last: without one the directory can be used again.
-	if err = s.beginAudit(r); err == nil {
+	if err = errors.Join(s.beginAudit(r), s.beginLabel(r)); err == nil {
 		err = s.save(r)
 	}
 	if err != nil {
@@ -471,20 +543,28 @@ func (s *Store) relative(st disk.Stack) disk.Stack {
 
 // removeVM deletes a VM that is not running, and what only it needed.
 func (s *Store) removeVM(ctx context.Context, name string) error {
+	_, err := s.removeFreed(ctx, name)
+	return err
+}
+
+// removeFreed is removeVM that says what it has freed.
+func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {
-		return err
+		return freed, err
 	}
 	defer l.release()
 	if r, err := s.load(name); err == nil {
 		// A process that was killed when the record said already that it sleeps.
 		if err := removeLeftNetwork(r); err != nil {
-			return err
+			return freed, err
 		}
 	}
+	_, own := diskUsage(s.vmDir(name))
 	if err := os.RemoveAll(s.vmDir(name)); err != nil {
-		return fmt.Errorf("removing VM %s: %w", name, err)
+		return freed, fmt.Errorf("removing VM %s: %w", name, err)
 	}
-	_, err = s.Sweep(ctx)
-	return err
+	freed, err = s.Sweep(ctx)
+	freed.Bytes += own
+	return freed, err
 }

@@ -9,10 +9,12 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
 )
@@ -42,7 +44,7 @@ const (
 	kindFork  = "fork"
 )
 
-// Sweep deletes the sleep snapshots that no VM needs any more, the disk layers that
+// Sweep deletes the sleep snapshots that no VM needs any more and no Label keeps, the disk layers that
 // neither a VM nor a snapshot needs, decompressed pages of no snapshot, and what interrupted commands have left. It
 // never deletes a snapshot that was asked for by name. When a record or a snapshot
 // cannot be read, nothing is deleted that it might need.
@@ -71,6 +73,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 		return freed, fmt.Errorf("tidying up: %w", err)
 	}
 	layers, snapshots, live := holders{}, map[string]bool{}, map[string]bool{}
+	var lasting []lifetime.Sandbox
 	for _, r := range records {
 		// The process of a VM makes and deletes its files itself, also while its
 		// record does not say yet that it runs. Without a process the record
@@ -92,11 +95,17 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 		if r.Snapshot != "" {
 			snapshots[r.Snapshot] = true
 		}
+		if r.Previous != "" {
+			snapshots[r.Previous] = true
+		}
+		last := s.lasts(r)
+		last.Running = live[r.ID]
+		lasting = append(lasting, last)
 		if r.Base != "" && live[r.ID] {
 			snapshots[r.Base] = true
 		}
 	}
-	memory, err := s.sweepSnapshots(ctx, snaps, snapshots, live, layers, &freed)
+	memory, err := s.sweepSnapshots(ctx, snaps, snapshots, lasting, layers, &freed)
 	if err != nil {
 		return freed, fmt.Errorf("tidying up: %w", err)
 	}
@@ -217,34 +226,48 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 }
 
 // sweepSnapshots returns the ids of the memory files of those snapshots that stay.
-func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed, live map[string]bool, layers holders, freed *Freed) (memory map[string]bool, err error) {
+func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed map[string]bool, lasting []lifetime.Sandbox, layers holders, freed *Freed) (memory map[string]bool, err error) {
 	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
 		return nil, err
 	}
-	memory = map[string]bool{}
+	var (
+		all    []*snapshot.Manifest
+		sleeps []lifetime.Sleep
+		drop   = map[string]bool{}
+	)
 	for _, e := range entries {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
-		dir := s.snapshotDir(e.Name())
 		if snapshot.IsTemp(e.Name()) {
 			continue
 		}
-		snap, err := snapshot.Open(dir)
+		m, err := s.manifest(e.Name())
 		if err != nil {
 			if errors.Is(err, fs.ErrNotExist) {
 				continue
 			}
 			return nil, fmt.Errorf("snapshot %s: %w: nothing has been deleted that it may need", e.Name(), err)
 		}
-		m := snap.Manifest()
-		if err := snap.Close(); err != nil {
+		all = append(all, m)
+		switch m.Labels[labelKind] {
+		case kindSleep:
+			// One of a VM that runs is there for a moment before the record names it.
+			sleeps = append(sleeps, lifetime.Sleep{ID: e.Name(), Owner: m.Labels[labelOwner], Created: time.Unix(0, m.CreatedUnixNano), Tagged: needed[e.Name()] || s.kept(e.Name())})
+		case kindFork:
+			drop[e.Name()] = !needed[e.Name()] && !s.kept(e.Name())
+		}
+	}
+	for _, old := range lifetime.Unkept(lasting, sleeps, time.Now()) {
+		drop[old.ID] = true
+	}
+	memory = map[string]bool{}
+	for _, m := range all {
+		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
-		// A snapshot is there for a moment before the record of its VM names it.
-		kind := m.Labels[labelKind]
-		own := kind == kindSleep && !live[m.Labels[labelOwner]] || kind == kindFork
-		if own && !needed[e.Name()] && !s.kept(e.Name()) {
+		if drop[m.ID] {
+			dir := s.snapshotDir(m.ID)
 			_, n := diskUsage(dir)
 			if err := snapshot.Remove(dir); err != nil {
 				return nil, err
@@ -254,7 +277,7 @@ func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, neede
 			continue
 		}
 		for _, d := range m.Disks {
-			layers.add(d.Layers, "snapshot "+e.Name())
+			layers.add(d.Layers, "snapshot "+m.ID)
 		}
 		for _, f := range m.Memory.Files {
 			memory[f.ID] = true

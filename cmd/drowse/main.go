@@ -73,7 +73,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) {
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, sandbox.ErrLabel) {
 		return exitUsage
 	}
 	var ex execError
@@ -127,8 +127,8 @@ func (a *app) root() *cobra.Command {
 	root.AddCommand(
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
 		a.runCommand(), a.execCommand(), a.cpCommand(), a.watchCommand(),
-		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
-		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.rmCommand(),
+		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.historyCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
+		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
 		a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
 	)

@@ -52,7 +52,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 				})
 			},
 		},
-		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.pruneCommand(),
+		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.snapshotTagCommand(), a.pruneCommand(),
 		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Store, id string) error { return s.VerifySnapshot(ctx, id) }),
 		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Store, id string) error { return s.RemoveSnapshot(ctx, id) }),
 	)
@@ -274,12 +274,23 @@ func (a *app) snapshotImportCommand() *cobra.Command {
 
 func (a *app) restoreCommand() *cobra.Command {
 	var (
-		name, policy string
-		idle         sandbox.IdleSpec
-		cmd          *cobra.Command
+		name, policy, into string
+		idle               sandbox.IdleSpec
+		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, id string) (sandbox.Report, error) {
+			if into != "" {
+				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
+					if cmd.Flags().Changed(flag) {
+						return sandbox.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
+					}
+				}
+				if _, err := s.RestoreTo(ctx, into, id); err != nil {
+					return sandbox.Report{}, err
+				}
+				return s.Wake(ctx, l, into)
+			}
 			p, err := policyFrom(policy)
 			if err != nil {
 				return sandbox.Report{}, err
@@ -293,27 +304,8 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil
 	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: a random one)")
+	cmd.Flags().StringVar(&into, "in", "", "make no new VM: take this one, which must not run, back to its snapshot, and wake it")
 	policyFlag(cmd, &policy, "that of the snapshot")
 	idleFlags(cmd, &idle, "as for the VM of the snapshot")
 	return cmd
-}
-
-func (a *app) pruneCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "prune", Short: "Delete sleep snapshots, disk layers and cached pages that nothing needs", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			freed, err := s.Sweep(cmd.Context())
-			if err != nil {
-				return err
-			}
-			return a.print(freed, func(w io.Writer) {
-				fmt.Fprintf(w, "%d snapshots, %d layers and %d files of cached pages, %s\n",
-					freed.Snapshots, freed.Layers, freed.CacheFiles, bytesText(freed.Bytes))
-			})
-		},
-	}
 }

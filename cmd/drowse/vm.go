@@ -28,6 +28,8 @@ func (a *app) runCommand() *cobra.Command {
 		policy   string
 		limit    time.Duration
 		main     mainFlags
+		label    labelFlags
+		tags     []string
 	)
 	cmd := &cobra.Command{
 		Use:   "run [flags] [IMAGE] [-- COMMAND [ARG...]]",
@@ -46,8 +48,14 @@ memory_mib, disk_mib, hostname, network, ipv6, policy, tags, cmdline, no_acpi, h
 volumes, services; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
-is denied, both ways.`,
+is denied, both ways.
+
+The class says what becomes of it at its end. An ephemeral one is removed, with all that
+tells of it, when it has ended or expired (--ttl). A resumable one is put to sleep when it
+has expired, and removed a day later (--keep expired=TIME). A workspace is put to sleep, and
+removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 		Example: `  drowse run app --name a
+  drowse run app --class resumable --owner alice --ttl 12h --sleep-after 10m --keep last=5
   drowse run --rm app -- python3 -c 'print(1)'
   drowse run --entrypoint --detach --name web nginx`,
 		Args: cobra.ArbitraryArgs,
@@ -69,6 +77,22 @@ is denied, both ways.`,
 			full, err := readConfig(config, cmd, spec, args)
 			if err != nil {
 				return err
+			}
+			// Without a network there is no policy in which tags count.
+			if full.Network == sandbox.NetworkTAP {
+				if cmd.Flags().Changed("tag") {
+					full.Tags = tags
+				}
+			} else {
+				label.tags = tags
+			}
+			var own *sandbox.Label
+			if label.given(cmd) || len(label.tags) > 0 {
+				l, err := label.label(time.Now())
+				if err != nil {
+					return err
+				}
+				own = &l
 			}
 			s, err := a.store()
 			if err != nil {
@@ -92,9 +116,9 @@ is denied, both ways.`,
 			defer cancel()
 			var rep sandbox.Report
 			if fromDisk != "" {
-				rep, err = s.RunFromDisk(ctx, l, full, fromDisk)
+				rep, err = s.RunFromDiskLabelled(ctx, l, full, fromDisk, own)
 			} else {
-				rep, err = s.Run(ctx, l, full)
+				rep, err = s.RunLabelled(ctx, l, full, own)
 			}
 			if err != nil {
 				return err
@@ -117,7 +141,8 @@ is denied, both ways.`,
 	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
 	f.BoolVar(&spec.IPv6, "ipv6", false, "with --net tap: an IPv6 address too, and a way out by it")
 	policyFlag(cmd, &policy, "everything is denied")
-	f.StringArrayVar(&spec.Tags, "tag", nil, "how rules of other VMs' policies (agents) name this VM; may be given several times")
+	label.add(cmd, "let it expire after this time, as 12h or 7d (default: never)")
+	f.StringArrayVar(&tags, "tag", nil, "to find it by; with a network also how rules of other VMs' policies (agents) name it; may be given several times")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
 	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest: require, ignore or skip (default require)")
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
@@ -163,7 +188,6 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"net", func() { spec.Network = flags.Network }},
 			{"ipv6", func() { spec.IPv6 = flags.IPv6 }},
 			{"policy", func() { spec.Policy = flags.Policy }},
-			{"tag", func() { spec.Tags = flags.Tags }},
 			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
 			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
@@ -295,14 +319,15 @@ func (a *app) rmCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
+			f, done, err := a.fleet(cmd.Context(), false)
 			if err != nil {
 				return err
 			}
+			defer done()
 			var errs []error
 			removed := []string{}
 			for _, name := range args {
-				if err := s.Remove(cmd.Context(), name, force); err != nil {
+				if _, err := f.Remove(cmd.Context(), name, force); err != nil {
 					errs = append(errs, err)
 					continue
 				}

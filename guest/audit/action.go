@@ -100,6 +100,8 @@ type Outcome struct {
 	// contents of files, or what connections carried.
 	BytesIn  int64 `json:"bytes_in"`
 	BytesOut int64 `json:"bytes_out"`
+	// CPUMs is processor time of the command, in milliseconds, as the guest says.
+	CPUMs float64 `json:"cpu_ms,omitempty"`
 	// Error is why it has failed, or ended early.
 	Error string `json:"error,omitempty"`
 }

@@ -21,6 +21,9 @@ type Options struct {
 	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. Of UDP, it is how many
 	// senders; datagrams of those beyond it are dropped. 0 is DefaultMaxConns.
 	MaxConns int
+	// PruneEvery is how often it looks for sandboxes whose time is over, and for sleeps that are not kept any more:
+	// fleet.Fleet.Prune. 0 is DefaultPruneEvery, less than 0 never.
+	PruneEvery time.Duration
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
 }
@@ -105,6 +108,13 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 		defer func() {
 			cancel(nil)
 			err = errors.Join(err, <-served, p.Close())
+		}()
+	}
+	if o.PruneEvery >= 0 {
+		keeper := v.keep(ctx)
+		defer func() {
+			cancel(nil)
+			<-keeper
 		}()
 	}
 	defer func() {

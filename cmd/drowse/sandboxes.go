@@ -1,0 +1,497 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes them.
+func (a *app) fleet(ctx context.Context, check bool) (f *fleet.Fleet, done func(), err error) {
+	s, err := a.store()
+	if err != nil {
+		return nil, nil, err
+	}
+	db, err := records.Open(ctx, s.Dir(), records.Options{Check: check})
+	if ctx.Err() != nil {
+		return nil, nil, errors.Join(ctx.Err(), err)
+	}
+	done = func() {}
+	if err != nil {
+		a.log.Warn("the records of sandboxes cannot be used: lists are made from the files, and there is no history", "cause", err)
+	} else {
+		a.warnMoved(db)
+		done = func() {
+			if err := db.Close(); err != nil {
+				a.log.Warn("closing the records of sandboxes", "error", err)
+			}
+		}
+	}
+	return fleet.New(fleet.OfStoreLazily(s, a.launcher), fleet.Options{Records: db}), done, nil
+}
+
+func (a *app) warnMoved(db *records.DB) {
+	if m := db.Moved; m != nil {
+		a.log.Warn("the records of sandboxes were damaged: they are made anew from the files, without the history of removed sandboxes",
+			"put_aside", m.To, "cause", m.Cause)
+	}
+}
+
+// bareFleet is fleet without records, for what needs none.
+func (a *app) bareFleet() (*fleet.Fleet, error) {
+	s, err := a.store()
+	if err != nil {
+		return nil, err
+	}
+	return fleet.New(fleet.OfStoreLazily(s, a.launcher), fleet.Options{}), nil
+}
+
+// labelFlags say whose a sandbox is and how long it lasts.
+type labelFlags struct {
+	class, owner, purpose, keep, ttl string
+	tags                             []string
+}
+
+func (l *labelFlags) add(cmd *cobra.Command, ttl string) {
+	f := cmd.Flags()
+	f.StringVar(&l.class, "class", "", "ephemeral, resumable or workspace: what becomes of it at its end (default workspace)")
+	f.StringVar(&l.owner, "owner", "", "whose it is, to find it by")
+	f.StringVar(&l.purpose, "purpose", "", "what it is for, in words")
+	f.StringVar(&l.ttl, "ttl", "", ttl)
+	f.StringVar(&l.keep, "keep", "", "which of its sleeps are kept, and for how long it is itself when it has expired: last=N,for=TIME,expired=TIME")
+}
+
+// given says whether any of the flags is.
+func (l *labelFlags) given(cmd *cobra.Command) bool {
+	for _, name := range []string{"class", "owner", "purpose", "ttl", "keep"} {
+		if cmd.Flags().Changed(name) {
+			return true
+		}
+	}
+	return false
+}
+
+// label makes a label of the flags.
+func (l *labelFlags) label(now time.Time) (sandbox.Label, error) {
+	out := sandbox.Label{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
+	var err error
+	if out.Keep, err = lifetime.ParseKeep(l.keep); err != nil {
+		return out, usageError{err}
+	}
+	if l.ttl != "" {
+		if out.Expires, err = expiry(l.ttl, now); err != nil {
+			return out, err
+		}
+	}
+	if err := out.Check(); err != nil {
+		return out, usageError{err}
+	}
+	return out, nil
+}
+
+// expiry is when a time to live ends.
+func expiry(ttl string, now time.Time) (time.Time, error) {
+	d, err := lifetime.ParseDuration(ttl)
+	if err != nil {
+		return time.Time{}, usageError{err}
+	}
+	if d == 0 {
+		return time.Time{}, usageError{errors.New("--ttl 0: use a time of at least a second; what has none never expires")}
+	}
+	// A time to live does not end early for being kept in whole seconds.
+	return now.Add(d + time.Second - 1).Truncate(time.Second), nil
+}
+
+// listDoc is `drowse ls -o json`.
+type listDoc struct {
+	Version int `json:"version"`
+	fleet.List
+}
+
+func (a *app) lsCommand() *cobra.Command {
+	var (
+		f        records.Filter
+		class    string
+		statuses []string
+		all      bool
+	)
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List sandboxes by owner, tag, class and status", Args: cobra.NoArgs,
+		Long: `List sandboxes: those of an owner, with all of some tags, of a class, or with one of some
+statuses: creating, running, waiting, asleep, stopped, failed, expired.
+
+The JSON document has a page of them; "next" is what --after takes for the next page.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			f.Class = lifetime.Class(class)
+			for _, s := range statuses {
+				f.Statuses = append(f.Statuses, records.Status(s))
+			}
+			if all && (cmd.Flags().Changed("limit") || f.After != "") {
+				return usageError{errors.New("--all does not go with --limit and --after")}
+			}
+			if f.Limit < 0 || cmd.Flags().Changed("limit") && f.Limit == 0 {
+				return usageError{fmt.Errorf("--limit %d: use 1 to %d", f.Limit, records.MaxPage)}
+			}
+			if err := f.Check(); err != nil {
+				return usageError{err}
+			}
+			fl, done, err := a.fleet(cmd.Context(), false)
+			if err != nil {
+				return err
+			}
+			defer done()
+			if all {
+				f.Limit = records.MaxPage
+			}
+			list, err := fl.List(cmd.Context(), f)
+			for all && err == nil && list.Next != "" {
+				f.After = list.Next
+				var page fleet.List
+				if page, err = fl.List(cmd.Context(), f); err == nil {
+					list.Sandboxes = append(list.Sandboxes, page.Sandboxes...)
+					list.Next = page.Next
+				}
+			}
+			if err != nil {
+				return err
+			}
+			for _, p := range list.Problems {
+				a.log.Warn("the list may lack something", "cause", printable(p))
+			}
+			return a.print(listDoc{1, list}, func(w io.Writer) {
+				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				fmt.Fprintln(t, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tNOTE")
+				for _, s := range list.Sandboxes {
+					expires := "-"
+					if !s.Expires.IsZero() {
+						expires = s.Expires.Local().Format("2006-01-02 15:04")
+					}
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
+						s.Image, s.Memory, expires, printable(firstOf(s.Problem, s.Purpose)))
+				}
+				t.Flush()
+				if list.Next != "" {
+					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)
+				}
+			})
+		},
+	}
+	fl := cmd.Flags()
+	fl.StringVar(&f.Owner, "owner", "", "only those of this owner")
+	fl.StringArrayVar(&f.Tags, "tag", nil, "only those with this tag; may be given several times")
+	fl.StringArrayVar(&statuses, "status", nil, "only those with this status; may be given several times")
+	fl.StringVar(&class, "class", "", "only those of this class")
+	fl.IntVar(&f.Limit, "limit", 0, fmt.Sprintf("at most so many, up to %d (default %d)", records.MaxPage, records.DefaultPage))
+	fl.StringVar(&f.After, "after", "", "only those with names after this one")
+	fl.BoolVar(&all, "all", false, "all pages")
+	return cmd
+}
+
+func dash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}
+
+func firstOf(texts ...string) string {
+	for _, s := range texts {
+		if s != "" {
+			return s
+		}
+	}
+	return ""
+}
+
+// historyDoc is `drowse history -o json`.
+type historyDoc struct {
+	Version int `json:"version"`
+	fleet.History
+}
+
+func (a *app) historyCommand() *cobra.Command {
+	var (
+		span   records.Span
+		before string
+	)
+	cmd := &cobra.Command{
+		Use: "history NAME", Short: "Say what was run in a sandbox and when it slept, the newest first", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Say what was run in a sandbox and when it slept, the newest first: commands with their
+times, exit status, processor time and bytes, and sleeps with what they took. One that was
+removed can be named as well, by its name or its id, for 30 days.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if before != "" {
+				at, err := time.Parse(time.RFC3339Nano, before)
+				if err != nil {
+					return usageError{fmt.Errorf("--before %q: use a time as 2026-11-22T13:25:42Z", before)}
+				}
+				span.Before = at
+			}
+			if span.Limit < 1 || span.Limit > records.MaxPage {
+				return usageError{fmt.Errorf("--limit %d: use 1 to %d", span.Limit, records.MaxPage)}
+			}
+			fl, done, err := a.fleet(cmd.Context(), false)
+			if err != nil {
+				return err
+			}
+			defer done()
+			h, err := fl.History(cmd.Context(), args[0], span)
+			if err != nil {
+				return err
+			}
+			for _, p := range h.Problems {
+				a.log.Warn("the history may lack something", "cause", printable(p))
+			}
+			return a.print(historyDoc{1, h}, func(w io.Writer) { printHistory(w, h) })
+		},
+	}
+	cmd.Flags().IntVar(&span.Limit, "limit", records.DefaultPage, "at most so many commands, and so many sleeps")
+	cmd.Flags().StringVar(&before, "before", "", "only what was before this time")
+	return cmd
+}
+
+const historyTime = "2006-01-02 15:04:05"
+
+func printHistory(w io.Writer, h fleet.History) {
+	s := h.Sandbox
+	line := fmt.Sprintf("%s %s, %s", s.Name, s.ID, s.Status)
+	if !s.Removed.IsZero() {
+		line = fmt.Sprintf("%s %s, removed by %s", s.Name, s.ID, s.Removed.Local().Format(historyTime))
+	}
+	fmt.Fprintln(w, line)
+	if len(h.Runs) > 0 {
+		t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+		fmt.Fprintln(t, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND")
+		for _, r := range h.Runs {
+			took, result := "-", r.State
+			if !r.Ended.IsZero() {
+				took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
+			}
+			switch {
+			case r.Signal != 0:
+				result = fmt.Sprintf("signal %d", r.Signal)
+			case r.Exit != nil:
+				result = fmt.Sprintf("exit %d", *r.Exit)
+			case r.Error != "":
+				result = "failed"
+			}
+			fmt.Fprintf(t, "%s\t%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", r.Begun.Local().Format(historyTime), took, result, r.CPUSeconds,
+				bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")))
+		}
+		t.Flush()
+	}
+	if len(h.Sleeps) > 0 {
+		t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+		fmt.Fprintln(t, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT")
+		for _, s := range h.Sleeps {
+			fmt.Fprintf(t, "%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", s.Asleep.Local().Format(historyTime), s.Awake.Local().Format(historyTime), s.CPUSeconds,
+				bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot)
+		}
+		t.Flush()
+	}
+}
+
+func (a *app) renameCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "rename NAME NEWNAME", Short: "Give a sandbox that does not run another name", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			fl, err := a.bareFleet()
+			if err != nil {
+				return err
+			}
+			s, err := fl.Rename(cmd.Context(), args[0], args[1])
+			if err != nil {
+				return err
+			}
+			return a.print(s, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
+		},
+	}
+}
+
+func (a *app) updateCommand() *cobra.Command {
+	var (
+		l             labelFlags
+		idle          sandbox.IdleSpec
+		vcpus, memory int
+		policy, hooks string
+		never, reset  bool
+		untag         bool
+	)
+	cmd := &cobra.Command{
+		Use: "update NAME", Short: "Change whose a sandbox is, how long it lasts, and what it is at its next wake", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Change a sandbox. Owner, purpose, class, tags, time to live, what is kept and the network
+policy can be changed whether it runs or not, and hold at once. Hooks and the time after which it sleeps
+want one that does not run, and hold from its next wake; CPUs and memory want one that has
+stopped, and hold from its next boot.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set := cmd.Flags().Changed
+			if set("ttl") && never {
+				return usageError{errors.New("--ttl does not go with --no-expiry")}
+			}
+			if set("tag") && untag {
+				return usageError{errors.New("--tag does not go with --no-tags")}
+			}
+			want, err := l.label(time.Now())
+			if err != nil {
+				return err
+			}
+			c := fleet.Changes{Reset: reset}
+			if set("class") {
+				c.Class = &want.Class
+			}
+			if set("owner") {
+				c.Owner = &want.Owner
+			}
+			if set("purpose") {
+				c.Purpose = &want.Purpose
+			}
+			if set("tag") || untag {
+				c.Tags = &want.Tags
+			}
+			if set("ttl") || never {
+				c.Expires = &want.Expires
+			}
+			if set("keep") {
+				c.Keep = &want.Keep
+			}
+			if c.Spec.Policy, err = policyFrom(policy); err != nil {
+				return err
+			}
+			fl, err := a.bareFleet()
+			if err != nil {
+				return err
+			}
+			if set("sleep-after") || set("idle-cpu") || set("hooks") {
+				s, err := a.store()
+				if err != nil {
+					return err
+				}
+				r, err := s.Get(args[0])
+				if err != nil {
+					return err
+				}
+				if set("sleep-after") || set("idle-cpu") {
+					is := r.Spec.Idle
+					if set("sleep-after") {
+						is.SleepSeconds = idle.SleepSeconds
+					}
+					if set("idle-cpu") {
+						is.CPUPercent = idle.CPUPercent
+					}
+					c.Spec.Idle = &is
+				}
+				if set("hooks") {
+					is := r.Spec.Hooks
+					is.Policy = sandbox.HookPolicy(hooks)
+					c.Spec.Hooks = &is
+				}
+			}
+			if set("vcpus") {
+				c.Spec.VCPUs = &vcpus
+			}
+			if set("memory") {
+				c.Spec.MemoryMiB = &memory
+			}
+			s, err := fl.Update(cmd.Context(), args[0], c)
+			if err != nil {
+				return err
+			}
+			return a.print(s, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
+		},
+	}
+	l.add(cmd, "let it expire after this time from now on, as 12h or 7d")
+	f := cmd.Flags()
+	f.StringArrayVar(&l.tags, "tag", nil, "tags in place of those that it has, but for those of its network policy; may be given several times")
+	f.BoolVar(&untag, "no-tags", false, "take its tags away, but for those of its network policy")
+	f.BoolVar(&never, "no-expiry", false, "let it never expire")
+	f.BoolVar(&reset, "reset", false, "forget class, owner, purpose, tags, expiry and what is kept, also if they cannot be read, before they are set")
+	f.IntVar(&vcpus, "vcpus", 0, "number of CPUs, 1 to 8")
+	f.IntVar(&memory, "memory", 0, "RAM in MiB, 64 to 16384")
+	f.StringVar(&hooks, "hooks", "", "hooks in the guest: require, ignore or skip")
+	policyFlag(cmd, &policy, "as it is")
+	idleFlags(cmd, &idle, "as it is")
+	return cmd
+}
+
+func (a *app) pruneCommand() *cobra.Command {
+	var dry bool
+	cmd := &cobra.Command{
+		Use: "prune", Short: "Remove what has expired, and delete sleep snapshots, disk layers and cached pages that nothing keeps", Args: cobra.NoArgs,
+		Long: `Put sandboxes to sleep that have expired, remove those whose time is over (see "drowse run
+--class"), and delete sleep snapshots, disk layers and cached pages that nothing keeps.
+Snapshots that were asked for, and those with a tag, stay. "drowse serve" does so every minute.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			fl, done, err := a.fleet(cmd.Context(), true)
+			if err != nil {
+				return err
+			}
+			defer done()
+			p, err := fl.Prune(cmd.Context(), dry)
+			if err != nil {
+				return err
+			}
+			for _, problem := range p.Problems {
+				a.log.Warn("not all could be done", "cause", printable(problem))
+			}
+			if err := a.print(p, func(w io.Writer) { printPruned(w, p) }); err != nil {
+				return err
+			}
+			if len(p.Problems) > 0 {
+				return statusError(exitFailed)
+			}
+			return nil
+		},
+	}
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only say what would be put to sleep and removed, and which sleeps deleted")
+	return cmd
+}
+
+func printPruned(w io.Writer, p fleet.Pruned) {
+	would := ""
+	if p.DryRun {
+		would = "would be "
+	}
+	for _, s := range p.Sleep {
+		fmt.Fprintf(w, "%s %sput to sleep: %s\n", s.Name, would, s.Why)
+	}
+	for _, s := range p.Remove {
+		fmt.Fprintf(w, "%s %sremoved: %s\n", s.Name, would, s.Why)
+	}
+	if p.DryRun {
+		for _, s := range p.Plan.Snapshots {
+			fmt.Fprintf(w, "snapshot %s would be deleted: %s\n", s.ID, s.Why)
+		}
+		fmt.Fprintf(w, "%d snapshots, %s, and what only removed sandboxes need\n", p.Freed.Snapshots, bytesText(p.Bytes))
+		return
+	}
+	fmt.Fprintf(w, "%d snapshots, %d layers and %d files of cached pages, %s\n",
+		p.Freed.Snapshots, p.Layers, p.CacheFiles, bytesText(p.Bytes))
+}
+
+func (a *app) snapshotTagCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "tag ID [TAG...]", Short: "Tag a snapshot, so that nothing prunes it; without tags, let it be pruned again", Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			fl, err := a.bareFleet()
+			if err != nil {
+				return err
+			}
+			info, err := fl.TagSnapshot(cmd.Context(), args[0], args[1:])
+			if err != nil {
+				return err
+			}
+			return a.print(info, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })
+		},
+	}
+}

@@ -1,0 +1,152 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// writeVM puts the files of a VM that sleeps into a state directory.
+func writeVM(t *testing.T, state, name, id, label string) {
+	t.Helper()
+	dir := filepath.Join(state, "vms", name)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	record := `{"version":1,"id":"` + id + `","spec":{"name":"` + name + `","image":"app","vcpus":1,"memory_mib":256,"disk_mib":512,"network":"none"},
+		"created":"2026-11-22T12:00:00Z","phase":"asleep","boot":{"kernel_id":"","kernel":"","cmdline":"","image_id":"","image":""},"disk":{"Layers":null},"next_layer":1}`
+	if err := os.WriteFile(filepath.Join(dir, "vm.json"), []byte(record), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if label != "" {
+		if err := os.WriteFile(filepath.Join(dir, "sandbox.json"), []byte(label), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// ls returns the names and statuses that a command line lists.
+func ls(t *testing.T, state string, args ...string) (out []string, stderr string) {
+	t.Helper()
+	code, stdout, stderr := drowse(t, state, append([]string{"ls", "-o", "json"}, args...)...)
+	if code != 0 {
+		t.Fatalf("exit status %d: %s", code, stderr)
+	}
+	var doc struct {
+		Version   int
+		Sandboxes []struct{ Name, Status, Class string }
+	}
+	if decode(t, stdout, &doc); doc.Version != 1 || doc.Sandboxes == nil {
+		t.Fatalf("stdout %q", stdout)
+	}
+	for _, s := range doc.Sandboxes {
+		out = append(out, s.Name+" "+s.Status+" "+s.Class)
+	}
+	return out, stderr
+}
+
+func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
+	state := t.TempDir()
+	writeVM(t, state, "a", strings.Repeat("a", 32), "")
+	writeVM(t, state, "b", strings.Repeat("b", 32), `{"version":1,"class":"resumable","owner":"alice","tags":["ci"]}`)
+	writeVM(t, state, "c", strings.Repeat("c", 32), `{"version":1,"class":"resumable","owner":"alice","expires":"2020-01-01T00:00:00Z"}`)
+	all := []string{"a asleep workspace", "b asleep resumable", "c expired resumable"}
+	check := func(t *testing.T, warned bool) {
+		t.Helper()
+		for _, tt := range []struct {
+			args string
+			want []string
+		}{
+			{"", all}, {"--owner alice", all[1:]}, {"--owner alice --tag ci", all[1:2]}, {"--status expired", all[2:]},
+			{"--class workspace", all[:1]}, {"--limit 1", all[:1]}, {"--limit 1 --after b", all[2:]}, {"--all", all}, {"--owner bob", nil},
+		} {
+			got, stderr := ls(t, state, strings.Fields(tt.args)...)
+			if !slices.Equal(got, tt.want) {
+				t.Errorf("ls %s: %q, want %q", tt.args, got, tt.want)
+			}
+			if (stderr != "") != warned {
+				t.Errorf("ls %s: stderr %q, want something there: %v", tt.args, stderr, warned)
+			}
+		}
+	}
+	path := filepath.Join(state, "records.db")
+	t.Run("with new records", func(t *testing.T) { check(t, false) })
+	t.Run("with damaged records, which are said and made anew", func(t *testing.T) {
+		if err := os.WriteFile(path, []byte(strings.Repeat("no database ", 1000)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, stderr := ls(t, state); !slices.Equal(got, all) || !strings.Contains(stderr, "records.db.damaged-") {
+			t.Errorf("it lists %q and says %q", got, stderr)
+		}
+		check(t, false)
+	})
+	t.Run("without records that can be used", func(t *testing.T) {
+		if err := os.RemoveAll(path); err != nil {
+			t.Fatal(err)
+		}
+		for _, suffix := range []string{"-wal", "-shm"} {
+			if err := os.RemoveAll(path + suffix); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.Mkdir(path, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		check(t, true)
+		if code, _, stderr := drowse(t, state, "history", "a"); code != exitFailed || !strings.Contains(stderr, "no records") {
+			t.Errorf("history: exit status %d, %q", code, stderr)
+		}
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+	})
+	t.Run("with a label that is damaged", func(t *testing.T) {
+		writeVM(t, state, "d", strings.Repeat("d", 32), "{")
+		if got, _ := ls(t, state, "--after", "c"); !slices.Equal(got, []string{"d asleep workspace"}) {
+			t.Errorf("it lists %q", got)
+		}
+	})
+}
+
+func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
+	state := t.TempDir()
+	writeVM(t, state, "a", strings.Repeat("a", 32), "")
+	for _, line := range []string{
+		"update a --class resumable --owner alice --purpose words --tag x --tag y --ttl 1d --keep last=2,for=1h",
+		"rename a b", "rename a b", "update b --no-expiry --no-tags --sleep-after 10m",
+	} {
+		if code, _, stderr := drowse(t, state, strings.Fields(line)...); code != 0 {
+			t.Fatalf("%s: exit status %d: %s", line, code, stderr)
+		}
+	}
+	code, stdout, stderr := drowse(t, state, "ls", "-o", "json")
+	for _, want := range []string{`"name": "b"`, `"owner": "alice"`, `"purpose": "words"`, `"tags": []`, `"last": 2`, `"for_seconds": 3600`, `"idle_seconds": 600`} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("exit status %d, %s: no %s in %s", code, stderr, want, stdout)
+		}
+	}
+	if strings.Contains(stdout, "expires") {
+		t.Errorf("it expires: %s", stdout)
+	}
+	if code, _, stderr := drowse(t, state, "update", "b", "--class", "ephemeral"); code != exitUsage || !strings.Contains(stderr, "does not sleep") {
+		t.Errorf("ephemeral while it sleeps: exit status %d, %q", code, stderr)
+	}
+	if code, _, stderr := drowse(t, state, "rm", "b"); code != 0 {
+		t.Fatal(code, stderr)
+	}
+	var h struct {
+		Sandbox struct{ Name, Removed string }
+		Runs    []any
+	}
+	if code, stdout, stderr = drowse(t, state, "history", "b", "-o", "json"); code != 0 {
+		t.Fatal(code, stderr)
+	}
+	if decode(t, stdout, &h); h.Sandbox.Name != "b" || h.Sandbox.Removed == "" || h.Runs == nil {
+		t.Errorf("its history: %s", stdout)
+	}
+	if code, stdout, stderr = drowse(t, state, "prune", "--dry-run", "-o", "json"); code != 0 || !strings.Contains(stdout, `"dry_run": true`) || !strings.Contains(stdout, `"old_sleeps": []`) {
+		t.Errorf("prune: %d %s %s", code, stdout, stderr)
+	}
+}

@@ -1,0 +1,507 @@
+package fleet_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// clock is one that tests set.
+type clock struct {
+	mu sync.Mutex
+	at time.Time
+}
+
+func (c *clock) now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.at
+}
+
+func (c *clock) add(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.at = c.at.Add(d)
+}
+
+func openRecords(t *testing.T, dir string) *records.DB {
+	t.Helper()
+	db, err := records.Open(t.Context(), dir, records.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return db
+}
+
+// rig is a Fleet over VMs in memory, with a clock of its own.
+func rig(t *testing.T) (*fleet.Fleet, *fleettest.VMs, *clock) {
+	t.Helper()
+	c := &clock{at: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
+	vms := fleettest.New()
+	vms.Now = c.now
+	return fleet.New(vms, fleet.Options{Records: openRecords(t, t.TempDir()), Now: c.now}), vms, c
+}
+
+func spec(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
+
+func create(t *testing.T, f *fleet.Fleet, name string, l sandbox.Label) fleet.Sandbox {
+	t.Helper()
+	s, err := f.Create(t.Context(), fleet.Request{Spec: spec(name), Label: l})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func TestConformanceOfVMsInMemory(t *testing.T) {
+	for _, with := range []string{"with records", "without records"} {
+		t.Run(with, func(t *testing.T) {
+			vms := fleettest.New()
+			f := fleet.New(vms, fleet.Options{})
+			if with == "with records" {
+				f = fleet.New(vms, fleet.Options{Records: openRecords(t, t.TempDir())})
+			}
+			s := fleettest.Subject{
+				Fleet: f, Spec: sandbox.Spec{Image: "debian"},
+				Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
+					if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Label: l}); err != nil {
+						t.Fatal(err)
+					}
+				},
+				Write: func(t *testing.T, name, word string) {
+					if err := vms.Write(name, word); err != nil {
+						t.Fatal(err)
+					}
+				},
+				Read: func(t *testing.T, name string) string {
+					word, err := vms.Read(name)
+					if err != nil {
+						t.Fatal(err)
+					}
+					return word
+				},
+				Kill:      func(_ *testing.T, name string) { vms.Kill(name) },
+				NoHistory: with != "with records",
+			}
+			fleettest.Conformance(t, s)
+		})
+	}
+}
+
+func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
+	f, vms, _ := rig(t)
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	made, ids := 0, map[string]bool{}
+	for range 16 {
+		wg.Go(func() {
+			s, created, err := f.GetOrCreate(t.Context(), fleet.Request{Spec: spec("one")})
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				t.Error(err)
+			}
+			if created {
+				made++
+			}
+			ids[s.ID] = true
+		})
+	}
+	wg.Wait()
+	if boots, _ := vms.Counts(); made != 1 || len(ids) != 1 || boots != 1 {
+		t.Errorf("%d made it, %d booted, with ids %v", made, boots, ids)
+	}
+}
+
+func TestManyWakesMakeOneVM(t *testing.T) {
+	f, vms, _ := rig(t)
+	create(t, f, "one", sandbox.Label{})
+	if _, err := f.Sleep(t.Context(), "one", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 16 {
+		wg.Go(func() {
+			if _, err := f.Wake(t.Context(), "one"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if _, wakes := vms.Counts(); wakes != 1 {
+		t.Errorf("it was woken %d times", wakes)
+	}
+}
+
+func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
+	f, vms, c := rig(t)
+	create(t, f, "runs", sandbox.Label{})
+	create(t, f, "short", sandbox.Label{Class: lifetime.Ephemeral})
+	full := errors.New("no space left on device")
+	vms.Fail = func(op, name string) error {
+		if name == "full" {
+			return full
+		}
+		return nil
+	}
+	tests := map[string]struct {
+		do   func(context.Context) error
+		code fleet.Code
+		is   error
+	}{
+		"creating a name twice": {func(ctx context.Context) error {
+			_, err := f.Create(ctx, fleet.Request{Spec: spec("runs")})
+			return err
+		}, "exists", sandbox.ErrExists},
+		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, fleet.Request{}); return err }, "invalid", sandbox.ErrSpec},
+		"creating what has expired": {func(ctx context.Context) error {
+			_, err := f.Create(ctx, fleet.Request{Spec: spec("x"), Label: sandbox.Label{Expires: c.now()}})
+			return err
+		}, "label", sandbox.ErrLabel},
+		"creating an ephemeral one that idles": {func(ctx context.Context) error {
+			s := spec("x")
+			s.Idle.SleepSeconds = 1
+			_, err := f.Create(ctx, fleet.Request{Spec: s, Label: sandbox.Label{Class: lifetime.Ephemeral}})
+			return err
+		}, "label", sandbox.ErrLabel},
+		"creating a class that is none": {func(ctx context.Context) error {
+			_, err := f.Create(ctx, fleet.Request{Spec: spec("x"), Label: sandbox.Label{Class: "eternal"}})
+			return err
+		}, "label", sandbox.ErrLabel},
+		"getting nobody": {func(ctx context.Context) error { _, err := f.Get(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
+		"getting or creating without a name": {func(ctx context.Context) error {
+			_, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Image: "debian"}})
+			return err
+		}, "invalid", sandbox.ErrSpec},
+		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "label", sandbox.ErrLabel},
+		"removing one that runs":            {func(ctx context.Context) error { _, err := f.Remove(ctx, "runs", false); return err }, "running", sandbox.ErrRunning},
+		"removing nobody":                   {func(ctx context.Context) error { _, err := f.Remove(ctx, "nobody", true); return err }, "not-found", sandbox.ErrNotFound},
+		"changing one that runs": {func(ctx context.Context) error {
+			_, err := f.Update(ctx, "runs", fleet.Changes{Spec: sandbox.SpecChanges{Idle: &sandbox.IdleSpec{SleepSeconds: 5}}})
+			return err
+		}, "running", sandbox.ErrRunning},
+		"forking into no child": {func(ctx context.Context) error { _, err := f.Fork(ctx, "runs", nil); return err }, "invalid", sandbox.ErrSpec},
+		"a history of nobody":   {func(ctx context.Context) error { _, err := f.History(ctx, "nobody", records.Span{}); return err }, "not-found", records.ErrNotFound},
+		"a page that is too long": {func(ctx context.Context) error {
+			_, err := f.List(ctx, records.Filter{Limit: records.MaxPage + 1})
+			return err
+		}, "invalid", records.ErrInvalid},
+		"what fails below": {func(ctx context.Context) error {
+			_, err := f.Create(ctx, fleet.Request{Spec: spec("full")})
+			return err
+		}, fleet.CodeOther, full},
+		"a call that was called off": {func(ctx context.Context) error {
+			ctx, stop := context.WithCancel(ctx)
+			stop()
+			_, err := f.Wake(ctx, "runs")
+			return err
+		}, fleet.CodeCanceled, context.Canceled},
+	}
+	for name, tt := range tests {
+		t.Run(name, func(t *testing.T) {
+			err := tt.do(t.Context())
+			var e *fleet.Error
+			if !errors.As(err, &e) {
+				t.Fatalf("got %v, which is no *Error", err)
+			}
+			if e.Code != tt.code || !errors.Is(err, tt.is) || e.Op == "" || (e.Remedy == "") != (e.Code == fleet.CodeOther) {
+				t.Errorf("got %+v, want code %q and cause %v", e, tt.code, tt.is)
+			}
+		})
+	}
+}
+
+func TestPruneDoesWhatLabelsSay(t *testing.T) {
+	f, vms, c := rig(t)
+	in := func(d time.Duration) time.Time { return c.now().Add(d) }
+	create(t, f, "workspace", sandbox.Label{Expires: in(time.Hour)})
+	create(t, f, "resumable", sandbox.Label{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
+	create(t, f, "ephemeral", sandbox.Label{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
+	ended := create(t, f, "ended", sandbox.Label{Class: lifetime.Ephemeral})
+	create(t, f, "lasting", sandbox.Label{})
+	if err := vms.Ran("ended", 0, "true"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.History(t.Context(), "ended", records.Span{}); err != nil {
+		t.Fatal(err)
+	}
+	vms.End("ended")
+	names := func() string {
+		list, err := f.List(t.Context(), records.Filter{})
+		if err != nil || len(list.Problems) != 0 {
+			t.Fatal(list.Problems, err)
+		}
+		var out []string
+		for _, s := range list.Sandboxes {
+			out = append(out, s.Name+" "+string(s.Status))
+		}
+		return strings.Join(out, ", ")
+	}
+	prune := func(dry bool) fleet.Pruned {
+		p, err := f.Prune(t.Context(), dry)
+		if err != nil || len(p.Problems) != 0 {
+			t.Fatal(p.Problems, err)
+		}
+		return p
+	}
+	if p := prune(true); !p.DryRun || len(p.Remove) != 1 || p.Remove[0].ID != ended.ID || names() != "ended stopped, ephemeral running, lasting running, resumable running, workspace running" {
+		t.Errorf("a dry run: %+v, and then there are %s", p, names())
+	}
+	if prune(false); names() != "ephemeral running, lasting running, resumable running, workspace running" {
+		t.Errorf("before the hour there are %s", names())
+	}
+	if _, err := f.History(t.Context(), ended.ID, records.Span{}); !errors.Is(err, records.ErrNotFound) {
+		t.Errorf("of an ephemeral one something is left: %v", err)
+	}
+	c.add(time.Hour)
+	if prune(false); names() != "lasting running, resumable expired, workspace expired" {
+		t.Errorf("after an hour there are %s", names())
+	}
+	c.add(time.Hour)
+	if p := prune(false); len(p.Remove) != 1 || p.Freed.Snapshots != 1 || p.Bytes == 0 || names() != "lasting running, workspace expired" {
+		t.Errorf("after two hours: %+v, and there are %s", p, names())
+	}
+	c.add(records.HistoryTime + time.Hour)
+	if p := prune(false); p.Histories != 1 {
+		t.Errorf("%d histories were forgotten, want 1", p.Histories)
+	}
+}
+
+func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
+	f, vms, c := rig(t)
+	create(t, f, "s", sandbox.Label{Keep: lifetime.Keep{Last: 2, For: 3600}})
+	var slept []string
+	for range 6 {
+		res, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		slept = append(slept, res.Snapshot)
+		if len(slept) == 1 {
+			if _, err := f.TagSnapshot(t.Context(), res.Snapshot, []string{"release"}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := f.Wake(t.Context(), "s"); err != nil {
+			t.Fatal(err)
+		}
+		c.add(25 * time.Minute)
+	}
+	if _, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	left := func() (out []int) {
+		infos, err := vms.Snapshots()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, id := range slept {
+			if slices.ContainsFunc(infos, func(s sandbox.SnapshotInfo) bool { return s.ID == id }) {
+				out = append(out, i)
+			}
+		}
+		return out
+	}
+	// The tagged one; two that are younger than an hour, one of which is among the last two.
+	if got := left(); !slices.Equal(got, []int{0, 4, 5}) {
+		t.Errorf("of the sleeps %v are left", got)
+	}
+	c.add(24 * time.Hour)
+	if _, err := f.Prune(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if got := left(); !slices.Equal(got, []int{0, 5}) {
+		t.Errorf("a day later %v are left", got)
+	}
+	if _, err := f.TagSnapshot(t.Context(), slept[0], nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Prune(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if got := left(); !slices.Equal(got, []int{5}) {
+		t.Errorf("without its tag %v are left", got)
+	}
+}
+
+func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
+	f, vms, c := rig(t)
+	create(t, f, "s", sandbox.Label{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
+	c.add(2 * time.Hour)
+	// The extension comes after the decision and before the step.
+	vms.Fail = func(op, _ string) error {
+		if op == "remove" {
+			t.Error("it is removed")
+		}
+		return nil
+	}
+	other := fleet.New(hook{vms, func() {
+		if _, err := f.Extend(t.Context(), "s", c.now().Add(time.Hour)); err != nil {
+			t.Error(err)
+		}
+	}}, fleet.Options{Now: c.now})
+	p, err := other.Prune(t.Context(), false)
+	if err != nil || len(p.Remove) != 1 {
+		t.Errorf("pruned %+v (%v)", p, err)
+	}
+	if s, err := f.Get(t.Context(), "s"); err != nil || s.Status != records.Running {
+		t.Errorf("it is %+v (%v)", s, err)
+	}
+}
+
+// hook calls f before the first change of a label.
+type hook struct {
+	fleet.VMs
+	f func()
+}
+
+func (h hook) SetLabel(ctx context.Context, name string, change func(*sandbox.Label, error) error) (sandbox.Label, error) {
+	h.f()
+	return h.VMs.SetLabel(ctx, name, change)
+}
+
+func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
+	f, vms, c := rig(t)
+	create(t, f, "s", sandbox.Label{Owner: "alice"})
+	for i := range 5 {
+		if err := vms.Ran("s", i, "sh", "-c", fmt.Sprint("exit ", i)); err != nil {
+			t.Fatal(err)
+		}
+		c.add(time.Second)
+	}
+	for range 2 { // twice is no more
+		h, err := f.History(t.Context(), "s", records.Span{Limit: 3})
+		if err != nil || len(h.Runs) != 3 || *h.Runs[0].Exit != 4 || h.Runs[0].CPUSeconds != 0.001 || h.Runs[0].Command[2] != "exit 4" {
+			t.Fatalf("history %+v (%v)", h, err)
+		}
+		if h, err = f.History(t.Context(), "s", records.Span{Before: h.Runs[2].Begun}); err != nil || len(h.Runs) != 2 || *h.Runs[1].Exit != 0 {
+			t.Fatalf("the next page: %+v (%v)", h, err)
+		}
+	}
+	id := create(t, f, "t", sandbox.Label{}).ID
+	if err := vms.Ran("t", 7, "false"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Delete(t.Context(), "t"); err != nil {
+		t.Fatal(err)
+	}
+	create(t, f, "t", sandbox.Label{})
+	if h, err := f.History(t.Context(), "t", records.Span{}); err != nil || len(h.Runs) != 0 || h.Sandbox.ID == id {
+		t.Errorf("the new one has a history of %+v (%v)", h, err)
+	}
+	if h, err := f.History(t.Context(), id, records.Span{}); err != nil || len(h.Runs) != 1 || h.Sandbox.Removed.IsZero() {
+		t.Errorf("the one before has a history of %+v (%v)", h, err)
+	}
+}
+
+func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
+	vms, dir := fleettest.New(), t.TempDir()
+	without := fleet.New(vms, fleet.Options{})
+	create(t, without, "a", sandbox.Label{Owner: "alice"})
+	gone := create(t, without, "gone", sandbox.Label{})
+	with := fleet.New(vms, fleet.Options{Records: openRecords(t, dir)})
+	same := func(what string) {
+		t.Helper()
+		got, err := with.List(t.Context(), records.Filter{})
+		want, werr := without.List(t.Context(), records.Filter{})
+		if err != nil || werr != nil || len(got.Problems) != 0 {
+			t.Fatal(err, werr, got.Problems)
+		}
+		if g, w := fmt.Sprintf("%+v", got), fmt.Sprintf("%+v", want); g != w {
+			t.Errorf("%s: the records say\n%s\nand the files\n%s", what, g, w)
+		}
+	}
+	same("at first")
+	if _, err := without.Delete(t.Context(), "gone"); err != nil {
+		t.Fatal(err)
+	}
+	create(t, without, "gone", sandbox.Label{Owner: "bob"})
+	same("when one was replaced")
+	if _, err := without.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := without.Rename(t.Context(), "a", "b"); err != nil {
+		t.Fatal(err)
+	}
+	create(t, without, "a", sandbox.Label{})
+	same("when one was renamed and its name taken")
+	vms.Kill("gone")
+	same("when one was killed")
+	if h, err := with.History(t.Context(), gone.ID, records.Span{}); err != nil || h.Sandbox.Removed.IsZero() {
+		t.Errorf("what was replaced is %+v (%v)", h, err)
+	}
+}
+
+func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
+	vms := fleettest.New()
+	db, err := records.Open(t.Context(), t.TempDir(), records.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := fleet.New(vms, fleet.Options{Records: db})
+	create(t, f, "s", sandbox.Label{Owner: "alice"})
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	list, err := f.List(t.Context(), records.Filter{Owner: "alice"})
+	if err != nil || len(list.Sandboxes) != 1 || len(list.Problems) == 0 {
+		t.Errorf("the list says %+v (%v): want it from the files, and a problem", list, err)
+	}
+	if _, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{}); err != nil {
+		t.Error(err)
+	}
+	if _, err := f.Wake(t.Context(), "s"); err != nil {
+		t.Error(err)
+	}
+	var e *fleet.Error
+	if _, err := f.History(t.Context(), "s", records.Span{}); !errors.As(err, &e) || e.Code != fleet.CodeNoRecords || e.Remedy == "" {
+		t.Errorf("a history: got %v, want code no-records", err)
+	}
+	if _, err := f.Delete(t.Context(), "s"); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestPagesTogetherAreTheList(t *testing.T) {
+	f, _, _ := rig(t)
+	for i := range 25 {
+		create(t, f, fmt.Sprintf("s%02d", i), sandbox.Label{Owner: []string{"alice", "bob"}[i%2]})
+	}
+	var names []string
+	filter := records.Filter{Owner: "alice", Limit: 4}
+	for {
+		page, err := f.List(t.Context(), filter)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range page.Sandboxes {
+			names = append(names, s.Name)
+		}
+		if filter.After = page.Next; page.Next == "" {
+			break
+		}
+	}
+	if len(names) != 13 || !slices.IsSorted(names) || len(slices.Compact(names)) != 13 {
+		t.Errorf("the pages have %v", names)
+	}
+}

@@ -1,0 +1,291 @@
+package fleettest
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// Subject is what Conformance tests: a Fleet, and what its sandboxes are like from the inside.
+type Subject struct {
+	Fleet *fleet.Fleet
+	// Spec is what a sandbox is made of.
+	Spec sandbox.Spec
+	// Make makes a sandbox that runs, if Fleet.Create would take too long.
+	Make func(t *testing.T, spec sandbox.Spec, l sandbox.Label)
+	// Write keeps a word in the memory of a sandbox that runs, and Read returns it.
+	Write func(t *testing.T, name, word string)
+	Read  func(t *testing.T, name string) string
+	// Kill kills its process.
+	Kill func(t *testing.T, name string)
+	// NoHistory says that the Fleet has no records.
+	NoHistory bool
+}
+
+// Conformance checks what package fleet promises of sandboxes, with names that begin with "conf". It uses few
+// operations that are expensive with real guests, and no time of its own.
+func Conformance(t *testing.T, s Subject) {
+	t.Helper()
+	ctx, f := t.Context(), s.Fleet
+	must := func(t *testing.T, got fleet.Sandbox, err error, want records.Status) fleet.Sandbox {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got.Status != want {
+			t.Fatalf("%s is %s, want %s: %s", got.Name, got.Status, want, got.Problem)
+		}
+		return got
+	}
+	const name, later = "conf", "conf-later"
+	spec := s.Spec
+	spec.Name = name
+	label := sandbox.Label{Class: lifetime.Resumable, Owner: "alice", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
+
+	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
+		s.Make(t, spec, label)
+		got, err := f.Get(ctx, name)
+		must(t, got, err, records.Running)
+		if got.Owner != "alice" || got.Class != lifetime.Resumable || got.Purpose != "conformance" || !slices.Equal(got.Tags, []string{"a", "b"}) || got.ID == "" {
+			t.Errorf("it is %+v", got)
+		}
+		for _, c := range []struct {
+			of    string
+			f     records.Filter
+			there bool
+		}{
+			{"its owner", records.Filter{Owner: "alice"}, true},
+			{"another owner", records.Filter{Owner: "bob"}, false},
+			{"two of its tags", records.Filter{Tags: []string{"a", "b"}}, true},
+			{"a tag too many", records.Filter{Tags: []string{"a", "c"}}, false},
+			{"its status", records.Filter{Statuses: []records.Status{records.Asleep, records.Running}}, true},
+			{"another status", records.Filter{Statuses: []records.Status{records.Asleep}}, false},
+			{"its class", records.Filter{Class: lifetime.Resumable}, true},
+			{"another class", records.Filter{Class: lifetime.Workspace}, false},
+		} {
+			list, err := f.List(ctx, c.f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			there := slices.ContainsFunc(list.Sandboxes, func(s fleet.Sandbox) bool { return s.ID == got.ID })
+			if there != c.there {
+				t.Errorf("by %s: it is in the list: %v, want %v", c.of, there, c.there)
+			}
+		}
+	})
+	t.Run("one that is there is got and not made", func(t *testing.T) {
+		again := spec
+		got, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: again})
+		if err != nil || created || got.Name != name {
+			t.Errorf("got %+v, made: %v, %v", got, created, err)
+		}
+	})
+	first := ""
+	t.Run("a sleep says what it did, and a second one says it again", func(t *testing.T) {
+		s.Write(t, name, "first")
+		one, err := f.Sleep(ctx, name, sandbox.SleepOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		first = one.Snapshot
+		two, err := f.Sleep(ctx, name, sandbox.SleepOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if one.Snapshot == "" || one.BytesStored <= 0 || one.CPUSeconds <= 0 || one.Awake.IsZero() || one.Asleep.Before(one.Awake) {
+			t.Errorf("the sleep says %+v", one)
+		}
+		if two.Snapshot != one.Snapshot || two.BytesStored != one.BytesStored || two.CPUSeconds != one.CPUSeconds || !two.Asleep.Equal(one.Asleep) {
+			t.Errorf("the second one says %+v, the first one %+v", two, one)
+		}
+		got, err := f.Get(ctx, name)
+		must(t, got, err, records.Asleep)
+	})
+	t.Run("of three wakes at once all find it awake", func(t *testing.T) {
+		var wg sync.WaitGroup
+		errs := make([]error, 3)
+		for i := range errs {
+			wg.Go(func() {
+				var got fleet.Sandbox
+				if got, errs[i] = f.Wake(ctx, name); errs[i] == nil && got.Status != records.Running {
+					errs[i] = errors.New("it is " + string(got.Status))
+				}
+			})
+		}
+		wg.Wait()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	})
+	t.Run("sleeps and wakes at once end with one state, and the last wake wins", func(t *testing.T) {
+		var wg sync.WaitGroup
+		var serr, werr error
+		wg.Go(func() { _, serr = f.Sleep(ctx, name, sandbox.SleepOptions{}) })
+		wg.Go(func() { _, werr = f.Wake(ctx, name) })
+		wg.Wait()
+		if err := errors.Join(serr, werr); err != nil {
+			t.Fatal(err)
+		}
+		got, err := f.Wake(ctx, name)
+		must(t, got, err, records.Running)
+	})
+	t.Run("it goes back to an earlier sleep, and the one that it leaves is kept", func(t *testing.T) {
+		s.Write(t, name, "second")
+		if _, err := f.Restore(ctx, name, first); !errors.Is(err, sandbox.ErrRunning) {
+			t.Errorf("while it runs: got %v, want ErrRunning", err)
+		}
+		left, err := f.Sleep(ctx, name, sandbox.SleepOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			got, err := f.Restore(ctx, name, first)
+			if must(t, got, err, records.Asleep); got.Snapshot != first {
+				t.Errorf("it sleeps in %s, want %s", got.Snapshot, first)
+			}
+		}
+		none := lifetime.Keep{}
+		if _, err := f.Update(ctx, name, fleet.Changes{Keep: &none}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := f.Prune(ctx, false); err != nil {
+			t.Fatal(err)
+		}
+		got, err := f.Wake(ctx, name)
+		must(t, got, err, records.Running)
+		if got := s.Read(t, name); got != "first" {
+			t.Errorf("its memory says %q", got)
+		}
+		s.Kill(t, name)
+		if _, err := f.Restore(ctx, name, left.Snapshot); err != nil {
+			t.Errorf("the snapshot that it left is gone: %v", err)
+		}
+	})
+	t.Run("what its process did after the last sleep is lost with it, and nothing else", func(t *testing.T) {
+		got, err := f.Start(ctx, name)
+		must(t, got, err, records.Running)
+		s.Kill(t, name)
+		got, err = f.Get(ctx, name)
+		if must(t, got, err, records.Asleep); got.Problem == "" {
+			t.Error("nothing says that it was killed")
+		}
+		got, err = f.Start(ctx, name)
+		must(t, got, err, records.Running)
+		if got := s.Read(t, name); got != "second" {
+			t.Errorf("its memory says %q", got)
+		}
+	})
+	t.Run("it is renamed while it sleeps, and only then", func(t *testing.T) {
+		before, err := f.Get(ctx, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := f.Rename(ctx, name, later); !errors.Is(err, sandbox.ErrRunning) {
+			t.Errorf("while it runs: got %v, want ErrRunning", err)
+		}
+		if _, err := f.Sleep(ctx, name, sandbox.SleepOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			got, err := f.Rename(ctx, name, later)
+			if must(t, got, err, records.Asleep); got.ID != before.ID || got.Owner != before.Owner || got.Name != later {
+				t.Errorf("it is %+v, was %+v", got, before)
+			}
+		}
+		if _, err := f.Get(ctx, name); !errors.Is(err, sandbox.ErrNotFound) {
+			t.Errorf("by its old name: got %v, want ErrNotFound", err)
+		}
+		list, err := f.List(ctx, records.Filter{Owner: "alice"})
+		if err != nil || len(list.Sandboxes) != 1 || list.Sandboxes[0].Name != later {
+			t.Errorf("the list says %+v (%v)", list, err)
+		}
+	})
+	t.Run("an expired one sleeps, does not wake, and wakes when it is extended", func(t *testing.T) {
+		got, err := f.Wake(ctx, later)
+		must(t, got, err, records.Running)
+		over := time.Now().Add(-time.Hour)
+		if got, err = f.Update(ctx, later, fleet.Changes{Expires: &over}); err != nil {
+			t.Fatal(err)
+		}
+		must(t, got, err, records.Running)
+		p, err := f.Prune(ctx, false)
+		if err != nil || len(p.Problems) != 0 || len(p.Sleep) != 1 || p.Sleep[0].Name != later {
+			t.Fatalf("pruned %+v (%v)", p, err)
+		}
+		got, err = f.Get(ctx, later)
+		must(t, got, err, records.Expired)
+		for _, wake := range []func() (fleet.Sandbox, error){
+			func() (fleet.Sandbox, error) { return f.Wake(ctx, later) },
+			func() (fleet.Sandbox, error) { return f.Start(ctx, later) },
+		} {
+			var e *fleet.Error
+			if _, err := wake(); !errors.Is(err, sandbox.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
+				t.Errorf("got %v, want ErrExpired with code and remedy", err)
+			}
+		}
+		until := time.Now().Add(time.Hour)
+		for range 2 {
+			if got, err = f.Extend(ctx, later, until); err != nil || !got.Expires.Equal(until.UTC().Truncate(time.Second)) {
+				t.Fatalf("extended: %+v (%v)", got, err)
+			}
+		}
+		got, err = f.Start(ctx, later)
+		must(t, got, err, records.Running)
+	})
+	children := []fleet.Child{{Name: "conf-1", Tags: []string{"odd"}}, {Name: "conf-2"}}
+	t.Run("children have its label, their names and tags, and its memory", func(t *testing.T) {
+		parent, err := f.Get(ctx, later)
+		if err != nil {
+			t.Fatal(err)
+		}
+		made, err := f.Fork(ctx, later, children)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := f.Fork(ctx, later, children)
+		if err != nil || len(made) != 2 || len(again) != 2 || made[0].ID != again[0].ID || made[1].ID != again[1].ID {
+			t.Fatalf("made %+v, then %+v (%v)", made, again, err)
+		}
+		if _, err := f.Fork(ctx, later, []fleet.Child{{Name: "conf-1"}, {Name: "conf-3"}}); !errors.Is(err, sandbox.ErrExists) {
+			t.Errorf("with one that is there: got %v, want ErrExists", err)
+		}
+		for i, c := range made {
+			if c.ParentID != parent.ID || c.Parent != later || c.Generation != 1 || c.ForkPoint == "" || c.Owner != "alice" || c.ID == parent.ID {
+				t.Errorf("child %d is %+v", i, c)
+			}
+		}
+		if !slices.Equal(made[0].Tags, []string{"a", "b", "odd"}) || !slices.Equal(made[1].Tags, []string{"a", "b"}) {
+			t.Errorf("their tags are %q and %q", made[0].Tags, made[1].Tags)
+		}
+		if got := s.Read(t, "conf-2"); got != "second" {
+			t.Errorf("the memory of a child says %q", got)
+		}
+	})
+	t.Run("what is deleted is gone, and can be deleted again", func(t *testing.T) {
+		for range 2 {
+			for _, name := range []string{"conf-1", "conf-2", later} {
+				if _, err := f.Delete(ctx, name); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		list, err := f.List(ctx, records.Filter{Owner: "alice"})
+		if err != nil || len(list.Sandboxes) != 0 {
+			t.Errorf("the list says %+v (%v)", list, err)
+		}
+		if s.NoHistory {
+			return
+		}
+		h, err := f.History(ctx, later, records.Span{})
+		if err != nil || len(h.Sleeps) < 4 || h.Sandbox.Removed.IsZero() {
+			t.Errorf("its history says %+v (%v)", h, err)
+		}
+	})
+}

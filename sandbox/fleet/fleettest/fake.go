@@ -1,0 +1,737 @@
+package fleettest
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// VMs are virtual machines in memory: fleet.VMs without guests. What they do takes no time, and they fail as those of a
+// store do. Memory and disk of each are one text, which Write changes and Read returns, and which sleeps, wakes, snapshots,
+// restores and forks treat as a store treats memory and disk. Its methods may be called from any goroutine. Make it with New.
+type VMs struct {
+	// Now is the clock; New sets it to the host's. It must not be changed while the VMs are used.
+	Now func() time.Time
+	// Fail, if it is not nil, is asked before each operation ("run", "start", "wake", "sleep", "snapshot", "restore", "fork",
+	// "rename", "remove") on a VM; an error of it is that of the operation, which has done nothing then. It must
+	// not be changed while the VMs are used, and may be called from several goroutines.
+	Fail func(op, name string) error
+
+	labels sync.Mutex // held while a label is changed
+
+	mu    sync.Mutex // guards what follows
+	vms   map[string]*vm
+	snaps map[string]*snap
+	stamp int
+	boots int
+	wakes int
+}
+
+// vm is one of them.
+type vm struct {
+	record sandbox.Record
+	label  sandbox.Label
+	stamp  int
+	state  string // memory and disk
+	began  time.Time
+	runs   []audit.Entry
+}
+
+// snap is a snapshot.
+type snap struct {
+	info   sandbox.SnapshotInfo
+	record sandbox.Record
+	state  string
+}
+
+// New makes an empty set.
+func New() *VMs {
+	return &VMs{Now: time.Now, vms: map[string]*vm{}, snaps: map[string]*snap{}}
+}
+
+var nameRE = regexp.MustCompile(sandbox.NamePattern)
+
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+func (v *VMs) asked(ctx context.Context, op, name string) error {
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("%s %s: %w", op, name, err)
+	}
+	if v.Fail != nil {
+		return v.Fail(op, name)
+	}
+	return nil
+}
+
+// find returns a VM. The mutex is held.
+func (v *VMs) find(name string) (*vm, error) {
+	m := v.vms[name]
+	if m == nil {
+		return nil, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
+	}
+	return m, nil
+}
+
+func (v *VMs) changed(m *vm) {
+	v.stamp++
+	m.stamp = v.stamp
+}
+
+func (v *VMs) now() time.Time { return v.Now().UTC() }
+
+func live(p sandbox.Phase) bool { return p == sandbox.Running || p == sandbox.Starting }
+
+// Counts says how many VMs were booted, and how many woken, so far.
+func (v *VMs) Counts() (boots, wakes int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.boots, v.wakes
+}
+
+// Write replaces the memory and disk of a VM that runs.
+func (v *VMs) Write(name, text string) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return err
+	}
+	if m.record.Phase != sandbox.Running {
+		return fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	m.state = text
+	return nil
+}
+
+// Read returns the memory and disk of a VM that runs.
+func (v *VMs) Read(name string) (string, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return "", err
+	}
+	if m.record.Phase != sandbox.Running {
+		return "", fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	return m.state, nil
+}
+
+// Ran notes that a command was run in a VM, as Store.Audit would tell of it.
+func (v *VMs) Ran(name string, exit int, argv ...string) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return err
+	}
+	if m.record.Phase != sandbox.Running {
+		return fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	now := v.now()
+	m.runs = append(m.runs, audit.Entry{
+		ID: newID()[:16], Status: audit.Ended, Begin: now, End: now,
+		Action: audit.Action{Kind: audit.KindExec, Argv: argv, User: "root"}, Outcome: &audit.Outcome{Exit: &exit, CPUMs: 1},
+	})
+	return nil
+}
+
+// Kill has a VM end as if its process had got SIGKILL. One that does not run is left alone.
+func (v *VMs) Kill(name string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if m := v.vms[name]; m != nil && live(m.record.Phase) {
+		m.record.Phase, m.record.PID, m.record.Problem = sandbox.Crashed, 0, "its process was killed"
+		v.changed(m)
+	}
+}
+
+// End has a VM's guest end by itself.
+func (v *VMs) End(name string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if m := v.vms[name]; m != nil && live(m.record.Phase) {
+		m.record.Phase, m.record.PID = sandbox.Stopped, 0
+		m.record.Exit = &sandbox.ExitRecord{Reason: "power-off", Time: v.now()}
+		v.changed(m)
+	}
+}
+
+// up makes a VM run. The mutex is held.
+func (v *VMs) up(m *vm) sandbox.Report {
+	m.record.Phase, m.record.PID, m.record.Problem, m.record.Exit = sandbox.Running, 1, "", nil
+	m.began = v.now()
+	m.record.Awake = m.began
+	v.changed(m)
+	return sandbox.Report{Name: m.record.Spec.Name, Stages: map[string]float64{}}
+}
+
+// Run implements fleet.VMs.
+func (v *VMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+	if spec.Name == "" {
+		spec.Name = "vm-" + newID()[:8]
+	}
+	if err := v.asked(ctx, "run", spec.Name); err != nil {
+		return sandbox.Report{}, err
+	}
+	switch {
+	case !nameRE.MatchString(spec.Name):
+		return sandbox.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, spec.Name)
+	case spec.Image == "":
+		return sandbox.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
+	}
+	if err := check(spec, label); err != nil {
+		return sandbox.Report{}, err
+	}
+	def := func(n *int, d int) {
+		if *n == 0 {
+			*n = d
+		}
+	}
+	def(&spec.VCPUs, sandbox.DefaultVCPUs)
+	def(&spec.MemoryMiB, sandbox.DefaultMemoryMiB)
+	def(&spec.DiskMiB, sandbox.DefaultDiskMiB)
+	if spec.Network == "" {
+		spec.Network = sandbox.NetworkNone
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.vms[spec.Name] != nil {
+		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, spec.Name)
+	}
+	m := &vm{label: normal(label), record: sandbox.Record{Version: 1, ID: newID(), Spec: spec, Created: v.now()}}
+	v.vms[spec.Name] = m
+	v.boots++
+	return v.up(m), nil
+}
+
+func check(spec sandbox.Spec, label sandbox.Label) error {
+	if err := label.Check(); err != nil {
+		return err
+	}
+	if label.Class == lifetime.Ephemeral && spec.Idle.SleepSeconds > 0 {
+		return fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrLabel)
+	}
+	return nil
+}
+
+// normal is a label as it is kept.
+func normal(l sandbox.Label) sandbox.Label {
+	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
+	l.Expires = l.Expires.UTC().Truncate(time.Second)
+	return l
+}
+
+func (v *VMs) expired(m *vm) error {
+	if !lifetime.Expired(m.label.Expires, v.Now()) {
+		return nil
+	}
+	return fmt.Errorf("%w: %s", sandbox.ErrExpired, m.record.Spec.Name)
+}
+
+// Start implements fleet.VMs.
+func (v *VMs) Start(ctx context.Context, name string) (sandbox.Report, error) {
+	if err := v.asked(ctx, "start", name); err != nil {
+		return sandbox.Report{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	if live(m.record.Phase) {
+		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+	}
+	if err := v.expired(m); err != nil {
+		return sandbox.Report{}, err
+	}
+	if m.record.Phase == sandbox.Asleep {
+		return sandbox.Report{}, fmt.Errorf("%w: %s is asleep", sandbox.ErrNotRunning, name)
+	}
+	v.boots++
+	return v.up(m), nil
+}
+
+// Wake implements fleet.VMs.
+func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+	if err := v.asked(ctx, "wake", name); err != nil {
+		return sandbox.Report{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	if live(m.record.Phase) {
+		return sandbox.Report{Name: name, Stages: map[string]float64{}}, nil
+	}
+	if err := v.expired(m); err != nil {
+		return sandbox.Report{}, err
+	}
+	if m.record.Snapshot == "" || m.record.Phase == sandbox.Stopped {
+		return sandbox.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
+	}
+	m.state = v.snaps[m.record.Snapshot].state
+	v.wakes++
+	return v.up(m), nil
+}
+
+// take makes a snapshot. The mutex is held.
+func (v *VMs) take(m *vm, kind, note string) *snap {
+	s := &snap{record: m.record, state: m.state}
+	s.info = sandbox.SnapshotInfo{
+		ID: newID(), VM: m.record.Spec.Name, Owner: m.record.ID, Kind: kind, Note: note, Created: v.now(),
+		RAM: uint64(m.record.Spec.MemoryMiB) << 20, Stored: int64(len(m.state)) + 1, Exclusive: int64(len(m.state)) + 1,
+	}
+	v.snaps[s.info.ID] = s
+	return s
+}
+
+// SleepWith implements fleet.VMs.
+func (v *VMs) SleepWith(ctx context.Context, name string, _ sandbox.SleepOptions) (sandbox.SleepResult, error) {
+	if err := v.asked(ctx, "sleep", name); err != nil {
+		return sandbox.SleepResult{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.SleepResult{}, err
+	}
+	r := &m.record
+	switch {
+	case r.Phase == sandbox.Asleep:
+	case r.Phase != sandbox.Running:
+		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
+	case m.label.Class == lifetime.Ephemeral:
+		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", sandbox.ErrLabel, name)
+	default:
+		s := v.take(m, "sleep", "")
+		r.Phase, r.PID, r.Snapshot, r.Previous = sandbox.Asleep, 0, s.info.ID, ""
+		r.Sleeps = append(slices.Clone(r.Sleeps), sandbox.SleepRecord{
+			Snapshot: s.info.ID, Awake: m.began, Asleep: s.info.Created, Raw: uint64(len(m.state)), Stored: s.info.Stored, CPUSeconds: 0.001,
+		})
+		v.changed(m)
+		v.sweep()
+	}
+	res := sandbox.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+	for _, s := range r.Sleeps {
+		if s.Snapshot == r.Snapshot {
+			res.BytesRaw, res.BytesStored, res.Awake, res.Asleep, res.CPUSeconds = s.Raw, s.Stored, s.Awake, s.Asleep, s.CPUSeconds
+		}
+	}
+	return res, nil
+}
+
+// SnapshotWith implements fleet.VMs.
+func (v *VMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+	if err := v.asked(ctx, "snapshot", name); err != nil {
+		return sandbox.SleepResult{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.SleepResult{}, err
+	}
+	if m.record.Phase != sandbox.Running {
+		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	kind := "named"
+	if o.DiskOnly {
+		kind = "disk"
+	}
+	s := v.take(m, kind, o.Note)
+	return sandbox.SleepResult{Name: name, Snapshot: s.info.ID, BytesRaw: uint64(len(m.state)), BytesStored: s.info.Stored, Stages: map[string]float64{}}, nil
+}
+
+// RestoreTo implements fleet.VMs.
+func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.Record, error) {
+	if err := v.asked(ctx, "restore", name); err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	s, err := v.findSnap(snapshotID)
+	if err != nil {
+		return nil, err
+	}
+	m, err := v.find(name)
+	if err != nil {
+		return nil, err
+	}
+	r := &m.record
+	switch {
+	case live(r.Phase):
+		return nil, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+	case s.info.Kind == "disk":
+		return nil, fmt.Errorf("%w: %s", sandbox.ErrDiskOnly, s.info.ID)
+	case s.info.Owner != r.ID:
+		return nil, fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
+	}
+	if r.Phase != sandbox.Asleep || r.Snapshot != s.info.ID {
+		if r.Phase == sandbox.Asleep {
+			r.Previous = r.Snapshot
+		}
+		r.Phase, r.Snapshot, r.Problem, r.Exit = sandbox.Asleep, s.info.ID, "", nil
+		v.changed(m)
+	}
+	out := *r
+	return &out, nil
+}
+
+func (v *VMs) findSnap(prefix string) (*snap, error) {
+	var found []*snap
+	for id, s := range v.snaps {
+		if prefix != "" && strings.HasPrefix(id, prefix) {
+			found = append(found, s)
+		}
+	}
+	if len(found) != 1 {
+		return nil, fmt.Errorf("snapshot %q: %w", prefix, snapshot.ErrNotFound)
+	}
+	return found[0], nil
+}
+
+// Fork implements fleet.VMs.
+func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
+	if err := v.asked(ctx, "fork", name); err != nil {
+		return sandbox.ForkResult{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.ForkResult{}, err
+	}
+	children := slices.Clone(o.Children)
+	for i := len(children); i < max(o.Count, 1) && len(o.Children) == 0; i++ {
+		c := sandbox.ForkChild{Name: o.Name}
+		if o.Count > 1 && o.Name != "" {
+			c.Name += "-" + strconv.Itoa(i+1)
+		}
+		children = append(children, c)
+	}
+	if len(children) > sandbox.MaxForks {
+		return sandbox.ForkResult{}, fmt.Errorf("%w: %d forks", sandbox.ErrSpec, len(children))
+	}
+	if m.record.Phase != sandbox.Running && m.record.Phase != sandbox.Asleep {
+		return sandbox.ForkResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	seen := map[string]bool{}
+	for i := range children {
+		c := &children[i]
+		if c.Name == "" {
+			c.Name = "vm-" + newID()[:8]
+		}
+		if c.Label == nil {
+			c.Label = &m.label
+		}
+		switch {
+		case !nameRE.MatchString(c.Name) || seen[c.Name]:
+			return sandbox.ForkResult{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, c.Name)
+		case v.vms[c.Name] != nil:
+			return sandbox.ForkResult{}, fmt.Errorf("%w: %s", sandbox.ErrExists, c.Name)
+		}
+		if err := check(m.record.Spec, *c.Label); err != nil {
+			return sandbox.ForkResult{}, err
+		}
+		seen[c.Name] = true
+	}
+	var s *snap
+	if m.record.Phase == sandbox.Asleep {
+		s = v.snaps[m.record.Snapshot]
+	} else {
+		s = v.take(m, "fork", "")
+	}
+	res := sandbox.ForkResult{Parent: name, Snapshot: s.info.ID, Durable: true, Stages: map[string]float64{}}
+	for _, c := range children {
+		child := &vm{label: normal(*c.Label), state: s.state}
+		child.record = sandbox.Record{
+			Version: 1, ID: newID(), Spec: m.record.Spec, Created: v.now(), Boot: m.record.Boot, Snapshot: s.info.ID, Parent: s.info.ID,
+			Fork: &sandbox.Origin{Parent: name, ParentID: m.record.ID, Generation: 1, Time: v.now()},
+		}
+		if m.record.Fork != nil {
+			child.record.Fork.Generation += m.record.Fork.Generation
+		}
+		child.record.Spec.Name = c.Name
+		v.vms[c.Name] = child
+		res.Children = append(res.Children, v.up(child))
+	}
+	return res, nil
+}
+
+// Rename implements fleet.VMs.
+func (v *VMs) Rename(ctx context.Context, name, to string) error {
+	if err := v.asked(ctx, "rename", name); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !nameRE.MatchString(to) {
+		return fmt.Errorf("%w: name %q", sandbox.ErrSpec, to)
+	}
+	m, err := v.find(name)
+	there := v.vms[to]
+	switch {
+	case err != nil && there != nil && there.record.Former == name:
+		return nil
+	case err != nil:
+		return err
+	case name == to:
+		return nil
+	case live(m.record.Phase):
+		return fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+	case there != nil:
+		return fmt.Errorf("%w: %s", sandbox.ErrExists, to)
+	}
+	delete(v.vms, name)
+	m.record.Former, m.record.Spec.Name = name, to
+	v.vms[to] = m
+	v.changed(m)
+	return nil
+}
+
+// RemoveFreed implements fleet.VMs.
+func (v *VMs) RemoveFreed(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+	if err := v.asked(ctx, "remove", name); err != nil {
+		return sandbox.Freed{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.Freed{}, err
+	}
+	if live(m.record.Phase) && !force {
+		return sandbox.Freed{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+	}
+	delete(v.vms, name)
+	return v.sweep(), nil
+}
+
+// Get implements fleet.VMs.
+func (v *VMs) Get(name string) (*sandbox.Record, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return nil, err
+	}
+	r := m.record
+	return &r, nil
+}
+
+// List implements fleet.VMs.
+func (v *VMs) List() ([]*sandbox.Record, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	var out []*sandbox.Record
+	for _, name := range slices.Sorted(maps.Keys(v.vms)) {
+		r := v.vms[name].record
+		out = append(out, &r)
+	}
+	return out, nil
+}
+
+// FileStamps implements fleet.VMs.
+func (v *VMs) FileStamps() (map[string]string, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	out := map[string]string{}
+	for name, m := range v.vms {
+		out[name] = m.record.ID + "." + strconv.Itoa(m.stamp)
+	}
+	return out, nil
+}
+
+// Label implements fleet.VMs.
+func (v *VMs) Label(name string) (sandbox.Label, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return sandbox.Label{}, err
+	}
+	l := m.label
+	l.Tags = slices.Clone(l.Tags)
+	return l, nil
+}
+
+// SetLabel implements fleet.VMs.
+func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error) {
+	if err := ctx.Err(); err != nil {
+		return sandbox.Label{}, err
+	}
+	v.labels.Lock()
+	defer v.labels.Unlock()
+	l, err := v.Label(name)
+	if err != nil {
+		return sandbox.Label{}, err
+	}
+	v.mu.Lock()
+	is := v.vms[name]
+	v.mu.Unlock()
+	if err := change(&l, nil); err != nil {
+		return sandbox.Label{}, err
+	}
+	l = normal(l)
+	if err := l.Check(); err != nil {
+		return sandbox.Label{}, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if is == nil || v.vms[is.record.Spec.Name] != is {
+		return sandbox.Label{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
+	}
+	is.label = l
+	v.changed(is)
+	return l, nil
+}
+
+// SetSpec implements fleet.VMs.
+func (v *VMs) SetSpec(_ context.Context, name string, c sandbox.SpecChanges) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return err
+	}
+	spec := &m.record.Spec
+	if c.Idle != nil || c.Hooks != nil || c.VCPUs != nil || c.MemoryMiB != nil {
+		if live(m.record.Phase) {
+			return fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+		}
+		if m.record.Phase == sandbox.Asleep && (c.VCPUs != nil && *c.VCPUs != spec.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != spec.MemoryMiB) {
+			return fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in", sandbox.ErrSpec)
+		}
+	}
+	set(&spec.Idle, c.Idle)
+	set(&spec.Hooks, c.Hooks)
+	set(&spec.VCPUs, c.VCPUs)
+	set(&spec.MemoryMiB, c.MemoryMiB)
+	if c.Policy != nil {
+		if spec.Network != sandbox.NetworkTAP {
+			return fmt.Errorf("%w: %s has no network", sandbox.ErrSpec, name)
+		}
+		spec.Policy = c.Policy
+	}
+	v.changed(m)
+	return nil
+}
+
+func set[T any](to, from *T) {
+	if from != nil {
+		*to = *from
+	}
+}
+
+// Snapshots implements fleet.VMs.
+func (v *VMs) Snapshots() ([]sandbox.SnapshotInfo, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	var out []sandbox.SnapshotInfo
+	for _, id := range slices.Sorted(maps.Keys(v.snaps)) {
+		out = append(out, v.snaps[id].info)
+	}
+	return out, nil
+}
+
+// TagSnapshot implements fleet.VMs.
+func (v *VMs) TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	s, err := v.findSnap(prefix)
+	if err != nil {
+		return sandbox.SnapshotInfo{}, err
+	}
+	if err := (sandbox.Label{Tags: tags}).Check(); err != nil {
+		return sandbox.SnapshotInfo{}, err
+	}
+	s.info.Tags, s.info.Kept = slices.Compact(slices.Sorted(slices.Values(tags))), len(tags) > 0
+	return s.info, nil
+}
+
+// Sweep implements fleet.VMs.
+func (v *VMs) Sweep(context.Context) (sandbox.Freed, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.sweep(), nil
+}
+
+func (v *VMs) sweep() (freed sandbox.Freed) {
+	var all []lifetime.Sandbox
+	needed := map[string]bool{}
+	for _, m := range v.vms {
+		r := &m.record
+		needs := []string{r.Snapshot, r.Previous, r.Base}
+		for _, id := range needs {
+			needed[id] = true
+		}
+		all = append(all, lifetime.Sandbox{ID: r.ID, Keep: m.label.Keep, Running: live(r.Phase), Needs: needs})
+	}
+	var sleeps []lifetime.Sleep
+	drop := []string{}
+	for id, s := range v.snaps {
+		switch s.info.Kind {
+		case "sleep":
+			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: s.info.Owner, Created: s.info.Created, Tagged: s.info.Kept})
+		case "fork":
+			if !needed[id] && !s.info.Kept {
+				drop = append(drop, id)
+			}
+		}
+	}
+	for _, s := range lifetime.Unkept(all, sleeps, v.Now()) {
+		drop = append(drop, s.ID)
+	}
+	for _, id := range drop {
+		freed.Snapshots++
+		freed.Bytes += v.snaps[id].info.Exclusive
+		delete(v.snaps, id)
+	}
+	return freed
+}
+
+// Audit implements fleet.VMs.
+func (v *VMs) Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error) {
+	v.mu.Lock()
+	m, err := v.find(name)
+	if err != nil {
+		v.mu.Unlock()
+		return audit.Trailer{}, err
+	}
+	is, runs := audit.Trailer{Head: audit.Head{VM: m.record.ID, Name: name}, First: 1}, slices.Clone(m.runs)
+	v.mu.Unlock()
+	for _, e := range runs {
+		if err := ctx.Err(); err != nil {
+			return is, err
+		}
+		if !o.Since.IsZero() && e.Begin.Before(o.Since) && e.End.Before(o.Since) {
+			continue
+		}
+		if err := f(e); err != nil {
+			return is, err
+		}
+	}
+	return is, nil
+}

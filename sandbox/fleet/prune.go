@@ -1,0 +1,182 @@
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// Pruned is what a pruning has done, or would do. Its JSON is that of `drowse prune -o json`.
+type Pruned struct {
+	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what the
+	// steps of Plan.Snapshots would free; what else would go is not known before.
+	sandbox.Freed
+	// Plan is what the labels say is to be done.
+	lifetime.Plan
+	DryRun bool `json:"dry_run,omitempty"`
+	// Histories is of how many removed sandboxes the history was deleted, since it was too old.
+	Histories int64 `json:"histories"`
+	// Problems are steps that were not taken, and why: the next pruning tries again.
+	Problems []string `json:"problems,omitempty"`
+}
+
+func (p *Pruned) add(f sandbox.Freed) {
+	p.Freed.Snapshots += f.Snapshots
+	p.Layers += f.Layers
+	p.CacheFiles += f.CacheFiles
+	p.Bytes += f.Bytes
+}
+
+// Prune does what labels say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is over,
+// and deletes sleeps that are not kept, and what nothing needs. With dryRun it only says so. What one step fails with is a
+// problem, and in no other's way.
+func (f *Fleet) Prune(ctx context.Context, dryRun bool) (Pruned, error) {
+	p, err := f.prune(ctx, dryRun)
+	return p, fail("prune", "", err)
+}
+
+// Due says whether there is a sandbox to be put to sleep or removed by now, at less cost than Prune.
+func (f *Fleet) Due() (bool, error) {
+	all, err := f.vms.List()
+	var sandboxes []lifetime.Sandbox
+	for _, r := range all {
+		sandboxes = append(sandboxes, f.lasts(r))
+	}
+	p := lifetime.Decide(sandboxes, nil, f.now())
+	return len(p.Sleep)+len(p.Remove) > 0, fail("prune", "", err)
+}
+
+func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
+	p := Pruned{DryRun: dryRun}
+	snapshots, err := f.vms.Snapshots()
+	if err != nil {
+		return p, err
+	}
+	all, err := f.vms.List()
+	whole := err == nil // else a sleep may be of a sandbox that cannot be read
+	p.Problems = append(p.Problems, lines(err)...)
+	var sandboxes []lifetime.Sandbox
+	for _, r := range all {
+		sandboxes = append(sandboxes, f.lasts(r))
+	}
+	var sleeps []lifetime.Sleep
+	for _, s := range snapshots {
+		if whole && s.Kind == kindSleep {
+			sleeps = append(sleeps, lifetime.Sleep{ID: s.ID, Owner: s.Owner, Created: s.Created, Tagged: s.Kept, Bytes: s.Exclusive})
+		}
+	}
+	p.Plan = lifetime.Decide(sandboxes, sleeps, f.now())
+	if dryRun {
+		p.Freed.Snapshots = len(p.Plan.Snapshots)
+		for _, s := range p.Plan.Snapshots {
+			p.Bytes += s.Bytes
+		}
+		return p, nil
+	}
+	problem := func(err error) {
+		if err != nil {
+			p.Problems = append(p.Problems, lines(err)...)
+		}
+	}
+	for _, step := range p.Sleep {
+		if err := ctx.Err(); err != nil {
+			return p, err
+		}
+		if again := f.again(step); len(again.Sleep) > 0 {
+			_, err := f.vms.SleepWith(ctx, step.Name, sandbox.SleepOptions{})
+			problem(err)
+		}
+	}
+	for _, step := range p.Remove {
+		if err := ctx.Err(); err != nil {
+			return p, err
+		}
+		freed, err := f.expire(ctx, step)
+		p.add(freed)
+		problem(err)
+	}
+	// It looks again by itself, with everything locked that it has to be sure of.
+	freed, err := f.vms.Sweep(ctx)
+	p.add(freed)
+	if ctx.Err() != nil {
+		return p, ctx.Err()
+	}
+	problem(err)
+	problem(f.reconcile(ctx))
+	if f.db != nil {
+		problem(f.db.Update(ctx, func(tx *records.Tx) error {
+			var err error
+			p.Histories, err = tx.ForgetRemovedBefore(f.now().Add(-records.HistoryTime))
+			return err
+		}))
+	}
+	return p, nil
+}
+
+// kindSleep is the kind of snapshot that a sandbox sleeps in: sandbox.SnapshotInfo.
+const kindSleep = "sleep"
+
+// lasts is what counts of a VM for how long it lasts.
+func (f *Fleet) lasts(r *sandbox.Record) lifetime.Sandbox {
+	l, err := f.vms.Label(r.Spec.Name)
+	return lasts(r, l, err)
+}
+
+func lasts(r *sandbox.Record, l sandbox.Label, unreadable error) lifetime.Sandbox {
+	return lifetime.Sandbox{
+		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
+		Running: r.Phase == sandbox.Running || r.Phase == sandbox.Starting, Ended: r.Phase == sandbox.Stopped || r.Phase == sandbox.Crashed,
+		Needs: []string{r.Snapshot, r.Previous, r.Base}, Unknown: unreadable != nil,
+	}
+}
+
+// again decides anew about the sandbox of a step.
+func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
+	r, err := f.vms.Get(step.Name)
+	if err != nil || r.ID != step.ID {
+		return lifetime.Plan{}
+	}
+	return lifetime.Decide([]lifetime.Sandbox{f.lasts(r)}, nil, f.now())
+}
+
+// errGone ends a change of a label that is not there any more; errStays says that its sandbox is not to be removed after all.
+var (
+	errGone  = errors.New("the sandbox was removed")
+	errStays = errors.New("the sandbox stays")
+)
+
+// expire removes a sandbox if that is still to be done. The label is locked meanwhile: whoever extends it does so before,
+// and then it stays, or finds it gone.
+func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed sandbox.Freed, err error) {
+	if step.Why != lifetime.WhyEnded {
+		_ = f.takeOver(ctx, step.Name)
+	}
+	_, err = f.vms.SetLabel(ctx, step.Name, func(l *sandbox.Label, unreadable error) error {
+		r, err := f.vms.Get(step.Name)
+		if err != nil {
+			return err
+		}
+		plan := lifetime.Decide([]lifetime.Sandbox{lasts(r, *l, unreadable)}, nil, f.now())
+		if r.ID != step.ID || len(plan.Remove) == 0 {
+			return errStays
+		}
+		// Only an ephemeral one that has expired is removed while it runs. The others have been put to sleep, or were
+		// started again just now.
+		force := l.Class == lifetime.Ephemeral && plan.Remove[0].Why == lifetime.WhyExpired
+		if freed, err = f.vms.RemoveFreed(ctx, step.Name, force); err != nil {
+			return err
+		}
+		return errGone
+	})
+	switch {
+	case errors.Is(err, errGone), errors.Is(err, errStays), errors.Is(err, sandbox.ErrNotFound):
+		return freed, nil
+	case err != nil:
+		return freed, fmt.Errorf("removing sandbox %s, which is %s: %w", step.Name, step.Why, err)
+	}
+	return freed, nil
+}

@@ -1,0 +1,84 @@
+package fleet
+
+import (
+	"context"
+
+	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// VMs are what a Fleet works on. Their contracts are those of the methods of sandbox.Store, errors included: a
+// sleep that has begun is waited for by a wake, what is there already is not made twice, and what fails has changed nothing. All
+// methods may be called from any goroutine.
+type VMs interface {
+	// Run makes a VM and boots it: Store.RunLabelled.
+	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error)
+	Start(ctx context.Context, name string) (sandbox.Report, error)
+	Wake(ctx context.Context, name string) (sandbox.Report, error)
+	SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
+	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error)
+	RestoreTo(ctx context.Context, name, snapshot string) (*sandbox.Record, error)
+	Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error)
+	Rename(ctx context.Context, name, to string) error
+	RemoveFreed(ctx context.Context, name string, force bool) (sandbox.Freed, error)
+
+	Get(name string) (*sandbox.Record, error)
+	List() ([]*sandbox.Record, error)
+	FileStamps() (map[string]string, error)
+	Label(name string) (sandbox.Label, error)
+	SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error)
+	SetSpec(ctx context.Context, name string, c sandbox.SpecChanges) error
+
+	Snapshots() ([]sandbox.SnapshotInfo, error)
+	TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error)
+	Sweep(ctx context.Context) (sandbox.Freed, error)
+	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
+}
+
+// storeVMs are the VMs of a store, with what their processes are started by.
+type storeVMs struct {
+	*sandbox.Store
+	launcher func() (sandbox.Launcher, error)
+}
+
+// OfStore are the VMs of a store. l is how their processes are started.
+func OfStore(s *sandbox.Store, l sandbox.Launcher) VMs {
+	return storeVMs{s, func() (sandbox.Launcher, error) { return l, nil }}
+}
+
+// OfStoreLazily is OfStore for callers that may never start a VM: launcher is called when one is to be started.
+func OfStoreLazily(s *sandbox.Store, launcher func() (sandbox.Launcher, error)) VMs {
+	return storeVMs{s, launcher}
+}
+
+func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+	l, err := v.launcher()
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	return v.RunLabelled(ctx, l, spec, &label)
+}
+
+func (v storeVMs) Start(ctx context.Context, name string) (sandbox.Report, error) {
+	l, err := v.launcher()
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	return v.Store.Start(ctx, l, name)
+}
+
+func (v storeVMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+	l, err := v.launcher()
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	return v.Store.Wake(ctx, l, name)
+}
+
+func (v storeVMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
+	l, err := v.launcher()
+	if err != nil {
+		return sandbox.ForkResult{}, err
+	}
+	return v.Store.Fork(ctx, l, name, o)
+}

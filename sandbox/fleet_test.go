@@ -1,0 +1,109 @@
+package sandbox_test
+
+import (
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// sandboxesOfGuests has what package fleet promises shown by real guests, which are clones.
+func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
+	begin := time.Now()
+	defer func() { t.Logf("it took %v", time.Since(begin).Round(time.Millisecond)) }()
+	db, err := records.Open(t.Context(), e.Store.Dir(), records.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	f := fleet.New(fleet.OfStore(e.Store, e.Launcher), fleet.Options{Records: db})
+
+	in := func(t *testing.T) *guesttest.Env {
+		own := *e
+		own.T = t
+		return &own
+	}
+	fleettest.Conformance(t, fleettest.Subject{
+		Fleet: f,
+		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
+			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Label: &l}); err != nil {
+				t.Fatal(err)
+			}
+		},
+		// Builtins of the shell: a process costs a guest much time here.
+		Write: func(t *testing.T, name, word string) {
+			in(t).Sh(name, "echo "+word+" > /run/word")
+		},
+		Read: func(t *testing.T, name string) string { return in(t).Sh(name, "read w < /run/word; echo $w") },
+		Kill: func(t *testing.T, name string) {
+			r, err := e.Store.Get(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if r.Phase != sandbox.Running {
+				return
+			}
+			if err := syscall.Kill(r.PID, syscall.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+			in(t).WaitPhase(name, sandbox.Crashed, 30*time.Second)
+		},
+	})
+	h, err := f.History(t.Context(), "conf-later", records.Span{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	words := 0
+	for _, r := range h.Runs {
+		if line := strings.Join(r.Command, " "); strings.Contains(line, "/run/word") && r.Exit != nil && *r.Exit == 0 && r.CPUSeconds > 0 {
+			words++
+		}
+	}
+	if words < 4 {
+		t.Errorf("the history has %d commands that were run: %+v", words, h.Runs)
+	}
+	if left, _ := filepath.Glob(filepath.Join(e.Store.Dir(), "vms", "conf*")); len(left) != 0 {
+		t.Errorf("%v are left", left)
+	}
+}
+
+// A wake that comes while a VM falls asleep has to find it awake in the end.
+func wakeDuringSleep(t *testing.T, e *guesttest.Env, name string) {
+	slept := make(chan error, 1)
+	go func() {
+		_, err := e.Store.Sleep(t.Context(), name)
+		slept <- err
+	}()
+	falling := false
+	for done := false; !falling && !done; {
+		select {
+		case err := <-slept:
+			slept <- err
+			done = true
+		default:
+			info, err := e.Store.Info(t.Context(), name)
+			falling = err == nil && info.Falling
+		}
+	}
+	t.Logf("the sleep was seen: %v", falling)
+	if _, err := e.Store.Wake(t.Context(), e.Launcher, name); err != nil {
+		t.Fatal(err)
+	}
+	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Running || len(r.Sleeps) == 0 || r.Sleeps[len(r.Sleeps)-1].Snapshot != r.Snapshot {
+		t.Errorf("it is %+v, %v", r, err)
+	}
+	if err := <-slept; err != nil {
+		t.Errorf("the sleep: %v", err)
+	}
+}

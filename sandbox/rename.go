@@ -1,0 +1,80 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, label, audit trail and its host name
+// in the guest stay. A name that is taken is ErrExists. Renaming one that has been renamed so already does nothing. A
+// crash at any instant leaves it with one of the two names, whole.
+func (s *Store) Rename(ctx context.Context, name, to string) error {
+	if !nameRE.MatchString(to) {
+		return fmt.Errorf("%w: name %q: use 1 to 40 lower-case letters, digits and inner hyphens", ErrSpec, to)
+	}
+	if err := s.checkPaths(to); err != nil {
+		return err
+	}
+	r, err := s.Get(name)
+	if errors.Is(err, ErrNotFound) {
+		if there, terr := s.load(to); terr == nil && there.Former == name {
+			return nil
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if name == to {
+		return nil
+	}
+	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", ErrRunning, name)
+	if r.Phase == Running || r.Phase == Starting {
+		return running
+	}
+	l, err := s.lockSoon(ctx, name)
+	if errors.Is(err, ErrRunning) {
+		return running
+	}
+	if err != nil {
+		return err
+	}
+	defer l.release() // the lock is on the file, by whatever name
+	if r, err = s.load(name); err != nil {
+		return err
+	}
+	// The record says first that the directory may have either name: see load.
+	r.NextName = to
+	if err := s.save(r); err != nil {
+		return err
+	}
+	err = unix.Renameat2(unix.AT_FDCWD, s.vmDir(name), unix.AT_FDCWD, s.vmDir(to), unix.RENAME_NOREPLACE)
+	if err != nil {
+		r.NextName = ""
+		serr := s.save(r)
+		if errors.Is(err, unix.EEXIST) {
+			err = fmt.Errorf("%w: %s: choose another name, or remove it with `drowse rm %s`", ErrExists, to, to)
+		} else {
+			err = fmt.Errorf("renaming VM %s: %w", name, err)
+		}
+		return errors.Join(err, serr)
+	}
+	if err := syncDir(filepath.Join(s.dir, "vms")); err != nil {
+		return fmt.Errorf("renaming VM %s: %w", name, err)
+	}
+	if r, err = s.load(to); err != nil {
+		return err
+	}
+	return s.save(r)
+}
+
+// adoptName completes in memory what a rename has done on disk.
+func (r *Record) adoptName(name string) {
+	if r.NextName == name && r.Spec.Name != name {
+		r.Former, r.Spec.Name = r.Spec.Name, name
+	}
+	r.NextName = ""
+}

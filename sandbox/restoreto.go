@@ -1,0 +1,225 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// ErrForeignSnapshot says that a snapshot is of another VM.
+var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
+
+// RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of that
+// time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it sleeps, the snapshot that it
+// sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped or was killed, what it has
+// written to its disk since its last sleep is given up. A snapshot of another VM is ErrForeignSnapshot, one without memory
+// ErrDiskOnly.
+func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
+	id, err := s.FindSnapshot(snapshotID)
+	if err != nil {
+		return nil, err
+	}
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, err
+	}
+	running := fmt.Errorf("taking %s back to snapshot %s: %w: put it to sleep first", name, id, ErrRunning)
+	if r.Phase == Running || r.Phase == Starting {
+		return nil, running
+	}
+	l, err := s.lockSoon(ctx, name)
+	if errors.Is(err, ErrRunning) {
+		return nil, running
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.release()
+	if r, err = s.load(name); err != nil {
+		return nil, err
+	}
+	if r.Phase == Running || r.Phase == Starting {
+		return nil, running
+	}
+	if r.Phase == Asleep && r.Snapshot == id {
+		return r, nil
+	}
+	m, err := s.manifest(id)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case diskOnly(m):
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", name, id, ErrDiskOnly, id)
+	case m.Labels[labelOwner] != r.ID:
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w, %s: a VM of its own comes of it by `drowse restore %.12s`", name, id, ErrForeignSnapshot, m.Sandbox, id)
+	}
+	if err := s.checkVolumes(r, id); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	if r.Phase == Asleep {
+		r.Previous = r.Snapshot
+	}
+	r.Snapshot = id
+	r.goBack(m)
+	return r, s.save(r)
+}
+
+// SpecChanges are what of a VM can be changed once it is there; nil leaves a field as it is.
+type SpecChanges struct {
+	// Idle and Hooks hold from the next wake or boot on.
+	Idle  *IdleSpec
+	Hooks *HookSpec
+	// VCPUs and MemoryMiB hold from the next boot on. Those of a VM that sleeps are part of its memory, so it must have
+	// stopped.
+	VCPUs, MemoryMiB *int
+	// Policy holds at once.
+	Policy *netpolicy.Policy
+}
+
+// SetSpec changes a VM. Except for the policy it must not run: ErrRunning. What is refused has changed nothing, but if
+// that is the policy, the others have been changed before.
+func (s *Store) SetSpec(ctx context.Context, name string, c SpecChanges) error {
+	if c.Idle != nil || c.Hooks != nil || c.VCPUs != nil || c.MemoryMiB != nil {
+		if err := s.setSpec(ctx, name, c); err != nil {
+			return err
+		}
+	}
+	if c.Policy == nil {
+		return nil
+	}
+	_, err := s.SetPolicy(ctx, name, c.Policy)
+	return err
+}
+
+func (s *Store) setSpec(ctx context.Context, name string, c SpecChanges) error {
+	r, err := s.Get(name)
+	if err != nil {
+		return err
+	}
+	running := fmt.Errorf("changing %s: %w: put it to sleep or stop it first; this holds from its next wake or boot on", name, ErrRunning)
+	if r.Phase == Running || r.Phase == Starting {
+		return running
+	}
+	l, err := s.lockSoon(ctx, name)
+	if errors.Is(err, ErrRunning) {
+		return running
+	}
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	if r, err = s.load(name); err != nil {
+		return err
+	}
+	spec, err := r.Spec.changed(c, r.Phase == Asleep)
+	if err != nil {
+		return fmt.Errorf("changing %s: %w", name, err)
+	}
+	r.Spec = spec
+	return s.save(r)
+}
+
+// changed is the Spec with changes. One that is asleep has its size in its memory.
+func (s Spec) changed(c SpecChanges, asleep bool) (Spec, error) {
+	resized := c.VCPUs != nil && *c.VCPUs != s.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != s.MemoryMiB
+	if resized && asleep {
+		return s, fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in: wake and stop it, change it, and boot it with `drowse start`", ErrSpec)
+	}
+	if c.VCPUs != nil {
+		s.VCPUs = *c.VCPUs
+	}
+	if c.MemoryMiB != nil {
+		s.MemoryMiB = *c.MemoryMiB
+	}
+	if c.Idle != nil {
+		s.Idle = *c.Idle
+	}
+	if c.Hooks != nil {
+		s.Hooks = *c.Hooks
+	}
+	if err := s.shape().check(); err != nil {
+		return s, err
+	}
+	return s.withDefaults()
+}
+
+// Limits of the tags of a snapshot.
+const (
+	MaxSnapshotTags = 16
+	maxKept         = 16 << 10 // bytes of the file with them
+)
+
+// keptDoc is what a file below kept/ has; an empty one has no tags.
+type keptDoc struct {
+	Version int      `json:"version"`
+	Tags    []string `json:"tags"`
+}
+
+// TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
+// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of MaxLabelTag bytes.
+func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	if len(tags) > MaxSnapshotTags {
+		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrLabel, len(tags), MaxSnapshotTags)
+	}
+	for _, t := range tags {
+		if t == "" || len(t) > MaxLabelTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
+			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrLabel, t, MaxLabelTag)
+		}
+	}
+	// A sweep either sees the tags, or is over.
+	unlock, err := s.lockImports(unix.LOCK_SH)
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	defer func() { _ = unlock() }()
+	m, err := s.manifest(id)
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	if len(tags) == 0 {
+		err = s.unkeep(id)
+	} else if err = s.keep(id); err == nil {
+		var data []byte
+		if data, err = json.Marshal(keptDoc{1, slices.Compact(slices.Sorted(slices.Values(tags)))}); err == nil {
+			err = writeFileAtomic(s.keptPath(id), append(data, '\n'))
+		}
+	}
+	if err != nil {
+		return SnapshotInfo{}, fmt.Errorf("tagging snapshot %s: %w", id, err)
+	}
+	return s.snapshotInfo(m), nil
+}
+
+// snapshotTags are those of a snapshot. A file that cannot be read keeps the snapshot all the same.
+func (s *Store) snapshotTags(id string) []string {
+	f, err := os.Open(s.keptPath(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	var doc keptDoc
+	if err := json.NewDecoder(io.LimitReader(f, maxKept)).Decode(&doc); err != nil {
+		return nil
+	}
+	return doc.Tags
+}
