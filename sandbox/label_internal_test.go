@@ -63,7 +63,7 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	if l, err := s.Label("a"); err != nil || l.EffectiveClass() != lifetime.Workspace || l.Owner != "" {
 		t.Errorf("without one: %+v, %v", l, err)
 	}
-	want := Label{Class: lifetime.Resumable, Owner: "alice", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
+	want := Label{Class: lifetime.Resumable, Owner: "build", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
 	got, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { *l = want; return nil })
 	if err != nil || !slices.Equal(got.Tags, []string{"a", "b"}) || !got.Expires.Equal(time.Unix(1e9, 0)) {
 		t.Fatalf("%+v, %v", got, err)
@@ -139,7 +139,7 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 
 func TestLabel_of_a_killed_command_is_not_the_next_ones(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Owner: "alice", Class: lifetime.Ephemeral})
+	labelled(t, s, "a", Stopped, &Label{Owner: "build", Class: lifetime.Ephemeral})
 	if err := os.Remove(s.recordPath("a")); err != nil {
 		t.Fatal(err)
 	}
@@ -276,7 +276,7 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 	} {
 		t.Run(cut, func(t *testing.T) {
 			s := tempStore(t)
-			before := labelled(t, s, "a", Stopped, &Label{Owner: "alice"})
+			before := labelled(t, s, "a", Stopped, &Label{Owner: "build"})
 			step(t, s, before)
 			list, err := s.List()
 			if err != nil || len(list) != 1 || list[0].ID != before.ID {
@@ -290,7 +290,7 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 			if err != nil || r.ID != before.ID || r.Spec.Name != "b" || r.Former != "a" || r.NextName != "" {
 				t.Errorf("%+v, %v", r, err)
 			}
-			if l, err := s.Label("b"); err != nil || l.Owner != "alice" {
+			if l, err := s.Label("b"); err != nil || l.Owner != "build" {
 				t.Errorf("its label is %+v, %v", l, err)
 			}
 			if _, err := s.Get("a"); !errors.Is(err, ErrNotFound) {

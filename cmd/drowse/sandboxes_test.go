@@ -50,8 +50,8 @@ func ls(t *testing.T, state string, args ...string) (out []string, stderr string
 func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 	state := t.TempDir()
 	writeVM(t, state, "a", strings.Repeat("a", 32), "")
-	writeVM(t, state, "b", strings.Repeat("b", 32), `{"version":1,"class":"resumable","owner":"alice","tags":["ci"]}`)
-	writeVM(t, state, "c", strings.Repeat("c", 32), `{"version":1,"class":"resumable","owner":"alice","expires":"2020-01-01T00:00:00Z"}`)
+	writeVM(t, state, "b", strings.Repeat("b", 32), `{"version":1,"class":"resumable","owner":"build","tags":["ci"]}`)
+	writeVM(t, state, "c", strings.Repeat("c", 32), `{"version":1,"class":"resumable","owner":"build","expires":"2020-01-01T00:00:00Z"}`)
 	all := []string{"a asleep workspace", "b asleep resumable", "c expired resumable"}
 	check := func(t *testing.T, warned bool) {
 		t.Helper()
@@ -59,8 +59,8 @@ func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 			args string
 			want []string
 		}{
-			{"", all}, {"--owner alice", all[1:]}, {"--owner alice --tag ci", all[1:2]}, {"--status expired", all[2:]},
-			{"--class workspace", all[:1]}, {"--limit 1", all[:1]}, {"--limit 1 --after b", all[2:]}, {"--all", all}, {"--owner bob", nil},
+			{"", all}, {"--owner build", all[1:]}, {"--owner build --tag ci", all[1:2]}, {"--status expired", all[2:]},
+			{"--class workspace", all[:1]}, {"--limit 1", all[:1]}, {"--limit 1 --after b", all[2:]}, {"--all", all}, {"--owner tests", nil},
 		} {
 			got, stderr := ls(t, state, strings.Fields(tt.args)...)
 			if !slices.Equal(got, tt.want) {
@@ -114,7 +114,7 @@ func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
 	state := t.TempDir()
 	writeVM(t, state, "a", strings.Repeat("a", 32), "")
 	for _, line := range []string{
-		"update a --class resumable --owner alice --purpose words --tag x --tag y --ttl 1d --keep last=2,for=1h",
+		"update a --class resumable --owner build --purpose words --tag x --tag y --ttl 1d --keep last=2,for=1h",
 		"rename a b", "rename a b", "update b --no-expiry --no-tags --sleep-after 10m",
 	} {
 		if code, _, stderr := drowse(t, state, strings.Fields(line)...); code != 0 {
@@ -122,7 +122,7 @@ func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
 		}
 	}
 	code, stdout, stderr := drowse(t, state, "ls", "-o", "json")
-	for _, want := range []string{`"name": "b"`, `"owner": "alice"`, `"purpose": "words"`, `"tags": []`, `"last": 2`, `"for_seconds": 3600`, `"idle_seconds": 600`} {
+	for _, want := range []string{`"name": "b"`, `"owner": "build"`, `"purpose": "words"`, `"tags": []`, `"last": 2`, `"for_seconds": 3600`, `"idle_seconds": 600`} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("exit status %d, %s: no %s in %s", code, stderr, want, stdout)
 		}

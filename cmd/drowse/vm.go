@@ -55,7 +55,7 @@ tells of it, when it has ended or expired (--ttl). A resumable one is put to sle
 has expired, and removed a day later (--keep expired=TIME). A workspace is put to sleep, and
 removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 		Example: `  drowse run app --name a
-  drowse run app --class resumable --owner alice --ttl 12h --sleep-after 10m --keep last=5
+  drowse run app --class resumable --owner build --ttl 12h --sleep-after 10m --keep last=5
   drowse run --rm app -- python3 -c 'print(1)'
   drowse run --entrypoint --detach --name web nginx`,
 		Args: cobra.ArbitraryArgs,

@@ -139,18 +139,18 @@ func TestLookupAccount_follows_passwd_and_group(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	file("passwd", "# comment\nroot:x:0:0:root:/root:/bin/bash\nbroken line\nbad:x:nan:0::/:/bin/sh\nann:x:1000:1000:Ann:/home/ann:/bin/zsh\n")
-	file("group", "root:x:0:\nann:x:1000:\ndocker:x:999:ann,bob\nwheel:x:10:bob,ann\nanna:x:5:anna\n")
+	file("passwd", "# comment\nroot:x:0:0:root:/root:/bin/bash\nbroken line\nbad:x:nan:0::/:/bin/sh\ndev:x:1000:1000:Ann:/home/dev:/bin/zsh\n")
+	file("group", "root:x:0:\ndev:x:1000:\ndocker:x:999:dev,ops\nwheel:x:10:ops,dev\ndeva:x:5:deva\n")
 	for _, tt := range []struct {
 		spec string
 		want string
 	}{
 		{"", "{0 0 [] root /root /bin/sh}"},
 		{"root", "{0 0 [] root /root /bin/bash}"},
-		{"ann", "{1000 1000 [999 10] ann /home/ann /bin/zsh}"},
-		{"1000", "{1000 1000 [999 10] ann /home/ann /bin/zsh}"},
-		{"ann:docker", "{1000 999 [] ann /home/ann /bin/zsh}"},
-		{"ann:77", "{1000 77 [] ann /home/ann /bin/zsh}"},
+		{"dev", "{1000 1000 [999 10] dev /home/dev /bin/zsh}"},
+		{"1000", "{1000 1000 [999 10] dev /home/dev /bin/zsh}"},
+		{"dev:docker", "{1000 999 [] dev /home/dev /bin/zsh}"},
+		{"dev:77", "{1000 77 [] dev /home/dev /bin/zsh}"},
 		{"4242", "{4242 0 [] 4242 / /bin/sh}"},
 		{"4242:10", "{4242 10 [] 4242 / /bin/sh}"},
 	} {
@@ -159,7 +159,7 @@ func TestLookupAccount_follows_passwd_and_group(t *testing.T) {
 			t.Errorf("%q: %v, %v; want %v", tt.spec, got, err, tt.want)
 		}
 	}
-	for _, spec := range []string{"bob", "bad", ":", "ann:nogroup", "-1", "4294967296"} {
+	for _, spec := range []string{"ops", "bad", ":", "dev:nogroup", "-1", "4294967296"} {
 		if a, err := lookupAccount(dir, spec); err == nil {
 			t.Errorf("%q gives %v", spec, a)
 		}

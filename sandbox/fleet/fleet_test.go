@@ -382,7 +382,7 @@ func (h hook) SetLabel(ctx context.Context, name string, change func(*sandbox.La
 
 func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 	f, vms, c := rig(t)
-	create(t, f, "s", sandbox.Label{Owner: "alice"})
+	create(t, f, "s", sandbox.Label{Owner: "build"})
 	for i := range 5 {
 		if err := vms.Ran("s", i, "sh", "-c", fmt.Sprint("exit ", i)); err != nil {
 			t.Fatal(err)
@@ -417,7 +417,7 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
 	vms, dir := fleettest.New(), t.TempDir()
 	without := fleet.New(vms, fleet.Options{})
-	create(t, without, "a", sandbox.Label{Owner: "alice"})
+	create(t, without, "a", sandbox.Label{Owner: "build"})
 	gone := create(t, without, "gone", sandbox.Label{})
 	with := fleet.New(vms, fleet.Options{Records: openRecords(t, dir)})
 	same := func(what string) {
@@ -435,7 +435,7 @@ func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
 	if _, err := without.Delete(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, without, "gone", sandbox.Label{Owner: "bob"})
+	create(t, without, "gone", sandbox.Label{Owner: "tests"})
 	same("when one was replaced")
 	if _, err := without.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
@@ -459,11 +459,11 @@ func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
 		t.Fatal(err)
 	}
 	f := fleet.New(vms, fleet.Options{Records: db})
-	create(t, f, "s", sandbox.Label{Owner: "alice"})
+	create(t, f, "s", sandbox.Label{Owner: "build"})
 	if err := db.Close(); err != nil {
 		t.Fatal(err)
 	}
-	list, err := f.List(t.Context(), records.Filter{Owner: "alice"})
+	list, err := f.List(t.Context(), records.Filter{Owner: "build"})
 	if err != nil || len(list.Sandboxes) != 1 || len(list.Problems) == 0 {
 		t.Errorf("the list says %+v (%v): want it from the files, and a problem", list, err)
 	}
@@ -485,10 +485,10 @@ func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
 func TestPagesTogetherAreTheList(t *testing.T) {
 	f, _, _ := rig(t)
 	for i := range 25 {
-		create(t, f, fmt.Sprintf("s%02d", i), sandbox.Label{Owner: []string{"alice", "bob"}[i%2]})
+		create(t, f, fmt.Sprintf("s%02d", i), sandbox.Label{Owner: []string{"build", "tests"}[i%2]})
 	}
 	var names []string
-	filter := records.Filter{Owner: "alice", Limit: 4}
+	filter := records.Filter{Owner: "build", Limit: 4}
 	for {
 		page, err := f.List(t.Context(), filter)
 		if err != nil {

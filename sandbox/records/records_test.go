@@ -103,7 +103,7 @@ func names(t *testing.T, db *DB, f Filter) []string {
 func TestMigrationFromEveryEarlierVersionKeepsItsRows(t *testing.T) {
 	// What each version can hold, as a build of that version wrote it.
 	rows := []string{
-		`INSERT INTO sandboxes VALUES ('id-a', 'a', 'resumable', 'alice', 'asleep', 0, 0, 'stamp', '{"id":"id-a","name":"a","class":"resumable","owner":"alice","status":"asleep","tags":["x"]}');
+		`INSERT INTO sandboxes VALUES ('id-a', 'a', 'resumable', 'build', 'asleep', 0, 0, 'stamp', '{"id":"id-a","name":"a","class":"resumable","owner":"build","status":"asleep","tags":["x"]}');
 		 INSERT INTO tags VALUES ('x', 'id-a');`,
 		`INSERT INTO sleeps VALUES ('id-a', 'snap', 5, '{"snapshot":"snap","asleep":"1970-01-01T00:00:00.000000005Z","stored_bytes":7}');`,
 		`INSERT INTO runs VALUES ('id-a', 'run', 5, 0, '{"id":"run","command":["true"],"state":"ended","begun":"1970-01-01T00:00:00.000000005Z","in_bytes":0,"out_bytes":1}');`,
@@ -139,7 +139,7 @@ func TestMigrationFromEveryEarlierVersionKeepsItsRows(t *testing.T) {
 				}
 				return 0
 			}
-			if got := names(t, db, Filter{Owner: "alice", Tags: []string{"x"}}); len(got) != count(version >= 1) {
+			if got := names(t, db, Filter{Owner: "build", Tags: []string{"x"}}); len(got) != count(version >= 1) {
 				t.Errorf("sandboxes %v", got)
 			}
 			if got, err := db.Sleeps(t.Context(), "id-a", Span{}); err != nil || len(got) != count(version >= 2) || len(got) == 1 && got[0].Stored != 7 {
@@ -536,7 +536,7 @@ func TestListsOfDatabaseAndFilesAreTheSame(t *testing.T) {
 	var all []Sandbox
 	for i := range 60 {
 		s := row(fmt.Sprintf("s%02d", i))
-		s.Owner = []string{"", "alice", "bob"}[i%3]
+		s.Owner = []string{"", "build", "tests"}[i%3]
 		s.Class = lifetime.Classes[i%len(lifetime.Classes)]
 		s.Status = Statuses[i%(len(Statuses)-1)]
 		s.Tags = append(s.Tags, []string{"a", "b", "c"}[:i%4]...)
@@ -550,7 +550,7 @@ func TestListsOfDatabaseAndFilesAreTheSame(t *testing.T) {
 		all[i] = all[i].At(now)
 	}
 	n := 0
-	for _, owner := range []string{"", "alice", "nobody"} {
+	for _, owner := range []string{"", "build", "nobody"} {
 		for _, class := range []lifetime.Class{"", lifetime.Ephemeral} {
 			for _, tags := range [][]string{nil, {"a"}, {"a", "b"}} {
 				for _, statuses := range [][]Status{nil, {Expired}, {Asleep, Running}} {

@@ -47,13 +47,13 @@ func Conformance(t *testing.T, s Subject) {
 	const name, later = "conf", "conf-later"
 	spec := s.Spec
 	spec.Name = name
-	label := sandbox.Label{Class: lifetime.Resumable, Owner: "alice", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
+	label := sandbox.Label{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
 
 	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
 		s.Make(t, spec, label)
 		got, err := f.Get(ctx, name)
 		must(t, got, err, records.Running)
-		if got.Owner != "alice" || got.Class != lifetime.Resumable || got.Purpose != "conformance" || !slices.Equal(got.Tags, []string{"a", "b"}) || got.ID == "" {
+		if got.Owner != "build" || got.Class != lifetime.Resumable || got.Purpose != "conformance" || !slices.Equal(got.Tags, []string{"a", "b"}) || got.ID == "" {
 			t.Errorf("it is %+v", got)
 		}
 		for _, c := range []struct {
@@ -61,8 +61,8 @@ func Conformance(t *testing.T, s Subject) {
 			f     records.Filter
 			there bool
 		}{
-			{"its owner", records.Filter{Owner: "alice"}, true},
-			{"another owner", records.Filter{Owner: "bob"}, false},
+			{"its owner", records.Filter{Owner: "build"}, true},
+			{"another owner", records.Filter{Owner: "tests"}, false},
 			{"two of its tags", records.Filter{Tags: []string{"a", "b"}}, true},
 			{"a tag too many", records.Filter{Tags: []string{"a", "c"}}, false},
 			{"its status", records.Filter{Statuses: []records.Status{records.Asleep, records.Running}}, true},
@@ -202,7 +202,7 @@ func Conformance(t *testing.T, s Subject) {
 		if _, err := f.Get(ctx, name); !errors.Is(err, sandbox.ErrNotFound) {
 			t.Errorf("by its old name: got %v, want ErrNotFound", err)
 		}
-		list, err := f.List(ctx, records.Filter{Owner: "alice"})
+		list, err := f.List(ctx, records.Filter{Owner: "build"})
 		if err != nil || len(list.Sandboxes) != 1 || list.Sandboxes[0].Name != later {
 			t.Errorf("the list says %+v (%v)", list, err)
 		}
@@ -257,7 +257,7 @@ func Conformance(t *testing.T, s Subject) {
 			t.Errorf("with one that is there: got %v, want ErrExists", err)
 		}
 		for i, c := range made {
-			if c.ParentID != parent.ID || c.Parent != later || c.Generation != 1 || c.ForkPoint == "" || c.Owner != "alice" || c.ID == parent.ID {
+			if c.ParentID != parent.ID || c.Parent != later || c.Generation != 1 || c.ForkPoint == "" || c.Owner != "build" || c.ID == parent.ID {
 				t.Errorf("child %d is %+v", i, c)
 			}
 		}
@@ -276,7 +276,7 @@ func Conformance(t *testing.T, s Subject) {
 				}
 			}
 		}
-		list, err := f.List(ctx, records.Filter{Owner: "alice"})
+		list, err := f.List(ctx, records.Filter{Owner: "build"})
 		if err != nil || len(list.Sandboxes) != 0 {
 			t.Errorf("the list says %+v (%v)", list, err)
 		}
