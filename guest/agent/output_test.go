@@ -139,7 +139,7 @@ func TestLookupAccount_follows_passwd_and_group(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	file("passwd", "# comment\nroot:x:0:0:root:/root:/bin/bash\nbroken line\nbad:x:nan:0::/:/bin/sh\ndev:x:1000:1000:Ann:/home/dev:/bin/zsh\n")
+	file("passwd", "# comment\nroot:x:0:0:root:/root:/bin/bash\nbroken line\nbad:x:nan:0::/:/bin/sh\ndev:x:1000:1000:Dev:/home/dev:/bin/zsh\n")
 	file("group", "root:x:0:\ndev:x:1000:\ndocker:x:999:dev,ops\nwheel:x:10:ops,dev\ndeva:x:5:deva\n")
 	for _, tt := range []struct {
 		spec string
