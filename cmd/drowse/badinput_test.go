@@ -58,7 +58,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 		{"more memory than a VM can have", []string{"--memory", "16385"}, exitUsage, "64 to 16384"},
 		{"too many vCPUs", []string{"--vcpus", "9"}, exitUsage, "1 to 8"},
 		{"bad name", []string{"--name", "../x"}, exitUsage, "lower-case"},
-		{"a tag and no network", []string{"--tag", "db"}, exitUsage, "network"},
+		{"a policy's tag and no network", []string{"--config", file("untagged.json", `{"tags":["db"]}`)}, exitUsage, "network"},
 		{"a tag that is none", []string{"--net", "tap", "--config", file("tags.json", `{"tags":["db"]}`), "--tag", "a b"}, exitUsage, "a b"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
