@@ -271,7 +271,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	})
 	sub("a later clone finds pages decompressed, and no damaged one", func(t *testing.T, e *guesttest.Env) {
 		// What one needs is kept a while after it is awake; that of those above as well.
-		pages := filepath.Join(e.Store.CacheDir(), "pages")
+		pages := filepath.Join(e.Store.Dir(), "pages")
 		kept := func() (files []string) {
 			all, err := filepath.Glob(filepath.Join(pages, "*.pages"))
 			if err != nil {

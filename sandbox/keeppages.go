@@ -12,7 +12,7 @@ import (
 )
 
 // NoPageCacheEnv, set to anything, makes wakes do without a cache of decompressed pages: each
-// then decompresses what it needs, and nothing is written below cache/pages.
+// then decompresses what it needs, and nothing is written below pages/ of the store.
 const NoPageCacheEnv = "DROWSE_NO_PAGE_CACHE"
 
 // keepDelay is how long after its wake a VM adds to the cache of pages: what it needs first

@@ -44,7 +44,7 @@ var (
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
 //	volumes/NAME/          volumes: package volume
-//	cache/pages/           pages of snapshots that were woken before: package pagecache
+//	pages/                 pages of snapshots that were woken before: package pagecache
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
 	dir string
@@ -76,8 +76,13 @@ func (s *Store) KernelDir() string { return s.dir }
 // CacheDir is where system disks and initramfs archives are kept.
 func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
 
-// pageCacheDir is for package pagecache.
-func (s *Store) pageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
+// pageCacheDir is for package pagecache. It is not below CacheDir, which several stores may
+// share: a store sweeps out the pages of all snapshots but its own.
+func (s *Store) pageCacheDir() string { return filepath.Join(s.dir, "pages") }
+
+// oldPageCacheDir is where those pages were before. They are parts of guests' memory, so
+// they may not stay behind.
+func (s *Store) oldPageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
 
 func (s *Store) vmDir(name string) string      { return filepath.Join(s.dir, "vms", name) }
 func (s *Store) recordPath(name string) string { return filepath.Join(s.vmDir(name), "vm.json") }

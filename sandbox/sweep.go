@@ -113,7 +113,7 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 	// already, its next wake does without.
 	n, bytes, err := pagecache.New(s.pageCacheDir()).Sweep(memory)
 	freed.CacheFiles, freed.Bytes = n, freed.Bytes+bytes
-	errs := []error{err}
+	errs := []error{err, os.RemoveAll(s.oldPageCacheDir())}
 	for _, e := range files {
 		owner, _, _ := strings.Cut(e.Name(), "-")
 		if layers[e.Name()] != nil || live[owner] || owner == templateOwner {

@@ -137,11 +137,46 @@ func TestSweep_removes_cached_pages_of_no_snapshot(t *testing.T) {
 	if err := os.WriteFile(path, make([]byte, 8192), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	if err := os.MkdirAll(s.oldPageCacheDir(), 0o700); err != nil {
+		t.Fatal(err)
+	}
 	freed, err := s.Sweep(t.Context())
 	if err != nil || freed.CacheFiles != 1 || freed.Bytes < 8192 {
 		t.Errorf("it has freed %+v, %v", freed, err)
 	}
 	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("the file is there: %v", err)
+	}
+	if _, err := os.Stat(s.oldPageCacheDir()); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("pages of an earlier version are there: %v", err)
+	}
+}
+
+// Else a sweep of one would remove the pages of the other.
+func TestStores_that_share_a_cache_directory_do_not_share_pages(t *testing.T) {
+	var stores [2]*Store
+	cache := t.TempDir()
+	for i := range stores {
+		dir := t.TempDir()
+		if err := os.Symlink(cache, filepath.Join(dir, "cache")); err != nil {
+			t.Fatal(err)
+		}
+		var err error
+		if stores[i], err = OpenStore(dir); err != nil {
+			t.Fatal(err)
+		}
+	}
+	path := filepath.Join(stores[0].pageCacheDir(), "00112233445566778899aabbccddeeff.pages")
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, make([]byte, 4096), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := stores[1].Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Errorf("a sweep of another store has removed it: %v", err)
 	}
 }
