@@ -45,6 +45,7 @@ type engine struct {
 	which  uint32   // the table that is in force
 	tables [2]table // the other one is spare, and may be none
 	spec   *Spec
+	pins   bool                             // there may be entries in the map of pins
 	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
 
 	told told
@@ -98,8 +99,11 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
-	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events, e.current, e.tables[0].m, e.tables[1].m} {
+	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events, e.current} {
 		errs = append(errs, m.Close())
+	}
+	for i := range e.tables {
+		errs = append(errs, e.tables[i].close())
 	}
 	for _, p := range e.entries {
 		errs = append(errs, p.Close())
@@ -126,7 +130,7 @@ func (e *engine) start(s *Spec, keep bool) error {
 		{p.stream, e.place.slot, e.events}, {p.policies, e.place.table(e.which), t.m},
 	})
 	if err != nil {
-		return errors.Join(err, t.m.Close())
+		return errors.Join(err, t.close())
 	}
 	e.gen++
 	e.told.judges(e.gen, s.names)
@@ -225,27 +229,40 @@ func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error 
 	if !ok {
 		return nil
 	}
+	e.pins = true
 	if err := e.pinned.Put(pinKey(a, e.gen), &v); err != nil {
 		return fmt.Errorf("pinning %v: %w", a, err)
 	}
 	return nil
 }
 
-// unpinOld removes the entries of generations that are gone.
+// unpinOld removes the entries of generations that are gone. Most agents have none, and looking for them means a look at
+// each bucket of the map.
 func (e *engine) unpinOld() error {
+	if !e.pins {
+		return nil
+	}
 	var k bpf.AgentPinKey
 	var v bpf.AgentPin
 	var old []bpf.AgentPinKey
-	for it := e.pinned.Iterate(); it.Next(&k, &v); {
+	left := false
+	it := e.pinned.Iterate()
+	for it.Next(&k, &v) {
 		if k.Gen != e.gen {
 			old = append(old, k)
+		} else {
+			left = true
 		}
+	}
+	if err := it.Err(); err != nil {
+		return fmt.Errorf("looking for pinned addresses of an old policy: %w", err)
 	}
 	for _, k := range old {
 		if err := e.pinned.Delete(k); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 			return fmt.Errorf("removing pinned addresses of an old policy: %w", err)
 		}
 	}
+	e.pins = left
 	return nil
 }
 

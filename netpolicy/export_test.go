@@ -105,7 +105,7 @@ func (e *Engine) Table(s *Spec) error {
 	if err != nil {
 		return err
 	}
-	return t.m.Close()
+	return t.close()
 }
 
 // ForgetFlows drops all flows.

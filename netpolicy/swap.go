@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -23,7 +22,30 @@ import (
 type table struct {
 	m    *ebpf.Map // nil is none
 	id   ebpf.MapID
-	rows int // that there is room for
+	rows int    // that there is room for
+	mem  []byte // the rows: the kernel's memory, shared with the programs
+}
+
+// tableFlags are those of the template in bpf/agent.c: tables differ in size, and are written to without system calls.
+const tableFlags = unix.BPF_F_INNER_MAP | unix.BPF_F_MMAPABLE
+
+// share maps the rows of a table. The kernel does so at once, for all pages, and they stay as long as they are mapped.
+func (t *table) share() (err error) {
+	if t.mem, err = unix.Mmap(t.m.FD(), 0, t.rows*rowSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		return fmt.Errorf("mapping a table of %d rows: %w", t.rows, err)
+	}
+	return nil
+}
+
+// close gives a table back, or none.
+func (t *table) close() error {
+	var err error
+	if t.mem != nil {
+		err = unix.Munmap(t.mem)
+	}
+	err = errors.Join(err, t.m.Close())
+	*t = table{}
+	return err
 }
 
 const (
@@ -54,33 +76,29 @@ func (e *engine) newTable(s *Spec, gen uint32) (t table, err error) {
 	t.rows = room(len(s.rows))
 	t.m, err = ebpf.NewMap(&ebpf.MapSpec{
 		Name: "table", Type: ebpf.Array, KeySize: 4, ValueSize: rowSize, MaxEntries: uint32(t.rows),
-		Flags: unix.BPF_F_INNER_MAP,
+		Flags: tableFlags,
 	})
 	if err != nil {
 		return table{}, fmt.Errorf("making a table of %d rows: %w", t.rows, err)
 	}
 	if t.id, err = mapID(t.m); err == nil {
-		err = e.fill(t, s, gen)
+		err = t.share()
 	}
 	if err != nil {
-		return table{}, errors.Join(err, t.m.Close())
+		return table{}, errors.Join(err, t.close())
 	}
+	e.fill(t, s, gen)
 	return t, nil
 }
 
-// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more.
-func (e *engine) fill(t table, s *Spec, gen uint32) error {
-	rows := slices.Clone(s.rows)
-	keys := make([]uint32, len(rows))
-	for i := range keys {
-		keys[i] = uint32(i)
+// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more. Whoever finds the table in force
+// sees all of it: that is said by a system call, which comes after these writes on x86.
+func (e *engine) fill(t table, s *Spec, gen uint32) {
+	for i := range s.rows {
+		copy(t.mem[i*rowSize:(i+1)*rowSize], s.rows[i][:])
 	}
-	binary.LittleEndian.PutUint32(rows[0][genAt:], gen)
-	binary.LittleEndian.PutUint32(rows[0][claimAt:], e.place.claim)
-	if _, err := t.m.BatchUpdate(keys, rows, nil); err != nil {
-		return fmt.Errorf("filling a table of %d rows: %w", len(rows), err)
-	}
-	return nil
+	binary.LittleEndian.PutUint32(t.mem[genAt:], gen)
+	binary.LittleEndian.PutUint32(t.mem[claimAt:], e.place.claim)
 }
 
 // install makes all packets from now on be judged by a new policy. Each packet is
@@ -126,7 +144,8 @@ func (e *engine) prepareSpare(s *Spec, spare uint32) error {
 		if err := e.await(spare); err != nil {
 			return err
 		}
-		return e.fill(*t, s, e.gen+1)
+		e.fill(*t, s, e.gen+1)
+		return nil
 	}
 	// What was there goes when no program has it any more: the kernel sees to that, and so does not have to be waited for.
 	e.writers <- struct{}{}
@@ -139,18 +158,15 @@ func (e *engine) prepareSpare(s *Spec, spare uint32) error {
 	wait, err := publish([]slotMap{{e.shared.policies, e.place.table(spare), next.m}})
 	if err != nil {
 		ended()
-		return errors.Join(err, next.m.Close())
+		return errors.Join(err, next.close())
 	}
 	e.wg.Go(func() {
 		_ = wait()
 		ended()
 	})
-	before := t.m
+	before := *t
 	*t = next
-	if before != nil {
-		return before.Close()
-	}
-	return nil
+	return before.close()
 }
 
 // clearSpare takes away what one that died long ago has left in the place of the other table.
@@ -263,6 +279,7 @@ func (e *engine) adoptTables() error {
 		return err
 	}
 	// What was pinned for a policy that did not come into force would count for the next one of its generation.
+	e.pins = true
 	return e.unpinOld()
 }
 
@@ -286,8 +303,11 @@ func (e *engine) adoptTable(which uint32) (gen uint32, err error) {
 	} else if binary.LittleEndian.Uint32(head[claimAt:]) != e.place.claim {
 		err = fmt.Errorf("%w: its slot is another's", ErrGone)
 	}
+	if err == nil {
+		err = t.share()
+	}
 	if err != nil {
-		return 0, errors.Join(err, t.m.Close())
+		return 0, errors.Join(err, t.close())
 	}
 	e.tables[which] = t
 	return binary.LittleEndian.Uint32(head[genAt:]), nil

@@ -131,7 +131,7 @@ _Static_assert(sizeof(struct tables) == 160, "size of the second row");
 struct table {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
-	__uint(map_flags, BPF_F_INNER_MAP); // tables differ in size
+	__uint(map_flags, BPF_F_INNER_MAP | BPF_F_MMAPABLE); // tables differ in size, and are filled in place
 	__uint(key_size, sizeof(__u32));
 	__uint(value_size, sizeof(struct row));
 };
