@@ -29,7 +29,7 @@ var moreIsBetter = []string{"MiB/s", "IOPS"}
 
 // outcomes are parameters that were measured themselves: two runs of the same differ in
 // them.
-var outcomes = []string{"packets", "total_ms", "measured_kib", "pause_ms", "ready_ms"}
+var outcomes = []string{"packets", "total_ms", "measured_kib", "pause_ms", "ready_ms", "cpu_p99_ms"}
 
 // Benchstat writes the runs of all rows in the format of Go's benchmarks
 // (go.dev/design/14313-benchmark-format), which benchstat compares: a line for each run, with its value to

@@ -39,6 +39,7 @@ var Goals = []Goal{
 	{Name: "density_cpu", P50: 1},
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "known"}, P50: 300},
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "answer"}, P50: 300},
+	{Name: "policy_swap", Params: map[string]any{"rules": 1000}, P50: 1, P99: 1},
 	// At most 5% of the rate lost.
 	{Name: "policy_throughput_ratio", Params: map[string]any{"rules": 1000}, AtLeast: 0.95},
 	{Name: "policy_attach", Params: map[string]any{"process": "own"}, P50: 20},

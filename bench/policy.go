@@ -188,7 +188,12 @@ type PolicySwapOptions struct {
 	N, Warmup int
 	// Rules are numbers of rules of a policy, 1 to MaxRules.
 	Rules []int
+	// Agents are numbers of other agents of the host that have a policy on a device meanwhile, of othersRules rules each.
+	Agents []int
 }
+
+// othersRules are the rules of agents beside the one that is measured.
+const othersRules = 10
 
 // swapBatch is how many packets are judged between two looks at whether to go on.
 const swapBatch = 1000
@@ -213,31 +218,89 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 // PolicySwap measures a swap of a policy while packets are judged without a pause on another
 // thread: from the call with a policy that is compiled until no packet is judged
 // by the old one. The first packet after each swap has to be judged by the new one, or it ends with an
-// error. Stages: "compile" comes before it; "table" is what goes by until the new
-// table is filled, "wait" the rest. Param packets is how many were judged meanwhile.
-func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) ([]Row, error) {
-	var rows []Row
-	for _, rules := range o.Rules {
-		row, err := policySwap(ctx, rules, o)
+// error. With other agents, of which param agents says how many, the one that is measured is one of them, in a network namespace of
+// their own. Stages: "compile" comes before it; "table" is what goes by until the new
+// table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile, of which param
+// cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
+func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) (rows []Row, err error) {
+	for _, agents := range o.Agents {
+		err := inNamespace(func() error {
+			some, err := policySwaps(ctx, e, agents, o)
+			rows = append(rows, some...)
+			return err
+		})
 		if err != nil {
 			return nil, err
 		}
-		e.say("policy_swap: %d rules: %.1f ms", rules, row.P50)
+	}
+	return rows, nil
+}
+
+// policySwaps measures beside so many other agents.
+func policySwaps(ctx context.Context, e Env, agents int, o PolicySwapOptions) (rows []Row, err error) {
+	spec, err := rulesOf(othersRules)
+	if err != nil {
+		return nil, err
+	}
+	trial := func() (*netpolicy.Trial, error) { return netpolicy.NewTrial(spec) }
+	if agents > 0 {
+		if err := sweepAttachRoots(); err != nil {
+			return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
+		}
+		a := &attached{root: attachRoot(), spec: spec}
+		defer func() { err = errors.Join(err, a.close()) }()
+		for i := range agents + 1 {
+			if err := ctx.Err(); err != nil {
+				return nil, err
+			}
+			if i%100 == 0 {
+				e.say("policy_swap: agent %d of %d", i, agents)
+			}
+			name, err := a.device()
+			if err != nil {
+				return nil, err
+			}
+			if _, _, err := a.attach(name); err != nil {
+				return nil, err
+			}
+		}
+		trial = a.links[agents/2].Trial
+	}
+	for _, rules := range o.Rules {
+		row, err := policySwap(ctx, trial, rules, o)
+		if err != nil {
+			return nil, err
+		}
+		row.Params["agents"] = agents
+		e.say("policy_swap: %d rules, %d other agents: %.3f ms", rules, agents, row.P50)
 		rows = append(rows, row)
 	}
 	return rows, nil
 }
 
-func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err error) {
+// threadTime is how long the calling thread has had a processor.
+func threadTime() (time.Duration, error) {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
+		return 0, fmt.Errorf("reading the clock of a thread: %w", err)
+	}
+	return time.Duration(ts.Nano()), nil
+}
+
+// policySwap is one row. The calling goroutine has a thread of its own.
+func policySwap(ctx context.Context, trial func() (*netpolicy.Trial, error), rules int, o PolicySwapOptions) (_ Row, err error) {
 	specs, err := swapSpecs(rules)
 	if err != nil {
 		return Row{}, err
 	}
-	t, err := netpolicy.NewTrial(specs[0])
+	t, err := trial()
 	if err != nil {
 		return Row{}, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
+	if _, err := t.Swap(specs[0]); err != nil {
+		return Row{}, err
+	}
 	load, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	var judged int64
@@ -257,7 +320,7 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 	// A SYN, so that no flow remembers what a policy has said before.
 	probe := policyFrame(frameTCP, netpolicy.Egress)
 	binary.BigEndian.PutUint16(probe[14+20+2:], probePort)
-	s := newSeries()
+	s, running := newSeries(), newSeries()
 	for i := range o.Warmup + o.N {
 		if err = ctx.Err(); err != nil {
 			break
@@ -268,12 +331,18 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 		}
 		compiled := time.Since(begin) / time.Duration(len(specs))
 		next := (i + 1) % len(specs)
+		var made, before, after time.Duration
+		if before, err = threadTime(); err != nil {
+			break
+		}
 		begin = time.Now()
-		var made time.Duration
 		if made, err = t.Swap(specs[next]); err != nil {
 			break
 		}
 		took := time.Since(begin)
+		if after, err = threadTime(); err != nil {
+			break
+		}
 		var passed bool
 		if _, passed, err = t.Judge(netpolicy.Egress, probe, 1); err == nil && passed != (next == 0) {
 			err = errors.New("the first packet after a swap was judged by the policy before it")
@@ -285,7 +354,8 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 			continue
 		}
 		err = errors.Join(s.total.RecordValue(int64(took)), into(s.stages, "compile", int64(compiled)),
-			into(s.stages, "table", int64(made)), into(s.stages, "wait", int64(took-made)))
+			into(s.stages, "table", int64(made)), into(s.stages, "wait", int64(took-made)), into(s.stages, "cpu", int64(after-before)),
+			running.total.RecordValue(int64(after-before)))
 		if err != nil {
 			break
 		}
@@ -295,7 +365,8 @@ func policySwap(ctx context.Context, rules int, o PolicySwapOptions) (_ Row, err
 	if err := errors.Join(err, loadErr); err != nil {
 		return Row{}, err
 	}
-	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged}), nil
+	cpu := float64(running.total.ValueAtQuantile(99)) / perMs
+	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged, "cpu_p99_ms": cpu}), nil
 }
 
 // PolicyAttachOptions say how policy_attach is measured.
@@ -340,6 +411,19 @@ func sweepAttachRoots() error {
 // policy_attach_memory, in KiB: what the kernel says that the agent's maps and programs take
 // (param measured_kib is how much less memory the host had per agent, device included).
 func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
+	err = inNamespace(func() error {
+		if err := sweepAttachRoots(); err != nil {
+			return fmt.Errorf("removing what a killed benchmark has left: %w", err)
+		}
+		var err error
+		rows, err = policyAttach(ctx, e, o)
+		return err
+	})
+	return rows, err
+}
+
+// inNamespace runs f on a thread of its own, in a network namespace of its own.
+func inNamespace(f func() error) (err error) {
 	done := make(chan struct{})
 	// The namespace is the thread's, which ends with its goroutine.
 	go func() {
@@ -349,14 +433,10 @@ func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 			err = fmt.Errorf("making a network namespace: %w: run as root", err)
 			return
 		}
-		if err = sweepAttachRoots(); err != nil {
-			err = fmt.Errorf("removing what a killed benchmark has left: %w", err)
-			return
-		}
-		rows, err = policyAttach(ctx, e, o)
+		err = f()
 	}()
 	<-done
-	return rows, err
+	return err
 }
 
 // attached are agents with their devices.

@@ -33,12 +33,21 @@ func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
 
 func TestPolicySwap_counts_the_packets_that_were_judged_meanwhile(t *testing.T) {
 	needRoot(t)
-	rows, err := PolicySwap(t.Context(), Env{}, PolicySwapOptions{N: 2, Warmup: 1, Rules: []int{10}})
+	rows, err := PolicySwap(t.Context(), Env{}, PolicySwapOptions{N: 2, Warmup: 1, Rules: []int{10}, Agents: []int{0, 2}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(rows) != 1 || rows[0].N != 2 || rows[0].P50 <= 0 || rows[0].Params["packets"].(int64) == 0 {
-		t.Errorf("%+v", rows)
+	if len(rows) != 2 {
+		t.Fatalf("%d rows, want 2", len(rows))
+	}
+	for i, r := range rows {
+		cpu := r.Params["cpu_p99_ms"].(float64)
+		if r.N != 2 || r.P50 <= 0 || cpu <= 0 || r.Params["packets"].(int64) == 0 || r.Params["agents"] != 2*i {
+			t.Errorf("%+v", r)
+		}
+	}
+	if _, err := os.Stat(attachRoot()); !os.IsNotExist(err) {
+		t.Errorf("pins are left: %v", err)
 	}
 }
 

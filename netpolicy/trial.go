@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -12,9 +13,10 @@ import (
 
 // Trial is an agent without a device: its programs get frames one after another in the
 // kernel (BPF_PROG_RUN), so that what they cost can be measured. Its programs are its own,
-// and nothing is pinned. Its methods may be called from any goroutine, but for Close, which must be the last.
+// and nothing is pinned; or it is that of a Link. Its methods may be called from any goroutine, but for Close, which must be the last.
 type Trial struct {
 	eng   *engine
+	link  bool             // the engine is a Link's
 	run   [2]*ebpf.Program // by direction
 	empty [2]*ebpf.Program
 }
@@ -39,19 +41,48 @@ func NewTrial(s *Spec) (_ *Trial, err error) {
 			err = errors.Join(err, t.Close())
 		}
 	}()
+	if err := t.load(p.calls, s.ident); err != nil {
+		return nil, err
+	}
+	return t, t.eng.start(s, true)
+}
+
+// Trial is a trial of an agent that has a device, beside all others of its host: what it is told of, and its swaps, are the
+// agent's own. It ends before the Link does.
+func (l *Link) Trial() (_ *Trial, err error) {
+	calls, err := ebpf.LoadPinnedMap(filepath.Join(l.cfg.dir(), pinCalls), nil)
+	if err != nil {
+		return nil, fmt.Errorf("finding the programs of agent %s: %w", l.cfg.Agent, err)
+	}
+	defer calls.Close()
+	l.eng.mu.Lock()
+	spec := l.eng.spec
+	l.eng.mu.Unlock()
+	if spec == nil {
+		return nil, fmt.Errorf("trying the programs of agent %s: it was adopted and has had no policy since", l.cfg.Agent)
+	}
+	t := &Trial{eng: l.eng, link: true}
+	if err := t.load(calls, spec.ident); err != nil {
+		return nil, errors.Join(err, t.Close())
+	}
+	return t, nil
+}
+
+// load makes the programs that frames are given to.
+func (t *Trial) load(calls *ebpf.Map, id Identity) (err error) {
 	for d := range t.run {
-		before := untranslated(d, s.ident)
-		if t.run[d], err = t.eng.entry(p.calls, d, before...); err != nil {
-			return nil, err
+		before := untranslated(d, id)
+		if t.run[d], err = t.eng.entry(calls, d, before...); err != nil {
+			return err
 		}
 		spec := &ebpf.ProgramSpec{
 			Name: "empty", Type: ebpf.SchedCLS, License: "GPL", Instructions: append(before, asm.Mov.Imm(asm.R0, 0), asm.Return()),
 		}
 		if t.empty[d], err = ebpf.NewProgram(spec); err != nil {
-			return nil, fmt.Errorf("loading an empty program: %w", err)
+			return fmt.Errorf("loading an empty program: %w", err)
 		}
 	}
-	return t, t.eng.start(s, true)
+	return nil
 }
 
 // untranslated gives a frame the address again that it came with. The kernel runs a
@@ -77,7 +108,10 @@ func untranslated(dir int, id Identity) asm.Instructions {
 
 // Close frees the programs.
 func (t *Trial) Close() error {
-	errs := []error{t.eng.close()}
+	var errs []error
+	if !t.link {
+		errs = append(errs, t.eng.close())
+	}
 	for d := range t.run {
 		errs = append(errs, t.run[d].Close(), t.empty[d].Close())
 	}

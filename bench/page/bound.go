@@ -26,7 +26,7 @@ var kinds = map[string]kind{
 	"guest": guest, "agent_reached": within, "agent_answer": within, "dial": guest, "attach": guest, "command": guest,
 	"policy_attach/attach": host, "fork_density/guest": host,
 	"child": guest, "answer": guest,
-	"snapshot_pause/save": beside, "fork_ready/save": beside, "fork_ready/durable": beside, "policy_swap/compile": beside,
+	"snapshot_pause/save": beside, "fork_ready/save": beside, "fork_ready/durable": beside, "policy_swap/compile": beside, "policy_swap/cpu": beside,
 	"concurrent_resume/first": beside, "concurrent_resume/median": beside, "concurrent_resume/last": beside,
 	"boot/run": beside, "processes": beside, "disk": beside, "pss": beside, "pss_total": beside, "image": beside, "total": beside,
 }

@@ -37,7 +37,7 @@ var quick = map[string]map[string]string{
 	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
 	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
 	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
-	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10"},
+	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10", "agents": "0,2"},
 	"policy_attach":     {"agents": "3", "processes": "1"},
 	"policy_throughput": {"runs": "1", "warmup": "0", "rules": "1,1000", "send": "1s"},
 }

@@ -19,6 +19,9 @@ import (
 
 var errRules = usageError{fmt.Errorf("--rules must be 1 to %d", bench.MaxRules)}
 
+// maxBenchAgents bounds the agents of a benchmark.
+const maxBenchAgents = 4096
+
 func badRules(rules []int) bool {
 	return len(rules) == 0 || slices.Min(rules) < 1 || slices.Max(rules) > bench.MaxRules
 }
@@ -51,6 +54,8 @@ func (m *benches) policySwap() *cobra.Command {
 			return nil, errRuns
 		case badRules(o.Rules):
 			return nil, errRules
+		case len(o.Agents) == 0, slices.Min(o.Agents) < 0, slices.Max(o.Agents) > maxBenchAgents:
+			return nil, usageError{fmt.Errorf("--agents must be 0 to %d", maxBenchAgents)}
 		}
 		return bench.PolicySwap(ctx, *m.env, o)
 	})
@@ -58,16 +63,16 @@ func (m *benches) policySwap() *cobra.Command {
 	f.IntVar(&o.N, "runs", 200, "swaps for each number of rules")
 	f.IntVar(&o.Warmup, "warmup", 5, "swaps before that do not count")
 	f.IntSliceVar(&o.Rules, "rules", []int{10, 100, 1000}, "numbers of rules of a policy")
+	f.IntSliceVar(&o.Agents, "agents", []int{0, 1000}, "numbers of other agents that have a policy on a device meanwhile")
 	return cmd
 }
 
 func (m *benches) policyAttach() *cobra.Command {
 	var o bench.PolicyAttachOptions
 	cmd := m.hostCommand("policy_attach", "How long it takes to put a policy on a device, and the memory of an agent", func(ctx context.Context) ([]bench.Row, error) {
-		const most = 4096
 		switch {
-		case o.Agents < 1, o.Agents > most, o.Processes < 0, o.Processes > most:
-			return nil, usageError{fmt.Errorf("--agents must be 1 to %d, --processes 0 to %d", most, most)}
+		case o.Agents < 1, o.Agents > maxBenchAgents, o.Processes < 0, o.Processes > maxBenchAgents:
+			return nil, usageError{fmt.Errorf("--agents must be 1 to %d, --processes 0 to %d", maxBenchAgents, maxBenchAgents)}
 		case badRules([]int{o.Rules}):
 			return nil, errRules
 		}
