@@ -113,7 +113,8 @@ type PolicyPacketOptions struct {
 
 // PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends,
 // or gets, in the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of
-// that flow, and one that the rules judge and that opens a flow. Stage "empty" is the same of an empty program,
+// that flow, one that the rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow
+// that was not there, in a flow table that is full. Stage "empty" is the same of an empty program,
 // in turn with it; it is in the figures.
 func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
 	var rows []Row
@@ -122,7 +123,7 @@ func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, err
 		if err != nil {
 			return nil, err
 		}
-		for _, flow := range []string{"known", "answer", "new"} {
+		for _, flow := range []string{"known", "answer", "new", "first"} {
 			params := map[string]any{"rules": rules, "flow": flow, "table_bytes": spec.Bytes()}
 			row, err := policyPacket(ctx, spec, o, flow, params)
 			if err != nil {
@@ -143,7 +144,7 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 	defer func() { err = errors.Join(err, t.Close()) }()
 	direction := netpolicy.Egress
 	frame := policyFrame(frameTCP, direction)
-	if flow != "new" {
+	if flow == "known" || flow == "answer" {
 		frame = policyFrame(frameUDP, direction)
 		if _, _, err := t.Judge(direction, frame, 1); err != nil {
 			return Row{}, err
@@ -158,16 +159,9 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 		if err := ctx.Err(); err != nil {
 			return Row{}, err
 		}
-		empty, err := t.Empty(direction, frame, o.Packets)
+		empty, each, err := policyRun(t, flow, direction, frame, o.Packets)
 		if err != nil {
 			return Row{}, err
-		}
-		each, passed, err := t.Judge(direction, frame, o.Packets)
-		if err != nil {
-			return Row{}, err
-		}
-		if !passed {
-			return Row{}, errors.New("the programs have denied a packet that the policy allows")
 		}
 		if i < o.Warmup {
 			continue
@@ -180,6 +174,28 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 	row := Row{Name: "policy_packet", Params: params, Stages: medians(s.stages, 1), Faults: map[string]float64{}}
 	row.figures(s.total, "ns", 1)
 	return row, nil
+}
+
+// policyRun has packets of one kind judged, and as many by an empty program.
+func policyRun(t *netpolicy.Trial, flow string, direction netpolicy.Direction, frame []byte, packets int) (empty, each time.Duration, err error) {
+	if flow == "first" {
+		if empty, err = t.EmptyFirst(frame, packets); err != nil {
+			return 0, 0, err
+		}
+		var opened uint64
+		if each, opened, err = t.JudgeFirst(frame, packets); err == nil && opened != uint64(packets) {
+			err = fmt.Errorf("%d packets have opened %d flows", packets, opened)
+		}
+		return empty, each, err
+	}
+	if empty, err = t.Empty(direction, frame, packets); err != nil {
+		return 0, 0, err
+	}
+	each, passed, err := t.Judge(direction, frame, packets)
+	if err == nil && !passed {
+		err = errors.New("the programs have denied a packet that the policy allows")
+	}
+	return empty, each, err
 }
 
 // PolicySwapOptions say how policy_swap is measured.
@@ -305,7 +321,9 @@ func policySwap(ctx context.Context, trial func() (*netpolicy.Trial, error), rul
 	var wg sync.WaitGroup
 	var judged int64
 	var loadErr error
+	beat := make(chan struct{}, 1) // a batch was judged; closed when no more are
 	wg.Go(func() {
+		defer close(beat)
 		for frame := policyFrame(frameUDP, netpolicy.Egress); load.Err() == nil; judged += swapBatch {
 			_, passed, err := t.Judge(netpolicy.Egress, frame, swapBatch)
 			if err == nil && !passed {
@@ -314,6 +332,10 @@ func policySwap(ctx context.Context, trial func() (*netpolicy.Trial, error), rul
 			if err != nil {
 				loadErr = err
 				return
+			}
+			select {
+			case beat <- struct{}{}:
+			default:
 			}
 		}
 	})
@@ -331,6 +353,12 @@ func policySwap(ctx context.Context, trial func() (*netpolicy.Trial, error), rul
 		}
 		compiled := time.Since(begin) / time.Duration(len(specs))
 		next := (i + 1) % len(specs)
+		// Packets are being judged, and not about to be.
+		select {
+		case <-beat:
+		default:
+		}
+		<-beat
 		var made, before, after time.Duration
 		if before, err = threadTime(); err != nil {
 			break

@@ -21,8 +21,8 @@ func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(rows) != 6 {
-		t.Fatalf("%d rows, want 6", len(rows))
+	if len(rows) != 8 {
+		t.Fatalf("%d rows, want 8", len(rows))
 	}
 	for _, r := range rows {
 		if r.Unit != "ns" || r.N != 2 || r.P50 <= r.Stages["empty"] || r.Stages["empty"] <= 0 {

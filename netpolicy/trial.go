@@ -5,10 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
+
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
 // Trial is an agent without a device: its programs get frames one after another in the
@@ -19,7 +22,13 @@ type Trial struct {
 	link  bool             // the engine is a Link's
 	run   [2]*ebpf.Program // by direction
 	empty [2]*ebpf.Program
+	// The same on egress, with frames of which each has other ports; the one element of ports is the last ones.
+	first, firstEmpty *ebpf.Program
+	ports             *ebpf.Map
 }
+
+// portsAt is where a frame of TCP or UDP over IPv4 has its ports.
+const portsAt = 14 + 20
 
 // Where an IPv4 packet has the address that is translated, by direction: its source on
 // egress, its destination on ingress.
@@ -71,18 +80,57 @@ func (l *Link) Trial() (_ *Trial, err error) {
 // load makes the programs that frames are given to.
 func (t *Trial) load(calls *ebpf.Map, id Identity) (err error) {
 	for d := range t.run {
-		before := untranslated(d, id)
-		if t.run[d], err = t.eng.entry(calls, d, before...); err != nil {
+		if t.run[d], t.empty[d], err = t.pair(calls, d, untranslated(d, id)); err != nil {
 			return err
 		}
-		spec := &ebpf.ProgramSpec{
-			Name: "empty", Type: ebpf.SchedCLS, License: "GPL", Instructions: append(before, asm.Mov.Imm(asm.R0, 0), asm.Return()),
-		}
-		if t.empty[d], err = ebpf.NewProgram(spec); err != nil {
-			return fmt.Errorf("loading an empty program: %w", err)
-		}
 	}
-	return nil
+	t.ports, err = ebpf.NewMap(&ebpf.MapSpec{Name: "ports", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1})
+	if err != nil {
+		return fmt.Errorf("making a map of ports: %w", err)
+	}
+	if err := t.ports.Put(uint32(0), firstPorts); err != nil {
+		return fmt.Errorf("choosing a port: %w", err)
+	}
+	const egress = 0
+	t.first, t.firstEmpty, err = t.pair(calls, egress, slices.Concat(untranslated(egress, id), otherPorts(t.ports)))
+	return err
+}
+
+// pair is a program that goes on with the agent's after some instructions, and one that lets everything pass after them.
+func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging, empty *ebpf.Program, err error) {
+	if judging, err = t.eng.entry(calls, dir, before...); err != nil {
+		return nil, nil, err
+	}
+	empty, err = ebpf.NewProgram(&ebpf.ProgramSpec{
+		Name: "empty", Type: ebpf.SchedCLS, License: "GPL", Instructions: append(before, asm.Mov.Imm(asm.R0, 0), asm.Return()),
+	})
+	if err != nil {
+		return nil, nil, errors.Join(fmt.Errorf("loading an empty program: %w", err), judging.Close())
+	}
+	return judging, empty, nil
+}
+
+// firstPorts are the ports before the first ones, as they lie in a frame: 1 << 8 of the guest's, 443 of the peer's.
+var firstPorts = []byte{1, 0, 443 >> 8, 443 & 0xff}
+
+// otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there on to the peer's.
+// The guest's is never 0, and the peer's not for the first eight million frames.
+func otherPorts(ports *ebpf.Map) asm.Instructions {
+	return asm.Instructions{
+		asm.Mov.Reg(asm.R6, asm.R1),
+		asm.LoadMapValue(asm.R7, ports.FD(), 0),
+		asm.LoadMem(asm.R8, asm.R7, 0, asm.Word),
+		asm.Add.Imm(asm.R8, 2),
+		asm.StoreMem(asm.R7, 0, asm.R8, asm.Word),
+		asm.StoreMem(asm.RFP, -4, asm.R8, asm.Word),
+		asm.Mov.Imm(asm.R2, portsAt),
+		asm.Mov.Reg(asm.R3, asm.RFP),
+		asm.Add.Imm(asm.R3, -4),
+		asm.Mov.Imm(asm.R4, 4),
+		asm.Mov.Imm(asm.R5, 0),
+		asm.FnSkbStoreBytes.Call(),
+		asm.Mov.Reg(asm.R1, asm.R6),
+	}
 }
 
 // untranslated gives a frame the address again that it came with. The kernel runs a
@@ -115,7 +163,7 @@ func (t *Trial) Close() error {
 	for d := range t.run {
 		errs = append(errs, t.run[d].Close(), t.empty[d].Close())
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, t.first.Close(), t.firstEmpty.Close(), t.ports.Close())...)
 }
 
 // Swap replaces the policy, as Link.Swap does, and says how much of the time went by
@@ -137,6 +185,35 @@ func (t *Trial) Judge(d Direction, frame []byte, times int) (each time.Duration,
 func (t *Trial) Empty(d Direction, frame []byte, times int) (each time.Duration, err error) {
 	each, _, err = benchmark(t.empty[code(d)], frame, times)
 	return each, err
+}
+
+// JudgeFirst is Judge for a frame of TCP or UDP that the guest sends, each time with other ports, so that each is the first
+// of a flow that was not there. The policy has to allow them all. It says how many flows were opened.
+func (t *Trial) JudgeFirst(frame []byte, times int) (each time.Duration, opened uint64, err error) {
+	before, err := t.opened()
+	if err != nil {
+		return 0, 0, err
+	}
+	if each, _, err = benchmark(t.first, frame, times); err != nil {
+		return 0, 0, err
+	}
+	after, err := t.opened()
+	return each, after - before, err
+}
+
+// EmptyFirst is JudgeFirst by a program that lets everything pass.
+func (t *Trial) EmptyFirst(frame []byte, times int) (each time.Duration, err error) {
+	each, _, err = benchmark(t.firstEmpty, frame, times)
+	return each, err
+}
+
+// opened is how many flows the guest has opened.
+func (t *Trial) opened() (uint64, error) {
+	var u bpf.AgentUsage
+	if err := t.eng.shared.usages.LookupWithFlags(t.eng.place.slot*2, &u, ebpf.LookupLock); err != nil {
+		return 0, fmt.Errorf("counting flows: %w", err)
+	}
+	return u.Opened, nil
 }
 
 func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, error) {
