@@ -115,7 +115,7 @@ func CheckFacts(saved HostFacts) error {
 	if err != nil {
 		return err
 	}
-	// A guest of an older version may have been shown AVX without XSAVE, which it could not use.
+	// A guest of an older version may have been shown AVX or an area without XSAVE, which it could not use.
 	return compareCPUID(savedFeatures(saved.CPUID, true), have)
 }
 
