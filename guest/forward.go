@@ -180,6 +180,9 @@ type Listener struct {
 
 	mu   sync.Mutex // held by Accept while it reads
 	held *announced // a connection that there was no descriptor for
+
+	closing   sync.Once
+	closeTime time.Duration // maxCloseTime
 }
 
 // announced is a connection that waits in the agent.
@@ -190,6 +193,9 @@ type announced struct {
 
 // maxAcceptTime bounds the take-over of one connection.
 const maxAcceptTime = 30 * time.Second
+
+// maxCloseTime bounds the wait for the agent's word that a listener is gone.
+const maxCloseTime = 2 * time.Second
 
 // Listen listens at an address in the guest, by the agent, which has root's rights there:
 // "tcp" with "host:port", where port 0 lets the guest choose, or "unix" with a path. The
@@ -214,7 +220,7 @@ func (c *Client) Listen(ctx context.Context, network, address string) (_ *Listen
 		conn.Close()
 		return nil, fmt.Errorf("guest: listen %s %s: %w: an answer without a token", network, address, ErrProtocol)
 	}
-	l := &Listener{c: c, network: network, control: conn, carried: &carried{record: p}, addr: guestAddr{network, printable(text[agentpb.TokenSize:])}}
+	l := &Listener{c: c, network: network, control: conn, closeTime: maxCloseTime, carried: &carried{record: p}, addr: guestAddr{network, printable(text[agentpb.TokenSize:])}}
 	copy(l.token[:], text)
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	return l, nil
@@ -223,11 +229,34 @@ func (c *Client) Listen(ctx context.Context, network, address string) (_ *Listen
 // Addr is the address in the guest.
 func (l *Listener) Addr() net.Addr { return l.addr }
 
-// Close ends the listener in the guest. Connections that were accepted live on.
+// Close ends the listener in the guest, and its address is free there when Close returns: an
+// agent that is there says so. One that says nothing, for it is stopped or hostile, is waited for
+// for two seconds and then left; it finds the connection closed. Connections that were accepted
+// live on, those that wait are reset.
 func (l *Listener) Close() error {
+	var err error
+	l.closing.Do(func() {
+		l.cancel()
+		l.carried.last()
+		// Whatever the host says on this connection asks the agent to end the listener, and to
+		// close the connection after that. An Accept that waits reads the end as well.
+		if l.control.SetDeadline(time.Now().Add(l.closeTime)) == nil {
+			if _, err := l.control.Write([]byte{agentpb.EndListener}); err == nil {
+				l.mu.Lock()
+				_, _ = io.Copy(io.Discard, l.control)
+				l.mu.Unlock()
+			}
+		}
+		err = l.control.Close()
+	})
+	return err
+}
+
+// abandon ends the listener without a wait.
+func (l *Listener) abandon() {
 	l.cancel()
 	l.carried.last()
-	return l.control.Close()
+	l.control.Close()
 }
 
 // Accept implements net.Listener.
@@ -273,7 +302,7 @@ func (l *Listener) announced() (_ *announced, err error) {
 	var from string
 	if _, err = io.ReadFull(l.control, head[:]); err == nil {
 		if err := a.Decode(&head); err != nil {
-			l.Close()
+			l.abandon()
 			return nil, fmt.Errorf("guest: accept %s %s: %w: %w", l.network, l.addr, ErrProtocol, err)
 		}
 		buf := make([]byte, a.Length)

@@ -19,7 +19,7 @@ import (
 )
 
 // liar is a guest that answers each connection of the forward port with the bytes that it
-// is given, and then keeps it open until the host closes it.
+// is given, and then keeps it open until the host closes it, or ends the listener.
 func liar(t *testing.T, say func(n int) []byte) *guest.Client {
 	t.Helper()
 	return clientOf(t, lies(t, say))
@@ -57,6 +57,15 @@ func lies(t *testing.T, say func(n int) []byte) guest.Dialer {
 		wg.Go(func() {
 			defer evil.Close()
 			go func() { evil.Write(words) }()
+			var head [agentpb.ForwardRequestSize]byte
+			var m agentpb.ForwardRequest
+			if _, err := io.ReadFull(evil, head[:]); err != nil || m.Decode(&head) != nil {
+				return
+			}
+			if m.Op == agentpb.OpListen {
+				io.CopyN(io.Discard, evil, int64(m.Length)+1)
+				return
+			}
 			io.Copy(io.Discard, evil)
 		})
 		return host, nil

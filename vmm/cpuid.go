@@ -115,11 +115,12 @@ func CheckFacts(saved HostFacts) error {
 	if err != nil {
 		return err
 	}
-	return compareCPUID(saved.CPUID, have)
+	// A guest of an older version may have been shown AVX or an area without XSAVE, which it could not use.
+	return compareCPUID(savedFeatures(saved.CPUID, true), have)
 }
 
-// kvmCPUID is what this host's KVM can give a guest, which stays as it is and takes 0.4 ms
-// to ask for.
+// kvmCPUID is what this host's KVM can give a guest, less what nothing would save; it stays as
+// it is and takes 0.4 ms to ask for.
 var kvmCPUID struct {
 	mu    sync.Mutex
 	cpuid []kvm.CPUIDEntry
@@ -137,8 +138,12 @@ func supportedCPUID() ([]kvm.CPUIDEntry, error) {
 		return nil, err
 	}
 	defer sys.Close()
-	kvmCPUID.cpuid, err = sys.SupportedCPUID()
-	return kvmCPUID.cpuid, err
+	offered, err := sys.SupportedCPUID()
+	if err != nil {
+		return nil, err
+	}
+	kvmCPUID.cpuid = savedFeatures(offered, !emulatedByTCG())
+	return kvmCPUID.cpuid, nil
 }
 
 // features are the CPUID registers whose bits say what a CPU can do.

@@ -286,12 +286,15 @@ func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequ
 	}
 	wg.Go(func() {
 		l.announce(f, c)
-		c.Close()
+		// Wakes the Read below; the connection is closed by who serves it.
+		_ = c.SetReadDeadline(time.Unix(1, 0))
 	})
-	// The host has nothing more to say; this waits for the end of the connection.
+	// What the host says now, agentpb.EndListener, or the end of the connection ends the listener. The host takes
+	// the end of the connection for the word that the address is free: the listener goes first.
 	var b [1]byte
 	_, _ = c.Read(b[:])
-	c.Close()
+	// An announcement that the host does not read must not keep the listener from ending.
+	_ = c.SetWriteDeadline(time.Unix(1, 0))
 }
 
 // announce accepts connections and says so on c, until either is closed.

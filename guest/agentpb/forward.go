@@ -37,6 +37,11 @@ const (
 	// MaxForwardAddress bounds an address, and MaxForwardText the text of an answer.
 	MaxForwardAddress = 512
 	MaxForwardText    = 1024
+
+	// EndListener is what the host writes on the connection of a listener to end it. The agent
+	// closes the connection once the listener is gone. Any other byte means the same, and so
+	// does the end of the connection, of which the host learns nothing back.
+	EndListener = 'E'
 )
 
 // ForwardOp is what a request asks for.

@@ -8,6 +8,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -151,25 +152,7 @@ func TestDatagrams_a_session_that_is_idle_or_cut_makes_room_for_another(t *testi
 
 func TestDatagrams_to_where_nobody_listens_end_nothing(t *testing.T) {
 	g := agenttest.Start(t)
-	// A port that is free, until somebody listens there.
-	free, err := net.ListenPacket("udp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	to := free.LocalAddr().String()
-	free.Close()
-	address := datagrams(t, &forward.Datagrams{}, g, to)
-	c := dialUDP(t, address)
-	for range 10 {
-		if _, err := c.Write([]byte("lost")); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(time.Millisecond)
-	}
-	l, err := net.ListenPacket("udp", to)
-	if err != nil {
-		t.Skip("somebody has taken the port:", err)
-	}
+	l, c := lateListener(t, g)
 	defer l.Close()
 	got := make(chan bool)
 	go func() {
@@ -186,6 +169,37 @@ func TestDatagrams_to_where_nobody_listens_end_nothing(t *testing.T) {
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
+}
+
+// lateListener has datagrams sent to a port at which nobody listens, and listens there then. A
+// port that somebody else takes meanwhile is given up for another.
+func lateListener(t *testing.T, g *agenttest.Guest) (l net.PacketConn, c net.Conn) {
+	t.Helper()
+	const tries = 20
+	for range tries {
+		free, err := net.ListenPacket("udp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		to := free.LocalAddr().String()
+		free.Close()
+		c := dialUDP(t, datagrams(t, &forward.Datagrams{}, g, to))
+		for range 10 {
+			if _, err := c.Write([]byte("lost")); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Millisecond)
+		}
+		l, err := net.ListenPacket("udp", to)
+		if err == nil {
+			return l, c
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) {
+			t.Fatal(err)
+		}
+	}
+	t.Fatalf("somebody has taken each of %d ports", tries)
+	return nil, nil
 }
 
 func TestDatagrams_more_sockets_than_the_agent_has_room_for_are_refused(t *testing.T) {

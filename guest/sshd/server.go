@@ -262,14 +262,17 @@ func (c *conn) listen(network, address string) (l *guest.Listener, err error) {
 
 // keep makes a listener known under what the client calls it, and serves it.
 func (c *conn) keep(network, name string, l *guest.Listener, open func(from net.Addr) (ssh.Channel, <-chan *ssh.Request, error)) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	key := network + " " + name
-	if c.gone || c.listeners[key] != nil {
+	c.mu.Lock()
+	refused := c.gone || c.listeners[key] != nil
+	if !refused {
+		c.listeners[key] = l
+	}
+	c.mu.Unlock()
+	if refused {
 		l.Close()
 		return net.ErrClosed
 	}
-	c.listeners[key] = l
 	c.wg.Go(func() {
 		c.serveListener(l, open)
 		l.Close()
@@ -346,15 +349,16 @@ func hostPort(a net.Addr) (string, uint32) {
 	return host, uint32(n)
 }
 
+// unlisten ends a listener. When it returns, nobody can connect there.
 func (c *conn) unlisten(network, name string) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	key := network + " " + name
+	c.mu.Lock()
 	l := c.listeners[key]
+	delete(c.listeners, key)
+	c.mu.Unlock()
 	if l == nil {
 		return false
 	}
-	delete(c.listeners, key)
 	l.Close()
 	return true
 }
@@ -364,6 +368,7 @@ func (c *conn) closeListeners() {
 	defer c.mu.Unlock()
 	c.gone = true
 	for _, l := range c.listeners {
-		l.Close()
+		// Each may wait for the guest.
+		c.wg.Go(func() { l.Close() })
 	}
 }

@@ -60,6 +60,9 @@
 //   - QEMU 7.2 emulates no NRIPS (KVM skips instructions with its emulator), AVIC, pause filter, TSC scaling
 //     (KVM_CAP_TSC_CONTROL is 0), x2APIC or TSC deadline timer of the outer CPU, PMU, or AVX-512. KVM gives its guests
 //     x2APIC, the deadline timer and kvmclock all the same.
+//   - Guests of ours have no XSAVE, and so no AVX: before QEMU 9.0 XSETBV in a guest of a guest is not intercepted, and KVM
+//     learns nothing of it. A Linux that is shown XSAVE finds its area too small ("XSAVE consistency problem"), does without,
+//     and leaves its programs to find AVX in CPUID, which is an invalid instruction then. vmm takes all of it away together.
 //   - The outer kernel has no kvmclock; its clock source is the TSC, which TCG takes from the host unscaled, so it is stable.
 //   - vhost, vsock, veth, bridge, overlay, erofs, loop and the usual traffic-control modules load on demand. A module that
 //     is not in demandModules is not there, and the host's /lib/modules is of no use.

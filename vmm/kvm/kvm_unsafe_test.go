@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"testing"
 	"time"
 	"unsafe"
@@ -266,6 +267,35 @@ func TestATimerThatIsPutOffGetsItsDeadlineBack(t *testing.T) {
 	}
 	if now := msr(h.cpu, msrTSCDeadline); now != deadline {
 		t.Errorf("the deadline of the guest's own became %d", now)
+	}
+}
+
+func TestStateOfAVCPUWithXSAVEHasItsXCR0(t *testing.T) {
+	g := newGuest(t, out)
+	g.start(t, codeAt)
+	xsave := []CPUIDEntry{{Function: 1, ECX: 1 << 26}}
+	for name, cpuid := range map[string][]CPUIDEntry{"with XSAVE": xsave, "without": {{Function: 1, ECX: ^uint32(1 << 26)}}, "without leaf 1": nil} {
+		state, err := g.cpu.Export(nil, cpuid, nil)
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		rec, err := parseRecords(state)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name == "with XSAVE" && rec[tagXCRs] == nil {
+			t.Errorf("%s: XCR0 is not in the state", name)
+		}
+		var cut []byte
+		for tag, b := range rec {
+			if b != nil && tag != tagXCRs {
+				cut = record(cut, uint32(tag), b)
+			}
+		}
+		_, err = newGuest(t, out).cpu.Import(cut, 0)
+		if refused := err != nil && strings.Contains(err.Error(), "no XCR0"); refused != (name == "with XSAVE") || refused && !errors.Is(err, ErrState) {
+			t.Errorf("%s: a state without XCR0: %v", name, err)
+		}
 	}
 }
 

@@ -80,8 +80,11 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 		return p, err
 	}
 	p = record(p, tagXSave, c.xsave)
-	if err := gokvm.GetXCRS(uintptr(c.fd), &c.xcrs); err == nil {
+	switch err := gokvm.GetXCRS(uintptr(c.fd), &c.xcrs); {
+	case err == nil:
 		p = record(p, tagXCRs, bytesOf(&c.xcrs))
+	case offersXSave(cpuid):
+		return p, fmt.Errorf("KVM_GET_XCRS: %w: without XCR0 the guest's vector registers could not be restored", err)
 	}
 	if err := gokvm.GetDebugRegs(uintptr(c.fd), &c.debug); err != nil {
 		return p, fmt.Errorf("KVM_GET_DEBUGREGS: %w", err)
@@ -131,7 +134,14 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 			return fmt.Errorf("vCPU %d: %w: record %d is missing", c.id, ErrState, tag)
 		}
 	}
-	if err := c.importCPUID(rec[tagCPUID]); err != nil {
+	cpuid, err := decodeCPUID(rec[tagCPUID])
+	if err != nil {
+		return err
+	}
+	if rec[tagXCRs] == nil && offersXSave(cpuid) {
+		return fmt.Errorf("vCPU %d: %w: it has XSAVE and no XCR0", c.id, ErrState)
+	}
+	if err := c.SetCPUID(cpuid); err != nil {
 		return err
 	}
 	if b := rec[tagTSCKHz]; b != nil {
@@ -213,12 +223,16 @@ func SavedCPUID(p []byte) ([]CPUIDEntry, error) {
 	return decodeCPUID(rec[tagCPUID])
 }
 
-func (c *VCPU) importCPUID(b []byte) error {
-	entries, err := decodeCPUID(b)
-	if err != nil {
-		return err
+// offersXSave says whether CPUID shows XSAVE (SDM volume 2, CPUID, leaf 1), so that a guest may have registers that are
+// restored only if XCR0 is.
+func offersXSave(cpuid []CPUIDEntry) bool {
+	const leafFeatures, ecxXSave = 0x1, 1 << 26
+	for i := range cpuid {
+		if cpuid[i].Function == leafFeatures {
+			return cpuid[i].ECX&ecxXSave != 0
+		}
 	}
-	return c.SetCPUID(entries)
+	return false
 }
 
 func decodeCPUID(b []byte) ([]CPUIDEntry, error) {
