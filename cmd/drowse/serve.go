@@ -4,13 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -73,10 +76,16 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	if err != nil {
 		return err
 	}
-	vms := fleet.OfStore(s, l)
+	o.Counters = &supervisor.Counters{}
+	bare := fleet.OfStore(s, l)
+	figures := metrics.New(bare, o.Counters, version())
+	o.Woken = figures.Woken
+	vms := figures.Watch(bare)
 	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
+	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
-		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Ready: readiness(s), Log: a.log,
+		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Mounts: []api.Mount{{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()}},
 		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err
@@ -91,7 +100,10 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 		}
 		group.Go(func() error { return server.Serve(run, listeners...) })
 	}
+	group.Go(func() error { return a.watchdog(run, works) })
+	a.notify(daemon.SdNotifyReady)
 	err = group.Wait()
+	a.notify(daemon.SdNotifyStopping)
 	if ctx.Err() != nil {
 		// It was told to end. Nothing wakes sandboxes any more that are put to sleep now.
 		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, vms))
