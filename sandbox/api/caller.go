@@ -62,7 +62,7 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 		case p.uid != 0 && int64(p.uid) != int64(os.Geteuid()):
 			return Caller{}, own(wire.CodeForbidden, "ask as root", "user %d may not use this socket", p.uid)
 		}
-		return Caller{fmt.Sprintf("uid %d", p.uid), ScopeWrite}, nil
+		return Caller{Name: fmt.Sprintf("uid %d", p.uid), Scope: ScopeWrite, Local: true}, nil
 	}
 	kind, shown, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	if !strings.EqualFold(kind, "Bearer") || shown == "" {
@@ -76,7 +76,7 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 	if !ok {
 		return Caller{}, refused(Caller{}, ScopeRead)
 	}
-	return Caller{t.Name, t.Scope}, nil
+	return Caller{Name: t.Name, Scope: t.Scope}, nil
 }
 
 var errOrigin = errors.New("the request comes from a page of another origin")

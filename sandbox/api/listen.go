@@ -158,7 +158,8 @@ func listenPrivately(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by themselves.
+// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by themselves. It is
+// called once.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	base, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()

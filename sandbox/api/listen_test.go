@@ -155,6 +155,9 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if h, err := as("").Ready(ctx); err != nil || h.OK || h.Checks[0].Problem != "" {
 		t.Errorf("who has no token is told %+v, %v", h, err)
 	}
+	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Kernel: "/etc/shadow"}}); fleet.CodeOf(err) != "invalid" {
+		t.Errorf("with a file of the host's for a kernel: %v", err)
+	}
 	if err := tokens.Remove("writer"); err != nil {
 		t.Fatal(err)
 	}

@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -331,6 +332,10 @@ func create(s *Server, r *request) (int, any, error) {
 	}
 	defer release()
 	b := r.body.(*wire.Create)
+	if strings.Contains(b.Spec.Kernel, "/") && !CallerOf(r.Context()).Local {
+		// It would be a file of the host's, of which a token is no right to read.
+		return 0, nil, fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
+	}
 	want := fleet.Request{Spec: b.Spec, Label: b.Label}
 	if b.GetOrCreate {
 		is, made, err := f.GetOrCreate(r.Context(), want)

@@ -114,6 +114,8 @@ type Caller struct {
 	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for nobody who is known.
 	Name  string
 	Scope Scope
+	// Local says that it is a peer of the Unix socket.
+	Local bool
 }
 
 // CallerOf is who asks in a request that a Mount gets.
