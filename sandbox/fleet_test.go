@@ -1,6 +1,7 @@
 package sandbox_test
 
 import (
+	"context"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -9,6 +10,9 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -28,6 +32,8 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 		}
 	}()
 	f := fleet.New(fleet.OfStore(e.Store, e.Launcher), fleet.Options{Records: db})
+	// It is asked by its API, which promises the same.
+	c := overHTTP(t, e, f)
 
 	in := func(t *testing.T) *guesttest.Env {
 		own := *e
@@ -35,7 +41,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 		return &own
 	}
 	fleettest.Conformance(t, fleettest.Subject{
-		Fleet: f,
+		Fleet: c,
 		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
 			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Label: &l}); err != nil {
 				t.Fatal(err)
@@ -45,7 +51,13 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 		Write: func(t *testing.T, name, word string) {
 			in(t).Sh(name, "echo "+word+" > /run/word")
 		},
-		Read: func(t *testing.T, name string) string { return in(t).Sh(name, "read w < /run/word; echo $w") },
+		Read: func(t *testing.T, name string) string {
+			out, err := c.Exec(t.Context(), name, wire.Exec{Command: []string{"/bin/sh", "-c", "read w < /run/word; echo $w; exit 3"}})
+			if err != nil || out.ExitCode != 3 {
+				t.Fatalf("reading in %s: %+v, %v", name, out, err)
+			}
+			return strings.TrimSpace(string(out.Stdout))
+		},
 		Kill: func(t *testing.T, name string) {
 			r, err := e.Store.Get(name)
 			if err != nil {
@@ -66,7 +78,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	}
 	words := 0
 	for _, r := range h.Runs {
-		if line := strings.Join(r.Command, " "); strings.Contains(line, "/run/word") && r.Exit != nil && *r.Exit == 0 && r.CPUSeconds > 0 {
+		if line := strings.Join(r.Command, " "); strings.Contains(line, "/run/word") && r.Exit != nil && (*r.Exit == 0 || *r.Exit == 3) && r.CPUSeconds > 0 {
 			words++
 		}
 	}
@@ -76,6 +88,35 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	if left, _ := filepath.Glob(filepath.Join(e.Store.Dir(), "vms", "conf*")); len(left) != 0 {
 		t.Errorf("%v are left", left)
 	}
+}
+
+// overHTTP serves a Fleet of real VMs until the test ends.
+func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
+	t.Helper()
+	path := filepath.Join(e.Store.Dir(), api.SocketFile)
+	l, err := api.ListenUnix(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := api.New(api.Options{
+		Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) { return f, func() {}, nil },
+		VMs: api.OfStore(e.Store, func(ctx context.Context, name string) error {
+			_, err := f.Wake(ctx, name)
+			return err
+		}),
+	})
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- server.Serve(ctx, l) }()
+	c := client.Unix(path)
+	t.Cleanup(func() {
+		c.Close()
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return c
 }
 
 // A wake that comes while a VM falls asleep has to find it awake in the end.

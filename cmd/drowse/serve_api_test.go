@@ -1,0 +1,180 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+func TestServe_answers_at_its_socket_until_it_is_told_to_end(t *testing.T) {
+	state, err := os.MkdirTemp("", "drowse-serve") // short, for the paths of sockets
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(state) }) // a rest in /tmp fails no test
+	agent := filepath.Join(state, "agent")
+	if err := os.WriteFile(agent, nil, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("DROWSE_AGENT", agent)
+	ctx, cancel := context.WithCancel(t.Context())
+	var stderr bytes.Buffer
+	ended := make(chan int, 1)
+	go func() {
+		ended <- run(ctx, []string{"--state", state, "serve", "--pool", "0", "--on-exit", "sleep"}, io.Discard, &stderr)
+	}()
+	c := client.Unix(filepath.Join(state, api.SocketFile))
+	defer c.Close()
+	deadline := time.Now().Add(time.Minute)
+	for {
+		list, err := c.List(t.Context(), records.Filter{})
+		if err == nil && len(list.Problems) == 0 && len(list.Sandboxes) == 0 {
+			break
+		}
+		select {
+		case code := <-ended:
+			t.Fatalf("it ended with %d: %s", code, &stderr)
+		case <-time.After(10 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("it does not answer: %v", err)
+		}
+	}
+	if _, err := c.Get(t.Context(), "none"); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("one that is not there: %v", err)
+	}
+	for path, want := range map[string]string{"/metrics": `drowse_sandboxes{status="asleep"} 0`, "/healthz": `{"ok":true`, "/v1/openapi.json": `"openapi": "3.1.0"`} {
+		resp, err := c.Do(t.Context(), http.MethodGet, path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if err != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(text), want) {
+			t.Errorf("%s: %s, %v: %.200s", path, resp.Status, err, text)
+		}
+	}
+	var again bytes.Buffer
+	if code := run(t.Context(), []string{"--state", state, "serve", "--pool", "0"}, io.Discard, &again); code != exitFailed || !strings.Contains(again.String(), "another server") {
+		t.Errorf("a second one: %d, %s", code, &again)
+	}
+	cancel()
+	if code := <-ended; code != 0 {
+		t.Errorf("it ended with %d: %s", code, &stderr)
+	}
+	if _, err := os.Stat(filepath.Join(state, api.SocketFile)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("its socket: %v", err)
+	}
+}
+
+func TestServe_that_would_be_open_to_others_is_refused(t *testing.T) {
+	state := t.TempDir()
+	t.Setenv("DROWSE_AGENT", os.Args[0])
+	for name, args := range map[string][]string{
+		"TCP without a token":       {"--listen", "127.0.0.1:0"},
+		"a host without TCP":        {"--host", "example.org"},
+		"TCP without the API":       {"--listen", "127.0.0.1:0", "--no-api"},
+		"an end that nobody knows":  {"--on-exit", "kill"},
+		"no time for the end":       {"--exit-timeout", "0s"},
+		"a certificate without TCP": {"--tls-cert", "x"},
+	} {
+		var stderr bytes.Buffer
+		if code := run(t.Context(), append([]string{"--state", state, "serve", "--pool", "0"}, args...), io.Discard, &stderr); code != exitUsage {
+			t.Errorf("%s: %d, %s", name, code, &stderr)
+		}
+	}
+}
+
+func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
+	vms := fleettest.New()
+	ctx := t.Context()
+	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
+		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var text bytes.Buffer
+	log := slog.New(slog.NewTextHandler(&text, nil))
+	leave := exitFlags{on: exitLeave, limit: time.Minute}
+	if err := leave.do(ctx, log, vms); err != nil || text.Len() > 0 {
+		t.Errorf("leaving them: %v, %s", err, &text)
+	}
+	sleep := exitFlags{on: exitSleep, limit: time.Minute}
+	err := sleep.do(ctx, log, vms)
+	if err == nil || !strings.Contains(err.Error(), "1 of 3") || !strings.Contains(text.String(), "vm=c") {
+		t.Errorf("got %v, %s", err, &text)
+	}
+	for name, want := range map[string]sandbox.Phase{"a": sandbox.Asleep, "b": sandbox.Asleep, "c": sandbox.Running} {
+		if r, err := vms.Get(name); err != nil || r.Phase != want {
+			t.Errorf("%s is %s, want %s", name, r.Phase, want)
+		}
+	}
+	vms.Fail = func(string, string) error { return errors.New("no sleep is to be had") }
+	if err := sleep.do(ctx, log, vms); err == nil {
+		t.Error("nothing is said of what does not sleep")
+	}
+}
+
+func TestToken_is_printed_once_and_kept_as_a_hash(t *testing.T) {
+	state := t.TempDir()
+	drowse := func(args ...string) (int, string) {
+		var out, stderr bytes.Buffer
+		code := run(t.Context(), append([]string{"--state", state, "token"}, args...), &out, &stderr)
+		return code, out.String() + stderr.String()
+	}
+	code, token := drowse("create", "ci")
+	if code != 0 || !strings.HasPrefix(token, "drowse_") {
+		t.Fatalf("%d, %s", code, token)
+	}
+	if got, ok, err := (api.Tokens{Path: filepath.Join(state, api.TokensFile)}).Find(strings.TrimSpace(token)); err != nil || !ok || got.Scope != api.ScopeRead {
+		t.Errorf("it is %+v, %v, %v", got, ok, err)
+	}
+	if _, text := drowse("ls"); strings.Contains(text, strings.TrimSpace(token)) || !strings.Contains(text, "ci    read") {
+		t.Errorf("the list says %s", text)
+	}
+	if code, text := drowse("rm", "ci"); code != 0 {
+		t.Errorf("%d, %s", code, text)
+	}
+	if code, text := drowse("create", "x", "--scope", "admin"); code != exitFailed {
+		t.Errorf("another scope: %d, %s", code, text)
+	}
+}
+
+func TestUnits_are_as_systemd_wants_them(t *testing.T) {
+	if _, err := exec.LookPath("systemd-analyze"); err != nil {
+		t.Log("there is no systemd-analyze, so nothing is shown") // a skipped test fails in CI
+		return
+	}
+	dir := t.TempDir()
+	for _, name := range []string{"drowse.service", "drowse.socket"} {
+		text, err := os.ReadFile(filepath.Join("../../contrib/systemd", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The program is not installed where it is tested.
+		text = bytes.ReplaceAll(text, []byte("/usr/local/bin/drowse"), []byte("/bin/true"))
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	out, err := exec.CommandContext(t.Context(), "systemd-analyze", "verify", filepath.Join(dir, "drowse.service"), filepath.Join(dir, "drowse.socket")).CombinedOutput()
+	if err != nil || strings.Contains(string(out), "drowse.") {
+		t.Errorf("%v: %s", err, out)
+	}
+}
