@@ -276,7 +276,10 @@ func (v *life) stopAll() {
 			<-p.ended
 			v.T.Errorf("%s did not end by itself", role)
 		}
-		if p.err != nil {
+		// One that was started just now does not take the signal yet, and has done nothing.
+		var exit *exec.ExitError
+		early := errors.As(p.err, &exit) && exit.Sys().(syscall.WaitStatus).Signal() == syscall.SIGTERM
+		if p.err != nil && !early {
 			said, _ := os.ReadFile(p.log.Name())
 			v.T.Errorf("%s ended with %v: %s", role, p.err, said[max(0, len(said)-2000):])
 		}
@@ -364,7 +367,7 @@ func (v *life) checkAll(when string) {
 	v.T.Logf("%s: the counters of %d sandboxes are what they should be, %d in all; looked at in %v", when, *lifeAsleep, total.Load(), time.Since(begin).Round(time.Second))
 }
 
-// killOne kills a process by chance, and says of which kind; none if there was nothing to kill.
+// killOne kills one of the processes at random, and says of which kind; none if there was nothing to kill.
 func (v *life) killOne() string {
 	v.T.Helper()
 	switch n := v.rand.IntN(100); {
