@@ -131,6 +131,18 @@ agent-proofs: test-state
 	@go test -count 1 -v -run TestBulk ./guest -bulk-mib 1024
 	@go test -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
 
+# life-proofs has clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
+# and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.
+LIFE ?= -life-for 10m -life-asleep 200 -life-recorded 1000 -life-kills 300
+.PHONY: life-proofs
+life-proofs: test-state
+	@go test -tags workloads -count 1 -timeout 3h -v -run TestLifeOfManySandboxes ./sandbox $(LIFE)
+
+# example runs the program in examples/embed.
+.PHONY: example
+example: test-state
+	@go run ./examples/embed -state $(STATE) -drowse $(CURDIR)/bin/drowse
+
 .PHONY: $(REPORT)
 $(REPORT): check-go
 	@go build -buildvcs=false -o $@ ./internal/testreport

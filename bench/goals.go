@@ -30,6 +30,7 @@ var Goals = []Goal{
 	{Name: "resume_ready", Params: map[string]any{"cache": cacheWarm, "peer": nil}, P50: 25, P99: 50},
 	{Name: "resume_ready", Params: map[string]any{"cache": cacheCold, "peer": nil}, P50: 50, P99: 100},
 	{Name: "concurrent_resume_ratio", Params: map[string]any{"at_once": 20}, P50: 1.3},
+	{Name: "wake_touch_added", Params: map[string]any{"pool": true}, P50: 5},
 	{Name: "snapshot_pause", Params: map[string]any{"dirty_mib": 64}, P50: 10},
 	{Name: "delta_bytes", Params: map[string]any{"work": "idle", "seconds": 1}, P50: 1},
 	// 1.3 times what stays.

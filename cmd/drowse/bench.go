@@ -29,7 +29,7 @@ func (a *app) benchCommand() *cobra.Command {
 	m := &benches{app: a, env: &e}
 	cmd.AddCommand(
 		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
-		m.concurrent(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
+		m.concurrent(), m.touch(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
 	)
 	// It knows those above.
 	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest(), a.benchAttach())

@@ -34,6 +34,7 @@ var quick = map[string]map[string]string{
 	"fork_density":      {"forks": "2", "memory": "256"},
 	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
 	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
+	"wake_touch":        {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
 	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
 	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
 	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
@@ -46,7 +47,7 @@ var quick = map[string]map[string]string{
 // the guest's kernel: they only weigh what is left against what is done.
 var usualMinutes = map[string]float64{
 	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 20, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 8, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
+	"fork_density": 3, "density": 6, "concurrent_resume": 8, "wake_touch": 6, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
 }
 
 // weight is what a benchmark takes in proportion to others.

@@ -137,6 +137,24 @@ func (m *benches) vsock() *cobra.Command {
 	return cmd
 }
 
+func (m *benches) touch() *cobra.Command {
+	var o bench.WakeTouchOptions
+	cmd := m.command("wake_touch", "From a connection, or a packet, to a VM that sleeps until its answer", func(ctx context.Context) ([]bench.Row, error) {
+		if o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 || o.Depth < 0 || o.Settle < 0 || o.Pool < 0 {
+			return nil, errRuns
+		}
+		return bench.WakeTouch(ctx, *m.env, o)
+	})
+	f := cmd.Flags()
+	f.IntVar(&o.N, "runs", 100, "wakes by each kind of touch; one that is not answered ends it with an error")
+	f.IntVar(&o.Warmup, "warmup", 5, "wakes before that do not count")
+	f.IntVar(&o.Depth, "depth", 10, "how often the VM has slept and been woken before")
+	f.IntVar(&o.MemoryMiB, "memory", 512, "RAM in MiB")
+	f.IntVar(&o.Pool, "processes", 1, "processes that the supervisor keeps ready, 0 for none")
+	f.DurationVar(&o.Settle, "settle", 500*time.Millisecond, "how long the VM sleeps before it is touched")
+	return cmd
+}
+
 func (m *benches) blk() *cobra.Command {
 	var o bench.BlkOptions
 	cmd := m.command("blk", "How fast a guest reads and writes its disk, in sequence and at random", func(ctx context.Context) ([]bench.Row, error) {

@@ -70,7 +70,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 	m := &benches{app: a}
 	seen := 0
 	for _, c := range []*cobra.Command{
-		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.vsock(), m.blk(),
+		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.touch(), m.vsock(), m.blk(),
 		m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
 	} {
 		options, ok := quick[c.Name()]

@@ -232,7 +232,8 @@ func (d *Device) SetLink(up bool) {
 func (d *Device) Link() bool { return d.link.Load() }
 
 // Pause implements [devices.Pauser]. What the guest has sent until then goes to
-// the backend as far as it takes it.
+// the backend as far as it takes it, and frames of the backend go to the guest as far
+// as it has buffers, a queue of them at the most.
 func (d *Device) Pause(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -244,6 +244,26 @@ func TestFramesWaitWhileTheGuestHasNoBuffers(t *testing.T) {
 	}
 }
 
+func TestFramesThatHaveComeReachTheGuestBeforeThePause(t *testing.T) {
+	n := start(t, Config{}, allButTSO)
+	n.w.send(t, frame(7, 100))
+	// Without a buffer the device waits for a kick, which does not come: so it is the pause that takes the frame.
+	for i := range 2 {
+		n.transmit(nil, frame(i, 100)).Wait() // so a whole turn has found none
+		n.w.receive(t, time.Second)
+	}
+	r, err := n.Queue(queueRX).Add(nil, 1600)
+	must(t, err)
+	must(t, n.dev.Pause(t.Context()))
+	if got := n.dev.Stats().FramesToGuest; got != 1 {
+		t.Errorf("%d frames reached the guest by the end of the pause, want 1", got)
+	}
+	must(t, n.dev.Resume())
+	if data, _ := r.Wait(); serialOf(data[HeaderSize:]) != 7 {
+		t.Error("another frame came")
+	}
+}
+
 func TestFullBackendDelaysAndDoesNotFreeze(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	var rs []*devicetest.Request

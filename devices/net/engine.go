@@ -177,6 +177,11 @@ func (e *engine) Settle() {
 		return
 	}
 	err := e.pumpTX(queueSize)
+	if err == nil && e.dev.link.Load() {
+		// The backend goes when the VM sleeps, and with it what the guest has not got. Nobody sends some of that again: a reset, or
+		// the last word of a connection whose other end has gone.
+		err = e.pumpRX(queueSize)
+	}
 	e.release()
 	if err == nil {
 		err = e.notify()

@@ -34,6 +34,8 @@ var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
+	// As programs elsewhere use the library.
+	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.

@@ -118,7 +118,9 @@ func (e *entrance) failed(what string, from fmt.Stringer, err error) {
 func (d *door) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
+	touch := Touch{VM: d.port.vm, By: TouchConnection, Came: time.Now()}
 	hold, info, err := d.v.awake(ctx, d.port.vm)
+	touch.Awake = time.Now()
 	if err != nil {
 		reset(c)
 		return err
@@ -129,6 +131,10 @@ func (d *door) carry(c *net.TCPConn) error {
 	if err != nil {
 		reset(c)
 		return err
+	}
+	if d.v.o.Touched != nil {
+		touch.Delivered = time.Now()
+		d.v.o.Touched(touch)
 	}
 	guest := g.(*net.TCPConn)
 	// When the VM sleeps or ends, or the door is closed, there is nobody at the other end.

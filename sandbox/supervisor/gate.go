@@ -27,6 +27,8 @@ type gate struct {
 	log *slog.Logger
 	// counters are those of the supervisor; nil, in tests, counts nothing.
 	counters *Counters
+	// touched is Options.Touched.
+	touched func(Touch)
 	// wake sees to it that a VM is awake, and stays so until the hold is released.
 	wake func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error)
 	// send puts a frame on a VM's device.
@@ -204,7 +206,9 @@ func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
 func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
 	ctx, cancel := context.WithTimeout(ctx, wakeTime)
 	defer cancel()
+	touch := Touch{VM: name, By: TouchPacket, Came: g.now()}
 	h, info, err := g.wake(ctx, name)
+	touch.Awake = g.now()
 	if err == nil {
 		defer h.Release()
 		if info.Address != addr && info.Address6 != addr {
@@ -231,6 +235,10 @@ func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resti
 				err = fmt.Errorf("giving VM %s a packet that was held for it: %w", name, err)
 				break
 			}
+		}
+		if err == nil && g.touched != nil && touch.Delivered.IsZero() {
+			touch.Delivered = g.now()
+			g.touched(touch)
 		}
 	}
 	if err != nil && ctx.Err() == nil {

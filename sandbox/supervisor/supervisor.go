@@ -31,7 +31,26 @@ type Options struct {
 	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
+	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it, when it was
+	// delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
+	Touched func(Touch)
 }
+
+// Touch is what became of a connection to a published port, or of a packet to the address of a VM that slept.
+type Touch struct {
+	VM string
+	// By is TouchConnection or TouchPacket.
+	By string
+	// Came is when the supervisor had it, Awake when the VM was awake and held so, and Delivered when the guest had accepted the
+	// connection, or its device the packet.
+	Came, Awake, Delivered time.Time
+}
+
+// What a VM is touched by.
+const (
+	TouchConnection = "connection"
+	TouchPacket     = "packet"
+)
 
 // DefaultMaxConns is how many connections are carried at once for one published port.
 const DefaultMaxConns = 256
@@ -321,7 +340,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			return fmt.Errorf("packets wake no VM: %w", err)
 		}
 		v.device = d
-		g := &gate{log: v.log, counters: v.o.Counters, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
 			h, info, err := v.awake(ctx, name)
 			if err != nil {

@@ -1,0 +1,276 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
+)
+
+// WakeTouchOptions say how wake_touch is measured.
+type WakeTouchOptions struct {
+	// N is the number of wakes by each kind of touch, after Warmup that do not count.
+	N, Warmup int
+	// MemoryMiB is the size of guest RAM.
+	MemoryMiB int
+	// Depth is as in ResumeReadyOptions.
+	Depth int
+	// Settle is how long a VM sleeps before it is touched: the supervisor has a process ready again by then.
+	Settle time.Duration
+	// Pool is how many processes the supervisor keeps ready, as for drowse serve.
+	Pool int
+}
+
+// echo answers each line of a connection, and each datagram, with itself.
+const echo = `
+import select, socket
+s = socket.create_server(('', 8000), backlog=64)
+u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+u.bind(('', 8001))
+open('` + busyFile + `', 'w').close()
+while True:
+    if u in select.select([s, u], [], [])[0]:
+        d, a = u.recvfrom(2000)
+        u.sendto(d, a)
+        continue
+    c, _ = s.accept()
+    try:
+        while d := c.recv(2000):
+            c.sendall(d)
+    except OSError:
+        pass
+    c.close()
+`
+
+const echoTCP, echoUDP = 8000, 8001
+
+// touchTime bounds the wait for an answer.
+const touchTime = time.Minute
+
+// WakeTouch measures the time from a touch of a VM that sleeps, of which a supervisor takes care, to the answer of a python3
+// program in it: a connection to a published port, until the first byte that comes back; or a datagram to the VM's own address, until
+// the one that comes back. Every touch has to be answered at the first try: one that is refused or lost ends the benchmark with an error.
+//
+// Each run touches the VM when it sleeps and then once more when it is awake. The rows are:
+//
+//   - wake_touch, the touch of the VM that slept. Its stages follow each other: come, until the supervisor has the connection or packet;
+//     resume_ready, which the VM's process has measured of this very wake; around, what the wake has taken besides that, until the supervisor
+//     knows that the VM is awake and holds it; deliver, until the guest has accepted the connection, or its device has the packet; answer.
+//   - wake_touch_awake, the same exchange with the VM awake.
+//   - wake_touch_added, come and around, and of a packet deliver: what is added to resume_ready by the host. deliver of a connection is the
+//     handshake of the guest's kernel, and is part of wake_touch_awake as well.
+//   - wake_touch_whole, wake_touch less resume_ready and less wake_touch_awake of the same run: besides what the host adds it has the pages
+//     that the guest faults in to answer.
+func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err error) {
+	name := vmName()
+	at, err := freePort()
+	if err != nil {
+		return nil, err
+	}
+	policy, err := netpolicy.Parse([]byte(fmt.Sprintf("publish: [{listen: %q, port: %d, protocol: tcp}, {listen: %[1]q, port: %d, protocol: udp}]\n", at, echoTCP, echoUDP)))
+	if err != nil {
+		return nil, err
+	}
+	if _, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: sandbox.NetworkTAP, Policy: policy}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
+	if err := e.startLive(ctx, name, "echo.py", echo); err != nil {
+		return nil, err
+	}
+	for range o.Depth {
+		if _, err := e.sleepAndWake(ctx, name); err != nil {
+			return nil, err
+		}
+	}
+	touched := make(chan supervisor.Touch, 16)
+	serving, stop := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() {
+		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Pool, PruneEvery: -1, Touched: func(t supervisor.Touch) {
+			select {
+			case touched <- t:
+			case <-serving.Done():
+			}
+		}})
+	}()
+	defer func() {
+		stop()
+		err = errors.Join(err, <-ended)
+	}()
+	w := wakeTouch{Env: e, o: o, name: name, at: at, touched: touched}
+	if err := w.ready(ctx); err != nil {
+		return nil, err
+	}
+	all := map[string]*touches{}
+	for _, by := range touchKinds {
+		all[by] = newTouches()
+	}
+	for i := range o.Warmup + o.N {
+		if i%10 == 0 {
+			e.say("wake_touch: run %d of %d", i, o.Warmup+o.N)
+		}
+		for _, by := range touchKinds {
+			if err := w.once(ctx, by, i >= o.Warmup, all[by]); err != nil {
+				return nil, fmt.Errorf("touch %d by %s: %w", i+1, by, err)
+			}
+		}
+	}
+	for _, by := range touchKinds {
+		params := map[string]any{"touch": by, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "depth": o.Depth, "pool": o.Pool > 0}
+		rows = append(rows, all[by].touch.row("wake_touch", params), all[by].awake.row("wake_touch_awake", params),
+			all[by].added.row("wake_touch_added", params), all[by].whole.row("wake_touch_whole", params))
+	}
+	return rows, nil
+}
+
+var touchKinds = []string{supervisor.TouchConnection, supervisor.TouchPacket}
+
+// touches are what one kind of touch has taken.
+type touches struct{ touch, awake, added, whole *series }
+
+func newTouches() *touches { return &touches{newSeries(), newSeries(), newSeries(), newSeries()} }
+
+// wakeTouch is a VM that sleeps and is touched.
+type wakeTouch struct {
+	Env
+	o       WakeTouchOptions
+	name    string
+	at      netip.AddrPort
+	own     netip.Addr
+	touched chan supervisor.Touch
+}
+
+// freePort is one of the host's that nobody listens at now.
+func freePort() (netip.AddrPort, error) {
+	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	return l.Addr().(*net.TCPAddr).AddrPort(), l.Close()
+}
+
+// ready waits until the supervisor listens, and takes down the VM's address.
+func (w *wakeTouch) ready(ctx context.Context) error {
+	info, err := w.Store.Info(ctx, w.name)
+	if err != nil {
+		return err
+	}
+	if info.Network == nil {
+		return errors.New("the VM has no network")
+	}
+	w.own = info.Network.Address
+	for until := time.Now().Add(touchTime); ; {
+		_, _, err := w.exchange(ctx, supervisor.TouchConnection)
+		if err == nil || !errors.Is(err, syscall.ECONNREFUSED) || time.Now().After(until) {
+			w.drain()
+			return err
+		}
+		if err := pause(ctx, 50*time.Millisecond); err != nil {
+			return err
+		}
+	}
+}
+
+// drain forgets what the supervisor has said.
+func (w *wakeTouch) drain() {
+	for {
+		select {
+		case <-w.touched:
+		default:
+			return
+		}
+	}
+}
+
+// exchange touches the VM once, and waits for its answer.
+func (w *wakeTouch) exchange(ctx context.Context, by string) (begin, end time.Time, err error) {
+	ctx, cancel := context.WithTimeout(ctx, touchTime)
+	defer cancel()
+	network, to, line := "tcp4", w.at, "touch\n"
+	if by == supervisor.TouchPacket {
+		network, to = "udp4", netip.AddrPortFrom(w.own, echoUDP)
+	}
+	begin = time.Now()
+	c, err := (&net.Dialer{}).DialContext(ctx, network, to.String())
+	if err != nil {
+		return begin, end, err
+	}
+	defer c.Close()
+	until, _ := ctx.Deadline()
+	if err := c.SetDeadline(until); err != nil {
+		return begin, end, err
+	}
+	if _, err := io.WriteString(c, line); err != nil {
+		return begin, end, err
+	}
+	got, err := bufio.NewReader(c).ReadString('\n')
+	end = time.Now()
+	if err == nil && got != line {
+		err = fmt.Errorf("it answers %q, want %q", got, line)
+	}
+	return begin, end, err
+}
+
+// once has the VM sleep, touches it, and touches it again.
+func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches) error {
+	if _, err := w.Store.Sleep(ctx, w.name); err != nil {
+		return err
+	}
+	if err := pause(ctx, w.o.Settle); err != nil {
+		return err
+	}
+	w.drain()
+	begin, end, err := w.exchange(ctx, by)
+	if err != nil {
+		return err
+	}
+	var touch supervisor.Touch
+	select {
+	case touch = <-w.touched:
+	case <-time.After(touchTime):
+		return errors.New("the VM was woken by something else")
+	}
+	if touch.By != by {
+		return fmt.Errorf("the VM was woken by a %s", touch.By)
+	}
+	info, err := w.Store.Info(ctx, w.name)
+	if err != nil {
+		return err
+	}
+	ready, ok := info.Report.Stages["resume_ready"]
+	if !ok {
+		return errors.New("the VM's process does not say how long it took to wake")
+	}
+	resume := time.Duration(ready * perMs)
+	again, answered, err := w.exchange(ctx, by)
+	if err != nil || !counts {
+		return err
+	}
+	total, awake := end.Sub(begin), answered.Sub(again)
+	come, around, deliver := touch.Came.Sub(begin), touch.Awake.Sub(touch.Came)-resume, touch.Delivered.Sub(touch.Awake)
+	added := come + around
+	if by == supervisor.TouchPacket {
+		added += deliver
+	}
+	record := func(s *series, d time.Duration) error { return s.total.RecordValue(int64(max(d, 1))) }
+	errs := []error{record(t.touch, total), record(t.awake, awake), record(t.added, added), record(t.whole, total-awake-resume)}
+	for stage, d := range map[string]time.Duration{"come": come, "resume_ready": resume, "around": around, "deliver": deliver, "answer": end.Sub(touch.Delivered)} {
+		errs = append(errs, into(t.touch.stages, stage, int64(max(d, 0))))
+	}
+	for stage, ms := range info.Report.Stages {
+		if stage == "network" {
+			errs = append(errs, into(t.added.stages, stage, int64(ms*perMs)))
+		}
+	}
+	return errors.Join(errs...)
+}

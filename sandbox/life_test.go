@@ -1,0 +1,606 @@
+//go:build workloads
+
+package sandbox_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+var (
+	lifeFor      = flag.Duration("life-for", 10*time.Second, "how long clients work on sandboxes, without a kill")
+	lifeAsleep   = flag.Int("life-asleep", 8, "how many sandboxes they work on, which sleep in between")
+	lifeRecorded = flag.Int("life-recorded", 50, "how many are recorded, those included")
+	lifeClients  = flag.Int("life-clients", 8, "how many clients there are")
+	lifeKills    = flag.Int("life-kills", 10, "how many processes are killed then")
+	lifeSeed     = flag.Uint64("life-seed", 1, "what chance begins with")
+)
+
+// tally counts in the guest's memory and in a file, and says both: '+' is one more, '=' as it is.
+const tally = `
+import os, socket
+s = socket.create_server(('127.0.0.1', 8000), backlog=64)
+f = os.open('/root/tally', os.O_RDWR | os.O_CREAT)
+n = 0
+os.pwrite(f, b'%012d' % n, 0)
+open('/run/tally.listens', 'w').close()
+while True:
+    c, _ = s.accept()
+    try:
+        while True:
+            d = c.recv(1)
+            if not d:
+                break
+            if d == b'+':
+                n += 1
+                os.pwrite(f, b'%012d' % n, 0)
+            c.sendall(b'%d %s\n' % (n, os.pread(f, 12, 0)))
+    except OSError:
+        pass
+    c.close()
+`
+
+// startTally starts the program in a guest, and waits until it listens.
+func startTally(ctx context.Context, s *sandbox.Store, name string) error {
+	c, err := s.Agent(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if err := c.WriteFile(ctx, "/root/tally.py", strings.NewReader(tally), guest.WriteOptions{}); err != nil {
+		return err
+	}
+	p, err := c.Start(ctx, guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/tally.py"}, Detach: true})
+	if err != nil {
+		return err
+	}
+	if err := p.Close(); err != nil {
+		return err
+	}
+	for {
+		if _, err := c.Stat(ctx, "/run/tally.listens"); err == nil || !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// life is one run.
+type life struct {
+	*guesttest.Env
+	dir   lifeFiles
+	run   lifeRun
+	rand  *rand.Rand
+	procs map[string]*lifeProc
+}
+
+// lifeProc is a client or the supervisor.
+type lifeProc struct {
+	cmd   *exec.Cmd
+	log   *os.File
+	ended chan struct{}
+	err   error // once ended is closed
+}
+
+// Many sandboxes are woken, counted in, put to sleep, forked, and removed by many clients at once, and then while supervisor, VMs' processes and
+// clients are killed. No count may be lost or doubled, and nothing may be left.
+func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
+	e := guesttest.New(t)
+	dir, err := os.MkdirTemp("", "dl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	v := &life{Env: e, dir: lifeFiles(dir), rand: rand.New(rand.NewPCG(*lifeSeed, 0)), procs: map[string]*lifeProc{}}
+	e.Run(sandbox.Spec{Name: "base", MemoryMiB: 256, Network: sandbox.NetworkTAP})
+	if err := startTally(t.Context(), e.Store, "base"); err != nil {
+		t.Fatal(err)
+	}
+	e.Sleep("base")
+	e.Wake("base")
+	snap := e.Sleep("base").Snapshot
+	v.run = lifeRun{Store: e.Store.Dir(), Agent: e.Launcher.Agent, Snapshot: snap, Sandboxes: *lifeAsleep, Seed: *lifeSeed}
+	v.configure(false)
+	v.recordOthers(max(0, *lifeRecorded-*lifeAsleep))
+
+	begin := time.Now()
+	c := lifeClient{lifeRun: v.run, store: e.Store, l: e.Launcher, dir: v.dir}
+	v.each(func(i int) error { return c.make(lifeName(i)) })
+	if t.Failed() {
+		return
+	}
+	list, err := e.Store.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	asleep := 0
+	for _, r := range list {
+		if r.Phase == sandbox.Asleep {
+			asleep++
+		}
+	}
+	t.Logf("%d sandboxes are recorded and %d asleep after %v", len(list), asleep, time.Since(begin).Round(time.Second))
+
+	watching, stopWatching := context.WithCancel(t.Context())
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		v.watch(watching)
+	}()
+	begin = time.Now()
+	v.start("serve")
+	for i := range *lifeClients {
+		v.start(strconv.Itoa(i))
+	}
+	for time.Since(begin) < *lifeFor && !v.anyEnded() {
+		time.Sleep(100 * time.Millisecond)
+	}
+	v.stopAll()
+	v.figures("without a kill", time.Since(begin))
+	v.checkAll("without a kill")
+
+	if *lifeKills > 0 && !t.Failed() {
+		v.configure(true)
+		begin = time.Now()
+		v.start("serve")
+		for i := range *lifeClients {
+			v.start(strconv.Itoa(i))
+		}
+		killed := map[string]int{}
+		for n := 0; n < *lifeKills && !t.Failed(); {
+			time.Sleep(time.Duration(v.rand.IntN(1000)) * time.Millisecond)
+			if kind := v.killOne(); kind != "" {
+				killed[kind]++
+				n++
+			}
+		}
+		v.stopAll()
+		v.figures(fmt.Sprintf("with kills %v", killed), time.Since(begin))
+		v.checkAll("after the kills")
+	}
+	stopWatching()
+	<-watched
+	v.nothingLeft(snap)
+}
+
+func (v *life) configure(kills bool) {
+	v.T.Helper()
+	v.run.Kills = kills
+	b, err := json.Marshal(v.run)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(string(v.dir), "run.json"), b, 0o600)
+	}
+	if err != nil {
+		v.T.Fatal(err)
+	}
+}
+
+// recordOthers records sandboxes that have stopped: each is a copy of the base's record with a name and id of its own.
+func (v *life) recordOthers(n int) {
+	v.T.Helper()
+	b, err := os.ReadFile(filepath.Join(v.Store.Dir(), "vms", "base", "vm.json"))
+	if err != nil {
+		v.T.Fatal(err)
+	}
+	for i := range n {
+		var r sandbox.Record
+		if err := json.Unmarshal(b, &r); err != nil {
+			v.T.Fatal(err)
+		}
+		r.Spec.Name, r.ID, r.Phase, r.Snapshot, r.Sleeps = fmt.Sprintf("recorded-%d", i), fmt.Sprintf("%032x", i+1), sandbox.Stopped, "", nil
+		r.Disk.Layers, r.NextLayer = nil, 0
+		dir := filepath.Join(v.Store.Dir(), "vms", r.Spec.Name)
+		out, err := json.Marshal(r)
+		if err = errors.Join(err, os.Mkdir(dir, 0o700)); err == nil {
+			err = os.WriteFile(filepath.Join(dir, "vm.json"), out, 0o600)
+		}
+		if err != nil {
+			v.T.Fatal(err)
+		}
+	}
+}
+
+func (v *life) start(role string) {
+	v.T.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		v.T.Fatal(err)
+	}
+	log, err := os.OpenFile(v.dir.path("process-"+role, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		v.T.Fatal(err)
+	}
+	p := &lifeProc{cmd: exec.Command(self, lifeArg, string(v.dir), role), log: log, ended: make(chan struct{})}
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	if err := p.cmd.Start(); err != nil {
+		v.T.Fatal(err)
+	}
+	go func() {
+		p.err = p.cmd.Wait()
+		log.Close()
+		close(p.ended)
+	}()
+	v.procs[role] = p
+}
+
+// anyEnded says that a client or the supervisor has given up.
+func (v *life) anyEnded() bool {
+	for role, p := range v.procs {
+		select {
+		case <-p.ended:
+			said, _ := os.ReadFile(p.log.Name())
+			v.T.Errorf("%s has ended: %v: %s", role, p.err, said[max(0, len(said)-2000):])
+			return true
+		default:
+		}
+	}
+	return false
+}
+
+// stopAll has clients finish what they do, and then the supervisor.
+func (v *life) stopAll() {
+	v.T.Helper()
+	v.anyEnded()
+	wait := func(role string, p *lifeProc) {
+		select {
+		case <-p.ended:
+		case <-time.After(lifeOpTime + time.Minute):
+			_ = p.cmd.Process.Kill()
+			<-p.ended
+			v.T.Errorf("%s did not end by itself", role)
+		}
+		// One that was started just now does not take the signal yet, and has done nothing.
+		var exit *exec.ExitError
+		early := errors.As(p.err, &exit) && exit.Sys().(syscall.WaitStatus).Signal() == syscall.SIGTERM
+		if p.err != nil && !early {
+			said, _ := os.ReadFile(p.log.Name())
+			v.T.Errorf("%s ended with %v: %s", role, p.err, said[max(0, len(said)-2000):])
+		}
+		delete(v.procs, role)
+	}
+	for role, p := range v.procs {
+		if role != "serve" {
+			_ = p.cmd.Process.Signal(syscall.SIGTERM)
+		}
+	}
+	for role, p := range v.procs {
+		if role != "serve" {
+			wait(role, p)
+		}
+	}
+	if p := v.procs["serve"]; p != nil {
+		_ = p.cmd.Process.Signal(syscall.SIGTERM)
+		wait("serve", p)
+	}
+	if b, err := os.ReadFile(v.dir.path("all", "wrong")); err == nil {
+		v.T.Errorf("what clients saw:\n%s", b)
+	}
+}
+
+func (v *life) figures(what string, took time.Duration) {
+	v.T.Helper()
+	said := []string{}
+	for _, kind := range []string{"adds", "sleeps", "wakes", "forks", "deletes", "makes", "again"} {
+		n, err := v.dir.count("all", kind)
+		if err != nil {
+			v.T.Error(err)
+		}
+		said = append(said, fmt.Sprintf("%s %d", kind, n))
+		_ = os.Remove(v.dir.path("all", kind))
+	}
+	v.T.Logf("%s, in %v with %d clients on %d sandboxes: %s", what, took.Round(time.Second), *lifeClients, *lifeAsleep, strings.Join(said, ", "))
+}
+
+// each does something with all sandboxes that are worked on, four at once.
+func (v *life) each(do func(i int) error) {
+	var all sync.WaitGroup
+	next := make(chan int)
+	for range 4 {
+		all.Go(func() {
+			for i := range next {
+				if err := do(i); err != nil {
+					v.T.Error(err)
+				}
+			}
+		})
+	}
+	for i := range *lifeAsleep {
+		next <- i
+	}
+	close(next)
+	all.Wait()
+}
+
+// checkAll looks at each counter.
+func (v *life) checkAll(when string) {
+	v.T.Helper()
+	begin := time.Now()
+	c := lifeClient{lifeRun: v.run, store: v.Store, l: v.Launcher, dir: v.dir}
+	var total atomic.Int64
+	v.each(func(i int) error {
+		name := lifeName(i)
+		lock, err := v.dir.lock(name, true)
+		if err != nil {
+			return err
+		}
+		defer lock.Close()
+		m, err := c.settled(name)
+		if err != nil {
+			return err
+		}
+		if err := c.add(name, m, false); err != nil {
+			return err
+		}
+		total.Add(int64(m.Now[0]))
+		return c.sleep(name, m)
+	})
+	if b, err := os.ReadFile(v.dir.path("all", "wrong")); err == nil {
+		v.T.Errorf("%s: %s", when, b)
+	}
+	v.T.Logf("%s: the counters of %d sandboxes are what they should be, %d in all; looked at in %v", when, *lifeAsleep, total.Load(), time.Since(begin).Round(time.Second))
+}
+
+// killOne kills one of the processes at random, and says of which kind; none if there was nothing to kill.
+func (v *life) killOne() string {
+	v.T.Helper()
+	switch n := v.rand.IntN(100); {
+	case n < 12:
+		p := v.procs["serve"]
+		_ = p.cmd.Process.Kill()
+		<-p.ended
+		v.start("serve")
+		return "supervisor"
+	case n < 40:
+		role := strconv.Itoa(v.rand.IntN(*lifeClients))
+		p := v.procs[role]
+		select {
+		case <-p.ended:
+			v.anyEnded()
+			return ""
+		default:
+		}
+		_ = p.cmd.Process.Kill()
+		<-p.ended
+		v.start(role)
+		return "client"
+	case n < 50:
+		// One that stands by, and may become a VM's at this moment.
+		if pids := standbys(v.Env); len(pids) > 0 {
+			return v.killVMM("", pids[v.rand.IntN(len(pids))])
+		}
+	}
+	list, err := v.Store.List()
+	if err != nil {
+		v.T.Error(err)
+		return ""
+	}
+	list = slices.DeleteFunc(list, func(r *sandbox.Record) bool {
+		return r.PID == 0 || r.Phase != sandbox.Running && r.Phase != sandbox.Starting
+	})
+	if len(list) == 0 {
+		return ""
+	}
+	r := list[v.rand.IntN(len(list))]
+	return v.killVMM(r.Spec.Name, r.PID)
+}
+
+// killVMM kills the process of a VM, or one that stands by. What may be lost is noted before and after.
+func (v *life) killVMM(name string, pid int) string {
+	fd, err := os.FindProcess(pid) // by a pidfd
+	if err != nil {
+		return ""
+	}
+	defer fd.Release()
+	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil || !bytes.Contains(line, []byte(v.Store.Dir())) {
+		return ""
+	}
+	kind, names := "VM's process", []string{name}
+	if name == "" {
+		// Whose it becomes is not known.
+		kind, names = "standby", nil
+		for i := range *lifeAsleep {
+			names = append(names, lifeName(i), lifeName(i)+"-f")
+		}
+	}
+	note := func() {
+		for _, n := range names {
+			if err := v.dir.note(n, "kills"); err != nil {
+				v.T.Error(err)
+			}
+		}
+	}
+	note()
+	if err := fd.Signal(syscall.SIGKILL); err != nil {
+		return ""
+	}
+	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
+		if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid)); err != nil || len(b) == 0 {
+			break
+		}
+	}
+	note()
+	return kind
+}
+
+// watch looks for two processes with one VM.
+func (v *life) watch(ctx context.Context) {
+	seen := map[string]int{}
+	looks := 0
+	for ctx.Err() == nil {
+		who := v.machines()
+		now := map[string]int{}
+		for name, pids := range who {
+			if len(pids) < 2 {
+				continue
+			}
+			// One may be on its way out: twice the same two are not.
+			key := fmt.Sprint(name, pids)
+			if now[key] = seen[key] + 1; now[key] == 3 {
+				v.T.Errorf("%s has processes %v", name, pids)
+			}
+		}
+		seen = now
+		looks++
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Second):
+		}
+	}
+	v.T.Logf("it was looked for two processes with one VM %d times", looks)
+}
+
+// machines are the processes that have a KVM machine and files of a VM of the store, by its name.
+func (v *life) machines() map[string][]int {
+	out := map[string][]int{}
+	dirs, _ := filepath.Glob("/proc/[0-9]*/fd")
+	prefix := filepath.Join(v.Store.Dir(), "vms") + "/"
+	for _, dir := range dirs {
+		fds, err := os.ReadDir(dir)
+		if err != nil {
+			continue // it has ended
+		}
+		pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(dir)))
+		machine, names := false, map[string]bool{}
+		for _, fd := range fds {
+			to, err := os.Readlink(filepath.Join(dir, fd.Name()))
+			if err != nil {
+				continue
+			}
+			machine = machine || to == "anon_inode:kvm-vm"
+			if rest, ok := strings.CutPrefix(to, prefix); ok {
+				name, _, _ := strings.Cut(rest, "/")
+				names[name] = true
+			}
+		}
+		for name := range names {
+			if machine {
+				out[name] = append(out[name], pid)
+			}
+		}
+	}
+	return out
+}
+
+// nothingLeft removes all sandboxes, and looks for what nobody has any more.
+func (v *life) nothingLeft(snap string) {
+	t := v.T
+	t.Helper()
+	list, err := v.Store.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	asleep := 0
+	ids := map[string]string{}
+	for _, r := range list {
+		ids[r.ID] = r.Spec.Name
+		if strings.HasPrefix(r.Spec.Name, "life-") {
+			if r.Phase != sandbox.Asleep || strings.HasSuffix(r.Spec.Name, "-f") {
+				t.Errorf("%s is %s", r.Spec.Name, r.Phase)
+			}
+			asleep++
+		}
+	}
+	if asleep != *lifeAsleep || len(list) != max(*lifeRecorded, *lifeAsleep)+1 {
+		t.Errorf("%d sandboxes are there and %d of them sleep, want %d and %d", len(list), asleep, max(*lifeRecorded, *lifeAsleep)+1, *lifeAsleep)
+	}
+	if left := v.machines(); len(left) != 0 {
+		t.Errorf("all sleep, and these have processes: %v", left)
+	}
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		var left []string
+		lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+		for _, path := range lines {
+			if b, err := os.ReadFile(path); err == nil && bytes.Contains(b, []byte(v.Store.Dir())) {
+				left = append(left, filepath.Dir(path)+" "+string(bytes.ReplaceAll(b, []byte{0}, []byte{' '})))
+			}
+		}
+		if len(left) == 0 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Errorf("processes are left: %v", left)
+			break
+		}
+	}
+	links, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range links {
+		for id := range ids {
+			if l.Name == "drowse"+id[:9] {
+				t.Errorf("%s, which sleeps, has the device %s", ids[id], l.Name)
+			}
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil || bytes.Contains(mounts, []byte(v.Store.Dir())) {
+		t.Errorf("there are mounts in %s (%v)", v.Store.Dir(), err)
+	}
+	for _, r := range list {
+		if err := v.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
+			t.Error(err)
+		}
+	}
+	freed, err := v.Store.Sweep(t.Context())
+	if err != nil {
+		t.Error(err)
+	}
+	t.Logf("after all were removed a sweep has freed %+v", freed)
+	for _, sub := range []string{"vms", "snapshots", "layers"} {
+		left, err := os.ReadDir(filepath.Join(v.Store.Dir(), sub))
+		// An empty file system of the size of a disk stays, for the next VM with such a disk.
+		left = slices.DeleteFunc(left, func(d fs.DirEntry) bool { return strings.HasPrefix(d.Name(), "ext4-") })
+		if err != nil || len(left) != 0 {
+			t.Errorf("in %s there are left %v (%v)", sub, left, err)
+		}
+	}
+	for id := range ids {
+		pins := filepath.Join(netpolicy.DefaultRoot, id)
+		if _, err := os.Stat(pins); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s is left of %s (%v)", pins, ids[id], err)
+		}
+	}
+	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return nil // it has gone
+		}
+		for id := range ids {
+			if d.IsDir() && strings.Contains(d.Name(), id[:9]) {
+				t.Errorf("%s is left of %s", path, ids[id])
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
