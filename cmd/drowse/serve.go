@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/web"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
@@ -20,7 +21,7 @@ const defaultPool = 2
 func (a *app) serveCommand() *cobra.Command {
 	var (
 		processes, conns int
-		web              apiFlags
+		http             apiFlags
 		exit             exitFlags
 	)
 	cmd := &cobra.Command{
@@ -36,6 +37,7 @@ a VM that sleeps wakes it if its policy would let it in.
 
 Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
 to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
+There is a page for browsers at the same address: docs/WEB.md.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
 --on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
@@ -54,33 +56,39 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(web.check(), exit.check()); err != nil {
+			if err := errors.Join(http.check(), exit.check()); err != nil {
 				return err
 			}
-			return a.serve(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log}, &web, &exit)
+			return a.serve(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log}, &http, &exit)
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
-	web.add(cmd)
+	http.add(cmd)
 	exit.add(cmd)
 	return cmd
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
-	listeners, err := web.listeners(s)
+func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, http *apiFlags, exit *exitFlags) error {
+	listeners, err := http.listeners(s)
+	if err != nil {
+		return err
+	}
+	page, err := web.Handler()
 	if err != nil {
 		return err
 	}
 	vms := fleet.OfStore(s, l)
 	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
 	server := api.New(api.Options{
-		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Ready: readiness(s), Log: a.log,
+		Fleet: fl.get, Version: version(), Tokens: tokensOf(http.tokens, s), Hosts: http.hosts, Ready: readiness(s), Log: a.log,
 		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err
 		}),
+		// The page has no secrets, and asks for a token itself.
+		Mounts: []api.Mount{{Pattern: "GET /{$}", Handler: page}, {Pattern: "GET " + web.Prefix, Handler: page}},
 	})
 	a.log.Info("serving", "state", s.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)

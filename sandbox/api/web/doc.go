@@ -5,5 +5,5 @@
 // users have chosen become text nodes, with all that cannot be seen in them written out (static/dom.js, static/format.js), and the
 // Content-Security-Policy has the browser refuse markup that is made of text.
 //
-// `make test-browser` runs its tests in a real browser.
+// Package browsertest has it opened by a real browser: `make test-browser`.
 package web

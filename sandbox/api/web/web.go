@@ -25,6 +25,9 @@ const Prefix = "/ui/"
 const Policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
+// sendTime is how long a file may take to be taken: nobody has shown who they are.
+const sendTime = 30 * time.Second
+
 // headers are those of each answer.
 var headers = map[string]string{
 	"Content-Security-Policy":      Policy,
@@ -109,6 +112,8 @@ func Handler() (http.Handler, error) {
 			http.Error(w, "the page has no such file", http.StatusNotFound)
 			return
 		}
+		// Not every writer of a test has deadlines.
+		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(sendTime))
 		w.Header().Set("Content-Type", f.mediaType)
 		w.Header().Set("ETag", f.etag)
 		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(f.content))

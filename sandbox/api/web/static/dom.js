@@ -93,8 +93,15 @@ export function clearNotices() {
 }
 
 // ask shows a dialog and resolves to what its form has, or null if it was given up. fields are made by the caller; the button that
-// does it is not focused first where something would be lost.
-export function ask({ title, body, fields = [], action, danger = false }) {
+// does it is not focused first where something would be lost. One dialog is over before the next is shown, so that no answer is taken
+// for that of another question.
+let last = Promise.resolve();
+export function ask(question) {
+  last = last.then(() => show(question));
+  return last;
+}
+
+function show({ title, body, fields = [], action, danger = false }) {
   const dialog = document.getElementById('dialog');
   return new Promise((done) => {
     const cancel = h('button', { type: 'button', onclick: () => dialog.close('') }, 'Cancel');

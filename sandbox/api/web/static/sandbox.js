@@ -42,7 +42,7 @@ async function askStop(name) {
 
 async function askDelete(name) {
   return await ask({ title: `Delete ${name}?`, danger: true, action: `Delete ${name}`,
-    body: 'Its disk, its memory and its sleeps are deleted, also while it runs. This cannot be taken back. Snapshots that were named stay.' }) && {};
+    body: 'Its disk, its memory and its sleeps are deleted, also while it runs. This cannot be taken back. Snapshots that were named or tagged stay.' }) && {};
 }
 
 async function askSnapshot(name) {
