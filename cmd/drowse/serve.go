@@ -4,14 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
-	"github.com/drowse-vm/drowse/sandbox/api/web"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -21,7 +23,7 @@ const defaultPool = 2
 func (a *app) serveCommand() *cobra.Command {
 	var (
 		processes, conns int
-		http             apiFlags
+		web              apiFlags
 		exit             exitFlags
 	)
 	cmd := &cobra.Command{
@@ -56,39 +58,43 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(http.check(), exit.check()); err != nil {
+			if err := errors.Join(web.check(), exit.check()); err != nil {
 				return err
 			}
-			return a.serve(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log}, &http, &exit)
+			return a.serve(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log}, &web, &exit)
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
-	http.add(cmd)
+	web.add(cmd)
 	exit.add(cmd)
 	return cmd
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, http *apiFlags, exit *exitFlags) error {
-	listeners, err := http.listeners(s)
+func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
+	listeners, err := web.listeners(s)
 	if err != nil {
 		return err
 	}
-	page, err := web.Handler()
+	mounts, err := pageMounts()
 	if err != nil {
 		return err
 	}
-	vms := fleet.OfStore(s, l)
+	o.Counters = &supervisor.Counters{}
+	bare := fleet.OfStore(s, l)
+	figures := metrics.New(bare, o.Counters, version())
+	o.Woken = figures.Woken
+	vms := figures.Watch(bare)
 	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
+	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
-		Fleet: fl.get, Version: version(), Tokens: tokensOf(http.tokens, s), Hosts: http.hosts, Ready: readiness(s), Log: a.log,
+		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()}),
 		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err
 		}),
-		// The page has no secrets, and asks for a token itself.
-		Mounts: []api.Mount{{Pattern: "GET /{$}", Handler: page}, {Pattern: "GET " + web.Prefix, Handler: page}},
 	})
 	a.log.Info("serving", "state", s.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)
@@ -99,7 +105,10 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 		}
 		group.Go(func() error { return server.Serve(run, listeners...) })
 	}
+	group.Go(func() error { return a.watchdog(run, works) })
+	a.notify(daemon.SdNotifyReady)
 	err = group.Wait()
+	a.notify(daemon.SdNotifyStopping)
 	if ctx.Err() != nil {
 		// It was told to end. Nothing wakes sandboxes any more that are put to sleep now.
 		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, vms))

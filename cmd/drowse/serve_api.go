@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
 // apiFlags say how the API is served.
@@ -68,11 +69,16 @@ func (f *apiFlags) listeners(s *sandbox.Store) (out []net.Listener, err error) {
 	if f.off {
 		return nil, nil
 	}
-	l, err := api.ListenUnix(filepath.Join(s.Dir(), api.SocketFile))
-	if err != nil {
+	if out, err = activated(); err != nil {
 		return out, err
 	}
-	out = append(out, l)
+	if len(out) == 0 {
+		l, err := api.ListenUnix(filepath.Join(s.Dir(), api.SocketFile))
+		if err != nil {
+			return out, err
+		}
+		out = append(out, l)
+	}
 	if f.tcp.Address != "" {
 		l, err := f.tcp.Listen(tokensOf(f.tokens, s))
 		if errors.Is(err, api.ErrListen) || errors.Is(err, api.ErrTokens) {
@@ -171,6 +177,24 @@ func readiness(s *sandbox.Store) []api.Check {
 			return nil
 		}},
 	}
+}
+
+// roundTime is how long the supervisor, which goes round twice a second, may be on its way before it counts as stuck: looking at thousands of VMs on
+// a busy disk takes seconds.
+const roundTime = 30 * time.Second
+
+// goesRound is the check of /healthz.
+func goesRound(c *supervisor.Counters, begun time.Time) api.Check {
+	return api.Check{Name: "supervisor", Do: func(context.Context) error {
+		last := c.LastRound()
+		if last.IsZero() {
+			last = begun
+		}
+		if ago := time.Since(last); ago > roundTime {
+			return fmt.Errorf("it has not gone round its loop for %v", ago.Round(time.Second))
+		}
+		return nil
+	}}
 }
 
 // bpffs is where the programs of networks are pinned.

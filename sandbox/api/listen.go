@@ -102,6 +102,9 @@ type unixListener struct {
 	err  error
 }
 
+// Addr is where the socket is now: it was made under another name.
+func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Name: l.path, Net: "unix"} }
+
 // Close stops listening and removes the socket.
 func (l *unixListener) Close() error {
 	l.once.Do(func() {
