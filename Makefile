@@ -124,6 +124,13 @@ test-workloads-hard: workloads-state
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
 	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
+# test-browser has a Chromium open the page of drowse serve. It is not a part of test: the browser is 130 MB to download and
+# 440 MB to install.
+.PHONY: test-browser
+test-browser: check-go $(REPORT)
+	@scripts/deps browser
+	@go test -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
+
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
 .PHONY: agent-proofs

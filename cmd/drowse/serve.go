@@ -39,6 +39,7 @@ a VM that sleeps wakes it if its policy would let it in.
 
 Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
 to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
+There is a page for browsers at the same address: docs/WEB.md.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
 --on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
@@ -76,6 +77,10 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	if err != nil {
 		return err
 	}
+	mounts, err := pageMounts()
+	if err != nil {
+		return err
+	}
 	o.Counters = &supervisor.Counters{}
 	bare := fleet.OfStore(s, l)
 	figures := metrics.New(bare, o.Counters, version())
@@ -85,7 +90,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
-		Mounts: []api.Mount{{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()}},
+		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()}),
 		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err

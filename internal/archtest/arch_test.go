@@ -45,6 +45,9 @@ var rules = []rule{
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
 	{"sandbox/api/wire", []string{"sandbox", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/client", []string{"sandbox", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
+	// The page is files; its tests put it before an API.
+	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api/web", nil},
 	{"sandbox/api", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes

@@ -127,8 +127,8 @@ func routes() []route {
 			return ok(wire.Empty{}, s.o.VMs.RemoveSnapshot(r.Context(), r.PathValue("id")))
 		}},
 		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: wire.Images{}, serve: images},
-		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves.", gives: wire.Is{}, serve: func(s *Server, _ *request) (int, any, error) {
-			return ok(wire.Is{Version: s.o.Version, API: wire.Version}, nil)
+		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
 		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what labels say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)

@@ -293,6 +293,8 @@ type Is struct {
 	// Version is the program's, and API that of the paths.
 	Version string `json:"version"`
 	API     int    `json:"api"`
+	// Scope is what the caller may do: read or write.
+	Scope string `json:"scope"`
 }
 
 // Health is GET /healthz and /readyz. The status of the answer is 200, or 503 if a check has failed.
