@@ -154,6 +154,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 		defer close(watched)
 		v.watch(watching)
 	}()
+	v.countAnew()
 	begin = time.Now()
 	v.start("serve")
 	for i := range *lifeClients {
@@ -168,6 +169,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 
 	if *lifeKills > 0 && !t.Failed() {
 		v.configure(true)
+		v.countAnew()
 		begin = time.Now()
 		v.start("serve")
 		for i := range *lifeClients {
@@ -304,16 +306,25 @@ func (v *life) stopAll() {
 	}
 }
 
+// lifeCounts are what clients count.
+var lifeCounts = []string{"adds", "sleeps", "wakes", "forks", "deletes", "makes", "again"}
+
+// countAnew forgets what making and looking at the sandboxes has counted.
+func (v *life) countAnew() {
+	for _, kind := range lifeCounts {
+		_ = os.Remove(v.dir.path("all", kind))
+	}
+}
+
 func (v *life) figures(what string, took time.Duration) {
 	v.T.Helper()
 	said := []string{}
-	for _, kind := range []string{"adds", "sleeps", "wakes", "forks", "deletes", "makes", "again"} {
+	for _, kind := range lifeCounts {
 		n, err := v.dir.count("all", kind)
 		if err != nil {
 			v.T.Error(err)
 		}
 		said = append(said, fmt.Sprintf("%s %d", kind, n))
-		_ = os.Remove(v.dir.path("all", kind))
 	}
 	v.T.Logf("%s, in %v with %d clients on %d sandboxes: %s", what, took.Round(time.Second), *lifeClients, *lifeAsleep, strings.Join(said, ", "))
 }
