@@ -14,6 +14,7 @@ const defaultPool = 2
 
 func (a *app) serveCommand() *cobra.Command {
 	var processes, conns int
+	var hooks webhookFlags
 	cmd := &cobra.Command{
 		Use: "serve", Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
 		Long: `Keep processes ready in which VMs wake, with what KVM has of a VM, so that a wake, a
@@ -24,6 +25,9 @@ Listen at the addresses where policies publish ports of VMs ("publish", see "dro
 policy"). A connection, or a datagram, wakes a VM that sleeps, waits until it is there, and
 keeps it awake; with UDP, until a minute after the last datagram. A packet to the address of
 a VM that sleeps wakes it if its policy would let it in.
+
+Send events to webhooks, in their order, each until it is taken; where it is, it goes on
+when it is started again.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end.
 It goes on until it is interrupted.`,
@@ -42,11 +46,16 @@ It goes on until it is interrupted.`,
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
+			webhooks, err := hooks.hooks()
+			if err != nil {
+				return err
+			}
 			a.log.Info("serving", "state", s.Dir(), "pool", processes)
-			return supervisor.Run(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log})
+			return supervisor.Run(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log})
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
+	hooks.add(cmd)
 	return cmd
 }

@@ -35,11 +35,12 @@ var rules = []rule{
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
-	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "snapshot", "guest/audit"}},
+	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime"}},
 	{"sandbox/lifetime", nil},
+	{"sandbox/events", nil},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},

@@ -123,11 +123,10 @@ type Details struct {
 	Parent   string    `json:"parent,omitempty"`
 	Children []string  `json:"children,omitempty"`
 	Expires  time.Time `json:"expires,omitzero"`
-	// Reason and Detail are how a guest has ended; Hook and Event which hook has failed, and Where: "guest" or "host".
+	// Reason and Detail are how a guest has ended; Hook and Event which hook in the guest has failed, and Problem how.
 	Reason  string `json:"reason,omitempty"`
 	Hook    string `json:"hook,omitempty"`
 	Event   string `json:"event,omitempty"`
-	Where   string `json:"where,omitempty"`
 	Problem string `json:"problem,omitempty"`
 	// After and Before are the cursors between which events were Lost, and Reset that the journal ends before the
 	// cursor that the reader has: another one is in its place.
@@ -149,7 +148,7 @@ const (
 func (e *Event) bound() {
 	for _, s := range []*string{
 		(*string)(&e.Type), &e.Sandbox, &e.SandboxID, &e.Owner, (*string)(&e.Cause), &e.Details.Snapshot, &e.Details.From, &e.Details.Parent,
-		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Where, &e.Details.Problem,
+		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem,
 	} {
 		*s = clip(*s, maxText)
 	}

@@ -21,6 +21,9 @@ type ReadOptions struct {
 	// Since is the cursor of the last event that the reader has; 0 begins with the oldest that is kept.
 	Since  uint64
 	Filter Filter
+	// Idle, if not nil, is called by Follow with the cursor to go on from, whenever it has given all that there is; an error
+	// of it ends Follow and is returned.
+	Idle func(cursor uint64) error
 }
 
 // reader goes through a journal.
@@ -74,14 +77,8 @@ func (e *giveError) Unwrap() error { return e.error }
 
 // Follow is Read that waits for more, until ctx ends, whose error it returns. A slow f loses nothing that is kept.
 func (j *Journal) Follow(ctx context.Context, o ReadOptions, f func(Event) error) error {
-	_, err := j.follow(ctx, o, f, nil)
-	return err
-}
-
-// follow calls idle, if it is not nil, with the reader's cursor whenever all has been read.
-func (j *Journal) follow(ctx context.Context, o ReadOptions, f func(Event) error, idle func(uint64) error) (uint64, error) {
 	if err := o.Filter.Check(); err != nil {
-		return o.Since, err
+		return err
 	}
 	r := &reader{j: j, o: o, last: o.Since}
 	defer r.close()
@@ -89,16 +86,16 @@ func (j *Journal) follow(ctx context.Context, o ReadOptions, f func(Event) error
 	defer tick.Stop()
 	for {
 		if err := r.read(ctx, f); err != nil {
-			return r.last, wrap(err)
+			return wrap(err)
 		}
-		if idle != nil {
-			if err := idle(r.last); err != nil {
-				return r.last, err
+		if o.Idle != nil {
+			if err := o.Idle(r.last); err != nil {
+				return err
 			}
 		}
 		select {
 		case <-ctx.Done():
-			return r.last, ctx.Err()
+			return ctx.Err()
 		case <-tick.C:
 		}
 	}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // entrance is where one published port is listened for.
@@ -115,7 +117,7 @@ func (e *entrance) failed(what string, from fmt.Stringer, err error) {
 func (d *door) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
-	hold, info, err := d.v.awake(ctx, d.port.vm)
+	hold, info, err := d.v.awake(events.WithCause(ctx, events.Connection), d.port.vm)
 	if err != nil {
 		reset(c)
 		return err
