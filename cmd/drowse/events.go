@@ -5,11 +5,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
@@ -103,6 +106,31 @@ func (a *app) printSandboxEvent(e events.Event) error {
 	}
 	_, err := fmt.Fprintln(a.stdout, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
 	return err
+}
+
+// eventsOver answers GET /v1/events.
+func eventsOver(j *events.Journal) http.Handler {
+	h := events.Handler(j, func(w http.ResponseWriter, err error) {
+		if errors.Is(err, events.ErrInvalid) {
+			err = fmt.Errorf("%w: %w", sandbox.ErrSpec, err)
+		}
+		api.Fail(w, err)
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// Who follows ends with the server.
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		ended := make(chan struct{})
+		defer close(ended)
+		go func() {
+			select {
+			case <-api.Draining(ctx):
+				cancel()
+			case <-ended:
+			}
+		}()
+		h.ServeHTTP(w, r.WithContext(ctx))
+	})
 }
 
 // webhookFlags are where "drowse serve" sends events.

@@ -1,11 +1,19 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"time"
 
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -13,8 +21,12 @@ import (
 const defaultPool = 2
 
 func (a *app) serveCommand() *cobra.Command {
-	var processes, conns int
-	var hooks webhookFlags
+	var (
+		processes, conns int
+		web              apiFlags
+		exit             exitFlags
+		hooks            webhookFlags
+	)
 	cmd := &cobra.Command{
 		Use: "serve", Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
 		Long: `Keep processes ready in which VMs wake, with what KVM has of a VM, so that a wake, a
@@ -29,8 +41,11 @@ a VM that sleeps wakes it if its policy would let it in.
 Send events to webhooks, in their order, each until it is taken; where it is, it goes on
 when it is started again.
 
-VMs do not depend on it: when it ends, they run on, but connections that it carries end.
-It goes on until it is interrupted.`,
+Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
+to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
+
+VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
+--on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -46,16 +61,65 @@ It goes on until it is interrupted.`,
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
+			if err := errors.Join(web.check(), exit.check()); err != nil {
+				return err
+			}
 			webhooks, err := hooks.hooks()
 			if err != nil {
 				return err
 			}
-			a.log.Info("serving", "state", s.Dir(), "pool", processes)
-			return supervisor.Run(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log})
+			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
+			return a.serve(cmd.Context(), s, l, o, &web, &exit)
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
+	web.add(cmd)
+	exit.add(cmd)
 	hooks.add(cmd)
 	return cmd
+}
+
+// serve supervises and answers until ctx ends.
+func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
+	listeners, err := web.listeners(s)
+	if err != nil {
+		return err
+	}
+	o.Counters = &supervisor.Counters{}
+	bare := fleet.OfStore(s, l)
+	figures := metrics.New(bare, o.Counters, version())
+	o.Woken = figures.Woken
+	vms := figures.Watch(bare)
+	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
+	works := goesRound(o.Counters, time.Now())
+	server := api.New(api.Options{
+		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Mounts: []api.Mount{
+			{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
+			{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events())},
+		},
+		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
+			_, err := vms.Wake(ctx, name)
+			return err
+		}),
+	})
+	a.log.Info("serving", "state", s.Dir(), "pool", o.Pool)
+	group, run := errgroup.WithContext(ctx)
+	group.Go(func() error { return supervisor.Run(run, s, l, o) })
+	if len(listeners) > 0 {
+		for _, l := range listeners {
+			a.log.Info("answering", "at", l.Addr().String())
+		}
+		group.Go(func() error { return server.Serve(run, listeners...) })
+	}
+	group.Go(func() error { return a.watchdog(run, works) })
+	a.notify(daemon.SdNotifyReady)
+	err = group.Wait()
+	a.notify(daemon.SdNotifyStopping)
+	if ctx.Err() != nil {
+		// It was told to end. Nothing wakes sandboxes any more that are put to sleep now.
+		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, vms))
+	}
+	return err
 }

@@ -63,6 +63,9 @@ func (e *Error) Error() string { return e.Err.Error() }
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
+// Fail makes an error of an operation that others do on the VMs of a Fleet; nil of nil, and what is an *Error already stays as it is.
+func Fail(op, name string, err error) error { return fail(op, name, err) }
+
 // fail makes an error of an operation.
 func fail(op, name string, err error) error {
 	if err == nil {

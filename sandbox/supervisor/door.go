@@ -89,7 +89,10 @@ func (d *door) accept() {
 		}
 		d.v.carried.Go(func() {
 			defer func() { <-d.room }()
+			d.v.o.Counters.Connections.Add(1)
+			defer d.v.o.Counters.Connections.Add(-1)
 			if err := d.carry(c); err != nil && d.ctx.Err() == nil {
+				d.v.o.Counters.Refused.Add(1)
 				d.failed("a connection found no way to its VM", c.RemoteAddr(), err)
 			}
 		})

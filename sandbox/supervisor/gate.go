@@ -25,6 +25,8 @@ import (
 // may wake, and never what passes.
 type gate struct {
 	log *slog.Logger
+	// counters are those of the supervisor; nil, in tests, counts nothing.
+	counters *Counters
 	// wake sees to it that a VM is awake, and stays so until the hold is released.
 	wake func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error)
 	// send puts a frame on a VM's device.
@@ -140,11 +142,16 @@ func (g *gate) packet(ctx context.Context, p []byte) {
 	if !r.waking {
 		now := g.now()
 		if now.Sub(r.refused) < restAfter || !g.opens(r.vm, p, now) {
+			g.dropped(1)
 			return
 		}
 	}
 	if len(r.held) >= maxGateHeld || r.bytes+len(p) > maxGateBytes {
+		g.dropped(1)
 		return
+	}
+	if g.counters != nil {
+		g.counters.Held.Add(1)
 	}
 	r.held, r.bytes = append(r.held, append([]byte(nil), p...)), r.bytes+len(p)
 	if r.waking {
@@ -153,6 +160,13 @@ func (g *gate) packet(ctx context.Context, p []byte) {
 	r.waking = true
 	name := r.vm.name
 	g.bringing.Go(func() { g.bring(ctx, name, dst, r) })
+}
+
+// dropped counts packets that are let go.
+func (g *gate) dropped(n int) {
+	if g.counters != nil {
+		g.counters.Dropped.Add(uint64(n))
+	}
 }
 
 // opens says whether the policy of a VM would let a packet in that belongs to no flow, and nobody has flooded the
@@ -205,13 +219,15 @@ func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resti
 			r.refused = g.now()
 		}
 		if err != nil || len(held) == 0 {
+			g.dropped(len(held))
 			r.waking = false
 			g.mu.Unlock()
 			break
 		}
 		g.mu.Unlock()
-		for _, p := range held {
+		for i, p := range held {
 			if err = g.send(info.TAP, frame(p)); err != nil {
+				g.dropped(len(held) - i)
 				err = fmt.Errorf("giving VM %s a packet that was held for it: %w", name, err)
 				break
 			}

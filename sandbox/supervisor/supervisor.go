@@ -30,6 +30,11 @@ type Options struct {
 	PruneEvery time.Duration
 	// Webhooks are where it sends events; at most events.MaxWebhooks.
 	Webhooks []events.Webhook
+	// Woken, if not nil, is told of each wake of a VM for a connection or a packet, when it has ended, and how long it took. It may be called from several
+	// goroutines.
+	Woken func(took time.Duration, rep sandbox.Report, err error)
+	// Counters, if not nil, are counted up.
+	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
 }
@@ -93,6 +98,9 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Counters == nil {
+		o.Counters = &Counters{}
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -167,6 +175,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 		if err := v.look(ctx); err != nil {
 			v.log.Warn("looking for VMs failed", "error", err)
 		}
+		o.Counters.round.Store(time.Now().UnixNano())
 		select {
 		case <-ctx.Done():
 			return nil
@@ -284,7 +293,12 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 	for range wakeTries {
 		hold, err := v.store.Hold(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
-			if _, err := v.store.Wake(ctx, v.launcher, name); err != nil {
+			begin := time.Now()
+			rep, err := v.store.Wake(ctx, v.launcher, name)
+			if v.o.Woken != nil {
+				v.o.Woken(time.Since(begin), rep, err)
+			}
+			if err != nil {
 				return nil, nil, err
 			}
 			continue
@@ -350,7 +364,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			return fmt.Errorf("packets wake no VM: %w", err)
 		}
 		v.device = d
-		g := &gate{log: v.log, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g := &gate{log: v.log, counters: v.o.Counters, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
 			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {

@@ -1,6 +1,7 @@
 package fleettest
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -13,9 +14,27 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
+// Fleet is what Conformance asks for: a fleet.Fleet, or a client of one in another process.
+type Fleet interface {
+	Get(ctx context.Context, name string) (fleet.Sandbox, error)
+	GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error)
+	List(ctx context.Context, f records.Filter) (fleet.List, error)
+	History(ctx context.Context, name string, span records.Span) (fleet.History, error)
+	Start(ctx context.Context, name string) (fleet.Sandbox, error)
+	Wake(ctx context.Context, name string) (fleet.Sandbox, error)
+	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
+	Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error)
+	Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error)
+	Rename(ctx context.Context, name, to string) (fleet.Sandbox, error)
+	Update(ctx context.Context, name string, c fleet.Changes) (fleet.Sandbox, error)
+	Extend(ctx context.Context, name string, until time.Time) (fleet.Sandbox, error)
+	Delete(ctx context.Context, name string) (sandbox.Freed, error)
+	Prune(ctx context.Context, dryRun bool) (fleet.Pruned, error)
+}
+
 // Subject is what Conformance tests: a Fleet, and what its sandboxes are like from the inside.
 type Subject struct {
-	Fleet *fleet.Fleet
+	Fleet Fleet
 	// Spec is what a sandbox is made of.
 	Spec sandbox.Spec
 	// Make makes a sandbox that runs, if Fleet.Create would take too long.

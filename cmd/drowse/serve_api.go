@@ -1,0 +1,211 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
+)
+
+// apiFlags say how the API is served.
+type apiFlags struct {
+	off    bool
+	tcp    api.TCP
+	tokens string
+	hosts  []string
+}
+
+func (f *apiFlags) add(cmd *cobra.Command) {
+	fl := cmd.Flags()
+	fl.BoolVar(&f.off, "no-api", false, "serve no HTTP API, neither at "+api.SocketFile+" in the state directory nor elsewhere")
+	fl.StringVar(&f.tcp.Address, "listen", "", "serve the HTTP API at this HOST:PORT as well, to callers with a token")
+	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+api.TokensFile+" in the state directory; see `drowse token`)")
+	fl.StringVar(&f.tcp.Cert, "tls-cert", "", "certificate for --listen, PEM")
+	fl.StringVar(&f.tcp.Key, "tls-key", "", "key of the certificate, PEM")
+	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "let --listen be without TLS at an address that others reach, since something else encrypts")
+	fl.StringArrayVar(&f.hosts, "host", nil, "name by which callers ask for --listen, besides addresses and localhost; may be given several times")
+}
+
+func (f *apiFlags) check() error {
+	if f.tcp.Address == "" && (f.tcp.Cert != "" || f.tcp.Key != "" || f.tcp.Plain || len(f.hosts) > 0 || f.tokens != "") {
+		return usageError{errors.New("--token-file, --tls-cert, --tls-key, --no-tls and --host go with --listen")}
+	}
+	if f.off && f.tcp.Address != "" {
+		return usageError{errors.New("--listen does not go with --no-api")}
+	}
+	return nil
+}
+
+// tokensOf are the tokens of a file, or of the state directory.
+func tokensOf(path string, s *sandbox.Store) api.Tokens {
+	if path == "" {
+		path = filepath.Join(s.Dir(), api.TokensFile)
+	}
+	return api.Tokens{Path: path}
+}
+
+// listeners are those of the API.
+func (f *apiFlags) listeners(s *sandbox.Store) (out []net.Listener, err error) {
+	defer func() {
+		if err != nil {
+			for _, l := range out {
+				l.Close()
+			}
+		}
+	}()
+	if f.off {
+		return nil, nil
+	}
+	if out, err = activated(); err != nil {
+		return out, err
+	}
+	if len(out) == 0 {
+		l, err := api.ListenUnix(filepath.Join(s.Dir(), api.SocketFile))
+		if err != nil {
+			return out, err
+		}
+		out = append(out, l)
+	}
+	if f.tcp.Address != "" {
+		l, err := f.tcp.Listen(tokensOf(f.tokens, s))
+		if errors.Is(err, api.ErrListen) || errors.Is(err, api.ErrTokens) {
+			err = usageError{err}
+		}
+		if err != nil {
+			return out, err
+		}
+		out = append(out, l)
+	}
+	return out, nil
+}
+
+// fleets gives requests their Fleets. Those at once share one use of the records, which are closed when nobody uses them: who has to put a damaged
+// database aside does not wait for this process's end.
+type fleets struct {
+	a   *app
+	dir string
+	vms fleet.VMs
+
+	mu    sync.Mutex // guards what follows, and is held while they are opened
+	db    *records.DB
+	users int
+	said  time.Time // when it was logged that they cannot be used
+}
+
+// openTime bounds how long the opening of the records may take, and sayEvery how often its failure is logged.
+const (
+	openTime = 10 * time.Second
+	sayEvery = time.Minute
+)
+
+func (f *fleets) get(ctx context.Context, want bool) (*fleet.Fleet, func(), error) {
+	if !want {
+		return fleet.New(f.vms, fleet.Options{}), func() {}, nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.db == nil {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), openTime)
+		defer cancel()
+		db, err := records.Open(ctx, f.dir, records.Options{})
+		if err != nil {
+			if time.Since(f.said) > sayEvery {
+				f.said = time.Now()
+				f.a.log.Warn("the records of sandboxes cannot be used: lists are made from the files, and there is no history", "cause", err)
+			}
+			return fleet.New(f.vms, fleet.Options{}), func() {}, nil
+		}
+		f.a.warnMoved(db)
+		f.db = db
+	}
+	f.users++
+	return fleet.New(f.vms, fleet.Options{Records: f.db}), f.release, nil
+}
+
+func (f *fleets) release() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.users--; f.users > 0 {
+		return
+	}
+	if err := f.db.Close(); err != nil {
+		f.a.log.Warn("closing the records of sandboxes", "error", err)
+	}
+	f.db = nil
+}
+
+// readiness are the checks of /readyz: what a wake needs of the host.
+func readiness(s *sandbox.Store) []api.Check {
+	return []api.Check{
+		{Name: "kvm", Do: func(context.Context) error {
+			f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+			if err != nil {
+				return fmt.Errorf("%w: see `drowse doctor`", err)
+			}
+			return f.Close()
+		}},
+		{Name: "store", Do: func(context.Context) error { return writable(s.Dir()) }},
+		{Name: "records", Do: func(ctx context.Context) error {
+			db, err := records.Open(ctx, s.Dir(), records.Options{})
+			if err != nil {
+				return err
+			}
+			return db.Close()
+		}},
+		{Name: "bpffs", Do: func(context.Context) error {
+			var st unix.Statfs_t
+			if err := unix.Statfs(bpffs, &st); err != nil {
+				return fmt.Errorf("%s: %w", bpffs, err)
+			}
+			if st.Type != unix.BPF_FS_MAGIC && os.Geteuid() != 0 {
+				// Root's first VM with a network mounts it.
+				return fmt.Errorf("there is no bpffs at %s: mount it with `mount -t bpf bpf %s`", bpffs, bpffs)
+			}
+			return nil
+		}},
+	}
+}
+
+// roundTime is how long the supervisor, which goes round twice a second, may be on its way before it counts as stuck: looking at thousands of VMs on
+// a busy disk takes seconds.
+const roundTime = 30 * time.Second
+
+// goesRound is the check of /healthz.
+func goesRound(c *supervisor.Counters, begun time.Time) api.Check {
+	return api.Check{Name: "supervisor", Do: func(context.Context) error {
+		last := c.LastRound()
+		if last.IsZero() {
+			last = begun
+		}
+		if ago := time.Since(last); ago > roundTime {
+			return fmt.Errorf("it has not gone round its loop for %v", ago.Round(time.Second))
+		}
+		return nil
+	}}
+}
+
+// bpffs is where the programs of networks are pinned.
+const bpffs = "/sys/fs/bpf"
+
+// writable says whether files can be made in a directory.
+func writable(dir string) error {
+	f, err := os.CreateTemp(dir, ".ready.*")
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString("x")
+	return errors.Join(err, f.Close(), os.Remove(f.Name()))
+}

@@ -1,0 +1,92 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+)
+
+// What becomes of VMs that run when "drowse serve" ends.
+const (
+	exitLeave = "leave"
+	exitSleep = "sleep"
+)
+
+// sleepers is how many VMs are put to sleep at once: writing to the disk is what they wait for.
+const sleepers = 4
+
+// exitFlags say what is done at the end.
+type exitFlags struct {
+	on    string
+	limit time.Duration
+}
+
+func (f *exitFlags) add(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&f.on, "on-exit", exitLeave, "what becomes of VMs that run when it is told to end: leave, or sleep")
+	cmd.Flags().DurationVar(&f.limit, "exit-timeout", time.Minute, "how long putting all to sleep may take; those that are not by then run on")
+}
+
+func (f *exitFlags) check() error {
+	if f.on != exitLeave && f.on != exitSleep {
+		return usageError{fmt.Errorf("--on-exit %q: use %s or %s", f.on, exitLeave, exitSleep)}
+	}
+	if f.limit <= 0 {
+		return usageError{fmt.Errorf("--exit-timeout %v: use a time of more than 0", f.limit)}
+	}
+	return nil
+}
+
+// do puts all VMs that run to sleep, if that is wanted. The error says how many do not sleep; the log, which and why. A VM whose sleep is
+// called off by the time limit runs on, or sleeps a moment later: nothing of it is lost.
+func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) error {
+	if f.on != exitSleep {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.limit)
+	defer cancel()
+	all, err := vms.List()
+	if err != nil {
+		log.Warn("not all VMs can be looked at", "error", err)
+	}
+	room := make(chan struct{}, sleepers)
+	var wg sync.WaitGroup
+	var mu sync.Mutex // guards what follows
+	asleep, awake := 0, 0
+	for _, r := range all {
+		if r.Phase != sandbox.Running && r.Phase != sandbox.Starting {
+			continue
+		}
+		wg.Go(func() {
+			name := r.Spec.Name
+			var err error
+			select {
+			case room <- struct{}{}:
+				_, err = vms.SleepWith(ctx, name, sandbox.SleepOptions{})
+				<-room
+			case <-ctx.Done():
+				err = ctx.Err()
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				awake++
+				log.Warn("a VM was not put to sleep and runs on", "vm", name, "error", err)
+				return
+			}
+			asleep++
+		})
+	}
+	wg.Wait()
+	log.Info("put to sleep", "asleep", asleep, "not", awake)
+	if awake > 0 {
+		return fmt.Errorf("%d of %d VMs that ran were not put to sleep within %v: see the log for which", awake, awake+asleep, f.limit)
+	}
+	return nil
+}

@@ -1,0 +1,582 @@
+package api_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/jsonschema-go/jsonschema"
+	"go.uber.org/goleak"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// machines are the VMs of a fleettest, with what that has no guest for.
+type machines struct {
+	*fleettest.VMs
+	mu     sync.Mutex
+	ran    []guest.Cmd
+	policy *netpolicy.Policy
+	exec   func(c guest.Cmd) (*guest.ExitStatus, error) // nil is "hello"
+}
+
+func (m *machines) Stop(_ context.Context, name string, _ bool) error {
+	if _, err := m.Get(name); err != nil {
+		return err
+	}
+	m.End(name)
+	return nil
+}
+
+func (m *machines) Stats(_ context.Context, name string) (sandbox.Stats, error) {
+	r, err := m.Get(name)
+	if err != nil {
+		return sandbox.Stats{}, err
+	}
+	if r.Phase != sandbox.Running {
+		return sandbox.Stats{}, sandbox.ErrNotRunning
+	}
+	return sandbox.Stats{Name: name, Time: time.Unix(1, 0).UTC(), Host: sandbox.HostStats{PID: 1, MemoryPrivate: 4096}, Guest: &guest.Stats{}}, nil
+}
+
+func (m *machines) Policy(name string) (*netpolicy.Policy, error) {
+	_, err := m.Get(name)
+	return m.policy, err
+}
+
+func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error) {
+	_, err := m.Get(name)
+	m.policy = p
+	return sandbox.PolicyResult{Name: name, Live: true}, err
+}
+
+func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(netpolicy.FlowRecord) error) error {
+	if _, err := m.Get(name); err != nil {
+		return err
+	}
+	for range wire.MaxFlows + 1 {
+		if err := fn(netpolicy.FlowRecord{Type: netpolicy.RecordLost, FlowsLost: &netpolicy.FlowsLost{}}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (m *machines) RemoveSnapshot(context.Context, string) error { return sandbox.ErrSnapshotInUse }
+
+func (m *machines) Console(name string, n int64) ([]byte, error) {
+	_, err := m.Get(name)
+	text := "Linux version\n<script>\x1b[2J"
+	return []byte(text[max(0, len(text)-int(n)):]), err
+}
+
+func (m *machines) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
+	if _, err := m.Wake(ctx, name); err != nil {
+		return nil, err
+	}
+	m.mu.Lock()
+	m.ran = append(m.ran, c)
+	m.mu.Unlock()
+	if m.exec != nil {
+		return m.exec(c)
+	}
+	stdin, err := io.ReadAll(c.Stdin)
+	if err != nil {
+		return nil, err
+	}
+	_, err = c.Stdout.Write(append([]byte("hello "), stdin...))
+	return &guest.ExitStatus{Code: 3}, err
+}
+
+func (m *machines) Images() ([]*image.Image, error) {
+	return []*image.Image{{Version: 1, ID: "0123", Tags: []string{"app:latest"}}}, nil
+}
+
+// served is a server and who asks it over its Unix socket.
+type served struct {
+	vms    *machines
+	server *api.Server
+	client *client.Client
+	path   string
+	end    func() // of the server
+}
+
+// serve makes a server over VMs in memory, with records, that listens on a Unix socket; what it answers is checked against its description.
+func serve(t *testing.T, change ...func(*api.Options)) *served {
+	t.Helper()
+	dir := t.TempDir()
+	db, err := records.Open(t.Context(), dir, records.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	s := &served{vms: &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}, path: filepath.Join(dir, api.SocketFile)}
+	o := api.Options{
+		VMs: s.vms, Version: "test", Tokens: api.Tokens{Path: filepath.Join(dir, api.TokensFile)},
+		Fleet: func(_ context.Context, want bool) (*fleet.Fleet, func(), error) {
+			if !want {
+				return fleet.New(s.vms, fleet.Options{}), func() {}, nil
+			}
+			return fleet.New(s.vms, fleet.Options{Records: db}), func() {}, nil
+		},
+	}
+	for _, c := range change {
+		c(&o)
+	}
+	s.server = api.New(o)
+	l, err := api.ListenUnix(s.path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.run(t, l)
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, "unix", s.path)
+	}}
+	t.Cleanup(transport.CloseIdleConnections)
+	s.client = client.New("http://drowse", "", &http.Client{Transport: describedTransport{t, transport}})
+	return s
+}
+
+// run serves at a listener until the test ends.
+func (s *served) run(t *testing.T, l net.Listener) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- s.server.Serve(ctx, l) }()
+	s.end = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(s.end)
+}
+
+// describedTransport checks that what is asked and answered is as the description says.
+type describedTransport struct {
+	t    *testing.T
+	next http.RoundTripper
+}
+
+func (d describedTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	resp, err := d.next.RoundTrip(r)
+	if err != nil {
+		return resp, err
+	}
+	text, err := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	resp.Body = io.NopCloser(bytes.NewReader(text))
+	if err != nil {
+		return nil, err
+	}
+	if r.URL.Path == "/stream" || r.URL.Path == "/metrics" {
+		return resp, nil // of a Mount
+	}
+	if err := described(r.Method, r.URL.Path, resp.StatusCode, resp.Header.Get("Content-Type"), text); err != nil {
+		d.t.Errorf("%s %s answered %d, which is not as the description says: %v\n%.300s", r.Method, r.URL.Path, resp.StatusCode, err, text)
+	}
+	return resp, nil
+}
+
+// description is what is looked at of an OpenAPI document.
+type description struct {
+	OpenAPI string `json:"openapi"`
+	Paths   map[string]map[string]struct {
+		Responses map[string]struct {
+			Ref     string `json:"$ref"`
+			Content map[string]struct {
+				Schema *jsonschema.Schema `json:"schema"`
+			} `json:"content"`
+		} `json:"responses"`
+	} `json:"paths"`
+	Components struct {
+		Schemas   map[string]*jsonschema.Schema `json:"schemas"`
+		Responses map[string]json.RawMessage    `json:"responses"`
+	} `json:"components"`
+}
+
+var theDescription = sync.OnceValues(func() (d description, err error) {
+	err = json.Unmarshal(api.OpenAPI(), &d)
+	return d, err
+})
+
+// described says whether an answer is one of the description.
+func described(method, path string, status int, kind string, body []byte) error {
+	d, err := theDescription()
+	if err != nil {
+		return err
+	}
+	for pattern, methods := range d.Paths {
+		if !pathIs(pattern, path) {
+			continue
+		}
+		op, ok := methods[strings.ToLower(method)]
+		if !ok {
+			continue
+		}
+		name := "Error"
+		for code, r := range op.Responses {
+			if code != strconv.Itoa(status) {
+				continue
+			}
+			c, ok := r.Content[kind]
+			if !ok {
+				return errors.New("it has no answer of type " + kind)
+			}
+			if kind != "application/json" {
+				return nil
+			}
+			name = strings.TrimPrefix(c.Schema.Ref, "#/components/schemas/")
+		}
+		schema := d.Components.Schemas[name]
+		if schema == nil {
+			return errors.New("it has no schema " + name)
+		}
+		resolved, err := schema.CloneSchemas().Resolve(nil)
+		if err != nil {
+			return err
+		}
+		var v any
+		if err := json.Unmarshal(body, &v); err != nil {
+			return err
+		}
+		return resolved.Validate(v)
+	}
+	return errors.New("there is no such path")
+}
+
+func pathIs(pattern, path string) bool {
+	p, q := strings.Split(pattern, "/"), strings.Split(path, "/")
+	for i := range min(len(p), len(q)) {
+		if p[i] != q[i] && !strings.HasPrefix(p[i], "{") {
+			return false
+		}
+	}
+	return len(p) == len(q)
+}
+
+func TestConformance_holds_over_HTTP(t *testing.T) {
+	s := serve(t)
+	fleettest.Conformance(t, fleettest.Subject{
+		Fleet: s.client,
+		Spec:  sandbox.Spec{Image: "app"},
+		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
+			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Label: l}); err != nil {
+				t.Fatal(err)
+			}
+		},
+		Write: func(t *testing.T, name, word string) {
+			if err := s.vms.Write(name, word); err != nil {
+				t.Fatal(err)
+			}
+		},
+		Read: func(t *testing.T, name string) string {
+			word, err := s.vms.Read(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return word
+		},
+		Kill: func(t *testing.T, name string) {
+			s.vms.Kill(name)
+		},
+	})
+}
+
+// made makes a sandbox.
+func (s *served) made(t *testing.T, name string) {
+	t.Helper()
+	if _, err := s.client.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: name, Image: "app"}}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestExec_wakes_what_sleeps_and_gives_back_output_and_status(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	if _, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"cat", "-"}, User: "dev", Cwd: "/srv", Env: []string{"A=b"}, Stdin: []byte("\x00\xff"), TimeoutSeconds: 7})
+	if err != nil || string(got.Stdout) != "hello \x00\xff" || got.ExitCode != 3 || len(got.Stderr) != 0 {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	c := s.vms.ran[0]
+	if !slices.Equal(c.Argv, []string{"cat", "-"}) || c.User != "dev" || c.Dir != "/srv" || !slices.Equal(c.Env, []string{"A=b"}) || c.Timeout != 7*time.Second {
+		t.Errorf("it ran %+v", c)
+	}
+	if is, err := s.client.Get(t.Context(), "a"); err != nil || is.Status != records.Running {
+		t.Errorf("it is %s, %v", is.Status, err)
+	}
+}
+
+func TestExec_output_beyond_the_bound_is_cut_and_said(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	s.vms.exec = func(c guest.Cmd) (*guest.ExitStatus, error) {
+		for range wire.MaxOutput/1000 + 2 {
+			if _, err := c.Stdout.Write(make([]byte, 1000)); err != nil {
+				return nil, err
+			}
+		}
+		return &guest.ExitStatus{}, nil
+	}
+	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"yes"}})
+	if err != nil || len(got.Stdout) != wire.MaxOutput || !got.Truncated {
+		t.Errorf("%d bytes, truncated: %v, %v", len(got.Stdout), got.Truncated, err)
+	}
+}
+
+func TestGets_never_wake(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	if _, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	_, before := s.vms.Counts()
+	ctx, c := t.Context(), s.client
+	for what, err := range map[string]error{
+		"get": second(c.Get(ctx, "a")), "list": second(c.List(ctx, records.Filter{})), "history": second(c.History(ctx, "a", records.Span{})),
+		"policy": second(c.Policy(ctx, "a")), "flows": second(c.Flows(ctx, "a")), "console": second(c.Console(ctx, "a", 10)),
+		"snapshots": second(c.Snapshots(ctx, "a")), "all snapshots": second(c.Snapshots(ctx, "")), "images": second(c.Images(ctx)),
+		"version": second(c.Version(ctx)), "ready": second(c.Ready(ctx)),
+	} {
+		if err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := c.Stats(ctx, "a"); !errors.Is(err, sandbox.ErrNotRunning) {
+		t.Errorf("stats: %v, want ErrNotRunning", err)
+	}
+	if _, after := s.vms.Counts(); after != before {
+		t.Errorf("%d wakes", after-before)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	ctx, c := t.Context(), s.client
+	expired := time.Now().Add(-time.Hour)
+	s.vms.Fail = func(op, name string) error {
+		switch name {
+		case "full":
+			return sandbox.ErrHooks
+		case "late":
+			return context.DeadlineExceeded
+		}
+		return nil
+	}
+	for name, tc := range map[string]struct {
+		err  error
+		want error
+		code fleet.Code
+	}{
+		"not there":         {second(c.Get(ctx, "none")), sandbox.ErrNotFound, "not-found"},
+		"there already":     {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}})), sandbox.ErrExists, "exists"},
+		"runs":              {second(c.Rename(ctx, "a", "b")), sandbox.ErrRunning, "running"},
+		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
+		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Expires: expired}})), sandbox.ErrLabel, "label"},
+		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
+		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
+		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
+		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), sandbox.ErrSnapshotInUse, "snapshot-in-use"},
+		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
+		"no command":        {second(c.Exec(ctx, "a", wire.Exec{})), sandbox.ErrSpec, "invalid"},
+		"an unlikely time":  {second(c.Exec(ctx, "a", wire.Exec{Command: []string{"x"}, TimeoutSeconds: -1})), sandbox.ErrSpec, "invalid"},
+		"extended to never": {second(c.Extend(ctx, "a", time.Time{})), sandbox.ErrSpec, "invalid"},
+	} {
+		var e *fleet.Error
+		if !errors.As(tc.err, &e) || e.Code != tc.code || e.Error() == "" || e.Op == "" {
+			t.Errorf("%s: got %#v, want code %s", name, tc.err, tc.code)
+			continue
+		}
+		if tc.want != nil && tc.code != "invalid" && !errors.Is(tc.err, tc.want) {
+			t.Errorf("%s: %v is not %v", name, tc.err, tc.want)
+		}
+		if e.Remedy == "" {
+			t.Errorf("%s: no remedy", name)
+		}
+	}
+}
+
+func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	long := `{"to":"` + strings.Repeat("x", wire.MaxBody) + `"}`
+	for name, tc := range map[string]struct {
+		method, path, kind, body string
+		header                   [2]string
+		status                   int
+		code                     fleet.Code
+	}{
+		"an unknown field":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{"hook":"skip"}`, status: 400, code: "invalid"},
+		"an unknown field deep":     {method: "POST", path: "/v1/sandboxes", body: `{"spec":{"nmae":"x"}}`, status: 400, code: "invalid"},
+		"more after the body":       {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}{}`, status: 400, code: "invalid"},
+		"no body where one is due":  {method: "POST", path: "/v1/sandboxes", status: 400, code: "invalid"},
+		"a body too large":          {method: "POST", path: "/v1/sandboxes/a/rename", body: long, status: 413, code: wire.CodeTooLarge},
+		"a form":                    {method: "POST", path: "/v1/sandboxes/a/sleep", kind: "text/plain", body: `{}`, status: 415, code: wire.CodeMediaType},
+		"no such path":              {method: "GET", path: "/v1/nothing", status: 404, code: wire.CodeNoRoute},
+		"another method":            {method: "PUT", path: "/v1/sandboxes", status: 405, code: wire.CodeMethod},
+		"a limit that is no number": {method: "GET", path: "/v1/sandboxes?limit=x", status: 400, code: "invalid"},
+		"an unknown parameter":      {method: "GET", path: "/v1/sandboxes?onwer=x", status: 400, code: "invalid"},
+		"an unknown status":         {method: "GET", path: "/v1/sandboxes?status=x", status: 400, code: "invalid"},
+		"a policy that is none":     {method: "PUT", path: "/v1/sandboxes/a/policy", body: `{"rules":7}`, status: 400, code: "policy"},
+		"another origin":            {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "http://evil.example"}, status: 403, code: wire.CodeForbidden},
+		"no origin at all":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "null"}, status: 403, code: wire.CodeForbidden},
+		"from another site":         {method: "GET", path: "/v1/sandboxes", header: [2]string{"Sec-Fetch-Site", "cross-site"}, status: 403, code: wire.CodeForbidden},
+	} {
+		t.Run(name, func(t *testing.T) {
+			req, err := http.NewRequestWithContext(t.Context(), tc.method, "http://drowse"+tc.path, strings.NewReader(tc.body))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tc.body != "" {
+				req.Header.Set("Content-Type", "application/json")
+			}
+			if tc.kind != "" {
+				req.Header.Set("Content-Type", tc.kind)
+			}
+			if tc.header[0] != "" {
+				req.Header.Set(tc.header[0], tc.header[1])
+			}
+			tr := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				var d net.Dialer
+				return d.DialContext(ctx, "unix", s.path)
+			}}
+			defer tr.CloseIdleConnections()
+			resp, err := tr.RoundTrip(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			var e wire.ErrorDoc
+			if err := json.NewDecoder(resp.Body).Decode(&e); err != nil || resp.StatusCode != tc.status || e.Error.Code != tc.code {
+				t.Errorf("got %d %+v (%v), want %d %s", resp.StatusCode, e.Error, err, tc.status, tc.code)
+			}
+		})
+	}
+	if is, err := s.client.Get(t.Context(), "a"); err != nil || is.Status != records.Running {
+		t.Errorf("something was done: it is %s, %v", is.Status, err)
+	}
+}
+
+func TestUpdate_changes_what_is_said_and_nothing_else(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	ctx := t.Context()
+	owner, class, until := "web", lifetime.Resumable, time.Now().Add(time.Hour).UTC().Truncate(time.Second)
+	got, err := s.client.Update(ctx, "a", fleet.Changes{Owner: &owner, Class: &class, Expires: &until})
+	if err != nil || got.Owner != owner || got.Class != class || !got.Expires.Equal(until) {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	never := time.Time{}
+	got, err = s.client.Update(ctx, "a", fleet.Changes{Expires: &never})
+	if err != nil || got.Owner != owner || !got.Expires.IsZero() {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
+func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	got, err := s.client.Flows(t.Context(), "a")
+	if err != nil || len(got.Flows) != wire.MaxFlows || !got.Truncated {
+		t.Errorf("%d flows, truncated: %v, %v", len(got.Flows), got.Truncated, err)
+	}
+}
+
+func TestConsole_is_never_taken_for_a_page(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	resp, err := s.client.Do(t.Context(), http.MethodGet, "/v1/sandboxes/a/console", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if kind, sniff := resp.Header.Get("Content-Type"), resp.Header.Get("X-Content-Type-Options"); kind != "application/octet-stream" || sniff != "nosniff" {
+		t.Errorf("it is %q, %q", kind, sniff)
+	}
+	if tail, err := s.client.Console(t.Context(), "a", 4); err != nil || string(tail) != "\x1b[2J" {
+		t.Errorf("the last 4 bytes are %q, %v", tail, err)
+	}
+}
+
+func TestHealth_fails_with_its_checks_and_says_which(t *testing.T) {
+	broken := errors.New("there is no /dev/kvm")
+	s := serve(t, func(o *api.Options) {
+		o.Ready = []api.Check{{Name: "store", Do: func(context.Context) error { return nil }}, {Name: "kvm", Do: func(context.Context) error { return broken }}}
+	})
+	got, err := s.client.Ready(t.Context())
+	if err != nil || got.OK || len(got.Checks) != 2 || !got.Checks[0].OK || got.Checks[1].OK || got.Checks[1].Problem != broken.Error() {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
+func TestMounts_get_their_callers_and_are_refused_to_others(t *testing.T) {
+	s := serve(t, func(o *api.Options) {
+		o.Mounts = []api.Mount{{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			_, _ = io.WriteString(w, api.CallerOf(r.Context()).Name)
+		})}}
+	})
+	resp, err := s.client.Do(t.Context(), http.MethodGet, "/metrics", nil)
+	if err == nil {
+		resp.Body.Close()
+	}
+	if err != nil || resp.StatusCode != http.StatusOK {
+		t.Errorf("got %v, %v", resp, err)
+	}
+}
+
+func TestGetOrCreate_of_several_at_once_makes_one(t *testing.T) {
+	s := serve(t)
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	made := 0
+	for range 8 {
+		wg.Go(func() {
+			_, created, err := s.client.GetOrCreate(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: "one", Image: "app"}})
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				t.Error(err)
+			}
+			if created {
+				made++
+			}
+		})
+	}
+	wg.Wait()
+	if boots, _ := s.vms.Counts(); made != 1 || boots != 1 {
+		t.Errorf("%d were told that they made it, %d boots", made, boots)
+	}
+}

@@ -1,0 +1,119 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+)
+
+// peerKey is for the peer of a Unix socket in the context of a connection.
+type peerKey struct{}
+
+// peer is who is at the other end of a Unix socket.
+type peer struct {
+	uid uint32
+	err error
+}
+
+// connContext notes who has connected: http.Server.ConnContext.
+func connContext(ctx context.Context, c net.Conn) context.Context {
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		return ctx
+	}
+	uid, err := peerOf(u)
+	return context.WithValue(ctx, peerKey{}, peer{uid, err})
+}
+
+// peerOf is the user of the process that has connected (SO_PEERCRED, unix(7)).
+func peerOf(c *net.UnixConn) (uint32, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var cerr error
+	if err := raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
+		return 0, err
+	}
+	if cerr != nil {
+		return 0, os.NewSyscallError("getsockopt", cerr)
+	}
+	return cred.Uid, nil
+}
+
+// caller is who sends a request. An error says why nobody is known.
+func (s *Server) caller(r *http.Request) (Caller, error) {
+	if p, ok := r.Context().Value(peerKey{}).(peer); ok {
+		switch {
+		case p.err != nil:
+			return Caller{}, own(wire.CodeForbidden, "", "the kernel does not say who has connected: %w", p.err)
+		case p.uid != 0 && int64(p.uid) != int64(os.Geteuid()):
+			return Caller{}, own(wire.CodeForbidden, "ask as root", "user %d may not use this socket", p.uid)
+		}
+		return Caller{fmt.Sprintf("uid %d", p.uid), ScopeWrite}, nil
+	}
+	kind, shown, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	if !strings.EqualFold(kind, "Bearer") || shown == "" {
+		return Caller{}, refused(Caller{}, ScopeRead)
+	}
+	t, ok, err := s.o.Tokens.Find(strings.TrimSpace(shown))
+	if err != nil {
+		s.log.Error("nobody is let in over TCP", "error", err)
+		return Caller{}, own(wire.CodeForbidden, "see the log of `drowse serve`", "the server cannot read its tokens")
+	}
+	if !ok {
+		return Caller{}, refused(Caller{}, ScopeRead)
+	}
+	return Caller{t.Name, t.Scope}, nil
+}
+
+var errOrigin = errors.New("the request comes from a page of another origin")
+
+// checkOrigin refuses what a page of somebody else's has a browser send: by an Origin or Sec-Fetch-Site that is not this server's, and by a Host
+// that is a name which was made to lead here (DNS rebinding). On the Unix socket, where no browser comes by itself, a Host says nothing.
+func (s *Server) checkOrigin(r *http.Request) error {
+	_, local := r.Context().Value(peerKey{}).(peer)
+	if !local && !s.ourHost(r.Host) {
+		return own(wire.CodeForbidden, "use an address or localhost, or name it with `drowse serve --host`", "%q is no name of this server", r.Host)
+	}
+	if site := r.Header.Get("Sec-Fetch-Site"); site != "" && site != "same-origin" && site != "none" {
+		return own(wire.CodeForbidden, "", "%w: %s", errOrigin, site)
+	}
+	for _, origin := range r.Header.Values("Origin") {
+		u, err := url.Parse(origin)
+		scheme := "http"
+		if r.TLS != nil {
+			scheme = "https"
+		}
+		// Behind a socket of another program TLS may have ended before.
+		if err != nil || u.Host == "" || !strings.EqualFold(u.Host, r.Host) || u.Scheme != scheme && !local {
+			return own(wire.CodeForbidden, "", "%w: %.200q", errOrigin, origin)
+		}
+	}
+	return nil
+}
+
+// ourHost says whether a Host is an address, localhost or one of those that were named.
+func (s *Server) ourHost(host string) bool {
+	name := host
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		name = h
+	}
+	name = strings.TrimSuffix(strings.TrimPrefix(name, "["), "]")
+	if _, err := netip.ParseAddr(name); err == nil {
+		return true
+	}
+	return slices.ContainsFunc(append([]string{"localhost"}, s.o.Hosts...), func(ours string) bool { return strings.EqualFold(ours, name) })
+}

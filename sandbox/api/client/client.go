@@ -1,0 +1,345 @@
+// Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the methods have the same
+// names, arguments and results, and errors are *fleet.Error that wrap the same sentinels, so that errors.Is works across the wire.
+package client
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// maxAnswer bounds an answer, in bytes.
+const maxAnswer = 64 << 20
+
+// Client asks one server. Its methods may be called from any goroutine. Make it with New or Unix.
+type Client struct {
+	base  string
+	token string
+	http  *http.Client
+}
+
+// New asks the server at a URL, as "https://host:7300", with a token. h is how; nil is http.DefaultClient.
+func New(base, token string, h *http.Client) *Client {
+	if h == nil {
+		h = http.DefaultClient
+	}
+	return &Client{strings.TrimSuffix(base, "/"), token, h}
+}
+
+// Unix asks the server at a Unix socket: api.sock in a state directory. Close it when done.
+func Unix(path string) *Client {
+	t := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, "unix", path)
+	}, IdleConnTimeout: time.Minute}
+	return &Client{"http://drowse", "", &http.Client{Transport: t}}
+}
+
+// Close closes connections that are not in use.
+func (c *Client) Close() { c.http.CloseIdleConnections() }
+
+// Do sends a request and gives its answer, whatever its status. The caller closes its body. path begins with a slash. body is sent as JSON; nil is none.
+func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.Response, error) {
+	var send io.Reader
+	if body != nil {
+		text, err := json.Marshal(body)
+		if err != nil {
+			return nil, err
+		}
+		send = bytes.NewReader(text)
+	}
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, send)
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	if c.token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.token)
+	}
+	resp, err := c.http.Do(req)
+	var ue *url.Error
+	if errors.As(err, &ue) {
+		err = fmt.Errorf("asking the server at %s: %w", c.base, ue.Err)
+	}
+	return resp, err
+}
+
+// call asks for a document.
+func (c *Client) call(ctx context.Context, op, name, method, path string, body, out any) error {
+	return fleet.Fail(op, name, c.ask(ctx, method, path, body, out))
+}
+
+func (c *Client) ask(ctx context.Context, method, path string, body, out any) error {
+	resp, err := c.Do(ctx, method, path, body)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
+	if err != nil {
+		return fmt.Errorf("reading the server's answer: %w", err)
+	}
+	if len(text) > maxAnswer {
+		return fmt.Errorf("the server's answer has more than %d bytes", maxAnswer)
+	}
+	if resp.StatusCode/100 != 2 && (resp.StatusCode != http.StatusServiceUnavailable || !bytes.HasPrefix(text, []byte(`{"ok"`))) {
+		var e wire.ErrorDoc
+		if err := json.Unmarshal(text, &e); err != nil || e.Error.Message == "" {
+			return fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
+		}
+		return e.Error.Err()
+	}
+	if raw, ok := out.(*[]byte); ok {
+		*raw = text
+		return nil
+	}
+	if err := json.Unmarshal(text, out); err != nil {
+		return fmt.Errorf("reading the server's answer: %w", err)
+	}
+	return nil
+}
+
+func one(name string) string { return "/v1/sandboxes/" + url.PathEscape(name) }
+
+// act posts to a sandbox.
+func act[T any](ctx context.Context, c *Client, verb, name string, body any) (out T, err error) {
+	err = c.call(ctx, verb, name, http.MethodPost, one(name)+"/"+verb, body, &out)
+	return out, err
+}
+
+// get reads a part of a sandbox.
+func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, err error) {
+	err = c.call(ctx, op, name, http.MethodGet, path, nil, &out)
+	return out, err
+}
+
+// Create is fleet.Fleet.Create.
+func (c *Client) Create(ctx context.Context, r fleet.Request) (s fleet.Sandbox, err error) {
+	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label}, &s)
+	return s, err
+}
+
+// GetOrCreate is fleet.Fleet.GetOrCreate.
+func (c *Client) GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error) {
+	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label, GetOrCreate: true})
+	if err != nil {
+		return s, false, fleet.Fail("get or create", r.Spec.Name, err)
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err == nil && resp.StatusCode/100 != 2 {
+		var e wire.ErrorDoc
+		if err = json.Unmarshal(text, &e); err == nil {
+			err = e.Error.Err()
+		}
+	} else if err == nil {
+		err = json.Unmarshal(text, &s)
+	}
+	return s, err == nil && resp.StatusCode == http.StatusCreated, fleet.Fail("get or create", r.Spec.Name, err)
+}
+
+// Get is fleet.Fleet.Get.
+func (c *Client) Get(ctx context.Context, name string) (fleet.Sandbox, error) {
+	return get[fleet.Sandbox](ctx, c, "get", name, one(name))
+}
+
+// List is fleet.Fleet.List.
+func (c *Client) List(ctx context.Context, f records.Filter) (fleet.List, error) {
+	path := "/v1/sandboxes"
+	if q := query(f); len(q) > 0 {
+		path += "?" + q.Encode()
+	}
+	l, err := get[wire.List](ctx, c, "list", "", path)
+	return l.List, err
+}
+
+// query is a filter as the path of a list has it.
+func query(f records.Filter) url.Values {
+	q := url.Values{}
+	set := func(key, value string) {
+		if value != "" {
+			q.Set(key, value)
+		}
+	}
+	set("owner", f.Owner)
+	set("class", string(f.Class))
+	set("after", f.After)
+	if f.Limit != 0 {
+		set("limit", strconv.Itoa(f.Limit))
+	}
+	for _, t := range f.Tags {
+		q.Add("tag", t)
+	}
+	for _, s := range f.Statuses {
+		q.Add("status", string(s))
+	}
+	return q
+}
+
+// Start is fleet.Fleet.Start.
+func (c *Client) Start(ctx context.Context, name string) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "start", name, nil)
+}
+
+// Wake is fleet.Fleet.Wake.
+func (c *Client) Wake(ctx context.Context, name string) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "wake", name, nil)
+}
+
+// Sleep is fleet.Fleet.Sleep.
+func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+	return act[sandbox.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
+}
+
+// Stop is sandbox.Store.Stop; the zero value of o gives it 30 s.
+func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "stop", name, o)
+}
+
+// Snapshot is fleet.Fleet.Snapshot.
+func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+	return act[sandbox.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
+}
+
+// Restore is fleet.Fleet.Restore.
+func (c *Client) Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "restore", name, wire.Restore{Snapshot: snapshot})
+}
+
+// Fork is fleet.Fleet.Fork.
+func (c *Client) Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error) {
+	b := wire.Fork{Children: []wire.Child{}}
+	for _, child := range children {
+		b.Children = append(b.Children, wire.Child{Name: child.Name, Tags: child.Tags})
+	}
+	made, err := act[wire.Forked](ctx, c, "fork", name, b)
+	return made.Sandboxes, err
+}
+
+// Rename is fleet.Fleet.Rename.
+func (c *Client) Rename(ctx context.Context, name, to string) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "rename", name, wire.Rename{To: to})
+}
+
+// Extend is fleet.Fleet.Extend.
+func (c *Client) Extend(ctx context.Context, name string, until time.Time) (fleet.Sandbox, error) {
+	return act[fleet.Sandbox](ctx, c, "extend", name, wire.Extend{Until: until})
+}
+
+// Exec runs a command, and wakes the sandbox first if it sleeps. A command that fails is no error.
+func (c *Client) Exec(ctx context.Context, name string, e wire.Exec) (wire.Executed, error) {
+	return act[wire.Executed](ctx, c, "exec", name, e)
+}
+
+// Update is fleet.Fleet.Update.
+func (c *Client) Update(ctx context.Context, name string, ch fleet.Changes) (s fleet.Sandbox, err error) {
+	err = c.call(ctx, "update", name, http.MethodPatch, one(name), wire.ChangesOf(ch), &s)
+	return s, err
+}
+
+// Delete is fleet.Fleet.Delete.
+func (c *Client) Delete(ctx context.Context, name string) (f sandbox.Freed, err error) {
+	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
+	return f, err
+}
+
+// History is fleet.Fleet.History.
+func (c *Client) History(ctx context.Context, name string, span records.Span) (fleet.History, error) {
+	q := url.Values{}
+	if span.Limit != 0 {
+		q.Set("limit", strconv.Itoa(span.Limit))
+	}
+	if !span.Before.IsZero() {
+		q.Set("before", span.Before.Format(time.RFC3339Nano))
+	}
+	h, err := get[wire.History](ctx, c, "history", name, one(name)+"/history?"+q.Encode())
+	return h.History, err
+}
+
+// Stats is sandbox.Store.Stats.
+func (c *Client) Stats(ctx context.Context, name string) (sandbox.Stats, error) {
+	return get[sandbox.Stats](ctx, c, "stats", name, one(name)+"/stats")
+}
+
+// Policy is sandbox.Store.Policy.
+func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, error) {
+	return get[*netpolicy.Policy](ctx, c, "policy", name, one(name)+"/policy")
+}
+
+// SetPolicy is sandbox.Store.SetPolicy.
+func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res sandbox.PolicyResult, err error) {
+	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
+	return res, err
+}
+
+// Flows are the open flows of a running sandbox, and the last that have ended or were denied.
+func (c *Client) Flows(ctx context.Context, name string) (wire.Flows, error) {
+	return get[wire.Flows](ctx, c, "flows", name, one(name)+"/flows")
+}
+
+// Console is the end of what a sandbox has written to its serial port: at most n bytes.
+func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error) {
+	return get[[]byte](ctx, c, "console", name, one(name)+"/console?tail="+strconv.Itoa(n))
+}
+
+// Snapshots lists those of a sandbox, or all if the name is empty.
+func (c *Client) Snapshots(ctx context.Context, name string) ([]sandbox.SnapshotInfo, error) {
+	path := "/v1/snapshots"
+	if name != "" {
+		path = one(name) + "/snapshots"
+	}
+	l, err := get[wire.Snapshots](ctx, c, "list snapshots", name, path)
+	return l.Snapshots, err
+}
+
+// TagSnapshot is fleet.Fleet.TagSnapshot.
+func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i sandbox.SnapshotInfo, err error) {
+	if tags == nil {
+		tags = []string{}
+	}
+	err = c.call(ctx, "tag snapshot", "", http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/tags", wire.Tags{Tags: tags}, &i)
+	return i, err
+}
+
+// RemoveSnapshot is sandbox.Store.RemoveSnapshot.
+func (c *Client) RemoveSnapshot(ctx context.Context, snapshot string) error {
+	return c.call(ctx, "remove snapshot", "", http.MethodDelete, "/v1/snapshots/"+url.PathEscape(snapshot), nil, &wire.Empty{})
+}
+
+// Images lists images.
+func (c *Client) Images(ctx context.Context) (wire.Images, error) {
+	return get[wire.Images](ctx, c, "list images", "", "/v1/images")
+}
+
+// Prune is fleet.Fleet.Prune.
+func (c *Client) Prune(ctx context.Context, dryRun bool) (p fleet.Pruned, err error) {
+	err = c.call(ctx, "prune", "", http.MethodPost, "/v1/prune", wire.Prune{DryRun: dryRun}, &p)
+	return p, err
+}
+
+// Version says what serves.
+func (c *Client) Version(ctx context.Context) (wire.Is, error) {
+	return get[wire.Is](ctx, c, "version", "", "/v1/version")
+}
+
+// Ready is GET /readyz. That a check has failed is no error.
+func (c *Client) Ready(ctx context.Context) (wire.Health, error) {
+	return get[wire.Health](ctx, c, "health", "", "/readyz")
+}

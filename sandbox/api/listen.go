@@ -1,0 +1,199 @@
+package api
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/net/netutil"
+	"golang.org/x/sys/unix"
+)
+
+// SocketFile is the name of the Unix socket in a state directory.
+const SocketFile = "api.sock"
+
+// Bounds of connections.
+const (
+	maxConns      = 512 // at once, of one listener; those beyond wait
+	maxHeader     = 32 << 10
+	headerTime    = 10 * time.Second
+	idleTime      = 2 * time.Minute
+	drainTime     = 10 * time.Second // for requests that are under way when the server is to end
+	maxSocketPath = 107              // bytes (unix(7))
+)
+
+// ErrListen says that the server cannot listen as it is told to.
+var ErrListen = errors.New("the API cannot be served like that")
+
+// TCP says where to listen besides the Unix socket.
+type TCP struct {
+	// Address is HOST:PORT. An empty host is refused: all addresses are 0.0.0.0 or [::].
+	Address string
+	// Cert and Key are PEM files; both or none.
+	Cert, Key string
+	// Plain allows an address that is not of the loopback without TLS, for where something else encrypts.
+	Plain bool
+}
+
+// Listen listens on TCP, with TLS if there is a certificate. It refuses to do so without any token, and without TLS at an address that others reach.
+func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
+	all, err := tokens.Read()
+	if err != nil {
+		return nil, err
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("%w: there is no token in %s, and nobody could be let in over TCP: make one with `drowse token create`", ErrListen, tokens.Path)
+	}
+	host, _, err := net.SplitHostPort(t.Address)
+	if err != nil {
+		return nil, fmt.Errorf("%w: address %q: use HOST:PORT, as 127.0.0.1:7300", ErrListen, t.Address)
+	}
+	if host == "" {
+		return nil, fmt.Errorf("%w: address %q: name the host's address, or 0.0.0.0 or [::] for all", ErrListen, t.Address)
+	}
+	if (t.Cert == "") != (t.Key == "") {
+		return nil, fmt.Errorf("%w: TLS wants both a certificate and its key", ErrListen)
+	}
+	var config *tls.Config
+	if t.Cert != "" {
+		pair, err := tls.LoadX509KeyPair(t.Cert, t.Key)
+		if err != nil {
+			return nil, fmt.Errorf("%w: the certificate: %w", ErrListen, err)
+		}
+		config = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
+	}
+	l, err := net.Listen("tcp", t.Address)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrListen, err)
+	}
+	// What it has become counts, not how it was written: a name may be any address.
+	at, ok := l.Addr().(*net.TCPAddr)
+	if config == nil && !t.Plain && (!ok || !loopback(at)) {
+		l.Close()
+		return nil, fmt.Errorf("%w: %s is reached by others, and tokens would pass in the clear: use --tls-cert and --tls-key, or --no-tls if something else encrypts", ErrListen, l.Addr())
+	}
+	l = netutil.LimitListener(l, maxConns)
+	if config != nil {
+		l = tls.NewListener(l, config)
+	}
+	return l, nil
+}
+
+func loopback(a *net.TCPAddr) bool {
+	ip, ok := netip.AddrFromSlice(a.IP)
+	return ok && ip.Unmap().IsLoopback()
+}
+
+// unixListener is a listener on a Unix socket with a lock beside it, which says that its server is there.
+type unixListener struct {
+	*net.UnixListener
+	path string
+	lock *os.File
+	once sync.Once
+	err  error
+}
+
+// Addr is where the socket is now: it was made under another name.
+func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Name: l.path, Net: "unix"} }
+
+// Close stops listening and removes the socket.
+func (l *unixListener) Close() error {
+	l.once.Do(func() {
+		l.err = errors.Join(os.Remove(l.path), l.UnixListener.Close(), l.lock.Close())
+	})
+	return l.err
+}
+
+// ListenUnix listens on a Unix socket that only its owner may use, from its first moment on. What a server that was killed has left is replaced; one that
+// is there is ErrListen.
+func ListenUnix(path string) (net.Listener, error) {
+	if len(path)+len(".new") > maxSocketPath {
+		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath-len(".new"))
+	}
+	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrListen, err)
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		lock.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = fmt.Errorf("another server serves %s", filepath.Base(path))
+		}
+		return nil, fmt.Errorf("%w: %w", ErrListen, err)
+	}
+	l, err := listenPrivately(path)
+	if err != nil {
+		lock.Close()
+		return nil, fmt.Errorf("%w: %w", ErrListen, err)
+	}
+	return &unixListener{UnixListener: l, path: path, lock: lock}, nil
+}
+
+// listenPrivately gives the socket its name when it has its mode.
+func listenPrivately(path string) (*net.UnixListener, error) {
+	tmp := path + ".new"
+	if err := os.Remove(tmp); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: tmp, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	l.SetUnlinkOnClose(false)
+	if err = os.Chmod(tmp, 0o600); err == nil {
+		err = os.Rename(tmp, path)
+	}
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(tmp), l.Close())
+	}
+	return l, nil
+}
+
+// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by themselves.
+func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
+	base, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	h := &http.Server{
+		Handler: s, ReadHeaderTimeout: headerTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHeader, ConnContext: connContext,
+		BaseContext: func(net.Listener) context.Context { return base },
+		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // what clients do wrong does not fill the log
+	}
+	ended := make(chan error, len(listeners))
+	for _, l := range listeners {
+		go func() {
+			err := h.Serve(l)
+			if errors.Is(err, http.ErrServerClosed) {
+				err = nil
+			}
+			ended <- err
+		}()
+	}
+	var err error
+	left := len(listeners)
+	select {
+	case <-ctx.Done():
+	case err = <-ended:
+		left--
+	}
+	close(s.draining)
+	end, stop := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
+	defer stop()
+	if serr := h.Shutdown(end); serr != nil {
+		// They are called off, and told so by their contexts.
+		cancel()
+		err = errors.Join(err, h.Close())
+	}
+	for range left {
+		err = errors.Join(err, <-ended)
+	}
+	return err
+}

@@ -1,0 +1,293 @@
+package api_test
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// certificate makes one for localhost that signs itself.
+func certificate(t *testing.T) (cert, key string, pool *x509.CertPool) {
+	t.Helper()
+	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	is := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "localhost"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		DNSNames: []string{"localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, IsCA: true, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, is, is, &private.PublicKey, private)
+	if err != nil {
+		t.Fatal(err)
+	}
+	keyDER, err := x509.MarshalECPrivateKey(private)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	cert, key = filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
+	certPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+	for path, text := range map[string][]byte{cert: certPEM, key: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: keyDER})} {
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pool = x509.NewCertPool()
+	pool.AppendCertsFromPEM(certPEM)
+	return cert, key, pool
+}
+
+func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *testing.T) {
+	none := api.Tokens{Path: filepath.Join(t.TempDir(), "none")}
+	some := api.Tokens{Path: filepath.Join(t.TempDir(), "some")}
+	if _, err := some.Create("a", api.ScopeRead); err != nil {
+		t.Fatal(err)
+	}
+	cert, key, _ := certificate(t)
+	for name, tc := range map[string]struct {
+		tcp    api.TCP
+		tokens api.Tokens
+		ok     bool
+	}{
+		"loopback without tokens":             {api.TCP{Address: "127.0.0.1:0"}, none, false},
+		"loopback with a token":               {api.TCP{Address: "127.0.0.1:0"}, some, true},
+		"all addresses":                       {api.TCP{Address: "0.0.0.0:0"}, some, false},
+		"all addresses by no host":            {api.TCP{Address: ":0"}, some, false},
+		"all addresses, said to be encrypted": {api.TCP{Address: "0.0.0.0:0", Plain: true}, some, true},
+		"all addresses with TLS":              {api.TCP{Address: "0.0.0.0:0", Cert: cert, Key: key}, some, true},
+		"TLS without tokens":                  {api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}, none, false},
+		"a certificate without its key":       {api.TCP{Address: "127.0.0.1:0", Cert: cert}, some, false},
+		"no port":                             {api.TCP{Address: "127.0.0.1"}, some, false},
+	} {
+		l, err := tc.tcp.Listen(tc.tokens)
+		if err == nil {
+			l.Close()
+		}
+		if (err == nil) != tc.ok || err != nil && !errors.Is(err, api.ErrListen) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	tokens := api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
+	read, err := tokens.Create("reader", api.ScopeRead)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write, err := tokens.Create("writer", api.ScopeWrite)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, key, pool := certificate(t)
+	l, err := api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}.Listen(tokens)
+	if err != nil {
+		t.Fatal(err)
+	}
+	base := "https://" + l.Addr().String()
+	tr := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}}
+	t.Cleanup(tr.CloseIdleConnections)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	// A server serves once.
+	tcp := api.New(api.Options{VMs: s.vms, Tokens: tokens, Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) {
+		return fleet.New(s.vms, fleet.Options{}), func() {}, nil
+	}, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
+	go func() { done <- tcp.Serve(ctx, l) }()
+	defer func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}()
+	as := func(token string) *client.Client { return client.New(base, token, &http.Client{Transport: tr}) }
+	for name, tc := range map[string]struct {
+		token         string
+		reads, writes fleet.Code
+	}{
+		"a reader":      {read, "", wire.CodeForbidden},
+		"a writer":      {write, "", ""},
+		"no token":      {"", wire.CodeUnauthorized, wire.CodeUnauthorized},
+		"another token": {write + "x", wire.CodeUnauthorized, wire.CodeUnauthorized},
+		"a hash":        {fmt.Sprintf("%x", sha256.Sum256([]byte(write))), wire.CodeUnauthorized, wire.CodeUnauthorized},
+		"a long one":    {strings.Repeat("x", 4096), wire.CodeUnauthorized, wire.CodeUnauthorized},
+	} {
+		code := func(err error) fleet.Code {
+			if err == nil {
+				return ""
+			}
+			return fleet.CodeOf(err)
+		}
+		if _, err := as(tc.token).List(ctx, records.Filter{}); code(err) != tc.reads {
+			t.Errorf("%s reads: %v", name, err)
+		}
+		if _, err := as(tc.token).Sleep(ctx, "a", sandbox.SleepOptions{}); code(err) != tc.writes {
+			t.Errorf("%s writes: %v", name, err)
+		}
+	}
+	if h, err := as("").Ready(ctx); err != nil || h.OK || h.Checks[0].Problem != "" {
+		t.Errorf("who has no token is told %+v, %v", h, err)
+	}
+	if err := tokens.Remove("writer"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := as(write).List(ctx, records.Filter{}); fleet.CodeOf(err) != wire.CodeUnauthorized {
+		t.Errorf("with a token that was taken away: %v", err)
+	}
+	for host, ok := range map[string]bool{"evil.example": false, "evil.example:443": false, "localhost": true, "127.0.0.1": true, "[::1]:443": true, "127.0.0.1.evil.example": false} {
+		req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/v1/sandboxes", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Host = host
+		req.Header.Set("Authorization", "Bearer "+read)
+		resp, err := tr.RoundTrip(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if (resp.StatusCode == http.StatusOK) != ok {
+			t.Errorf("asked for as %s: %s", host, resp.Status)
+		}
+	}
+	if err := os.Chmod(tokens.Path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := as(read).List(ctx, records.Filter{}); fleet.CodeOf(err) != wire.CodeForbidden {
+		t.Errorf("with a file that others read: %v", err)
+	}
+}
+
+func TestTokens_are_read_strictly(t *testing.T) {
+	sum := strings.Repeat("ab", sha256.Size)
+	for name, tc := range map[string]struct {
+		text string
+		n    int
+		ok   bool
+	}{
+		"empty":             {"", 0, true},
+		"comments":          {"# a\n\n  # b\n", 0, true},
+		"two":               {"a " + sum + " read\nb " + sum + " write\n", 2, true},
+		"no end of line":    {"a " + sum + " read", 1, true},
+		"no scope":          {"a " + sum, 0, false},
+		"a field too many":  {"a " + sum + " read x", 0, false},
+		"another scope":     {"a " + sum + " admin", 0, false},
+		"a short hash":      {"a abcd read", 0, false},
+		"no hash":           {"a " + strings.Repeat("zz", sha256.Size) + " read", 0, false},
+		"a name twice":      {"a " + sum + " read\na " + sum + " write", 0, false},
+		"a name with slash": {"a/b " + sum + " read", 0, false},
+		"too large":         {strings.Repeat("#\n", 200<<10), 0, false},
+	} {
+		path := filepath.Join(t.TempDir(), "tokens")
+		if err := os.WriteFile(path, []byte(tc.text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := api.Tokens{Path: path}.Read()
+		if (err == nil) != tc.ok || len(got) != tc.n || err != nil && !errors.Is(err, api.ErrTokens) {
+			t.Errorf("%s: %d tokens, %v", name, len(got), err)
+		}
+	}
+}
+
+func TestTokens_the_file_has_hashes_and_is_its_owners_alone(t *testing.T) {
+	f := api.Tokens{Path: filepath.Join(t.TempDir(), "tokens")}
+	token, err := f.Create("a", api.ScopeWrite)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(f.Path)
+	if err != nil || strings.Contains(string(text), token) || string(text) != fmt.Sprintf("a %x write\n", sha256.Sum256([]byte(token))) {
+		t.Errorf("it says %q, %v", text, err)
+	}
+	if st, err := os.Stat(f.Path); err != nil || st.Mode().Perm() != 0o600 {
+		t.Errorf("it is %v, %v", st.Mode(), err)
+	}
+	if _, err := f.Create("a", api.ScopeRead); !errors.Is(err, api.ErrTokens) {
+		t.Errorf("a name twice: %v", err)
+	}
+	if err := f.Remove("b"); !errors.Is(err, api.ErrTokens) {
+		t.Errorf("one that is not there: %v", err)
+	}
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(f.Path, link); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := (api.Tokens{Path: link}).Read(); !errors.Is(err, api.ErrTokens) {
+		t.Errorf("a symbolic link: %v", err)
+	}
+}
+
+func TestListenUnix_is_its_owners_alone_replaces_what_was_left_and_is_there_once(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "api.sock")
+	if err := os.WriteFile(path, nil, 0o644); err != nil {
+		t.Fatal(err) // as if it had been left
+	}
+	l, err := api.ListenUnix(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 || st.Mode().Type() != os.ModeSocket {
+		t.Errorf("it is %v, %v", st.Mode(), err)
+	}
+	if _, err := api.ListenUnix(path); !errors.Is(err, api.ErrListen) {
+		t.Errorf("a second time: %v", err)
+	}
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("it is still there: %v", err)
+	}
+	if _, err := api.ListenUnix(filepath.Join(t.TempDir(), strings.Repeat("x", 108))); !errors.Is(err, api.ErrListen) {
+		t.Errorf("a long path: %v", err)
+	}
+}
+
+func TestServe_ends_with_its_context_while_a_stream_goes_on(t *testing.T) {
+	begun := make(chan struct{})
+	s := serve(t, func(o *api.Options) {
+		o.Mounts = []api.Mount{{Pattern: "GET /stream", Scope: api.ScopeRead, Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			close(begun)
+			<-api.Draining(r.Context())
+		})}}
+	})
+	done := make(chan error, 1)
+	go func() {
+		resp, err := s.client.Do(context.Background(), http.MethodGet, "/stream", nil)
+		if err == nil {
+			resp.Body.Close()
+		}
+		done <- err
+	}()
+	<-begun
+	s.end()
+	<-done
+}

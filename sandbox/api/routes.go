@@ -1,0 +1,433 @@
+package api
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"net/http"
+	"reflect"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test ./sandbox/api -update`.
+//
+//go:embed openapi.json
+var openAPI []byte
+
+// OpenAPI is the description of the API, version 3.1 of the OpenAPI specification.
+func OpenAPI() []byte { return slices.Clone(openAPI) }
+
+// route is one of the paths with a method.
+type route struct {
+	method, path string
+	scope        Scope
+	// op is what errors and the log call it, and says a line about it in the description.
+	op, says string
+	query    []param
+	// takes and gives are the types of the bodies of request and answer, for description and reading; nil is none. kind is the answer's media
+	// type if that is not JSON.
+	takes, gives       any
+	kind               string
+	needsBody, rawBody bool
+	// created says that 201 is a status of success as well, and unready that 503 has the same answer.
+	created, unready bool
+	limit            time.Duration // of a request, if not that of its scope
+	serve            func(*Server, *request) (status int, answer any, err error)
+}
+
+// param is one of a query.
+type param struct {
+	name, says string
+	integer    bool
+	many       bool
+}
+
+// body is a new value to read the body into.
+func (rt route) body() any {
+	if rt.takes == nil {
+		return &wire.Empty{}
+	}
+	return reflect.New(reflect.TypeOf(rt.takes)).Interface()
+}
+
+// request is one that a route answers.
+type request struct {
+	*http.Request
+	body any
+	op   string
+	w    http.ResponseWriter
+}
+
+func (r *request) name() string { return r.PathValue("name") }
+
+// ok is how most end.
+func ok[T any](v T, err error) (int, any, error) { return http.StatusOK, v, err }
+
+// onFleet serves with a Fleet that may have the records.
+func onFleet[T any](records bool, do func(ctx context.Context, f *fleet.Fleet, r *request) (T, error)) func(*Server, *request) (int, any, error) {
+	return func(s *Server, r *request) (int, any, error) {
+		f, release, err := s.o.Fleet(r.Context(), records)
+		if err != nil {
+			return 0, nil, err
+		}
+		defer release()
+		return ok(do(r.Context(), f, r))
+	}
+}
+
+const onOne = "/v1/sandboxes/{name}"
+
+// routes are all of this package.
+func routes() []route {
+	get, post := http.MethodGet, http.MethodPost
+	return slices.Concat([]route{
+		{
+			method: get, path: "/v1/sandboxes", scope: ScopeRead, op: "list", says: "List sandboxes, a page at a time.", gives: wire.List{},
+			query: []param{
+				{name: "owner", says: "only those of this owner"}, {name: "tag", says: "only those with this tag; may be given several times", many: true},
+				{name: "class", says: "only those of this class"}, {name: "status", says: "only those with this status; may be given several times", many: true},
+				{name: "limit", says: "at most so many", integer: true}, {name: "after", says: "only those with names after this one: next of the page before"},
+			},
+			serve: onFleet(true, list),
+		},
+		{method: post, path: "/v1/sandboxes", scope: ScopeWrite, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: fleet.Sandbox{}, needsBody: true, created: true, serve: create},
+		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: fleet.Sandbox{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			return f.Get(ctx, r.name())
+		})},
+		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: fleet.Sandbox{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			c, err := r.body.(*wire.Changes).Fleet()
+			if err != nil {
+				return fleet.Sandbox{}, err
+			}
+			return f.Update(ctx, r.name(), c)
+		})},
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: sandbox.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.Freed, error) {
+			return f.Delete(ctx, r.name())
+		})},
+	}, lifecycle(), reading(), []route{
+		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
+			return ok(s.snapshots(func(sandbox.SnapshotInfo) bool { return true }))
+		}},
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: sandbox.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SnapshotInfo, error) {
+			return f.TagSnapshot(ctx, r.PathValue("id"), r.body.(*wire.Tags).Tags)
+		})},
+		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(wire.Empty{}, s.o.VMs.RemoveSnapshot(r.Context(), r.PathValue("id")))
+		}},
+		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: wire.Images{}, serve: images},
+		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves.", gives: wire.Is{}, serve: func(s *Server, _ *request) (int, any, error) {
+			return ok(wire.Is{Version: s.o.Version, API: wire.Version}, nil)
+		}},
+		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what labels say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
+			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
+		})},
+		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
+			return http.StatusOK, rawText{"application/json", openAPI}, nil
+		}},
+		{method: get, path: "/healthz", op: "health", says: "Say whether the server works.", gives: wire.Health{}, unready: true, serve: func(s *Server, r *request) (int, any, error) {
+			return health(r, s.o.Live)
+		}},
+		{method: get, path: "/readyz", op: "health", says: "Say whether sandboxes can be woken on this host.", gives: wire.Health{}, unready: true, serve: func(s *Server, r *request) (int, any, error) {
+			return health(r, s.o.Ready)
+		}},
+	})
+}
+
+// lifecycle are what brings a sandbox from one state into another.
+func lifecycle() []route {
+	type of = func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error)
+	act := func(verb, says string, takes any, do of) route {
+		return route{method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: fleet.Sandbox{}, serve: onFleet(false, do)}
+	}
+	sure := func(rt route) route {
+		rt.needsBody = true
+		return rt
+	}
+	return []route{
+		act("start", "Bring a sandbox up, whatever it does: wake it or boot it. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			return f.Start(ctx, r.name())
+		}),
+		act("wake", "Bring a sandbox back from its sleep. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			return f.Wake(ctx, r.name())
+		}),
+		{
+			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
+			takes: wire.Sleep{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+				return f.Sleep(ctx, r.name(), sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
+			}),
+		},
+		{
+			method: http.MethodPost, path: onOne + "/stop", scope: ScopeWrite, op: "stop", says: "Shut a sandbox down. One that does not run is left alone.",
+			takes: wire.Stop{}, gives: fleet.Sandbox{}, serve: stop,
+		},
+		{
+			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
+			takes: wire.Snapshot{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+				b := r.body.(*wire.Snapshot)
+				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
+			}),
+		},
+		sure(act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			return f.Restore(ctx, r.name(), r.body.(*wire.Restore).Snapshot)
+		})),
+		{
+			method: http.MethodPost, path: onOne + "/fork", scope: ScopeWrite, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
+			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
+				var children []fleet.Child
+				for _, c := range r.body.(*wire.Fork).Children {
+					children = append(children, fleet.Child{Name: c.Name, Tags: c.Tags})
+				}
+				made, err := f.Fork(ctx, r.name(), children)
+				return wire.Forked{Sandboxes: made}, err
+			}),
+		},
+		sure(act("rename", "Give a sandbox that does not run another name.", wire.Rename{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			return f.Rename(ctx, r.name(), r.body.(*wire.Rename).To)
+		})),
+		sure(act("extend", "Let a sandbox last until a time at least.", wire.Extend{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+			until := r.body.(*wire.Extend).Until
+			if until.IsZero() {
+				return fleet.Sandbox{}, fmt.Errorf("%w: there is no until: give a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec)
+			}
+			return f.Extend(ctx, r.name(), until)
+		})),
+		{
+			method: http.MethodPost, path: onOne + "/exec", scope: ScopeWrite, op: "exec", says: "Run a command in a sandbox, and wake it first if it sleeps. A command that fails is no error.",
+			takes: wire.Exec{}, gives: wire.Executed{}, needsBody: true, limit: wire.MaxExecSeconds*time.Second + writeTime,
+			serve: func(s *Server, r *request) (int, any, error) {
+				return ok(execute(r.Context(), s.o.VMs, r.name(), r.body.(*wire.Exec)))
+			},
+		},
+	}
+}
+
+// reading are what says more of a sandbox. None of them wakes it.
+func reading() []route {
+	get := http.MethodGet
+	return []route{
+		{
+			method: get, path: onOne + "/history", scope: ScopeRead, op: "history", says: "Say what was run in a sandbox and when it slept, the newest first. One that was removed can be named as well.", gives: wire.History{},
+			query: []param{{name: "limit", says: "at most so many commands, and so many sleeps", integer: true}, {name: "before", says: "only what was before this time (RFC 3339)"}},
+			serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.History, error) {
+				var span records.Span
+				limit, err := r.number("limit", records.DefaultPage, 1, records.MaxPage)
+				if err != nil {
+					return wire.History{}, err
+				}
+				span.Limit = int(limit)
+				if text := r.URL.Query().Get("before"); text != "" {
+					if span.Before, err = time.Parse(time.RFC3339Nano, text); err != nil {
+						return wire.History{}, fmt.Errorf("%w: before %q: use a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec, text)
+					}
+				}
+				h, err := f.History(ctx, r.name(), span)
+				if h.Runs == nil {
+					h.Runs = []records.Run{}
+				}
+				if h.Sleeps == nil {
+					h.Sleeps = []records.Sleep{}
+				}
+				return wire.History{Version: 1, History: h}, err
+			}),
+		},
+		{method: get, path: onOne + "/snapshots", scope: ScopeRead, op: "list snapshots", says: "List the snapshots of a sandbox.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
+			f, release, err := s.o.Fleet(r.Context(), false)
+			if err != nil {
+				return 0, nil, err
+			}
+			defer release()
+			is, err := f.Get(r.Context(), r.name())
+			if err != nil {
+				return 0, nil, err
+			}
+			return ok(s.snapshots(func(i sandbox.SnapshotInfo) bool { return i.Owner == is.ID }))
+		}},
+		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(s.o.VMs.Stats(r.Context(), r.name()))
+		}},
+		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(s.o.VMs.Policy(r.name()))
+		}},
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: sandbox.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
+			p, err := netpolicy.Parse(r.body.([]byte))
+			if err != nil {
+				return 0, nil, err
+			}
+			return ok(s.o.VMs.SetPolicy(r.Context(), r.name(), p))
+		}},
+		{method: get, path: onOne + "/flows", scope: ScopeRead, op: "flows", says: "List flows of a running sandbox, open ones and the last that have ended or were denied.", gives: wire.Flows{}, serve: flows},
+		{
+			method: get, path: onOne + "/console", scope: ScopeRead, op: "console", says: "Give the end of what a sandbox has written to its serial port.", kind: "application/octet-stream",
+			query: []param{{name: "tail", says: "at most so many bytes", integer: true}},
+			serve: func(s *Server, r *request) (int, any, error) {
+				n, err := r.number("tail", wire.DefaultTail, 1, wire.MaxTail)
+				if err != nil {
+					return 0, nil, err
+				}
+				text, err := s.o.VMs.Console(r.name(), n)
+				// The guest has written it: no browser is to make anything of it.
+				return http.StatusOK, rawText{"application/octet-stream", text}, err
+			},
+		},
+	}
+}
+
+// number is a parameter of the query.
+func (r *request) number(name string, without, least, most int64) (int64, error) {
+	text := r.URL.Query().Get(name)
+	if text == "" {
+		return without, nil
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || n < least || n > most {
+		return 0, fmt.Errorf("%w: %s %q: use %d to %d", sandbox.ErrSpec, name, text, least, most)
+	}
+	return n, nil
+}
+
+// filterOf reads the filter of a list from a query.
+func filterOf(r *request) (f records.Filter, err error) {
+	q := r.URL.Query()
+	for key := range q {
+		if !slices.Contains([]string{"owner", "tag", "class", "status", "limit", "after"}, key) {
+			return f, fmt.Errorf("%w: there is no parameter %q", sandbox.ErrSpec, key)
+		}
+	}
+	limit, err := r.number("limit", records.DefaultPage, 1, records.MaxPage)
+	f = records.Filter{Owner: q.Get("owner"), Class: lifetime.Class(q.Get("class")), Tags: q["tag"], After: q.Get("after"), Limit: int(limit)}
+	for _, s := range q["status"] {
+		f.Statuses = append(f.Statuses, records.Status(s))
+	}
+	return f, err
+}
+
+func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
+	filter, err := filterOf(r)
+	if err != nil {
+		return wire.List{}, err
+	}
+	l, err := f.List(ctx, filter)
+	if l.Sandboxes == nil {
+		l.Sandboxes = []fleet.Sandbox{}
+	}
+	return wire.List{Version: 1, List: l}, err
+}
+
+func create(s *Server, r *request) (int, any, error) {
+	f, release, err := s.o.Fleet(r.Context(), false)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer release()
+	b := r.body.(*wire.Create)
+	want := fleet.Request{Spec: b.Spec, Label: b.Label}
+	if b.GetOrCreate {
+		is, made, err := f.GetOrCreate(r.Context(), want)
+		if made {
+			return http.StatusCreated, is, err
+		}
+		return ok(is, err)
+	}
+	is, err := f.Create(r.Context(), want)
+	return http.StatusCreated, is, err
+}
+
+func stop(s *Server, r *request) (int, any, error) {
+	b := r.body.(*wire.Stop)
+	if b.TimeoutSeconds < 0 || b.TimeoutSeconds > wire.MaxStopSeconds {
+		return 0, nil, fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, b.TimeoutSeconds, wire.MaxStopSeconds)
+	}
+	limit := time.Duration(b.TimeoutSeconds) * time.Second
+	if limit == 0 {
+		limit = wire.DefaultStopSeconds * time.Second
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), limit)
+	defer cancel()
+	if err := s.o.VMs.Stop(ctx, r.name(), b.Kill); err != nil {
+		return 0, nil, err
+	}
+	f, release, err := s.o.Fleet(r.Context(), false)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer release()
+	return ok(f.Get(r.Context(), r.name()))
+}
+
+func (s *Server) snapshots(want func(sandbox.SnapshotInfo) bool) (wire.Snapshots, error) {
+	all, err := s.o.VMs.Snapshots()
+	out := wire.Snapshots{Version: 1, Snapshots: []sandbox.SnapshotInfo{}}
+	for _, i := range all {
+		if want(i) {
+			out.Snapshots = append(out.Snapshots, i)
+		}
+	}
+	return out, err
+}
+
+func images(s *Server, _ *request) (int, any, error) {
+	all, err := s.o.VMs.Images()
+	if err != nil && len(all) == 0 {
+		return 0, nil, err
+	}
+	out := wire.Images{Version: 1, Images: all}
+	if all == nil {
+		out.Images = []*image.Image{}
+	}
+	if err != nil {
+		out.Problems = []string{err.Error()}
+	}
+	return ok(out, nil)
+}
+
+func flows(s *Server, r *request) (int, any, error) {
+	out := wire.Flows{Flows: []netpolicy.FlowRecord{}}
+	err := s.o.VMs.NetworkFlows(r.Context(), r.name(), false, func(f netpolicy.FlowRecord) error {
+		if len(out.Flows) == wire.MaxFlows {
+			out.Flows, out.Truncated = slices.Delete(out.Flows, 0, 1), true
+		}
+		out.Flows = append(out.Flows, f)
+		return nil
+	})
+	return ok(out, err)
+}
+
+// checkTime bounds one check.
+const checkTime = 10 * time.Second
+
+// health runs checks.
+func health(r *request, checks []Check) (int, any, error) {
+	out := wire.Health{OK: true, Checks: []wire.Check{}}
+	known := CallerOf(r.Context()).Scope.allows(ScopeRead)
+	for _, c := range checks {
+		ctx, cancel := context.WithTimeout(r.Context(), checkTime)
+		err := c.Do(ctx)
+		cancel()
+		is := wire.Check{Name: c.Name, OK: err == nil}
+		if err != nil {
+			out.OK = false
+			if known {
+				is.Problem = err.Error()
+			}
+		}
+		out.Checks = append(out.Checks, is)
+	}
+	if errors.Is(r.Context().Err(), context.Canceled) {
+		return 0, nil, r.Context().Err()
+	}
+	if !out.OK {
+		return http.StatusServiceUnavailable, out, nil
+	}
+	return http.StatusOK, out, nil
+}

@@ -1,0 +1,337 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"mime"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+)
+
+// MaxRequests is how many requests are answered at once; those beyond it are refused, with code "busy". Those of mounted handlers that go on for long
+// have a bound of their own, MaxStreams.
+const (
+	MaxRequests = 128
+	MaxStreams  = 64
+)
+
+// Times that a request may take.
+const (
+	readTime  = time.Minute      // what only reads
+	writeTime = 10 * time.Minute // what starts, saves or removes sandboxes: a boot with much memory takes minutes on a soft KVM
+	bodyTime  = 30 * time.Second // until the body of a request is there
+	sendTime  = 2 * time.Minute  // until an answer is taken
+)
+
+// Options of New.
+type Options struct {
+	// Fleet gives a Fleet for one request: with the records if records is set, and it needs no others if it cannot have them. release is called when
+	// the request is done.
+	Fleet func(ctx context.Context, records bool) (f *fleet.Fleet, release func(), err error)
+	// VMs are those of the Fleet.
+	VMs VMs
+	// Version is the program's.
+	Version string
+	// Tokens are those of callers that do not come by the Unix socket.
+	Tokens Tokens
+	// Hosts are names by which callers may ask for this server, besides addresses and localhost: what else their Host says is refused.
+	Hosts []string
+	// Live and Ready are the checks of /healthz and /readyz.
+	Live, Ready []Check
+	// Mounts are further handlers.
+	Mounts []Mount
+	// Log gets what is changed and what goes wrong in the server; nil discards it.
+	Log *slog.Logger
+}
+
+// Check is one of what /healthz or /readyz looks at. Do may be called from several goroutines; it has 10 s.
+type Check struct {
+	Name string
+	Do   func(ctx context.Context) error
+}
+
+// Mount is a handler besides those of this package. What is in the way of a request (tokens, Host, Origin) is looked at before it, and it
+// has no bounds of body and time but its own. It ends what goes on for long when Draining says so.
+type Mount struct {
+	// Pattern is that of http.ServeMux.
+	Pattern string
+	Scope   Scope
+	Handler http.Handler
+}
+
+// Server answers requests. Make it with New.
+type Server struct {
+	o        Options
+	log      *slog.Logger
+	mux      *http.ServeMux
+	requests chan struct{} // has as many elements as requests are answered
+	streams  chan struct{} // the same of mounted handlers
+	draining chan struct{} // closed when the server is to end
+}
+
+// New makes a Server.
+func New(o Options) *Server {
+	s := &Server{
+		o: o, log: o.Log, mux: http.NewServeMux(),
+		requests: make(chan struct{}, MaxRequests), streams: make(chan struct{}, MaxStreams), draining: make(chan struct{}),
+	}
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	for _, r := range routes() {
+		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, s.requests, s.answer(r)))
+	}
+	for _, m := range o.Mounts {
+		s.mux.Handle(m.Pattern, s.bounded(m.Scope, s.streams, m.Handler))
+	}
+	return s
+}
+
+type contextKey int
+
+const (
+	keyCaller contextKey = iota
+	keyDraining
+)
+
+// Draining is closed when the server of a request is to end: what goes on until its client has enough ends then.
+func Draining(ctx context.Context) <-chan struct{} {
+	c, _ := ctx.Value(keyDraining).(chan struct{})
+	return c
+}
+
+// Caller is who asks.
+type Caller struct {
+	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for nobody who is known.
+	Name  string
+	Scope Scope
+}
+
+// CallerOf is who asks in a request that a Mount gets.
+func CallerOf(ctx context.Context) Caller {
+	c, _ := ctx.Value(keyCaller).(Caller)
+	return c
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	h := w.Header()
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Cache-Control", "no-store")
+	if err := s.checkOrigin(r); err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	if _, pattern := s.mux.Handler(r); pattern != "" {
+		// The mux again, which sets the request's path values.
+		s.mux.ServeHTTP(w, r)
+		return
+	}
+	if allow := s.methodsOf(r); len(allow) > 0 {
+		h.Set("Allow", strings.Join(allow, ", "))
+		s.fail(w, r, own(wire.CodeMethod, "use "+strings.Join(allow, " or "), "%s %s: the path has other methods", r.Method, r.URL.Path))
+		return
+	}
+	s.fail(w, r, own(wire.CodeNoRoute, "see /v1/openapi.json for what there is", "there is no %s", r.URL.Path))
+}
+
+// methodsOf are those that a path has.
+func (s *Server) methodsOf(r *http.Request) (out []string) {
+	for _, m := range []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
+		other := *r
+		other.Method = m
+		if _, pattern := s.mux.Handler(&other); pattern != "" {
+			out = append(out, m)
+		}
+	}
+	return out
+}
+
+// bounded lets a request through that may do what the route does, if there is room.
+func (s *Server) bounded(want Scope, room chan struct{}, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case room <- struct{}{}:
+			defer func() { <-room }()
+		default:
+			w.Header().Set("Retry-After", "1")
+			s.fail(w, r, own(wire.CodeBusy, "try again in a second", "%d requests are being answered", cap(room)))
+			return
+		}
+		c, err := s.caller(r)
+		if err == nil && !c.Scope.allows(want) {
+			err = refused(c, want)
+		}
+		if err != nil && want != ScopeNone {
+			if fleet.CodeOf(err) == wire.CodeUnauthorized {
+				w.Header().Set("WWW-Authenticate", `Bearer realm="drowse"`)
+			}
+			s.fail(w, r, err)
+			return
+		}
+		if want == ScopeNone {
+			// Nobody who is not known keeps a place by reading slowly.
+			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(sendTime))
+		}
+		ctx := context.WithValue(r.Context(), keyCaller, c)
+		ctx = context.WithValue(ctx, keyDraining, s.draining)
+		ctx = events.WithCause(ctx, events.API)
+		next.ServeHTTP(w, r.WithContext(ctx))
+	})
+}
+
+func refused(c Caller, want Scope) error {
+	if c.Name == "" {
+		return own(wire.CodeUnauthorized, "show a token of `drowse token create` as \"Authorization: Bearer TOKEN\"", "the request has no token that is known")
+	}
+	return own(wire.CodeForbidden, "use a token of scope "+string(want), "%s may only %s", c.Name, c.Scope)
+}
+
+// answer is the handler of a route of this package.
+func (s *Server) answer(rt route) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		limit := readTime
+		if rt.scope == ScopeWrite {
+			limit = writeTime
+		}
+		if rt.limit > 0 {
+			limit = rt.limit
+		}
+		out := http.NewResponseController(w)
+		// Not every writer of a test has deadlines.
+		_ = out.SetReadDeadline(time.Now().Add(bodyTime))
+		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+		body, err := readBody(r, rt)
+		if err != nil {
+			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
+			return
+		}
+		// What goes on for long is called off when the client goes, not by this deadline.
+		_ = out.SetReadDeadline(time.Time{})
+		ctx, cancel := context.WithTimeout(r.Context(), limit)
+		defer cancel()
+		begin := time.Now()
+		status, doc, err := rt.serve(s, &request{Request: r.WithContext(ctx), body: body, op: rt.op, w: w})
+		if rt.scope == ScopeWrite {
+			s.log.Info("asked over HTTP", "by", CallerOf(r.Context()).Name, "op", rt.op, "sandbox", r.PathValue("name"),
+				"took_ms", time.Since(begin).Milliseconds(), "error", err)
+		}
+		_ = out.SetWriteDeadline(time.Now().Add(sendTime))
+		if err != nil {
+			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
+			return
+		}
+		if text, ok := doc.(rawText); ok {
+			w.Header().Set("Content-Type", text.kind)
+			w.WriteHeader(status)
+			_, _ = w.Write(text.bytes) // the client has gone
+			return
+		}
+		s.write(w, r, status, doc)
+	})
+}
+
+// rawText is an answer that is no JSON document of a Go value.
+type rawText struct {
+	kind  string
+	bytes []byte
+}
+
+// readBody reads the body of a request into a value of the type that the route takes; nil for one that takes none.
+func readBody(r *http.Request, rt route) (any, error) {
+	data, err := io.ReadAll(r.Body)
+	var large *http.MaxBytesError
+	switch {
+	case errors.As(err, &large):
+		return nil, own(wire.CodeTooLarge, "send less", "the body has more than %d bytes", large.Limit)
+	case err != nil:
+		return nil, fmt.Errorf("%w: reading the body: %w", sandbox.ErrSpec, err)
+	}
+	if len(data) == 0 {
+		if rt.needsBody {
+			return nil, fmt.Errorf("%w: the request has no body: send a JSON object", sandbox.ErrSpec)
+		}
+		data = []byte("{}")
+	} else if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+		// A page of somebody else's cannot have a browser send this type unasked.
+		return nil, own(wire.CodeMediaType, "send application/json", "the body is %q", r.Header.Get("Content-Type"))
+	}
+	if rt.rawBody {
+		return data, nil
+	}
+	into := rt.body()
+	d := json.NewDecoder(strings.NewReader(string(data)))
+	d.DisallowUnknownFields()
+	if err := d.Decode(into); err != nil {
+		return nil, fmt.Errorf("%w: reading the body: %s", sandbox.ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, fmt.Errorf("%w: there is more after the JSON object of the body", sandbox.ErrSpec)
+	}
+	return into, nil
+}
+
+func (s *Server) write(w http.ResponseWriter, r *http.Request, status int, doc any) {
+	text, err := json.Marshal(doc)
+	if err != nil {
+		s.log.Error("an answer cannot be written as JSON", "path", r.URL.Path, "error", err)
+		status, text = http.StatusInternalServerError, []byte(`{"error":{"code":"error","message":"the answer cannot be written as JSON"}}`)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(append(text, '\n')) // the client has gone
+}
+
+// fail answers with an error.
+func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
+	e := wire.ErrorOf(err)
+	s.write(w, r, StatusOf(e.Code), wire.ErrorDoc{Error: e})
+}
+
+// Fail answers with an error as this package does, for mounted handlers.
+func Fail(w http.ResponseWriter, err error) {
+	e := wire.ErrorOf(err)
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(StatusOf(e.Code))
+	_ = json.NewEncoder(w).Encode(wire.ErrorDoc{Error: e}) // the client has gone
+}
+
+// own makes an error of the server's.
+func own(code fleet.Code, remedy, format string, args ...any) error {
+	return &fleet.Error{Op: "request", Code: code, Remedy: remedy, Err: fmt.Errorf(format, args...)}
+}
+
+// statuses are those of HTTP for codes of errors. Those that are not here are the host's, and 500.
+var statuses = map[fleet.Code]int{
+	"invalid": http.StatusBadRequest, "label": http.StatusBadRequest, "policy": http.StatusBadRequest, "not-a-kernel": http.StatusBadRequest,
+	"no-room":   http.StatusBadRequest,
+	"not-found": http.StatusNotFound, "snapshot-not-found": http.StatusNotFound, "volume-not-found": http.StatusNotFound,
+	"exists": http.StatusConflict, "running": http.StatusConflict, "not-running": http.StatusConflict, "expired": http.StatusConflict,
+	"snapshot-in-use": http.StatusConflict, "foreign-snapshot": http.StatusConflict, "disk-only": http.StatusConflict, "hooks": http.StatusConflict,
+	"disk-in-use": http.StatusConflict, "volume-in-use": http.StatusConflict, "volume-stale": http.StatusConflict, "volume-dirty": http.StatusConflict,
+	"secrets": http.StatusConflict, "not-frozen": http.StatusConflict, "foreign": http.StatusConflict,
+	"no-space": http.StatusInsufficientStorage, "host-memory": http.StatusServiceUnavailable, "addresses-full": http.StatusServiceUnavailable,
+	"no-kvm":          http.StatusServiceUnavailable,
+	fleet.CodeTimeout: http.StatusGatewayTimeout, fleet.CodeCanceled: http.StatusServiceUnavailable, fleet.CodeNoRecords: http.StatusServiceUnavailable,
+	wire.CodeUnauthorized: http.StatusUnauthorized, wire.CodeForbidden: http.StatusForbidden, wire.CodeNoRoute: http.StatusNotFound,
+	wire.CodeMethod: http.StatusMethodNotAllowed, wire.CodeTooLarge: http.StatusRequestEntityTooLarge,
+	wire.CodeMediaType: http.StatusUnsupportedMediaType, wire.CodeBusy: http.StatusServiceUnavailable,
+}
+
+// StatusOf is the status of HTTP that an error of a code has.
+func StatusOf(code fleet.Code) int {
+	if s := statuses[code]; s != 0 {
+		return s
+	}
+	return http.StatusInternalServerError
+}

@@ -1,0 +1,239 @@
+package api
+
+import (
+	"bufio"
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Scope is what a caller may do.
+type Scope string
+
+// The scopes. Who may write may read.
+const (
+	ScopeNone  Scope = "" // of a route: anybody
+	ScopeRead  Scope = "read"
+	ScopeWrite Scope = "write"
+)
+
+// allows says whether who has scope s may do what wants another one.
+func (s Scope) allows(want Scope) bool {
+	return want == ScopeNone || s == want || s == ScopeWrite && want == ScopeRead
+}
+
+// TokensFile is the name of the file with tokens in a state directory.
+const TokensFile = "api.tokens"
+
+// Bounds of a file with tokens.
+const (
+	MaxTokens    = 1000
+	maxTokenFile = 256 << 10 // bytes
+	maxTokenText = 512       // bytes of a token that is shown
+)
+
+// tokenPrefix begins tokens, so that they are known for what they are where they should not be.
+const tokenPrefix = "drowse_"
+
+var tokenNameRE = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
+
+// ErrTokens says that a file with tokens cannot be used.
+var ErrTokens = errors.New("the file with tokens cannot be used")
+
+// Token is a line of the file: its name, the SHA-256 of what its holder shows, and what that holder may do.
+type Token struct {
+	Name  string
+	Hash  [sha256.Size]byte
+	Scope Scope
+}
+
+// Tokens are a file of lines "NAME SHA256-HEX SCOPE"; empty ones and those that begin with # count nothing. It belongs to this process's
+// user and is nobody else's to read or write. It is read for each request, so that a token which is taken away is of no use from then on.
+type Tokens struct{ Path string }
+
+// Read reads the file. One that is not there has no tokens.
+func (f Tokens) Read() ([]Token, error) {
+	file, err := os.OpenFile(f.Path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTokens, err)
+	}
+	defer file.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(file.Fd()), &st); err != nil {
+		return nil, fmt.Errorf("%w: %s: %w", ErrTokens, f.Path, err)
+	}
+	switch {
+	case st.Mode&unix.S_IFMT != unix.S_IFREG:
+		return nil, fmt.Errorf("%w: %s is not a file", ErrTokens, f.Path)
+	case st.Mode&0o077 != 0:
+		return nil, fmt.Errorf("%w: others may use %s: take that away with `chmod 600`", ErrTokens, f.Path)
+	case st.Uid != 0 && int(st.Uid) != os.Geteuid():
+		return nil, fmt.Errorf("%w: %s belongs to user %d: give it to root", ErrTokens, f.Path, st.Uid)
+	}
+	text, err := io.ReadAll(io.LimitReader(file, maxTokenFile+1))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTokens, err)
+	}
+	return parseTokens(text)
+}
+
+func parseTokens(text []byte) (out []Token, err error) {
+	if len(text) > maxTokenFile {
+		return nil, fmt.Errorf("%w: it has more than %d bytes", ErrTokens, maxTokenFile)
+	}
+	names := map[string]bool{}
+	lines := bufio.NewScanner(bytes.NewReader(text))
+	for n := 1; lines.Scan(); n++ {
+		f := strings.Fields(lines.Text())
+		if len(f) == 0 || strings.HasPrefix(f[0], "#") {
+			continue
+		}
+		// The line is not quoted: somebody may have put a token into it.
+		bad := func(why string) error { return fmt.Errorf("%w: line %d: %s", ErrTokens, n, why) }
+		if len(f) != 3 {
+			return nil, bad("use NAME SHA256-HEX SCOPE")
+		}
+		t := Token{Name: f[0], Scope: Scope(f[2])}
+		sum, err := hex.DecodeString(f[1])
+		switch {
+		case !tokenNameRE.MatchString(t.Name):
+			return nil, bad("use letters, digits, dots, underscores and hyphens in the name, 64 at most")
+		case names[t.Name]:
+			return nil, bad("there is another token of that name")
+		case err != nil || len(sum) != sha256.Size:
+			return nil, bad("use a SHA-256 of 64 hex digits")
+		case t.Scope != ScopeRead && t.Scope != ScopeWrite:
+			return nil, bad("use read or write as the scope")
+		case len(out) == MaxTokens:
+			return nil, fmt.Errorf("%w: it has more than %d tokens", ErrTokens, MaxTokens)
+		}
+		names[t.Name] = true
+		copy(t.Hash[:], sum)
+		out = append(out, t)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTokens, err)
+	}
+	return out, nil
+}
+
+// Find returns the token that somebody shows. How long it takes does not depend on which one it is, nor on how far it is right.
+func (f Tokens) Find(shown string) (t Token, ok bool, err error) {
+	all, err := f.Read()
+	if err != nil || len(shown) > maxTokenText {
+		return Token{}, false, err
+	}
+	sum := sha256.Sum256([]byte(shown))
+	for _, have := range all {
+		if subtle.ConstantTimeCompare(have.Hash[:], sum[:]) == 1 {
+			t, ok = have, true
+		}
+	}
+	return t, ok, nil
+}
+
+// Create makes a token and adds it to the file. What it returns is shown once: the file has only its hash.
+func (f Tokens) Create(name string, scope Scope) (token string, err error) {
+	if !tokenNameRE.MatchString(name) {
+		return "", fmt.Errorf("%w: name %q: use letters, digits, dots, underscores and hyphens, 64 at most", ErrTokens, name)
+	}
+	if scope != ScopeRead && scope != ScopeWrite {
+		return "", fmt.Errorf("%w: scope %q: use %s or %s", ErrTokens, scope, ScopeRead, ScopeWrite)
+	}
+	var b [32]byte
+	_, _ = rand.Read(b[:]) // never fails
+	token = tokenPrefix + base64.RawURLEncoding.EncodeToString(b[:])
+	return token, f.change(func(all []Token) ([]Token, error) {
+		for _, t := range all {
+			if t.Name == name {
+				return nil, fmt.Errorf("%w: there is a token %q: remove it with `drowse token rm`, or use another name", ErrTokens, name)
+			}
+		}
+		if len(all) >= MaxTokens {
+			return nil, fmt.Errorf("%w: it has %d tokens already: remove some", ErrTokens, MaxTokens)
+		}
+		return append(all, Token{name, sha256.Sum256([]byte(token)), scope}), nil
+	})
+}
+
+// Remove takes a token out of the file.
+func (f Tokens) Remove(name string) error {
+	return f.change(func(all []Token) ([]Token, error) {
+		for i, t := range all {
+			if t.Name == name {
+				return append(all[:i:i], all[i+1:]...), nil
+			}
+		}
+		return nil, fmt.Errorf("%w: there is no token %q", ErrTokens, name)
+	})
+}
+
+// change replaces the file, one after another: the lock is that of its directory's lock file.
+func (f Tokens) change(do func([]Token) ([]Token, error)) (err error) {
+	lock, err := os.OpenFile(f.Path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrTokens, err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return fmt.Errorf("%w: locking it: %w", ErrTokens, err)
+	}
+	all, err := f.Read()
+	if err != nil {
+		return err
+	}
+	if all, err = do(all); err != nil {
+		return err
+	}
+	var b bytes.Buffer
+	for _, t := range all {
+		fmt.Fprintf(&b, "%s %x %s\n", t.Name, t.Hash, t.Scope)
+	}
+	return writeFile(f.Path, b.Bytes())
+}
+
+// writeFile replaces a file, so that it is the old or the new one whatever happens.
+func writeFile(path string, data []byte) (err error) {
+	dir := filepath.Dir(path)
+	tmp, err := os.CreateTemp(dir, "."+filepath.Base(path)+".*") // of mode 0600
+	if err != nil {
+		return fmt.Errorf("writing %s: %w", path, err)
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(tmp.Name())
+		}
+	}()
+	_, err = tmp.Write(data)
+	if err == nil {
+		err = tmp.Sync()
+	}
+	if err = errors.Join(err, tmp.Close()); err != nil {
+		return fmt.Errorf("writing %s: %w", path, err)
+	}
+	if err := os.Rename(tmp.Name(), path); err != nil {
+		return fmt.Errorf("writing %s: %w", path, err)
+	}
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	return d.Sync()
+}
