@@ -58,7 +58,7 @@ func TestEvents_of_a_killed_process_are_one_however_many_look(t *testing.T) {
 func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
 	s := tempStore(t)
 	ctx := events.WithCause(t.Context(), events.API)
-	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(time.Hour)})
+	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(time.Hour).UTC().Truncate(time.Second)})
 	set := func(change func(*Label)) {
 		t.Helper()
 		if _, err := s.SetLabel(ctx, "a", func(l *Label, _ error) error { change(l); return nil }); err != nil {

@@ -233,7 +233,7 @@ func (s *Store) TellExpired(ctx context.Context, name string) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return errNothingToTell
 		}
-		l.ExpiryTold = l.Expires
+		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
 		return nil
 	}, func(r *Record, _, l Label, _ error) {
 		e := s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
