@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -26,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
@@ -483,6 +485,7 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord ord
 
 // launchOnly is launchWith without what the VM waits for then.
 func (s *Store) launchOnly(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
+	ord.Cause = cmp.Or(ord.Cause, events.CauseOf(ctx))
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
@@ -594,6 +597,7 @@ func (s *Store) callWith(ctx context.Context, name, method, path string, send []
 	if err != nil {
 		return err
 	}
+	req.Header.Set(causeHeader, string(events.CauseOf(ctx)))
 	resp, err := client.Do(req)
 	var ue *url.Error
 	if errors.As(err, &ue) {
@@ -823,6 +827,8 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 		if err != nil {
 			return err
 		}
+		// For the event alone, so a failure is in nobody's way.
+		_ = s.call(ctx, name, http.MethodPost, "/ending", &struct{}{})
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
@@ -920,7 +926,11 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 	r, err := s.Get(name)
 	switch {
 	case errors.Is(err, ErrRecord) && force:
-		return s.removeFreed(ctx, name)
+		freed, err := s.removeFreed(ctx, name)
+		if err == nil {
+			s.tell(events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
+		}
+		return freed, err
 	case err != nil:
 		return Freed{}, err
 	case r.Phase == Running || r.Phase == Starting:
@@ -931,5 +941,12 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 			return Freed{}, err
 		}
 	}
-	return s.removeFreed(ctx, name)
+	// Its label goes with it.
+	e := s.event(ctx, r, events.Removed)
+	freed, err := s.removeFreed(ctx, name)
+	if err == nil {
+		e.Details.Bytes = freed.Bytes
+		s.tell(e)
+	}
+	return freed, err
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -106,6 +107,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	})
 	res = SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": ms(frozen)}}
 	if err != nil {
+		p.tellRefusal(ctx, err)
 		return res, err
 	}
 	if err := p.in.disk.Flush(); err != nil {
@@ -132,6 +134,8 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	}
 	res.BytesStored = info.SizeBytes
 	res.Stages["snapshot"] = ms(time.Since(begin))
+	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: id, Bytes: res.BytesStored, Milliseconds: res.Stages["frozen"]})
+	p.tellHooks(ctx, res.Hooks)
 	return res, nil
 }
 

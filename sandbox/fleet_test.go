@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -85,6 +86,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	if words < 4 {
 		t.Errorf("the history has %d commands that were run: %+v", words, h.Runs)
 	}
+	conformanceEvents(t, e)
 	if left, _ := filepath.Glob(filepath.Join(e.Store.Dir(), "vms", "conf*")); len(left) != 0 {
 		t.Errorf("%v are left", left)
 	}
@@ -117,6 +119,40 @@ func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
 		}
 	})
 	return c
+}
+
+// conformanceEvents looks at what the journal has of what was done to sandboxes before.
+func conformanceEvents(t *testing.T, e *guesttest.Env) {
+	seen, first := map[events.Type]int{}, map[string]events.Type{}
+	woken := 0
+	if _, err := e.Store.Events().Read(t.Context(), events.ReadOptions{}, func(ev events.Event) error {
+		if !strings.HasPrefix(ev.Sandbox, "conf") {
+			return nil
+		}
+		seen[ev.Type]++
+		if first[ev.SandboxID] == "" {
+			first[ev.SandboxID] = ev.Type
+		}
+		if ev.Type == events.Woken && ev.Details.Milliseconds > 0 && ev.Details.Snapshot != "" && ev.Cause == events.Library {
+			woken++
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []events.Type{events.Created, events.Woken, events.Slept, events.Forked, events.Crashed, events.Renamed, events.Removed} {
+		if seen[want] == 0 {
+			t.Errorf("there are no events %s: %v", want, seen)
+		}
+	}
+	if woken != seen[events.Woken] {
+		t.Errorf("%d of %d events of wakes say what they should", woken, seen[events.Woken])
+	}
+	for id, ev := range first {
+		if ev != events.Created {
+			t.Errorf("the first event of %s is %s", id, ev)
+		}
+	}
 }
 
 // A wake that comes while a VM falls asleep has to find it awake in the end.

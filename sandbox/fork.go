@@ -23,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -153,6 +154,12 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 		_, serr := s.Sweep(context.WithoutCancel(ctx))
 		return res, errors.Join(fmt.Errorf("forking %s: %w", name, err), serr)
 	}
+	e := s.event(ctx, r, events.Forked)
+	e.Details.Snapshot, e.Details.Milliseconds = f.res.Snapshot, f.res.Stages["ready"]
+	for _, c := range f.res.Children {
+		e.Details.Children = append(e.Details.Children, c.Name)
+	}
+	s.tell(e)
 	return f.res, nil
 }
 
@@ -176,6 +183,7 @@ func (f *forker) choose(o ForkOptions) error {
 	if err != nil {
 		return err
 	}
+	own.Wake = Timer{} // that is for the one of which it was said
 	f.labels = make(map[string]*Label, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec

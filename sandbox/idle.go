@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // IdleSpec says when a VM that nobody uses goes to sleep by itself. It is used while
@@ -125,7 +126,7 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 		if w.look(now, p.uses()) < spec.after() {
 			continue
 		}
-		res, err := p.sleep(ctx, "", func() error { return p.stillUnused(w, now) })
+		res, err := p.sleep(events.WithCause(ctx, events.Idle), "", func() error { return p.stillUnused(w, now) })
 		switch {
 		case err == nil:
 			p.log.Info("gone to sleep, since nobody has used it", "for", spec.after(), "snapshot", res.Snapshot, "bytes", res.BytesStored)

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
@@ -34,6 +35,10 @@ type Label struct {
 	Expires time.Time `json:"expires,omitzero"`
 	// Keep says which of its sleeps are kept.
 	Keep lifetime.Keep `json:"keep,omitzero"`
+	// Wake is when it is woken; the zero value is never.
+	Wake Timer `json:"wake,omitzero"`
+	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
+	ExpiryTold time.Time `json:"expiry_told,omitzero"`
 }
 
 // Limits of a Label.
@@ -72,7 +77,7 @@ func (l Label) EffectiveClass() lifetime.Class {
 
 // empty says that it is what a VM without one has.
 func (l Label) empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{}
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{}
 }
 
 // Check refuses what is out of bounds.
@@ -105,6 +110,9 @@ func (l Label) Check() error {
 		if err := text("tag", t, MaxLabelTag); err != nil {
 			return err
 		}
+	}
+	if err := l.Wake.check(); err != nil {
+		return err
 	}
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {
 		return fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrLabel, y)
@@ -174,7 +182,13 @@ func parseLabel(data []byte) (Label, error) {
 // and is returned. A label that cannot be read is given as the zero Label, with its error. Changes by several processes come one
 // after another, and each is on disk when SetLabel returns. The sandbox may run, and may be renamed meanwhile.
 func (s *Store) SetLabel(ctx context.Context, name string, change func(l *Label, unreadable error) error) (Label, error) {
-	if _, err := s.load(name); err != nil {
+	return s.setLabel(ctx, name, change, func(r *Record, before, l Label, unreadable error) { s.tellLabel(ctx, r, before, l, unreadable) })
+}
+
+// setLabel is SetLabel that calls told, with the label locked, when it is changed.
+func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, error) error, told func(r *Record, before, l Label, unreadable error)) (Label, error) {
+	r, err := s.load(name)
+	if err != nil {
 		return Label{}, err
 	}
 	// The directory itself, by whatever name: it may be renamed, and another one may get its name.
@@ -192,11 +206,13 @@ func (s *Store) SetLabel(ctx context.Context, name string, change func(l *Label,
 	}
 	defer unlock()
 	l, rerr := readLabel(root, name)
+	before := l
 	if err := change(&l, rerr); err != nil {
 		return Label{}, err
 	}
 	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
+	l.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	if err := l.Check(); err != nil {
 		return Label{}, err
 	}
@@ -207,7 +223,58 @@ func (s *Store) SetLabel(ctx context.Context, name string, change func(l *Label,
 	if err != nil {
 		return Label{}, fmt.Errorf("changing the label of %s: %w", name, err)
 	}
+	told(r, before, l, rerr)
 	return l, nil
+}
+
+// TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for others.
+func (s *Store) TellExpired(ctx context.Context, name string) error {
+	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
+		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
+			return errNothingToTell
+		}
+		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
+		return nil
+	}, func(r *Record, _, l Label, _ error) {
+		e := s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
+		e.Details.Expires = l.Expires
+		s.tell(e)
+	})
+	return nothing(err)
+}
+
+// nothing is nil if there was nothing to tell of.
+func nothing(err error) error {
+	if errors.Is(err, errNothingToTell) || errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+// errNothingToTell ends a change of a label that is none.
+var errNothingToTell = errors.New("there is nothing to tell of")
+
+// tellLabel tells of a changed label.
+func (s *Store) tellLabel(ctx context.Context, r *Record, before, l Label, unreadable error) {
+	if unreadable == nil && before.equal(l) {
+		return
+	}
+	e := s.event(ctx, r, events.Updated)
+	if same := before; unreadable == nil {
+		same.Expires = l.Expires
+		if same.equal(l) && !before.Expires.IsZero() && (l.Expires.IsZero() || l.Expires.After(before.Expires)) {
+			e.Type = events.Extended
+		}
+	}
+	e.Details.Expires = l.Expires
+	s.tell(e)
+}
+
+// equal says whether two labels say the same.
+func (l Label) equal(m Label) bool {
+	a, aerr := json.Marshal(l)
+	b, berr := json.Marshal(m)
+	return aerr == nil && berr == nil && string(a) == string(b)
 }
 
 // lockLabel serialises those who change a label. Nobody has the lock for longer than a change takes.
@@ -286,7 +353,8 @@ func (r *Record) setLabel(l *Label) error {
 	}
 	own := *l
 	own.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
-	own.Expires = l.Expires.UTC().Truncate(time.Second)
+	own.Expires, own.ExpiryTold = l.Expires.UTC().Truncate(time.Second), time.Time{}
+	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	if err := own.Check(); err != nil {
 		return err
 	}

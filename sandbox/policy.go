@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // checkPolicy says whether a VM can have its policy.
@@ -170,6 +171,9 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 			err = s.storePolicy(name, p)
 		}
 		if !passing(err) {
+			if err == nil {
+				s.tell(s.event(ctx, r, events.PolicyChanged))
+			}
 			return res, err
 		}
 		select {

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -22,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -65,6 +67,10 @@ type process struct {
 
 	// cpuBefore is processor time that the process had used before it was the VM's.
 	cpuBefore time.Duration
+	// teller writes events; nil before the VM is there.
+	teller *teller
+	// ending is on whose behalf the VM ends.
+	ending atomic.Pointer[events.Cause]
 
 	lasting    context.Context
 	background sync.WaitGroup
@@ -87,6 +93,8 @@ type ServeOptions struct {
 	Report func(Report)
 	// Log gets the process's log.
 	Log *slog.Logger
+	// Cause is on whose behalf it is started; empty is Library.
+	Cause events.Cause
 
 	// urgent, if not nil, has the process go before others until what it returns is called.
 	urgent func() (calm func())
@@ -145,9 +153,18 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return errors.Join(err, p.store.save(p.r))
 	}
 	lasting, stop := context.WithCancel(ctx)
-	defer p.background.Wait()
-	defer stop()
 	p.lasting = lasting
+	p.teller = p.store.newTeller(p.log)
+	// When the background has ended, and before the lock is released.
+	defer func() {
+		stop()
+		p.background.Wait()
+		p.teller.close()
+	}()
+	// Whatever is asked for from now on is told of after this beginning.
+	p.op.Lock()
+	unlock := sync.OnceFunc(p.op.Unlock)
+	defer unlock()
 	control, err := p.listen()
 	if err != nil {
 		return errors.Join(err, p.in.Close())
@@ -160,6 +177,10 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	// Before the background is waited for, and after it was told to end.
 	defer unask()
 	o.Report(p.report())
+	begun, details := p.begun(before.Maker != 0, o)
+	p.tellAs(cmp.Or(o.Cause, events.Library), begun, details)
+	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.hookFailures)
+	unlock()
 	if o.Shells != nil {
 		if err := o.Shells.Close(); err != nil {
 			p.log.Warn("closing what was made ahead and is not needed", "error", err)
@@ -327,6 +348,7 @@ func (p *process) wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		p.log.Info("told to stop")
+		p.ends(events.Killed)
 		p.in.Machine().Fail(ErrStopped)
 	case <-p.in.Machine().Done():
 	case <-p.ended:
@@ -350,8 +372,19 @@ func (p *process) wait(ctx context.Context) error {
 	err = p.in.Close()
 	p.r.Phase, p.r.PID = Stopped, 0
 	p.r.Exit = &ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
-	return errors.Join(err, p.store.save(p.r))
+	if err = errors.Join(err, p.store.save(p.r)); err != nil {
+		return err
+	}
+	cause := events.Guest
+	if c := p.ending.Load(); c != nil {
+		cause = *c
+	}
+	p.tellAs(cause, events.Stopped, events.Details{Reason: string(x.Reason)})
+	return nil
 }
+
+// ends says on whose behalf the VM is about to end, if nobody has said so before.
+func (p *process) ends(c events.Cause) { p.ending.CompareAndSwap(nil, &c) }
 
 // answerTime is how long the process of a VM that has fallen asleep stays to say so.
 const answerTime = 5 * time.Second
@@ -463,6 +496,7 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 	begin := time.Now()
 	hooks, err := p.in.before(ctx, guest.HookSleep, policy)
 	if err != nil {
+		p.tellRefusal(ctx, err)
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	hooked := time.Since(begin)
@@ -494,6 +528,8 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 		return res, err
 	}
 	p.asleep = true
+	p.tell(ctx, events.Slept, events.Details{Snapshot: c.ID, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
+	p.tellHooks(ctx, res.Hooks)
 	if err := p.in.Close(); err != nil {
 		p.log.Warn("closing the VM after its sleep", "error", err)
 	}
@@ -515,6 +551,7 @@ func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) 
 	}
 	hooks, err := p.in.before(ctx, guest.HookSnapshot, policy)
 	if err != nil {
+		p.tellRefusal(ctx, err)
 		return SleepResult{}, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
 	defer p.shortenDisk()
@@ -529,6 +566,8 @@ func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) 
 	if err != nil {
 		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
+	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: res.Snapshot, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
+	p.tellHooks(ctx, res.Hooks)
 	return res, nil
 }
 
@@ -594,7 +633,7 @@ func (p *process) listen() (*http.Server, error) {
 		if err := policy.check(); err != nil {
 			return nil, err
 		}
-		return p.sleep(context.WithoutCancel(r.Context()), policy, nil)
+		return p.sleep(asked(r), policy, nil)
 	}, p.end)
 	handle("POST /snapshot", func(r *http.Request) (any, error) {
 		q := r.URL.Query()
@@ -603,9 +642,9 @@ func (p *process) listen() (*http.Server, error) {
 			return nil, err
 		}
 		if q.Get("disk-only") == "true" {
-			return p.diskSnapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
+			return p.diskSnapshot(asked(r), q.Get("note"), policy)
 		}
-		return p.snapshot(context.WithoutCancel(r.Context()), q.Get("note"), policy)
+		return p.snapshot(asked(r), q.Get("note"), policy)
 	}, nil)
 	mux.HandleFunc("POST /fork", p.serveFork)
 	mux.HandleFunc("GET /hold", p.serveHold)
@@ -613,7 +652,13 @@ func (p *process) listen() (*http.Server, error) {
 	p.handleTags(handle)
 	p.handleSecrets(handle)
 	p.handleServices(handle)
-	handle("POST /kill", func(*http.Request) (any, error) {
+	// Whoever has the guest shut down says so first.
+	handle("POST /ending", func(r *http.Request) (any, error) {
+		p.ends(events.CauseOf(asked(r)))
+		return struct{}{}, nil
+	}, nil)
+	handle("POST /kill", func(r *http.Request) (any, error) {
+		p.ends(events.CauseOf(asked(r)))
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil
 	}, nil)

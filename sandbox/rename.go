@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, label, audit trail and its host name
@@ -68,7 +70,13 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if r, err = s.load(to); err != nil {
 		return err
 	}
-	return s.save(r)
+	if err := s.save(r); err != nil {
+		return err
+	}
+	e := s.event(ctx, r, events.Renamed)
+	e.Details.From = name
+	s.tell(e)
+	return nil
 }
 
 // adoptName completes in memory what a rename has done on disk.

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // ErrForeignSnapshot says that a snapshot is of another VM.
@@ -74,7 +75,13 @@ func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record
 	}
 	r.Snapshot = id
 	r.goBack(m)
-	return r, s.save(r)
+	if err := s.save(r); err != nil {
+		return r, err
+	}
+	e := s.event(ctx, r, events.Restored)
+	e.Details.Snapshot = id
+	s.tell(e)
+	return r, nil
 }
 
 // SpecChanges are what of a VM can be changed once it is there; nil leaves a field as it is.
@@ -129,7 +136,11 @@ func (s *Store) setSpec(ctx context.Context, name string, c SpecChanges) error {
 		return fmt.Errorf("changing %s: %w", name, err)
 	}
 	r.Spec = spec
-	return s.save(r)
+	if err := s.save(r); err != nil {
+		return err
+	}
+	s.tell(s.event(ctx, r, events.Updated))
+	return nil
 }
 
 // changed is the Spec with changes. One that is asleep has its size in its memory.

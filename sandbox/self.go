@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // SelfSpec says what programs in a VM may ask the host for, about this VM and no other. The grant is the
@@ -195,7 +196,7 @@ func (s *self) end() { _ = s.hold(0) }
 
 // selfSleep puts the VM to sleep.
 func (p *process) selfSleep(ctx context.Context) {
-	res, err := p.sleep(ctx, "", nil)
+	res, err := p.sleep(events.WithCause(ctx, events.Guest), "", nil)
 	if err != nil {
 		p.log.Warn("the guest has asked to be put to sleep, and is awake", "error", err)
 		return
@@ -226,6 +227,6 @@ func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err
 	if note != "" {
 		full += ": " + note
 	}
-	res, err := p.snapshot(ctx, full, "")
+	res, err := p.snapshot(events.WithCause(ctx, events.Guest), full, "")
 	return res.Snapshot, err
 }

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // What a caller may want to tell apart.
@@ -43,6 +44,7 @@ var (
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
+//	events/        what became of VMs: package events
 //	volumes/NAME/          volumes: package volume
 //	pages/                 pages of snapshots that were woken before: package pagecache
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
@@ -336,7 +338,12 @@ func (s *Store) tidy(r *Record) error {
 	if err := removeLeftNetwork(r); err != nil {
 		return err
 	}
-	return s.save(r)
+	if err := s.save(r); err != nil {
+		return err
+	}
+	// The lock is held, and the record says it from now on, so it is told once.
+	s.tell(s.event(events.WithCause(context.Background(), events.Killed), r, events.Crashed))
+	return nil
 }
 
 func (s *Store) removeSockets(name string) error {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // TagsResult says what SetTags has done.
@@ -98,6 +99,9 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 			res, err = s.storeTags(name, c)
 		}
 		if !passing(err) {
+			if err == nil {
+				s.tell(s.event(ctx, r, events.Updated))
+			}
 			return res, err
 		}
 		select {

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Files that the process of a VM finds open when it is started: where it writes its
@@ -40,6 +41,8 @@ type order struct {
 	NewIdentity bool `json:"new_identity,omitempty"`
 	// Fork says that it is made of an image.
 	Fork bool `json:"fork,omitempty"`
+	// Cause is on whose behalf; for the event.
+	Cause events.Cause `json:"cause,omitempty"`
 }
 
 // ahead says whether a process that was made ahead is of use: a boot takes so long that
@@ -57,6 +60,9 @@ func (o order) args(dir string) []string {
 	}
 	if o.Fork {
 		args = append(args, "--fork")
+	}
+	if o.Cause != "" {
+		args = append(args, "--cause", string(o.Cause))
 	}
 	return args
 }
@@ -124,6 +130,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 	f.StringVar(&ord.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
 	f.BoolVar(&ord.NewIdentity, "new-identity", false, "make the guest a machine of its own")
 	f.BoolVar(&ord.Fork, "fork", false, "be a child whose RAM is on a file descriptor")
+	f.StringVar((*string)(&ord.Cause), "cause", "", "on whose behalf")
 	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
 	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
 	f.IntVar(&shape.VCPUs, "vcpus", 0, "vCPUs to prepare for")
@@ -157,7 +164,7 @@ func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shel
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, urgent: beUrgent,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent,
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Exit statuses besides those of a command that exec passes on.
@@ -63,7 +64,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	cmd, err := root.ExecuteContextC(ctx)
+	cmd, err := root.ExecuteContextC(events.WithCause(ctx, events.CLI))
 	var status statusError
 	switch {
 	case err == nil:
@@ -127,7 +128,7 @@ func (a *app) root() *cobra.Command {
 	root.AddCommand(
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
 		a.runCommand(), a.execCommand(), a.cpCommand(), a.watchCommand(),
-		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.historyCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
+		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
 		a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),

@@ -171,14 +171,18 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 			}
 			return a.print(listDoc{1, list}, func(w io.Writer) {
 				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tNOTE")
+				fmt.Fprintln(t, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE")
 				for _, s := range list.Sandboxes {
 					expires := "-"
 					if !s.Expires.IsZero() {
 						expires = s.Expires.Local().Format("2006-01-02 15:04")
 					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
-						s.Image, s.Memory, expires, printable(firstOf(s.Problem, s.Purpose)))
+					wakes := "-"
+					if !s.NextWake.IsZero() {
+						wakes = s.NextWake.Local().Format("2006-01-02 15:04")
+					}
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
+						s.Image, s.Memory, expires, wakes, printable(firstOf(s.Problem, s.Purpose)))
 				}
 				t.Flush()
 				if list.Next != "" {

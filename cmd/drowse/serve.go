@@ -25,6 +25,7 @@ func (a *app) serveCommand() *cobra.Command {
 		processes, conns int
 		web              apiFlags
 		exit             exitFlags
+		hooks            webhookFlags
 	)
 	cmd := &cobra.Command{
 		Use: "serve", Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
@@ -36,6 +37,9 @@ Listen at the addresses where policies publish ports of VMs ("publish", see "dro
 policy"). A connection, or a datagram, wakes a VM that sleeps, waits until it is there, and
 keeps it awake; with UDP, until a minute after the last datagram. A packet to the address of
 a VM that sleeps wakes it if its policy would let it in.
+
+Send events to webhooks, in their order, each until it is taken; where it is, it goes on
+when it is started again.
 
 Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
 to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
@@ -61,13 +65,19 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			if err := errors.Join(web.check(), exit.check()); err != nil {
 				return err
 			}
-			return a.serve(cmd.Context(), s, l, supervisor.Options{Pool: processes, MaxConns: conns, Log: a.log}, &web, &exit)
+			webhooks, err := hooks.hooks()
+			if err != nil {
+				return err
+			}
+			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
+			return a.serve(cmd.Context(), s, l, o, &web, &exit)
 		},
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
 	web.add(cmd)
 	exit.add(cmd)
+	hooks.add(cmd)
 	return cmd
 }
 
@@ -90,7 +100,8 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
-		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()}),
+		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
+			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events())}),
 		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err

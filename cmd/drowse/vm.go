@@ -257,10 +257,12 @@ func (a *app) startCommand() *cobra.Command {
 }
 
 func (a *app) wakeCommand() *cobra.Command {
-	return a.vmCommand("wake", "Bring a VM back from its sleep: memory, processes, files",
+	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
 			return s.Wake(ctx, l, name)
 		})
+	a.timed(cmd)
+	return cmd
 }
 
 func (a *app) sleepCommand() *cobra.Command {

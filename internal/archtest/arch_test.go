@@ -37,9 +37,9 @@ var rules = []rule{
 	// As programs elsewhere use the library.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
-	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "snapshot", "guest/audit"}},
+	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
@@ -48,8 +48,9 @@ var rules = []rule{
 	// The page is files; its tests put it before an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
-	{"sandbox/api", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
+	{"sandbox/events", nil},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 )
 
@@ -186,6 +187,7 @@ func (s *Server) bounded(want Scope, room chan struct{}, next http.Handler) http
 		}
 		ctx := context.WithValue(r.Context(), keyCaller, c)
 		ctx = context.WithValue(ctx, keyDraining, s.draining)
+		ctx = events.WithCause(ctx, events.API)
 		next.ServeHTTP(w, r.WithContext(ctx))
 	})
 }

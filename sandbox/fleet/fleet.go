@@ -209,6 +209,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	var o sandbox.ForkOptions
 	for _, c := range children {
 		own := label
+		own.Wake = sandbox.Timer{}
 		own.Tags = append(slices.Clone(label.Tags), c.Tags...)
 		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Label: &own})
 	}
@@ -264,6 +265,8 @@ type Changes struct {
 	// Expires is when its time is over; the zero time is never.
 	Expires *time.Time
 	Keep    *lifetime.Keep
+	// Wake is when it is woken; the zero Timer is never.
+	Wake *sandbox.Timer
 	// Reset begins with an empty label, for one that cannot be read.
 	Reset bool
 	Spec  sandbox.SpecChanges
@@ -298,6 +301,7 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		set(&l.Tags, c.Tags)
 		set(&l.Expires, c.Expires)
 		set(&l.Keep, c.Keep)
+		set(&l.Wake, c.Wake)
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
 			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
 		}

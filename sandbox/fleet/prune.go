@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
@@ -47,7 +48,11 @@ func (f *Fleet) Due() (bool, error) {
 		sandboxes = append(sandboxes, f.lasts(r))
 	}
 	p := lifetime.Decide(sandboxes, nil, f.now())
-	return len(p.Sleep)+len(p.Remove) > 0, fail("prune", "", err)
+	due := len(p.Sleep)+len(p.Remove) > 0
+	for _, s := range sandboxes {
+		due = due || f.untold(s)
+	}
+	return due, fail("prune", "", err)
 }
 
 func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
@@ -80,6 +85,12 @@ func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
 	problem := func(err error) {
 		if err != nil {
 			p.Problems = append(p.Problems, lines(err)...)
+		}
+	}
+	ctx = events.WithCause(ctx, events.Expiry)
+	for _, s := range sandboxes {
+		if f.untold(s) {
+			problem(f.vms.TellExpired(ctx, s.Name))
 		}
 	}
 	for _, step := range p.Sleep {
@@ -119,6 +130,15 @@ func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
 
 // kindSleep is the kind of snapshot that a sandbox sleeps in: sandbox.SnapshotInfo.
 const kindSleep = "sleep"
+
+// untold says whether there is to be an event of a sandbox's expiry.
+func (f *Fleet) untold(s lifetime.Sandbox) bool {
+	if s.Unknown || !lifetime.Expired(s.Expires, f.now()) {
+		return false
+	}
+	l, err := f.vms.Label(s.Name)
+	return err == nil && lifetime.Expired(l.Expires, f.now()) && !l.ExpiryTold.Equal(l.Expires)
+}
 
 // lasts is what counts of a VM for how long it lasts.
 func (f *Fleet) lasts(r *sandbox.Record) lifetime.Sandbox {

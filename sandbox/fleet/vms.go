@@ -27,6 +27,7 @@ type VMs interface {
 	FileStamps() (map[string]string, error)
 	Label(name string) (sandbox.Label, error)
 	SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error)
+	TellExpired(ctx context.Context, name string) error
 	SetSpec(ctx context.Context, name string, c sandbox.SpecChanges) error
 
 	Snapshots() ([]sandbox.SnapshotInfo, error)

@@ -68,6 +68,8 @@ type Sandbox struct {
 	Created time.Time     `json:"created"`
 	Expires time.Time     `json:"expires,omitzero"`
 	Keep    lifetime.Keep `json:"keep,omitzero"`
+	// NextWake is when it is woken by a timer. It is not in the database.
+	NextWake time.Time `json:"next_wake,omitzero"`
 	// Removed is when it was found to be gone. Only a history has such ones.
 	Removed time.Time `json:"removed,omitzero"`
 

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // entrance is where one published port is listened for.
@@ -119,7 +121,7 @@ func (d *door) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
 	touch := Touch{VM: d.port.vm, By: TouchConnection, Came: time.Now()}
-	hold, info, err := d.v.awake(ctx, d.port.vm)
+	hold, info, err := d.v.awake(events.WithCause(ctx, events.Connection), d.port.vm)
 	touch.Awake = time.Now()
 	if err != nil {
 		reset(c)

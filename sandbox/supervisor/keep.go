@@ -95,6 +95,9 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 		return err
 	}
 	k.gathered = now
+	if err := s.Events().Trim(); err != nil {
+		log.Warn("old events stay", "error", err)
+	}
 	if db == nil {
 		return nil
 	}

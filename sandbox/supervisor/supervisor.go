@@ -6,12 +6,16 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"path/filepath"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Options say what a supervisor does.
@@ -24,6 +28,8 @@ type Options struct {
 	// PruneEvery is how often it looks for sandboxes whose time is over, and for sleeps that are not kept any more:
 	// fleet.Fleet.Prune. 0 is DefaultPruneEvery, less than 0 never.
 	PruneEvery time.Duration
+	// Webhooks are where it sends events; at most events.MaxWebhooks.
+	Webhooks []events.Webhook
 	// Woken, if not nil, is told of each wake of a VM for a connection or a packet, when it has ended, and how long it took. It may be called from several
 	// goroutines.
 	Woken func(took time.Duration, rep sandbox.Report, err error)
@@ -85,6 +91,7 @@ type supervisor struct {
 	log      *slog.Logger
 
 	seen map[string]time.Time // stamps of the records that have been read
+	pids map[string]int       // processes of the VMs that ran then
 	// want are the ports that VMs publish, doors those that are listened at, and refused why one is not.
 	want    map[string][]port
 	doors   map[port]closer
@@ -118,7 +125,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	defer cancel(nil)
 	v := &supervisor{
 		store: s, launcher: l, o: o, log: o.Log,
-		seen: map[string]time.Time{}, want: map[string][]port{}, doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
+		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	if o.Pool > 0 {
 		p, err := s.NewPool(l, sandbox.PoolOptions{Processes: o.Pool, Follow: true, Log: o.Log})
@@ -137,6 +144,30 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			err = errors.Join(err, <-served, p.Close())
 		}()
 	}
+	if len(o.Webhooks) > 0 {
+		delivered := make(chan error, 1)
+		go func() {
+			err := events.DeliverAll(ctx, s.Events(), filepath.Join(s.Dir(), "webhooks"), o.Webhooks, o.Log)
+			if err != nil {
+				cancel(err)
+			}
+			delivered <- err
+		}()
+		defer func() {
+			cancel(nil)
+			err = errors.Join(err, <-delivered)
+		}()
+	}
+	timed := newTimers(launchedVMs{s, v.launcher}, v.log.Warn)
+	timing := make(chan struct{})
+	go func() {
+		defer close(timing)
+		timed.run(ctx)
+	}()
+	defer func() {
+		cancel(nil)
+		<-timing
+	}()
 	if o.PruneEvery >= 0 {
 		keeper := v.keep(ctx)
 		defer func() {
@@ -181,13 +212,14 @@ func (v *supervisor) look(ctx context.Context) error {
 	for name := range v.seen {
 		if _, there := stamps[name]; !there {
 			delete(v.seen, name)
+			delete(v.pids, name)
 			delete(v.want, name)
 			delete(v.guarded, name)
 		}
 	}
 	var errs []error
 	for name, stamp := range stamps {
-		if v.seen[name].Equal(stamp) {
+		if v.seen[name].Equal(stamp) && !v.ended(name) {
 			continue
 		}
 		r, err := v.store.Get(name)
@@ -202,6 +234,10 @@ func (v *supervisor) look(ctx context.Context) error {
 			errs = append(errs, err)
 			continue
 		}
+		delete(v.pids, name)
+		if r.PID > 0 && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
+			v.pids[name] = r.PID
+		}
 		v.want[name] = published(r.Spec)
 		if vm, ok := v.guardedOf(r); ok {
 			v.guarded[name] = vm
@@ -212,6 +248,13 @@ func (v *supervisor) look(ctx context.Context) error {
 	v.open(ctx)
 	errs = append(errs, v.openGate(ctx))
 	return errors.Join(errs...)
+}
+
+// ended says whether the process of a VM is gone that its record names: a process that is killed does not write that down, and
+// whoever reads the record then does (sandbox.Store.Get).
+func (v *supervisor) ended(name string) bool {
+	pid := v.pids[name]
+	return pid > 0 && errors.Is(unix.Kill(pid, 0), unix.ESRCH)
 }
 
 // published are the ports of a VM that can be listened for.
@@ -342,7 +385,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 		v.device = d
 		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
-			h, info, err := v.awake(ctx, name)
+			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {
 				return nil, nil, err
 			}

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
 // Bounds of what is kept for those who send datagrams. MaxConns bounds how many they are.
@@ -87,7 +89,7 @@ var (
 func (v *supervisor) openHatch(ctx context.Context, p port) (closer, error) {
 	h := &hatch{entrance: entrance{v: v, port: p}, unanswered: unansweredTime, answered: answeredTime}
 	h.wake = func(ctx context.Context) (held, netip.AddrPort, error) {
-		hold, info, err := v.awake(ctx, p.vm)
+		hold, info, err := v.awake(events.WithCause(ctx, events.Packet), p.vm)
 		if err != nil {
 			return nil, netip.AddrPort{}, err
 		}

@@ -608,6 +608,17 @@ func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.
 	return l, nil
 }
 
+// TellExpired implements fleet.VMs.
+func (v *VMs) TellExpired(ctx context.Context, name string) error {
+	_, err := v.SetLabel(ctx, name, func(l *sandbox.Label, unreadable error) error {
+		if unreadable == nil && lifetime.Expired(l.Expires, v.now()) {
+			l.ExpiryTold = l.Expires
+		}
+		return nil
+	})
+	return err
+}
+
 // SetSpec implements fleet.VMs.
 func (v *VMs) SetSpec(_ context.Context, name string, c sandbox.SpecChanges) error {
 	v.mu.Lock()

@@ -1,0 +1,168 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+func (a *app) eventsCommand() *cobra.Command {
+	var (
+		follow bool
+		since  string
+		o      events.ReadOptions
+	)
+	cmd := &cobra.Command{
+		Use: "events", Short: "Say what has become of sandboxes, and, with --follow, what becomes of them", Args: cobra.NoArgs,
+		Long: `Say what has become of sandboxes, the oldest first: made, woken, put to sleep, forked, removed, and so
+on, by whom or what. With --follow it goes on until it is interrupted. With -o json each
+event is one line, whose "cursor" is what --since takes to go on after it. At most 16 MiB and 30 days are kept.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			j := s.Events()
+			var from time.Time
+			if d, derr := lifetime.ParseDuration(since); derr == nil && since != "" && strings.ContainsAny(since, "smhd") {
+				from = time.Now().Add(-d)
+			} else if t, terr := time.Parse(time.RFC3339Nano, since); terr == nil {
+				from = t
+			} else if o.Since, err = j.ParseCursor(since); err != nil {
+				return usageError{fmt.Errorf("--since: %w, a time as 2026-11-22T13:25:42Z, or one ago as 10m", err)}
+			}
+			if err := o.Filter.Check(); err != nil {
+				return usageError{err}
+			}
+			give := func(e events.Event) error {
+				if e.Time.Before(from) {
+					return nil
+				}
+				return a.printSandboxEvent(e)
+			}
+			if !follow {
+				_, err = j.Read(cmd.Context(), o, give)
+				return err
+			}
+			err = j.Follow(cmd.Context(), o, give)
+			if cmd.Context().Err() != nil && errors.Is(err, context.Canceled) {
+				return nil // interrupted, which is how this ends
+			}
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVarP(&follow, "follow", "f", false, "go on with what happens")
+	f.StringVar(&since, "since", "", "only what comes after a cursor, \"now\", a time, or a time ago as 10m")
+	f.StringSliceVar(&o.Filter.Types, "type", nil, "only of these types, as sandbox.woken or policy.*")
+	f.StringVar(&o.Filter.Sandbox, "sandbox", "", "only of the sandbox with this name or id")
+	f.StringVar(&o.Filter.Owner, "owner", "", "only of sandboxes of this owner")
+	f.StringArrayVar(&o.Filter.Tags, "tag", nil, "only of sandboxes with this tag; may be given several times")
+	return cmd
+}
+
+// printSandboxEvent prints one event on a line of its own.
+func (a *app) printSandboxEvent(e events.Event) error {
+	if a.json() {
+		return json.NewEncoder(a.stdout).Encode(e)
+	}
+	words := []string{e.Time.Local().Format("2006-01-02 15:04:05.000"), fmt.Sprintf("%-22s", e.Type), dash(e.Sandbox), "by " + dash(string(e.Cause))}
+	d := e.Details
+	add := func(what, value string) {
+		if value != "" {
+			words = append(words, what+" "+value)
+		}
+	}
+	add("was", d.From)
+	add("fork of", d.Parent)
+	add("children", strings.Join(d.Children, ","))
+	add("snapshot", d.Snapshot)
+	if d.Bytes > 0 {
+		add("bytes", bytesText(d.Bytes))
+	}
+	if d.Milliseconds > 0 {
+		add("took", fmt.Sprintf("%.1f ms", d.Milliseconds))
+	}
+	if !d.Expires.IsZero() {
+		add("expires", d.Expires.Local().Format(historyTime))
+	}
+	add("hook", d.Hook)
+	add("at", d.Event)
+	add("reason", d.Reason)
+	add("problem", d.Problem)
+	if e.Type == events.Lost {
+		words = append(words, fmt.Sprintf("events after %d were deleted before they were read", d.After))
+	}
+	_, err := fmt.Fprintln(a.stdout, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
+	return err
+}
+
+// eventsOver answers GET /v1/events.
+func eventsOver(j *events.Journal) http.Handler {
+	h := events.Handler(j, func(w http.ResponseWriter, err error) {
+		if errors.Is(err, events.ErrInvalid) {
+			err = fmt.Errorf("%w: %w", sandbox.ErrSpec, err)
+		}
+		api.Fail(w, err)
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// Who follows ends with the server.
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		ended := make(chan struct{})
+		defer close(ended)
+		go func() {
+			select {
+			case <-api.Draining(ctx):
+				cancel()
+			case <-ended:
+			}
+		}()
+		h.ServeHTTP(w, r.WithContext(ctx))
+	})
+}
+
+// webhookFlags are where "drowse serve" sends events.
+type webhookFlags struct{ url, secretFile, file string }
+
+func (w *webhookFlags) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringVar(&w.url, "webhook", "", "send events to this address (see \"drowse events\")")
+	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with what deliveries to --webhook are signed by; only its owner may read it")
+	f.StringVar(&w.file, "webhooks", "", "JSON file with more of them: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
+}
+
+func (w *webhookFlags) hooks() (out []events.Webhook, err error) {
+	if (w.url == "") != (w.secretFile == "") {
+		return nil, usageError{errors.New("--webhook and --webhook-secret-file go together")}
+	}
+	if w.file != "" {
+		if out, err = events.ReadWebhooks(w.file); err != nil {
+			return nil, err
+		}
+	}
+	if w.url != "" {
+		secret, err := events.ReadSecret(w.secretFile)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, events.Webhook{URL: w.url, Secret: secret})
+	}
+	for _, h := range out {
+		if err := h.Check(); err != nil {
+			return nil, usageError{err}
+		}
+	}
+	return out, nil
+}

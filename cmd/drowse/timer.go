@@ -1,0 +1,96 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+// timed has "drowse wake" set a timer instead, if its flags say so.
+func (a *app) timed(cmd *cobra.Command) {
+	var (
+		at, in, every string
+		never         bool
+	)
+	now := cmd.RunE
+	cmd.Long = `Bring a VM back from its sleep. With --at, --in or --every nothing is woken now: a timer is set, in
+place of the one that it has, which "drowse serve" carries out to within a second. One that was
+due while there was no "drowse serve" fires once when there is one again; "drowse ls" has the next time.`
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if at == "" && in == "" && every == "" && !never {
+			return now(cmd, args)
+		}
+		t, err := timer(time.Now(), at, in, every, never)
+		if err != nil {
+			return usageError{err}
+		}
+		if cmd.Flags().Changed("secret") || cmd.Flags().Changed("timeout") {
+			return usageError{errors.New("a timer has neither --secret nor --timeout")}
+		}
+		f, err := a.bareFleet()
+		if err != nil {
+			return err
+		}
+		s, err := f.Update(cmd.Context(), args[0], fleet.Changes{Wake: &t})
+		if err != nil {
+			return err
+		}
+		return a.print(s, func(w io.Writer) {
+			if s.NextWake.IsZero() {
+				fmt.Fprintf(w, "%s is woken by no timer\n", s.Name)
+				return
+			}
+			fmt.Fprintf(w, "%s is woken at %s\n", s.Name, s.NextWake.Local().Format(time.RFC3339))
+		})
+	}
+	f := cmd.Flags()
+	f.StringVar(&at, "at", "", "set a timer for this time, as 2026-11-22T13:25:42Z")
+	f.StringVar(&in, "in", "", "set a timer for this time from now on, as 10m or 7d")
+	f.StringVar(&every, "every", "", "set a timer that fires again and again after this time, as 24h; first at --at or --in, or after this time")
+	f.BoolVar(&never, "no-timer", false, "take its timer away")
+}
+
+// timer is what the flags say.
+func timer(now time.Time, at, in, every string, never bool) (t sandbox.Timer, err error) {
+	if never {
+		if at != "" || in != "" || every != "" {
+			err = errors.New("--no-timer does not go with --at, --in and --every")
+		}
+		return t, err
+	}
+	if at != "" && in != "" {
+		return t, errors.New("--at does not go with --in")
+	}
+	first := in
+	if every != "" {
+		d, err := lifetime.ParseDuration(every)
+		if err != nil {
+			return t, fmt.Errorf("--every: %w", err)
+		}
+		if t.Every = int64(d / time.Second); t.Every < sandbox.MinTimer {
+			return t, fmt.Errorf("--every %s: use %d s or more", every, sandbox.MinTimer)
+		}
+		if in == "" {
+			first = every
+		}
+	}
+	if at != "" {
+		if t.At, err = time.Parse(time.RFC3339Nano, at); err != nil {
+			return t, fmt.Errorf("--at %q: use a time as 2026-11-22T13:25:42Z", at)
+		}
+		return t, nil
+	}
+	d, err := lifetime.ParseDuration(first)
+	if err != nil {
+		return t, fmt.Errorf("--in: %w", err)
+	}
+	t.At = now.Add(d)
+	return t, nil
+}

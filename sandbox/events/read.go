@@ -1,0 +1,266 @@
+package events
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// pollTime is how often a follower looks for events.
+const pollTime = 100 * time.Millisecond
+
+// ReadOptions say which events are read.
+type ReadOptions struct {
+	// Since is the cursor of the last event that the reader has; 0 begins with the oldest that is kept.
+	Since  uint64
+	Filter Filter
+	// Idle, if not nil, is called by Follow with the cursor to go on from, whenever it has given all that there is; an error
+	// of it ends Follow and is returned.
+	Idle func(cursor uint64) error
+}
+
+// reader goes through a journal.
+type reader struct {
+	j    *Journal
+	o    ReadOptions
+	last uint64 // cursor of the last event that was passed, whether it was given or not
+
+	f      *os.File // the segment that is read; nil before the first
+	seg    segment
+	offset int64 // where the next line begins
+	begun  bool
+	// checked says that the cursor was compared with the newest event.
+	checked bool
+}
+
+func (r *reader) close() {
+	if r.f != nil {
+		r.f.Close()
+	}
+}
+
+// Read gives the events after a cursor to f, in order, until there are no more, and returns the cursor to go on from: that of
+// the last event looked at, whether it has passed the filter or not. If events after the cursor have been deleted, f gets a Lost
+// in their place. An error of f ends it and is returned, with the cursor before that event.
+func (j *Journal) Read(ctx context.Context, o ReadOptions, f func(Event) error) (next uint64, err error) {
+	if err := o.Filter.Check(); err != nil {
+		return o.Since, err
+	}
+	r := &reader{j: j, o: o, last: o.Since}
+	defer r.close()
+	err = r.read(ctx, f)
+	return r.last, wrap(err)
+}
+
+func wrap(err error) error {
+	var own *giveError
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &own):
+		return own.error
+	}
+	return fmt.Errorf("reading events: %w", err)
+}
+
+// giveError is what the reader's caller has failed with.
+type giveError struct{ error }
+
+func (e *giveError) Unwrap() error { return e.error }
+
+// Follow is Read that waits for more, until ctx ends, whose error it returns. A slow f loses nothing that is kept.
+func (j *Journal) Follow(ctx context.Context, o ReadOptions, f func(Event) error) error {
+	if err := o.Filter.Check(); err != nil {
+		return err
+	}
+	r := &reader{j: j, o: o, last: o.Since}
+	defer r.close()
+	tick := time.NewTicker(pollTime)
+	defer tick.Stop()
+	for {
+		if err := r.read(ctx, f); err != nil {
+			return wrap(err)
+		}
+		if o.Idle != nil {
+			if err := o.Idle(r.last); err != nil {
+				return err
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+}
+
+// Subscription is a Follow with a channel.
+type Subscription struct {
+	// C gets the events; it is closed when ctx has ended or nothing can be read any more. Nothing is read ahead of who
+	// receives but one event.
+	C   <-chan Event
+	err error
+}
+
+// Err is why C was closed, once it is.
+func (s *Subscription) Err() error { return s.err }
+
+// Subscribe follows the journal until ctx ends.
+func (j *Journal) Subscribe(ctx context.Context, o ReadOptions) *Subscription {
+	c := make(chan Event)
+	s := &Subscription{C: c}
+	go func() {
+		defer close(c)
+		s.err = j.Follow(ctx, o, func(e Event) error {
+			select {
+			case c <- e:
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		})
+	}()
+	return s
+}
+
+// Newest is the cursor of the newest event, to follow from now on; 0 if there is none.
+func (j *Journal) Newest() (uint64, error) {
+	for {
+		segs, err := j.segments()
+		if err != nil || len(segs) == 0 {
+			return 0, wrap(err)
+		}
+		r := &reader{j: j, last: segs[len(segs)-1].first - 1, checked: true, o: ReadOptions{Filter: Filter{Sandbox: "\x00"}}}
+		err = r.read(context.Background(), func(Event) error { return nil })
+		r.close()
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // it was deleted meanwhile: there is a newer one
+		}
+		return r.last, wrap(err)
+	}
+}
+
+// read gives all that there is.
+func (r *reader) read(ctx context.Context, f func(Event) error) error {
+	for {
+		if r.f != nil {
+			if err := r.lines(ctx, f); err != nil {
+				return err
+			}
+		}
+		segs, err := r.j.segments()
+		if err != nil {
+			return err
+		}
+		next, ok := r.next(segs)
+		if !ok {
+			return r.checkReset(f)
+		}
+		if r.f != nil {
+			// A writer may have been at it until it began the next one.
+			if err := r.lines(ctx, f); err != nil {
+				return err
+			}
+		}
+		file, err := os.Open(filepath.Join(r.j.dir, next.name))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // deleted since it was listed
+		}
+		if err != nil {
+			return err
+		}
+		r.close()
+		r.f, r.seg, r.offset = file, next, 0
+		h, err := readHeader(file)
+		if err == nil && h.Prev > r.last && (r.o.Since > 0 || r.begun) {
+			if err := r.lost(Details{After: r.last, Before: next.first}, h.Prev, f); err != nil {
+				return err
+			}
+		}
+		r.begun = true
+	}
+}
+
+// next is the segment to go on with.
+func (r *reader) next(segs []segment) (segment, bool) {
+	if r.f == nil {
+		// The last one that can have what comes after the cursor.
+		for i := len(segs) - 1; i >= 0; i-- {
+			if i == 0 || segs[i].first <= r.last {
+				return segs[i], true
+			}
+		}
+		return segment{}, false
+	}
+	for _, s := range segs {
+		if s.first > r.seg.first {
+			return s, true
+		}
+	}
+	return segment{}, false
+}
+
+func (r *reader) lost(d Details, to uint64, f func(Event) error) error {
+	if err := f(Event{Version: Version, Cursor: to, Time: r.j.o.now().UTC(), Type: Lost, Details: d}); err != nil {
+		return &giveError{err}
+	}
+	r.last = to
+	return nil
+}
+
+// checkReset tells a reader, once, whose cursor the journal has never got to.
+func (r *reader) checkReset(f func(Event) error) error {
+	if r.checked {
+		return nil
+	}
+	r.checked = true
+	if r.last == 0 || r.last != r.o.Since {
+		return nil
+	}
+	newest, err := r.j.Newest()
+	if err != nil || newest == 0 || r.last <= newest {
+		return err
+	}
+	return r.lost(Details{After: r.last, Before: newest, Reset: true}, newest, f)
+}
+
+// lines gives the events of the segment from the offset on. A line that is not finished is left for the next time.
+func (r *reader) lines(ctx context.Context, f func(Event) error) error {
+	in := bufio.NewReaderSize(io.NewSectionReader(r.f, r.offset, 1<<62), MaxLine)
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		line, err := in.ReadSlice('\n')
+		n := int64(len(line))
+		damaged := false
+		for errors.Is(err, bufio.ErrBufferFull) {
+			damaged = true
+			line, err = in.ReadSlice('\n')
+			n += int64(len(line))
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		var e Event
+		if !damaged && json.Unmarshal(line, &e) == nil && e.Version > 0 && e.Cursor > r.last {
+			if r.o.Filter.Match(e) {
+				if err := f(e); err != nil {
+					return &giveError{err}
+				}
+			}
+			r.last = e.Cursor
+		}
+		r.offset += n
+	}
+}

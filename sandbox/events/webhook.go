@@ -1,0 +1,374 @@
+package events
+
+import (
+	"bytes"
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Headers of a delivery.
+const (
+	// SignatureHeader is "v1=" and, in hex digits, the HMAC-SHA256 (RFC 2104) by the webhook's secret of: what TimestampHeader
+	// says, a dot, and the body.
+	SignatureHeader = "Drowse-Signature"
+	// TimestampHeader is when this attempt was made, in seconds since 1970.
+	TimestampHeader = "Drowse-Timestamp"
+	// IDHeader is the event's id, which is the same in all attempts.
+	IDHeader = "Drowse-Event-Id"
+)
+
+// Limits of webhooks.
+const (
+	MaxWebhooks   = 16
+	MinSecret     = 16 // bytes
+	MaxSecret     = 4 << 10
+	deliveryTime  = 10 * time.Second // for one attempt
+	firstPause    = time.Second      // after the first failure, and twice as long after each that follows
+	longestPause  = 5 * time.Minute
+	maxAnswer     = 4 << 10 // bytes of an answer that are read
+	saveIdleEvery = 10 * time.Second
+)
+
+// ErrDelivered says that another process delivers to a webhook.
+var ErrDelivered = errors.New("another process delivers events to this webhook")
+
+// Webhook is where events are sent: one POST each with the event as JSON, in their order, each until it is answered with a status
+// of 200 to 299. An event may come more than once, and none is left out: those that were deleted before they could be
+// delivered are told of by one of type Lost.
+type Webhook struct {
+	// URL is https, or http to an address of this host's own (127.0.0.0/8, ::1, localhost).
+	URL    string
+	Secret []byte
+	Filter Filter
+}
+
+// Check refuses what is no webhook.
+func (w Webhook) Check() error {
+	u, err := url.Parse(w.URL)
+	switch {
+	case err != nil:
+		return fmt.Errorf("%w: the webhook's address is no URL", ErrInvalid) // the error would show it, and it may have a token
+	case u.User != nil:
+		return fmt.Errorf("%w: the webhook %s has a user in its address: deliveries are signed instead", ErrInvalid, u.Host)
+	case u.Host == "" || u.Scheme != "https" && !(u.Scheme == "http" && loopback(u.Hostname())):
+		return fmt.Errorf("%w: the webhook %s: use https, or http to this host itself", ErrInvalid, u.Host)
+	case len(w.Secret) < MinSecret || len(w.Secret) > MaxSecret:
+		return fmt.Errorf("%w: the secret of the webhook %s has %d bytes: use %d to %d", ErrInvalid, u.Host, len(w.Secret), MinSecret, MaxSecret)
+	}
+	return w.Filter.Check()
+}
+
+func loopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// Sign is the value of SignatureHeader.
+func Sign(secret []byte, timestamp string, body []byte) string {
+	m := hmac.New(sha256.New, secret)
+	m.Write([]byte(timestamp + "."))
+	m.Write(body)
+	return "v1=" + hex.EncodeToString(m.Sum(nil))
+}
+
+// ReadSecret reads a webhook's secret from a file that only its owner may read. A line's end after it does not belong to it.
+func ReadSecret(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
+	}
+	if st.Mode().Perm()&0o077 != 0 {
+		return nil, fmt.Errorf("reading a webhook's secret: %w: others may read %s: use chmod 600", ErrInvalid, path)
+	}
+	data, err := io.ReadAll(io.LimitReader(f, MaxSecret+3))
+	if err != nil {
+		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
+	}
+	return bytes.TrimSuffix(bytes.TrimSuffix(data, []byte("\n")), []byte("\r")), nil
+}
+
+// maxConfig bounds a file of webhooks, in bytes.
+const maxConfig = 64 << 10
+
+// ReadWebhooks reads a file with a JSON array of webhooks: url, secret_file, and types, sandbox, owner and tags, which may be missing.
+func ReadWebhooks(path string) ([]Webhook, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading webhooks: %w", err)
+	}
+	defer f.Close()
+	var docs []struct {
+		URL        string   `json:"url"`
+		SecretFile string   `json:"secret_file"`
+		Types      []string `json:"types"`
+		Sandbox    string   `json:"sandbox"`
+		Owner      string   `json:"owner"`
+		Tags       []string `json:"tags"`
+	}
+	d := json.NewDecoder(io.LimitReader(f, maxConfig))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&docs); err != nil {
+		return nil, fmt.Errorf("reading webhooks from %s: %w: %w", path, ErrInvalid, err)
+	}
+	var out []Webhook
+	for _, doc := range docs {
+		secret, err := ReadSecret(doc.SecretFile)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, Webhook{doc.URL, secret, Filter{doc.Types, doc.Sandbox, doc.Owner, doc.Tags}})
+	}
+	return out, nil
+}
+
+// Delivery delivers to one webhook.
+type Delivery struct {
+	Journal *Journal
+	Webhook Webhook
+	// Dir is where it is kept, durably, up to where the webhook has its events.
+	Dir string
+	// Log gets failures; nil discards them.
+	Log *slog.Logger
+
+	// for tests
+	client  *http.Client
+	pause   time.Duration
+	timeout time.Duration
+}
+
+// progress is what is kept of a webhook.
+type progress struct {
+	Version int    `json:"version"`
+	Cursor  uint64 `json:"cursor"`
+}
+
+// path is that of the file with the progress. The address may have a token, so it is not in it.
+func (d *Delivery) path() string {
+	sum := sha256.Sum256([]byte(d.Webhook.URL))
+	return filepath.Join(d.Dir, hex.EncodeToString(sum[:8]))
+}
+
+// Run delivers until ctx ends. A webhook that is new begins with what happens from now on. An error that is not the context's is
+// ErrInvalid, ErrDelivered, or one of files.
+func (d *Delivery) Run(ctx context.Context) error {
+	if err := d.Webhook.Check(); err != nil {
+		return err
+	}
+	u, _ := url.Parse(d.Webhook.URL) // checked
+	log := d.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	log = log.With("webhook", u.Host)
+	if err := os.MkdirAll(d.Dir, 0o700); err != nil {
+		return fmt.Errorf("delivering events to %s: %w", u.Host, err)
+	}
+	lock, err := os.OpenFile(d.path()+".lock", os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return fmt.Errorf("delivering events to %s: %w", u.Host, err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return fmt.Errorf("delivering events to %s: %w", u.Host, ErrDelivered)
+	}
+	at, err := d.load()
+	if err != nil {
+		return fmt.Errorf("delivering events to %s: %w: remove %s to begin with what happens from now on", u.Host, err, d.path())
+	}
+	client := d.client
+	if client == nil {
+		t := &http.Transport{Proxy: http.ProxyFromEnvironment, MaxIdleConns: 1, MaxResponseHeaderBytes: 16 << 10, IdleConnTimeout: time.Minute}
+		defer t.CloseIdleConnections()
+		client = &http.Client{Transport: t}
+	}
+	once := *client
+	once.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	saved := time.Now()
+	save := func(cursor uint64) {
+		// If it is not kept, events come twice after a restart, which they may.
+		if err := d.save(cursor); err != nil {
+			log.Warn("it is not kept which events were delivered", "error", err)
+		}
+		at, saved = cursor, time.Now()
+	}
+	return d.Journal.Follow(ctx, ReadOptions{Since: at, Filter: d.Webhook.Filter, Idle: func(cursor uint64) error {
+		if cursor != at && time.Since(saved) >= saveIdleEvery {
+			save(cursor) // those that its filter has left out are not looked at again
+		}
+		return nil
+	}}, func(e Event) error {
+		pause := d.pause
+		if pause == 0 {
+			pause = firstPause
+		}
+		for n := 1; ; n++ {
+			err := d.deliver(ctx, &once, e)
+			if err == nil {
+				save(e.Cursor)
+				return nil
+			}
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			log.Warn("an event was not delivered", "event", e.ID, "type", string(e.Type), "attempt", n, "again_in", pause, "error", err)
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(pause/2 + rand.N(pause/2+1)):
+			}
+			pause = min(2*pause, longestPause)
+		}
+	})
+}
+
+// deliver makes one attempt.
+func (d *Delivery) deliver(ctx context.Context, client *http.Client, e Event) error {
+	limit := d.timeout
+	if limit == 0 {
+		limit = deliveryTime
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	body, err := json.Marshal(e)
+	if err != nil {
+		return err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.Webhook.URL, bytes.NewReader(body))
+	if err != nil {
+		return errors.New("the request cannot be made")
+	}
+	stamp := strconv.FormatInt(time.Now().Unix(), 10)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("User-Agent", "drowse")
+	req.Header.Set(TimestampHeader, stamp)
+	req.Header.Set(SignatureHeader, Sign(d.Webhook.Secret, stamp, body))
+	id := e.ID
+	if id == "" {
+		id = "lost-" + strconv.FormatUint(e.Cursor, 10)
+	}
+	req.Header.Set(IDHeader, id)
+	resp, err := client.Do(req)
+	if err != nil {
+		var ue *url.Error
+		if errors.As(err, &ue) {
+			err = ue.Err // without the address
+		}
+		return err
+	}
+	defer resp.Body.Close()
+	_, _ = io.CopyN(io.Discard, resp.Body, maxAnswer)
+	if resp.StatusCode < 200 || resp.StatusCode > 299 {
+		return fmt.Errorf("it answered %d", resp.StatusCode)
+	}
+	return nil
+}
+
+func (d *Delivery) load() (uint64, error) {
+	data, err := os.ReadFile(d.path())
+	if errors.Is(err, fs.ErrNotExist) {
+		newest, err := d.Journal.Newest()
+		if err != nil {
+			return 0, err
+		}
+		return newest, d.save(newest)
+	}
+	if err != nil {
+		return 0, err
+	}
+	var p progress
+	if err := json.Unmarshal(data, &p); err != nil || p.Version != 1 {
+		return 0, fmt.Errorf("%w: %s is damaged, or of another version", ErrInvalid, d.path())
+	}
+	return p.Cursor, nil
+}
+
+// save replaces the progress so that the old or the new is there after a crash at any instant.
+func (d *Delivery) save(cursor uint64) error {
+	data, err := json.Marshal(progress{1, cursor})
+	if err != nil {
+		return err
+	}
+	path := d.path()
+	f, err := os.OpenFile(path+".new", os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(data, '\n'))
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		return err
+	}
+	dir, err := os.Open(d.Dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// DeliverAll delivers to several webhooks until ctx ends, and returns when all have ended. An error ends all of them.
+func DeliverAll(ctx context.Context, j *Journal, dir string, hooks []Webhook, log *slog.Logger) error {
+	if len(hooks) > MaxWebhooks {
+		return fmt.Errorf("%w: %d webhooks: use %d at most", ErrInvalid, len(hooks), MaxWebhooks)
+	}
+	seen := map[string]bool{}
+	for _, w := range hooks {
+		if err := w.Check(); err != nil {
+			return err
+		}
+		if seen[w.URL] {
+			return fmt.Errorf("%w: two webhooks have the same address", ErrInvalid)
+		}
+		seen[w.URL] = true
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	done := make(chan error)
+	for _, w := range hooks {
+		go func() {
+			err := (&Delivery{Journal: j, Webhook: w, Dir: dir, Log: log}).Run(ctx)
+			cancel(err)
+			done <- err
+		}()
+	}
+	var first error
+	for range hooks {
+		if err := <-done; first == nil && !errors.Is(err, context.Canceled) {
+			first = err
+		}
+	}
+	return first
+}
+
+// parseTypes reads a list with commas.
+func parseTypes(text string) []string {
+	if text == "" {
+		return nil
+	}
+	return strings.Split(text, ",")
+}

@@ -1,0 +1,146 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+// told are the types of a store's events, and the last event.
+func told(t *testing.T, s *Store) (types []events.Type, last events.Event) {
+	t.Helper()
+	if _, err := s.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
+		types, last = append(types, e.Type), e
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return types, last
+}
+
+func wantTold(t *testing.T, s *Store, want ...events.Type) events.Event {
+	t.Helper()
+	types, last := told(t, s)
+	if !slices.Equal(types, want) {
+		t.Fatalf("told %v, want %v", types, want)
+	}
+	return last
+}
+
+func TestEvents_of_a_killed_process_are_one_however_many_look(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Running, &Label{Owner: "team", Tags: []string{"x"}})
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			if _, err := s.Get("a"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if r, err := s.Get("a"); err != nil || r.Phase != Crashed {
+		t.Fatalf("%+v, %v", r, err)
+	}
+	e := wantTold(t, s, events.Crashed)
+	if e.Sandbox != "a" || e.Cause != events.Killed || e.Owner != "team" || !slices.Equal(e.Tags, []string{"x"}) {
+		t.Fatalf("%+v", e)
+	}
+}
+
+func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
+	s := tempStore(t)
+	ctx := events.WithCause(t.Context(), events.API)
+	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(time.Hour).UTC().Truncate(time.Second)})
+	set := func(change func(*Label)) {
+		t.Helper()
+		if _, err := s.SetLabel(ctx, "a", func(l *Label, _ error) error { change(l); return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set(func(*Label) {}) // nothing changes
+	wantTold(t, s)
+	set(func(l *Label) { l.Owner = "team" })
+	wantTold(t, s, events.Updated)
+	set(func(l *Label) { l.Expires = l.Expires.Add(time.Hour) })
+	wantTold(t, s, events.Updated, events.Extended)
+	if err := s.Rename(ctx, "a", "b"); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Updated, events.Extended, events.Renamed); e.Sandbox != "b" || e.Details.From != "a" || e.Cause != events.API {
+		t.Fatalf("%+v", e)
+	}
+	if err := s.Remove(ctx, "b", false); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Updated, events.Extended, events.Renamed, events.Removed); e.Owner != "team" {
+		t.Fatalf("%+v", e)
+	}
+}
+
+func TestEvents_of_an_ephemeral_sandbox_do_not_say_whose_it_was(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, &Label{Class: lifetime.Ephemeral, Owner: "team", Tags: []string{"x"}, Purpose: "p"})
+	if err := s.Remove(t.Context(), "a", false); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Removed); e.Owner != "" || len(e.Tags) > 0 || e.Cause != events.Library {
+		t.Fatalf("%+v", e)
+	}
+}
+
+func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(-time.Minute)})
+	labelled(t, s, "b", Stopped, &Label{Expires: time.Now().Add(time.Hour)})
+	labelled(t, s, "c", Stopped, nil)
+	for range 3 {
+		for _, name := range []string{"a", "b", "c", "none"} {
+			if err := s.TellExpired(t.Context(), name); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if e := wantTold(t, s, events.Expired); e.Sandbox != "a" || e.Cause != events.Expiry || e.Details.Expires.IsZero() {
+		t.Fatalf("%+v", e)
+	}
+	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Expires = l.Expires.Add(time.Second); return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.TellExpired(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	wantTold(t, s, events.Expired, events.Extended, events.Expired)
+}
+
+func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
+	s := tempStore(t)
+	tl := s.newTeller(slog.New(slog.DiscardHandler))
+	tl.put(events.Event{Type: events.Woken, Sandbox: "a"})
+	tl.put(events.Event{Type: events.Slept, Sandbox: "a"})
+	tl.close()
+	tl.put(events.Event{Type: events.Stopped, Sandbox: "a"})
+	wantTold(t, s, events.Woken, events.Slept)
+}
+
+// A journal that cannot be written is in nobody's way.
+func TestEvents_that_cannot_be_written_fail_nothing(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	if err := writeFileAtomic(s.Events().Dir(), nil); err != nil { // a file where the directory would be
+		t.Fatal(err)
+	}
+	if err := s.Remove(context.Background(), "a", false); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.load("a"); !errors.Is(err, ErrNotFound) {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,172 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
+)
+
+const (
+	// timerEvery is how often it is looked for timers that are due.
+	timerEvery = 250 * time.Millisecond
+	// maxTimers is how many sandboxes timers wake at once; others wait.
+	maxTimers = 8
+	// timerTries is how often a wake is tried that fails, and timerPause the time between two, twice as long after each.
+	timerTries = 6
+	timerPause = time.Second
+)
+
+// timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
+type timerVMs interface {
+	FileStamps() (map[string]string, error)
+	Label(name string) (sandbox.Label, error)
+	TimerFired(ctx context.Context, name string, fired sandbox.Timer, problem error) error
+	wake(ctx context.Context, name string) error
+}
+
+type launchedVMs struct {
+	*sandbox.Store
+	launcher sandbox.Launcher
+}
+
+func (v launchedVMs) wake(ctx context.Context, name string) error {
+	_, err := v.Wake(ctx, v.launcher, name)
+	return err
+}
+
+// timers wakes sandboxes at the times that their labels say.
+type timers struct {
+	vms  timerVMs
+	log  func(msg string, args ...any)
+	seen map[string]timerLabel
+
+	running sync.WaitGroup
+	mu      sync.Mutex // guards busy
+	busy    map[string]bool
+}
+
+type timerLabel struct {
+	stamp string
+	timer sandbox.Timer
+}
+
+func newTimers(vms timerVMs, log func(string, ...any)) *timers {
+	return &timers{vms: vms, log: log, seen: map[string]timerLabel{}, busy: map[string]bool{}}
+}
+
+// run looks again and again until ctx ends, and returns when all that it has begun has ended.
+func (t *timers) run(ctx context.Context) {
+	defer t.running.Wait()
+	tick := time.NewTicker(timerEvery)
+	defer tick.Stop()
+	failed := ""
+	for {
+		if err := t.look(ctx, time.Now()); err != nil && err.Error() != failed {
+			failed = err.Error()
+			t.log("looking for timers that are due", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// look fires what is due.
+func (t *timers) look(ctx context.Context, now time.Time) error {
+	stamps, err := t.vms.FileStamps()
+	if err != nil {
+		return err
+	}
+	for name := range t.seen {
+		if _, there := stamps[name]; !there {
+			delete(t.seen, name)
+		}
+	}
+	for name, stamp := range stamps {
+		known, ok := t.seen[name]
+		if !ok || stamp == "" || known.stamp != stamp {
+			l, err := t.vms.Label(name)
+			if err != nil {
+				delete(t.seen, name) // being made or removed, or nobody can say
+				continue
+			}
+			known = timerLabel{stamp, l.Wake}
+			t.seen[name] = known
+		}
+		if known.timer.Due(now) && t.take(name) {
+			t.running.Go(func() {
+				defer t.leave(name)
+				t.fire(ctx, name, known.timer)
+			})
+		}
+	}
+	return nil
+}
+
+// take says whether the timer of a sandbox may fire now.
+func (t *timers) take(name string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.busy[name] || len(t.busy) >= maxTimers {
+		return false
+	}
+	t.busy[name] = true
+	return true
+}
+
+func (t *timers) leave(name string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.busy, name)
+}
+
+// fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing if it runs.
+func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
+	if l, err := t.vms.Label(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
+		return // it was changed since it was read, or has fired
+	}
+	ctx = events.WithCause(ctx, events.Timer)
+	var err error
+	pause := timerPause
+	for try := 1; ; try++ {
+		limited, cancel := context.WithTimeout(ctx, wakeTime)
+		err = t.vms.wake(limited, name)
+		cancel()
+		if err == nil || ctx.Err() != nil || try == timerTries || final(err) {
+			break
+		}
+		t.log("a timer does not wake a sandbox", "sandbox", name, "attempt", try, "error", err)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+		pause *= 2
+	}
+	if ctx.Err() != nil {
+		return // it fires when there is a supervisor again
+	}
+	if err := t.vms.TimerFired(ctx, name, timer, err); err != nil {
+		t.log("setting a timer to its next time", "sandbox", name, "error", err)
+		select { // not at once again
+		case <-ctx.Done():
+		case <-time.After(timerPause):
+		}
+	}
+}
+
+// final says whether it is of no use to try a wake again.
+func final(err error) bool {
+	for _, e := range []error{sandbox.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,138 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
+)
+
+// fakeVMs have timers and can be woken.
+type fakeVMs struct {
+	mu     sync.Mutex
+	labels map[string]sandbox.Timer
+	wakes  []string
+	fired  map[string][]error
+	fail   func(name string, n int) error
+	causes []events.Cause
+}
+
+func (v *fakeVMs) FileStamps() (map[string]string, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	out := map[string]string{}
+	for name := range v.labels {
+		out[name] = "" // may be replaced at any moment
+	}
+	return out, nil
+}
+
+func (v *fakeVMs) Label(name string) (sandbox.Label, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	t, ok := v.labels[name]
+	if !ok {
+		return sandbox.Label{}, sandbox.ErrNotFound
+	}
+	return sandbox.Label{Wake: t}, nil
+}
+
+func (v *fakeVMs) TimerFired(_ context.Context, name string, fired sandbox.Timer, problem error) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.labels[name] == fired {
+		v.labels[name] = sandbox.Timer{}
+	}
+	v.fired[name] = append(v.fired[name], problem)
+	return nil
+}
+
+func (v *fakeVMs) wake(ctx context.Context, name string) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.wakes = append(v.wakes, name)
+	v.causes = append(v.causes, events.CauseOf(ctx))
+	if v.fail == nil {
+		return nil
+	}
+	return v.fail(name, len(v.wakes))
+}
+
+// look has everything fired that is due.
+func (v *fakeVMs) look(t *testing.T, ts *timers, now time.Time) {
+	t.Helper()
+	if err := ts.look(t.Context(), now); err != nil {
+		t.Fatal(err)
+	}
+	ts.running.Wait()
+}
+
+func quiet(string, ...any) {}
+
+func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
+	now := time.Now()
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{
+		"none": {}, "later": {At: now.Add(time.Hour)}, "now": {At: now}, "missed": {At: now.Add(-24 * time.Hour)},
+	}}
+	ts := newTimers(v, quiet)
+	for range 3 {
+		v.look(t, ts, now)
+	}
+	slices.Sort(v.wakes)
+	if !slices.Equal(v.wakes, []string{"missed", "now"}) || len(v.fired["now"]) != 1 || v.fired["now"][0] != nil || v.causes[0] != events.Timer {
+		t.Fatalf("woken %v by %v, fired %v", v.wakes, v.causes, v.fired)
+	}
+	v.look(t, ts, now.Add(time.Hour))
+	if v.wakes[len(v.wakes)-1] != "later" || len(v.wakes) != 3 {
+		t.Fatalf("woken %v", v.wakes)
+	}
+}
+
+func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
+	now := time.Now()
+	busy := errors.New("out of memory")
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{"a": {At: now}}}
+	v.fail = func(_ string, n int) error {
+		if n < 2 {
+			return busy
+		}
+		return nil
+	}
+	v.look(t, newTimers(v, quiet), now)
+	if len(v.wakes) != 2 || v.fired["a"][0] != nil {
+		t.Fatalf("woken %v, fired %v", v.wakes, v.fired)
+	}
+	for _, never := range []error{sandbox.ErrExpired, sandbox.ErrNotRunning} {
+		v := &fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{"a": {At: now}}}
+		v.fail = func(string, int) error { return never }
+		v.look(t, newTimers(v, quiet), now)
+		if len(v.wakes) != 1 || !errors.Is(v.fired["a"][0], never) {
+			t.Fatalf("%v: woken %v, fired %v", never, v.wakes, v.fired)
+		}
+	}
+}
+
+func TestATimerThatWasChangedSinceItWasReadDoesNotFire(t *testing.T) {
+	now := time.Now()
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{"a": {At: now.Add(time.Hour)}}}
+	newTimers(v, quiet).fire(t.Context(), "a", sandbox.Timer{At: now})
+	if len(v.wakes) != 0 {
+		t.Fatal("it was woken")
+	}
+}
+
+func TestTheEndOfASupervisorLeavesATimerToTheNextOne(t *testing.T) {
+	now := time.Now()
+	ctx, cancel := context.WithCancel(t.Context())
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{"a": {At: now}}}
+	v.fail = func(string, int) error { cancel(); return context.Canceled }
+	newTimers(v, quiet).run(ctx)
+	if len(v.fired["a"]) != 0 || !v.labels["a"].At.Equal(now) {
+		t.Fatalf("fired %v, left %v", v.fired, v.labels)
+	}
+}
