@@ -51,6 +51,8 @@ func TestWrongCommandLines(t *testing.T) {
 		{"image rm nothing", exitFailed, "no such image"},
 		{"cp a b", exitUsage, "exactly one"},
 		{"inspect nobody", exitFailed, "nobody"},
+		{"diff", exitUsage, "drowse diff --help"},
+		{"diff --limit 0 nobody", exitUsage, "--limit 0"},
 		{"ls extra", exitUsage, "drowse ls --help"},
 		{"ls --status dead", exitUsage, "creating, running"},
 		{"ls --class eternal", exitUsage, "ephemeral, resumable or workspace"},

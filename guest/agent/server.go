@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -38,6 +40,8 @@ type Config struct {
 	// ReportService, when set, is called with an event of a service (agentpb.ServiceEvent),
 	// one at a time. It returns when the host knows.
 	ReportService func(line string) error
+	// Disk opens the directories of the root's overlay; nil is upper.Open.
+	Disk func() (*upper.Tree, error)
 }
 
 // Server is the agent's service. Create it with New; Serve and Close may be
@@ -63,6 +67,7 @@ type Server struct {
 	secrets   secretServer
 	services  services
 	watches   watches
+	records   atomic.Int32 // commands whose changes are recorded
 
 	stopping sync.Once
 
@@ -80,6 +85,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if cfg.HookDir == "" {
 		cfg.HookDir = DefaultHookDir
+	}
+	if cfg.Disk == nil {
+		cfg.Disk = upper.Open
 	}
 	if cfg.Ports == nil {
 		cfg.Ports = &IOPorts{}
