@@ -4210,6 +4210,7 @@ type Service struct {
 	StopSignal      int32                  `protobuf:"varint,10,opt,name=stop_signal,json=stopSignal,proto3" json:"stop_signal,omitempty"`                 // 0: SIGTERM
 	StopNanos       int64                  `protobuf:"varint,11,opt,name=stop_nanos,json=stopNanos,proto3" json:"stop_nanos,omitempty"`                    // until SIGKILL; 0: 10 s
 	LogLimit        uint32                 `protobuf:"varint,12,opt,name=log_limit,json=logLimit,proto3" json:"log_limit,omitempty"`                       // bytes of output kept; 0: 256 KiB
+	Check           *Check                 `protobuf:"bytes,13,opt,name=check,proto3" json:"check,omitempty"`                                              // absent: it is ready once it runs
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -4328,6 +4329,106 @@ func (x *Service) GetLogLimit() uint32 {
 	return 0
 }
 
+func (x *Service) GetCheck() *Check {
+	if x != nil {
+		return x.Check
+	}
+	return nil
+}
+
+// Check is how it is seen that a service is ready, and goes on working.
+type Check struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`                                         // "tcp", "unix", "http", "exec" or "file"
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`                                   // of tcp HOST:PORT, of http a URL, of unix and file a path
+	Argv          []string               `protobuf:"bytes,3,rep,name=argv,proto3" json:"argv,omitempty"`                                         // of exec
+	IntervalNanos int64                  `protobuf:"varint,4,opt,name=interval_nanos,json=intervalNanos,proto3" json:"interval_nanos,omitempty"` // between one's end and the next; 0: 1 s
+	TimeoutNanos  int64                  `protobuf:"varint,5,opt,name=timeout_nanos,json=timeoutNanos,proto3" json:"timeout_nanos,omitempty"`    // of one; 0: 5 s
+	StartNanos    int64                  `protobuf:"varint,6,opt,name=start_nanos,json=startNanos,proto3" json:"start_nanos,omitempty"`          // how long it may take to be ready, before it is ended and started again; 0: for ever
+	Alive         uint32                 `protobuf:"varint,7,opt,name=alive,proto3" json:"alive,omitempty"`                                      // it is ended and started again after so many failures in a row once ready; 0: no checks then
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Check) Reset() {
+	*x = Check{}
+	mi := &file_agent_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Check) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Check) ProtoMessage() {}
+
+func (x *Check) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Check.ProtoReflect.Descriptor instead.
+func (*Check) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *Check) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Check) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *Check) GetArgv() []string {
+	if x != nil {
+		return x.Argv
+	}
+	return nil
+}
+
+func (x *Check) GetIntervalNanos() int64 {
+	if x != nil {
+		return x.IntervalNanos
+	}
+	return 0
+}
+
+func (x *Check) GetTimeoutNanos() int64 {
+	if x != nil {
+		return x.TimeoutNanos
+	}
+	return 0
+}
+
+func (x *Check) GetStartNanos() int64 {
+	if x != nil {
+		return x.StartNanos
+	}
+	return 0
+}
+
+func (x *Check) GetAlive() uint32 {
+	if x != nil {
+		return x.Alive
+	}
+	return 0
+}
+
 type SetServiceRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Service *Service               `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
@@ -4340,7 +4441,7 @@ type SetServiceRequest struct {
 
 func (x *SetServiceRequest) Reset() {
 	*x = SetServiceRequest{}
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4352,7 +4453,7 @@ func (x *SetServiceRequest) String() string {
 func (*SetServiceRequest) ProtoMessage() {}
 
 func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4365,7 +4466,7 @@ func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetServiceRequest.ProtoReflect.Descriptor instead.
 func (*SetServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{60}
+	return file_agent_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *SetServiceRequest) GetService() *Service {
@@ -4399,7 +4500,7 @@ type StopServiceRequest struct {
 
 func (x *StopServiceRequest) Reset() {
 	*x = StopServiceRequest{}
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4411,7 +4512,7 @@ func (x *StopServiceRequest) String() string {
 func (*StopServiceRequest) ProtoMessage() {}
 
 func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4424,7 +4525,7 @@ func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopServiceRequest.ProtoReflect.Descriptor instead.
 func (*StopServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{61}
+	return file_agent_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *StopServiceRequest) GetName() string {
@@ -4449,7 +4550,7 @@ type ListServicesRequest struct {
 
 func (x *ListServicesRequest) Reset() {
 	*x = ListServicesRequest{}
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4461,7 +4562,7 @@ func (x *ListServicesRequest) String() string {
 func (*ListServicesRequest) ProtoMessage() {}
 
 func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4474,7 +4575,7 @@ func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesRequest.ProtoReflect.Descriptor instead.
 func (*ListServicesRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{62}
+	return file_agent_proto_rawDescGZIP(), []int{63}
 }
 
 type ListServicesResponse struct {
@@ -4486,7 +4587,7 @@ type ListServicesResponse struct {
 
 func (x *ListServicesResponse) Reset() {
 	*x = ListServicesResponse{}
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4498,7 +4599,7 @@ func (x *ListServicesResponse) String() string {
 func (*ListServicesResponse) ProtoMessage() {}
 
 func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4511,7 +4612,7 @@ func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesResponse.ProtoReflect.Descriptor instead.
 func (*ListServicesResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{63}
+	return file_agent_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ListServicesResponse) GetServices() []*ServiceState {
@@ -4533,13 +4634,17 @@ type ServiceState struct {
 	Problem       string                 `protobuf:"bytes,8,opt,name=problem,proto3" json:"problem,omitempty"`                                // why it could not be started
 	LogStart      uint64                 `protobuf:"varint,9,opt,name=log_start,json=logStart,proto3" json:"log_start,omitempty"`             // oldest offset of output that is kept
 	LogEnd        uint64                 `protobuf:"varint,10,opt,name=log_end,json=logEnd,proto3" json:"log_end,omitempty"`
+	Ready         bool                   `protobuf:"varint,11,opt,name=ready,proto3" json:"ready,omitempty"`                                      // it runs, and its check has passed since its start; without a check, it runs
+	ReadyNanos    int64                  `protobuf:"varint,12,opt,name=ready_nanos,json=readyNanos,proto3" json:"ready_nanos,omitempty"`          // Unix time of that; 0: it is not
+	Check         string                 `protobuf:"bytes,13,opt,name=check,proto3" json:"check,omitempty"`                                       // why the last check failed; "": it has passed
+	CheckRestarts uint64                 `protobuf:"varint,14,opt,name=check_restarts,json=checkRestarts,proto3" json:"check_restarts,omitempty"` // by the agent, for its check, since it was set
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ServiceState) Reset() {
 	*x = ServiceState{}
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4551,7 +4656,7 @@ func (x *ServiceState) String() string {
 func (*ServiceState) ProtoMessage() {}
 
 func (x *ServiceState) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4564,7 +4669,7 @@ func (x *ServiceState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceState.ProtoReflect.Descriptor instead.
 func (*ServiceState) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{64}
+	return file_agent_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *ServiceState) GetName() string {
@@ -4637,6 +4742,78 @@ func (x *ServiceState) GetLogEnd() uint64 {
 	return 0
 }
 
+func (x *ServiceState) GetReady() bool {
+	if x != nil {
+		return x.Ready
+	}
+	return false
+}
+
+func (x *ServiceState) GetReadyNanos() int64 {
+	if x != nil {
+		return x.ReadyNanos
+	}
+	return 0
+}
+
+func (x *ServiceState) GetCheck() string {
+	if x != nil {
+		return x.Check
+	}
+	return ""
+}
+
+func (x *ServiceState) GetCheckRestarts() uint64 {
+	if x != nil {
+		return x.CheckRestarts
+	}
+	return 0
+}
+
+type WaitServiceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WaitServiceRequest) Reset() {
+	*x = WaitServiceRequest{}
+	mi := &file_agent_proto_msgTypes[66]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WaitServiceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WaitServiceRequest) ProtoMessage() {}
+
+func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[66]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WaitServiceRequest.ProtoReflect.Descriptor instead.
+func (*WaitServiceRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{66}
+}
+
+func (x *WaitServiceRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 type ServiceLogRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -4648,7 +4825,7 @@ type ServiceLogRequest struct {
 
 func (x *ServiceLogRequest) Reset() {
 	*x = ServiceLogRequest{}
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4660,7 +4837,7 @@ func (x *ServiceLogRequest) String() string {
 func (*ServiceLogRequest) ProtoMessage() {}
 
 func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4673,7 +4850,7 @@ func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogRequest.ProtoReflect.Descriptor instead.
 func (*ServiceLogRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{65}
+	return file_agent_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *ServiceLogRequest) GetName() string {
@@ -4708,7 +4885,7 @@ type ServiceLogResponse struct {
 
 func (x *ServiceLogResponse) Reset() {
 	*x = ServiceLogResponse{}
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4720,7 +4897,7 @@ func (x *ServiceLogResponse) String() string {
 func (*ServiceLogResponse) ProtoMessage() {}
 
 func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4733,7 +4910,7 @@ func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogResponse.ProtoReflect.Descriptor instead.
 func (*ServiceLogResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{66}
+	return file_agent_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *ServiceLogResponse) GetOffset() uint64 {
@@ -4770,7 +4947,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4782,7 +4959,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4795,7 +4972,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{67}
+	return file_agent_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *WatchRequest) GetMsg() isWatchRequest_Msg {
@@ -4856,7 +5033,7 @@ type WatchStart struct {
 
 func (x *WatchStart) Reset() {
 	*x = WatchStart{}
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4868,7 +5045,7 @@ func (x *WatchStart) String() string {
 func (*WatchStart) ProtoMessage() {}
 
 func (x *WatchStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4881,7 +5058,7 @@ func (x *WatchStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStart.ProtoReflect.Descriptor instead.
 func (*WatchStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{68}
+	return file_agent_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *WatchStart) GetPaths() []string {
@@ -4931,7 +5108,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4943,7 +5120,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4956,7 +5133,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{69}
+	return file_agent_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *WatchResponse) GetReady() bool {
@@ -4995,7 +5172,7 @@ type WatchEvent struct {
 
 func (x *WatchEvent) Reset() {
 	*x = WatchEvent{}
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5007,7 +5184,7 @@ func (x *WatchEvent) String() string {
 func (*WatchEvent) ProtoMessage() {}
 
 func (x *WatchEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5020,7 +5197,7 @@ func (x *WatchEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
 func (*WatchEvent) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{70}
+	return file_agent_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *WatchEvent) GetNumber() uint64 {
@@ -5393,7 +5570,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
 	"graceNanos\"\x10\n" +
-	"\x0eSecretsRequest\"\xd4\x02\n" +
+	"\x0eSecretsRequest\"\x82\x03\n" +
 	"\aService\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04argv\x18\x02 \x03(\tR\x04argv\x12\x10\n" +
@@ -5409,7 +5586,17 @@ const file_agent_proto_rawDesc = "" +
 	"stopSignal\x12\x1d\n" +
 	"\n" +
 	"stop_nanos\x18\v \x01(\x03R\tstopNanos\x12\x1b\n" +
-	"\tlog_limit\x18\f \x01(\rR\blogLimit\"w\n" +
+	"\tlog_limit\x18\f \x01(\rR\blogLimit\x12,\n" +
+	"\x05check\x18\r \x01(\v2\x16.drowse.guest.v1.CheckR\x05check\"\xcc\x01\n" +
+	"\x05Check\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04argv\x18\x03 \x03(\tR\x04argv\x12%\n" +
+	"\x0einterval_nanos\x18\x04 \x01(\x03R\rintervalNanos\x12#\n" +
+	"\rtimeout_nanos\x18\x05 \x01(\x03R\ftimeoutNanos\x12\x1f\n" +
+	"\vstart_nanos\x18\x06 \x01(\x03R\n" +
+	"startNanos\x12\x14\n" +
+	"\x05alive\x18\a \x01(\rR\x05alive\"w\n" +
 	"\x11SetServiceRequest\x122\n" +
 	"\aservice\x18\x01 \x01(\v2\x18.drowse.guest.v1.ServiceR\aservice\x12\x14\n" +
 	"\x05start\x18\x02 \x01(\bR\x05start\x12\x18\n" +
@@ -5419,7 +5606,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06forget\x18\x02 \x01(\bR\x06forget\"\x15\n" +
 	"\x13ListServicesRequest\"Q\n" +
 	"\x14ListServicesResponse\x129\n" +
-	"\bservices\x18\x01 \x03(\v2\x1d.drowse.guest.v1.ServiceStateR\bservices\"\xab\x02\n" +
+	"\bservices\x18\x01 \x03(\v2\x1d.drowse.guest.v1.ServiceStateR\bservices\"\x9f\x03\n" +
 	"\fServiceState\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05state\x18\x02 \x01(\tR\x05state\x12\x10\n" +
@@ -5432,7 +5619,14 @@ const file_agent_proto_rawDesc = "" +
 	"\aproblem\x18\b \x01(\tR\aproblem\x12\x1b\n" +
 	"\tlog_start\x18\t \x01(\x04R\blogStart\x12\x17\n" +
 	"\alog_end\x18\n" +
-	" \x01(\x04R\x06logEnd\"S\n" +
+	" \x01(\x04R\x06logEnd\x12\x14\n" +
+	"\x05ready\x18\v \x01(\bR\x05ready\x12\x1f\n" +
+	"\vready_nanos\x18\f \x01(\x03R\n" +
+	"readyNanos\x12\x14\n" +
+	"\x05check\x18\r \x01(\tR\x05check\x12%\n" +
+	"\x0echeck_restarts\x18\x0e \x01(\x04R\rcheckRestarts\"(\n" +
+	"\x12WaitServiceRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\"S\n" +
 	"\x11ServiceLogRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
@@ -5466,7 +5660,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x03dir\x18\x05 \x01(\bR\x03dir\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x06 \x01(\x03R\twallNanos\x12\x18\n" +
-	"\aproblem\x18\a \x01(\tR\aproblem2\x99\x10\n" +
+	"\aproblem\x18\a \x01(\tR\aproblem2\xec\x10\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
@@ -5497,7 +5691,8 @@ const file_agent_proto_rawDesc = "" +
 	"\fListServices\x12$.drowse.guest.v1.ListServicesRequest\x1a%.drowse.guest.v1.ListServicesResponse\x12U\n" +
 	"\n" +
 	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponse\x12H\n" +
-	"\aChanges\x12\x1f.drowse.guest.v1.ChangesRequest\x1a\x1c.drowse.guest.v1.DiskChanges\x12J\n" +
+	"\aChanges\x12\x1f.drowse.guest.v1.ChangesRequest\x1a\x1c.drowse.guest.v1.DiskChanges\x12Q\n" +
+	"\vWaitService\x12#.drowse.guest.v1.WaitServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12J\n" +
 	"\x05Watch\x12\x1d.drowse.guest.v1.WatchRequest\x1a\x1e.drowse.guest.v1.WatchResponse(\x010\x01B+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
 
 var (
@@ -5512,7 +5707,7 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 73)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
@@ -5574,17 +5769,19 @@ var file_agent_proto_goTypes = []any{
 	(*ShutdownRequest)(nil),      // 57: drowse.guest.v1.ShutdownRequest
 	(*SecretsRequest)(nil),       // 58: drowse.guest.v1.SecretsRequest
 	(*Service)(nil),              // 59: drowse.guest.v1.Service
-	(*SetServiceRequest)(nil),    // 60: drowse.guest.v1.SetServiceRequest
-	(*StopServiceRequest)(nil),   // 61: drowse.guest.v1.StopServiceRequest
-	(*ListServicesRequest)(nil),  // 62: drowse.guest.v1.ListServicesRequest
-	(*ListServicesResponse)(nil), // 63: drowse.guest.v1.ListServicesResponse
-	(*ServiceState)(nil),         // 64: drowse.guest.v1.ServiceState
-	(*ServiceLogRequest)(nil),    // 65: drowse.guest.v1.ServiceLogRequest
-	(*ServiceLogResponse)(nil),   // 66: drowse.guest.v1.ServiceLogResponse
-	(*WatchRequest)(nil),         // 67: drowse.guest.v1.WatchRequest
-	(*WatchStart)(nil),           // 68: drowse.guest.v1.WatchStart
-	(*WatchResponse)(nil),        // 69: drowse.guest.v1.WatchResponse
-	(*WatchEvent)(nil),           // 70: drowse.guest.v1.WatchEvent
+	(*Check)(nil),                // 60: drowse.guest.v1.Check
+	(*SetServiceRequest)(nil),    // 61: drowse.guest.v1.SetServiceRequest
+	(*StopServiceRequest)(nil),   // 62: drowse.guest.v1.StopServiceRequest
+	(*ListServicesRequest)(nil),  // 63: drowse.guest.v1.ListServicesRequest
+	(*ListServicesResponse)(nil), // 64: drowse.guest.v1.ListServicesResponse
+	(*ServiceState)(nil),         // 65: drowse.guest.v1.ServiceState
+	(*WaitServiceRequest)(nil),   // 66: drowse.guest.v1.WaitServiceRequest
+	(*ServiceLogRequest)(nil),    // 67: drowse.guest.v1.ServiceLogRequest
+	(*ServiceLogResponse)(nil),   // 68: drowse.guest.v1.ServiceLogResponse
+	(*WatchRequest)(nil),         // 69: drowse.guest.v1.WatchRequest
+	(*WatchStart)(nil),           // 70: drowse.guest.v1.WatchStart
+	(*WatchResponse)(nil),        // 71: drowse.guest.v1.WatchResponse
+	(*WatchEvent)(nil),           // 72: drowse.guest.v1.WatchEvent
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -5620,72 +5817,75 @@ var file_agent_proto_depIdxs = []int32{
 	52, // 30: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
 	39, // 31: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
 	56, // 32: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	59, // 33: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	64, // 34: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	31, // 35: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	68, // 36: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
-	70, // 37: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
-	1,  // 38: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 39: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 40: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 41: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	21, // 42: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	22, // 43: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	12, // 44: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 45: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 46: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	23, // 47: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	35, // 48: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	38, // 49: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	40, // 50: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	41, // 51: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	43, // 52: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	44, // 53: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	45, // 54: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	46, // 55: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	47, // 56: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	49, // 57: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	57, // 58: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	58, // 59: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	60, // 60: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	61, // 61: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	62, // 62: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	65, // 63: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	32, // 64: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
-	67, // 65: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
-	2,  // 66: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 67: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 68: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 69: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	0,  // 70: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 71: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	13, // 72: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 73: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 74: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	28, // 75: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	36, // 76: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 77: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	39, // 78: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	42, // 79: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 80: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 81: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 82: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 83: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	48, // 84: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	55, // 85: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 86: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 87: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	64, // 88: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	64, // 89: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	63, // 90: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	66, // 91: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	33, // 92: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
-	69, // 93: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
-	66, // [66:94] is the sub-list for method output_type
-	38, // [38:66] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	60, // 33: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
+	59, // 34: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	65, // 35: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	31, // 36: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	70, // 37: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	72, // 38: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	1,  // 39: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 40: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 41: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 42: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	21, // 43: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	22, // 44: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	12, // 45: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 46: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 47: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	23, // 48: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	35, // 49: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	38, // 50: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	40, // 51: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	41, // 52: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	43, // 53: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	44, // 54: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	45, // 55: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	46, // 56: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	47, // 57: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	49, // 58: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	57, // 59: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	58, // 60: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	61, // 61: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	62, // 62: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	63, // 63: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	67, // 64: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	32, // 65: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
+	66, // 66: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
+	69, // 67: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 68: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 69: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 70: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 71: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	0,  // 72: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 73: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	13, // 74: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 75: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 76: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	28, // 77: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	36, // 78: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 79: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	39, // 80: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	42, // 81: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 82: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 83: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 84: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 85: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	48, // 86: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	55, // 87: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 88: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 89: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	65, // 90: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	65, // 91: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	64, // 92: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	68, // 93: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	33, // 94: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
+	65, // 95: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
+	71, // 96: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	68, // [68:97] is the sub-list for method output_type
+	39, // [39:68] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -5725,7 +5925,7 @@ func file_agent_proto_init() {
 		(*TransferResponse_Ack)(nil),
 		(*TransferResponse_Done)(nil),
 	}
-	file_agent_proto_msgTypes[67].OneofWrappers = []any{
+	file_agent_proto_msgTypes[69].OneofWrappers = []any{
 		(*WatchRequest_Start)(nil),
 		(*WatchRequest_Ack)(nil),
 	}
@@ -5735,7 +5935,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   71,
+			NumMessages:   73,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -35,6 +35,7 @@ type AgentService interface {
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
+	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
 	Watch(context.Context, Agent_WatchServer) error
 }
 
@@ -282,6 +283,13 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 				}
 				return svc.Changes(ctx, &req)
 			},
+			"WaitService": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req WaitServiceRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.WaitService(ctx, &req)
+			},
 		},
 		Streams: map[string]ttrpc.Stream{
 			"Exec": {
@@ -337,6 +345,7 @@ type AgentClient interface {
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
+	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
 	Watch(context.Context) (Agent_WatchClient, error)
 }
 
@@ -613,6 +622,14 @@ func (c *agentClient) ServiceLog(ctx context.Context, req *ServiceLogRequest) (*
 func (c *agentClient) Changes(ctx context.Context, req *ChangesRequest) (*DiskChanges, error) {
 	var resp DiskChanges
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Changes", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) WaitService(ctx context.Context, req *WaitServiceRequest) (*ServiceState, error) {
+	var resp ServiceState
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "WaitService", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -38,6 +38,9 @@ const (
 	KindServiceStop  Kind = "service-stop"
 	KindServiceStart Kind = "service-start"
 	KindServiceExit  Kind = "service-exit"
+	// Its check has passed for the first time since its start; or has failed, and it is ended for that.
+	KindServiceReady     Kind = "service-ready"
+	KindServiceUnhealthy Kind = "service-unhealthy"
 	// What the guest has asked its own host for.
 	KindSelf Kind = "self"
 )
