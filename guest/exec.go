@@ -43,6 +43,9 @@ type Cmd struct {
 	// is empty, else with -c and the single element of Argv. Without Dir it begins in the
 	// user's home directory, if that exists.
 	Login bool
+	// Changes asks which paths of the guest's disk have changed between beginning and end of the command, which ExitStatus and
+	// the audit trail have then. Not with Detach. The guest looks at all that was ever written to its disk, before and after.
+	Changes bool
 	// Subsystem runs a program of the agent's own instead: SubsystemSFTP or SubsystemLayer.
 	Subsystem string
 
@@ -96,6 +99,8 @@ type ExitStatus struct {
 	MaxRSS     int64         // bytes
 	// NotStarted is why the command could not be started; "" when it was.
 	NotStarted string
+	// Changes is what has changed on the disk meanwhile, by this command or another, if Cmd.Changes has asked for it.
+	Changes *audit.Changes
 }
 
 // String says it in words.
@@ -138,6 +143,8 @@ type Session struct {
 	io     IO
 	record *audit.Pending
 	detach bool
+	// changes: they were asked for.
+	changes bool
 
 	in, out atomic.Int64 // bytes of stdin, and of both outputs
 
@@ -171,12 +178,12 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 		TimeoutNanos: int64(cmd.Timeout), Detach: cmd.Detach, Id: cmd.ID,
 		OutputLimit: uint32(min(max(cmd.OutputLimit, 0), agentpb.MaxOutputLimit)),
 		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && !cmd.Detach,
-		Login:       cmd.Login, Subsystem: cmd.Subsystem,
+		Login:       cmd.Login, Subsystem: cmd.Subsystem, Changes: cmd.Changes,
 	}
 	if cmd.Pty != nil {
 		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message(), Modes: cmd.Pty.Modes}
 	}
-	s := &Session{io: cmd.IO, detach: cmd.Detach}
+	s := &Session{io: cmd.IO, detach: cmd.Detach, changes: cmd.Changes}
 	return c.session(ctx, s, cmd.action(), "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}})
 }
 
@@ -391,7 +398,11 @@ func (s *Session) receive() (*ExitStatus, error) {
 				return nil, err
 			}
 		case *agentpb.ExecResponse_Exit:
-			return exitStatus(m.Exit), nil
+			st := exitStatus(m.Exit)
+			if s.changes {
+				st.Changes = recordOfChanges(m.Exit.GetChanges())
+			}
+			return st, nil
 		default:
 			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
 		}

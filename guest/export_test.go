@@ -4,3 +4,6 @@ import "time"
 
 // SetCloseTime bounds how long Close of a listener waits for the guest.
 func SetCloseTime(l *Listener, d time.Duration) { l.closeTime = d }
+
+// CheckChanges is what takes a list of changes from a guest.
+var CheckChanges = changes

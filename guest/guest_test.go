@@ -138,7 +138,7 @@ func startVM(t *testing.T) *vm {
 	t.Helper()
 	v := &vm{path: filepath.Join(t.TempDir(), "vsock"), machine: &fakeMachine{power: make(chan bool, 1)}, ports: &ports{device: handover.New(nil)}, hooks: filepath.Join(t.TempDir(), "hooks"), events: make(chan string, 100)}
 	event := func(line string) error { v.events <- line; return nil }
-	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, Ports: v.ports, HookDir: v.hooks, ReportService: event})
+	server, err := agent.New(agent.Config{Version: "test", Machine: v.machine, Ports: v.ports, HookDir: v.hooks, ReportService: event, AliveInterval: 100 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -46,6 +46,7 @@ func (s *Session) recordEnd() {
 	if st := s.status; st != nil {
 		o.Exit, o.ExitSignal, o.TimedOut, o.Error = &st.Code, st.Signal, st.TimedOut, st.NotStarted
 		// A guest may say anything; time does not run backwards.
+		o.Changes = st.Changes
 		o.CPUMs = float64(max(st.User, 0).Microseconds()+max(st.Sys, 0).Microseconds()) / 1000
 	}
 	if s.detach {

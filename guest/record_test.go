@@ -56,7 +56,7 @@ func only(t *testing.T, path string, seen *int) audit.Entry {
 func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
 		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService"},
-		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services", "Watch"},
+		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services", "Watch", "Changes", "WaitService"},
 		"what a service has printed":   {"ServiceLog"},
 		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "ServeSecrets", "Close"},
 	}

@@ -48,6 +48,56 @@ type Service struct {
 	StopTime   time.Duration
 	// LogBytes of its newest output are kept: 4 KiB to 1 MiB; 0 is 256 KiB.
 	LogBytes int
+	// Check says how it is seen that it is ready; nil: it is once it runs.
+	Check *ServiceCheck
+}
+
+// ServiceCheck is how it is seen that a service is ready, and goes on working. It is made in the guest.
+type ServiceCheck struct {
+	// Kind is CheckTCP (Address is a loopback address with a port), CheckHTTP (a URL of http at one, whose answer has a status of 200
+	// to 399), CheckUnix (the path of a socket), CheckFile (a path that is there) or CheckExec (Argv ends with status 0).
+	Kind    string
+	Address string
+	Argv    []string
+	// Interval is between two checks, 0 is 1 s; once ready it is 10 s at least. Timeout is of one, 0 is 5 s. 100 ms to 10 min each.
+	Interval, Timeout time.Duration
+	// Start is how long it may take until it is ready, at most 1 h; then it is ended, and started again as after a failure. 0 is for ever.
+	Start time.Duration
+	// Alive is after how many failures in a row one that was ready is ended and started again, at most 1000; 0: it is not checked then.
+	Alive uint32
+}
+
+// Kinds of checks.
+const (
+	CheckTCP  = agentpb.CheckTCP
+	CheckUnix = agentpb.CheckUnix
+	CheckHTTP = agentpb.CheckHTTP
+	CheckExec = agentpb.CheckExec
+	CheckFile = agentpb.CheckFile
+)
+
+// CheckLocal says whether HOST:PORT is a port of the guest itself, which is all that a check may connect to.
+func CheckLocal(address string) error {
+	_, err := agentpb.Loopback(address)
+	return err
+}
+
+// States of services, see ServiceState.
+const (
+	ServiceRunning = agentpb.ServiceRunning
+	ServiceStopped = agentpb.ServiceStopped
+	ServiceEnded   = agentpb.ServiceEnded
+	ServiceFailed  = agentpb.ServiceFailed
+)
+
+func (c *ServiceCheck) message() *agentpb.Check {
+	if c == nil {
+		return nil
+	}
+	return &agentpb.Check{
+		Kind: c.Kind, Address: c.Address, Argv: c.Argv, IntervalNanos: int64(c.Interval), TimeoutNanos: int64(c.Timeout),
+		StartNanos: int64(c.Start), Alive: c.Alive,
+	}
 }
 
 // ServiceState is what the agent says of a service.
@@ -64,6 +114,12 @@ type ServiceState struct {
 	Problem  string
 	// LogStart and LogEnd are the offsets of the output that is kept.
 	LogStart, LogEnd uint64
+	// Ready: it runs, and its check has passed since its start, at ReadyAt by the guest's clock. CheckProblem is why the
+	// last check has failed, and CheckRestarts how often it was ended for that.
+	Ready         bool
+	ReadyAt       time.Time
+	CheckProblem  string
+	CheckRestarts uint64
 }
 
 // SetService makes a service known to the agent, in the place of one of that name, and with
@@ -73,7 +129,7 @@ func (c *Client) SetService(ctx context.Context, s Service, start, restart bool)
 	req := &agentpb.SetServiceRequest{Start: start, Restart: restart, Service: &agentpb.Service{
 		Name: s.Name, Argv: s.Argv, Env: s.Env, Cwd: s.Dir, User: s.User, Restart: s.Restart,
 		BackoffNanos: int64(s.Backoff), MaxBackoffNanos: int64(s.MaxBackoff), MaxRestarts: s.MaxRestarts,
-		StopSignal: int32(s.StopSignal), StopNanos: int64(s.StopTime), LogLimit: uint32(s.LogBytes),
+		StopSignal: int32(s.StopSignal), StopNanos: int64(s.StopTime), LogLimit: uint32(s.LogBytes), Check: s.Check.message(),
 	}}
 	return onService(ctx, c, a, "set service "+s.Name, agentpb.AgentClient.SetService, req)
 }
@@ -83,6 +139,15 @@ func (c *Client) SetService(ctx context.Context, s Service, start, restart bool)
 func (c *Client) StopService(ctx context.Context, name string, forget bool) (ServiceState, error) {
 	a := audit.Action{Kind: audit.KindServiceStop, Process: name}
 	return onService(ctx, c, a, "stop service "+name, agentpb.AgentClient.StopService, &agentpb.StopServiceRequest{Name: name, Forget: forget})
+}
+
+// WaitService waits until a service is ready, or is not going to be by itself since it has stopped, ended or failed, or for some 30 s.
+func (c *Client) WaitService(ctx context.Context, name string) (ServiceState, error) {
+	resp, err := call(ctx, c, "wait for service "+name, agentpb.AgentClient.WaitService, &agentpb.WaitServiceRequest{Name: name})
+	if err != nil {
+		return ServiceState{}, olderAgent(err)
+	}
+	return serviceState(resp), nil
 }
 
 // onService does something with a service, and records it.
@@ -121,6 +186,10 @@ func serviceState(s *agentpb.ServiceState) ServiceState {
 		Name: shortened(s.Name, agentpb.MaxServiceName), State: shortened(s.State, agentpb.MaxServiceName), PID: int(s.Pid),
 		Restarts: s.Restarts, Exit: exitStatus(s.Exit), Problem: shortened(s.Problem, agentpb.MaxServiceText),
 		LogStart: s.LogStart, LogEnd: s.LogEnd,
+	}
+	out.Ready, out.CheckProblem, out.CheckRestarts = s.Ready, shortened(s.Check, agentpb.MaxServiceText), s.CheckRestarts
+	if s.Ready && s.ReadyNanos != 0 {
+		out.ReadyAt = time.Unix(0, s.ReadyNanos)
 	}
 	if s.StartedNanos != 0 {
 		out.Started = time.Unix(0, s.StartedNanos)
@@ -162,6 +231,9 @@ const (
 	EventEnded   = agentpb.EventEnded
 	EventFailed  = agentpb.EventFailed // it could not be started
 	EventGaveUp  = agentpb.EventGaveUp // too many restarts in a row
+
+	EventReady     = agentpb.EventReady     // its check has passed for the first time since its start
+	EventUnhealthy = agentpb.EventUnhealthy // it is ended since its check has failed
 )
 
 // ServicesPath is where the host listens for events of services, given the path of the Unix

@@ -1,11 +1,13 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"path/filepath"
@@ -45,6 +47,84 @@ type ServiceSpec struct {
 	StopSeconds int `json:"stop_seconds,omitempty"`
 	// LogKiB of its newest output are kept in the guest: 4 to 1024; 256 by default.
 	LogKiB int `json:"log_kib,omitempty"`
+	// Check says how it is seen that it is ready; without one it is once it runs.
+	Check *ServiceCheck `json:"check,omitempty"`
+}
+
+// ServiceCheck is how it is seen, in the guest, that a service is ready and goes on working.
+type ServiceCheck struct {
+	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, a URL of http at one that answers with a status
+	// of 200 to 399, a Unix socket that accepts a connection, a path that is there, or a command that ends with status 0, as the
+	// user and with the variables and directory of the service.
+	TCP  string   `json:"tcp,omitempty"`
+	HTTP string   `json:"http,omitempty"`
+	Unix string   `json:"unix,omitempty"`
+	File string   `json:"file,omitempty"`
+	Exec []string `json:"exec,omitempty"`
+	// IntervalSeconds, 1 by default, are between two checks, 10 at least once it is ready; TimeoutSeconds, 5 by default, are for one.
+	// 1 to 600.
+	IntervalSeconds int `json:"interval_seconds,omitempty"`
+	TimeoutSeconds  int `json:"timeout_seconds,omitempty"`
+	// StartSeconds is how long it may take until it is ready, at most 3600, before it is ended and started again; 0 is for ever.
+	StartSeconds int `json:"start_seconds,omitempty"`
+	// AliveFailures is after how many failures in a row it is ended and started again once it was ready, at most 1000. 0: then it
+	// is not checked any more.
+	AliveFailures int `json:"alive_failures,omitempty"`
+}
+
+// check says what is wrong with it, beyond what the agent says.
+func (c *ServiceCheck) check() string {
+	n := 0
+	for _, is := range []bool{c.TCP != "", c.HTTP != "", c.Unix != "", c.File != "", len(c.Exec) > 0} {
+		if is {
+			n++
+		}
+	}
+	switch {
+	case n != 1:
+		return "its check is not one of tcp, http, unix, file and exec"
+	case c.IntervalSeconds < 0 || c.IntervalSeconds > 600 || c.TimeoutSeconds < 0 || c.TimeoutSeconds > 600:
+		return fmt.Sprintf("its check has times of %d and %d s: use 1 to 600", c.IntervalSeconds, c.TimeoutSeconds)
+	case c.StartSeconds < 0 || c.StartSeconds > 3600:
+		return fmt.Sprintf("%d s until it is ready: use 1 to 3600", c.StartSeconds)
+	case c.AliveFailures < 0 || c.AliveFailures > 1000:
+		return fmt.Sprintf("%d failures of its check: use 1 to 1000", c.AliveFailures)
+	case (c.Unix != "" && !filepath.IsAbs(c.Unix)) || (c.File != "" && !filepath.IsAbs(c.File)):
+		return "the path of its check is not absolute"
+	case len(c.Exec) > 0 && c.Exec[0] == "":
+		return "its check has no command"
+	}
+	for _, w := range slices.Concat(c.Exec, []string{c.TCP, c.HTTP, c.Unix, c.File}) {
+		if strings.IndexByte(w, 0) >= 0 {
+			return "a word of its check has a zero byte"
+		}
+	}
+	if c.TCP != "" && guest.CheckLocal(c.TCP) != nil {
+		return fmt.Sprintf("its check is at %q: use a port of 127.0.0.1, ::1 or localhost", c.TCP)
+	}
+	if u, err := url.Parse(c.HTTP); c.HTTP != "" && (err != nil || u.Scheme != "http" || u.User != nil || guest.CheckLocal(net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "80"))) != nil) {
+		return fmt.Sprintf("its check asks %q: use a URL of http at 127.0.0.1, ::1 or localhost", c.HTTP)
+	}
+	return ""
+}
+
+func (c *ServiceCheck) unit() *guest.ServiceCheck {
+	if c == nil {
+		return nil
+	}
+	u := &guest.ServiceCheck{
+		Argv: c.Exec, Interval: time.Duration(c.IntervalSeconds) * time.Second, Timeout: time.Duration(c.TimeoutSeconds) * time.Second,
+		Start: time.Duration(c.StartSeconds) * time.Second, Alive: uint32(c.AliveFailures),
+	}
+	for kind, address := range map[string]string{guest.CheckTCP: c.TCP, guest.CheckHTTP: c.HTTP, guest.CheckUnix: c.Unix, guest.CheckFile: c.File} {
+		if address != "" {
+			u.Kind, u.Address = kind, address
+		}
+	}
+	if u.Kind == "" {
+		u.Kind = guest.CheckExec
+	}
+	return u
 }
 
 // Defaults and bounds of services.
@@ -82,6 +162,11 @@ func (s *ServiceSpec) check() error {
 		return bad("%d s to stop: use 1 to 300", s.StopSeconds)
 	case !within(s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10):
 		return bad("a log of %d KiB: use %d to %d", s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10)
+	}
+	if s.Check != nil {
+		if wrong := s.Check.check(); wrong != "" {
+			return bad("%s", wrong)
+		}
 	}
 	for _, w := range slices.Concat(s.Argv, s.Env, []string{s.User, s.Dir}) {
 		if strings.IndexByte(w, 0) >= 0 {
@@ -121,7 +206,7 @@ func (s *ServiceSpec) unit() guest.Service {
 	u := guest.Service{
 		Name: s.Name, Argv: s.Argv, Env: s.Env, Dir: s.Dir, User: s.User, Restart: s.Restart,
 		Backoff: seconds(s.BackoffSeconds), MaxBackoff: seconds(s.MaxBackoffSeconds),
-		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10,
+		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10, Check: s.Check.unit(),
 	}
 	if u.Restart == "" {
 		u.Restart = guest.RestartAlways
@@ -156,6 +241,48 @@ type ServiceStatus struct {
 	ExitCode *int       `json:"exit_code,omitempty"`
 	Ended    *time.Time `json:"ended,omitempty"`
 	Problem  string     `json:"problem,omitempty"`
+	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has failed,
+	// CheckRestarts how often it was ended for that.
+	Ready         bool       `json:"ready"`
+	ReadyAt       *time.Time `json:"ready_at,omitempty"`
+	CheckProblem  string     `json:"check_problem,omitempty"`
+	CheckRestarts uint64     `json:"check_restarts,omitempty"`
+}
+
+// ErrServiceNotReady: a service has stopped, ended or failed, and is not going to be ready by itself.
+var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
+
+// WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to sleep by itself
+// meanwhile. The error is ErrServiceNotReady when it need not be waited for.
+func (s *Store) WaitService(ctx context.Context, name, service string) (ServiceStatus, error) {
+	spec, c, err := s.serviceOf(ctx, name, service)
+	if err != nil {
+		return ServiceStatus{}, err
+	}
+	defer c.Close()
+	out := ServiceStatus{ServiceSpec: spec}
+	for {
+		begun := time.Now()
+		g, err := c.WaitService(ctx, service)
+		if err != nil {
+			return out, err
+		}
+		out.is(g)
+		switch {
+		case g.Ready:
+			return out, nil
+		case g.State == guest.ServiceStopped || g.State == guest.ServiceEnded || g.State == guest.ServiceFailed:
+			return out, fmt.Errorf("%w: %s of %s has %s: see `drowse service logs %s %s`", ErrServiceNotReady, service, name, g.State, name, service)
+		}
+		// A guest that answers at once without an end must not be asked in a loop.
+		if time.Since(begun) < time.Second {
+			select {
+			case <-time.After(time.Second):
+			case <-ctx.Done():
+				return out, fmt.Errorf("waiting for service %s of %s: %w", service, name, ctx.Err())
+			}
+		}
+	}
 }
 
 // States of services that only the host knows.
@@ -166,6 +293,10 @@ const (
 
 func (s *ServiceStatus) is(g guest.ServiceState) {
 	s.State, s.PID, s.Restarts, s.Problem = g.State, g.PID, g.Restarts, g.Problem
+	s.Ready, s.CheckProblem, s.CheckRestarts, s.ReadyAt = g.Ready, g.CheckProblem, g.CheckRestarts, nil
+	if !g.ReadyAt.IsZero() {
+		s.ReadyAt = &g.ReadyAt
+	}
 	if !g.Started.IsZero() {
 		s.Started = &g.Started
 	}
@@ -518,6 +649,10 @@ func (t *serviceTrail) record(e guest.ServiceEvent) {
 	switch e.Event {
 	case guest.EventStarted, guest.EventFailed:
 		a.Kind = audit.KindServiceStart
+	case guest.EventReady:
+		a.Kind = audit.KindServiceReady
+	case guest.EventUnhealthy:
+		a.Kind = audit.KindServiceUnhealthy
 	case guest.EventEnded:
 		o.Exit, o.ExitSignal = &e.Exit, e.Signal
 	}

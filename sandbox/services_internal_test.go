@@ -119,3 +119,33 @@ func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
 		t.Error("the record itself has changed")
 	}
 }
+
+func TestServiceCheck_that_cannot_be_is_refused(t *testing.T) {
+	t.Parallel()
+	spec := func(c ServiceCheck) ServiceSpec { return ServiceSpec{Name: "s", Argv: []string{"x"}, Check: &c} }
+	for name, c := range map[string]ServiceCheck{
+		"nothing":            {},
+		"two":                {TCP: "127.0.0.1:1", File: "/x"},
+		"another machine":    {TCP: "10.0.0.1:80"},
+		"a URL elsewhere":    {HTTP: "http://example.com/"},
+		"https":              {HTTP: "https://127.0.0.1/"},
+		"a relative path":    {Unix: "x"},
+		"a zero byte":        {File: "/x\x00"},
+		"an empty command":   {Exec: []string{""}},
+		"a long interval":    {File: "/x", IntervalSeconds: 601},
+		"a negative timeout": {File: "/x", TimeoutSeconds: -1},
+		"a long start":       {File: "/x", StartSeconds: 3601},
+		"many failures":      {File: "/x", AliveFailures: 1001},
+	} {
+		s := spec(c)
+		if err := s.check(); !errors.Is(err, ErrSpec) {
+			t.Errorf("%s: %v, want ErrSpec", name, err)
+		}
+	}
+	for _, c := range []ServiceCheck{{TCP: "localhost:80"}, {TCP: "[::1]:80"}, {HTTP: "http://127.0.0.1/x?y"}, {HTTP: "http://[::1]:8080/"}, {Unix: "/x"}, {Exec: []string{"x"}, AliveFailures: 3}} {
+		s := spec(c)
+		if err := s.check(); err != nil {
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+}

@@ -39,9 +39,16 @@ func service(e *guesttest.Env, vm, name, state string) sandbox.ServiceStatus {
 func TestServicesOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	keep := sandbox.ServiceSpec{Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; exec sleep 1000000"}}
+	// Ready when it has begun; a file that is there needs no process to look for.
+	keep := sandbox.ServiceSpec{
+		Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; : > /root/ready; exec sleep 1000000"},
+		Check: &sandbox.ServiceCheck{File: "/root/ready", AliveFailures: 1},
+	}
 	e.Run(sandbox.Spec{Name: "sv", Services: []sandbox.ServiceSpec{keep}})
 	first := service(e, "sv", "keep", "running")
+	if st, err := e.Store.WaitService(t.Context(), "sv", "keep"); err != nil || !st.Ready || st.PID != first.PID {
+		t.Errorf("waited for, it is %+v, %v", st, err)
+	}
 	if first.PID == 0 || first.Restarts != 0 {
 		t.Errorf("after the boot it is %+v", first)
 	}
@@ -49,6 +56,9 @@ func TestServicesOfAGuest(t *testing.T) {
 	crash := sandbox.ServiceSpec{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}
 	if _, err := e.Store.SetService(t.Context(), "sv", crash); err != nil {
 		t.Fatal(err)
+	}
+	if _, err := e.Store.WaitService(t.Context(), "sv", "crash"); !errors.Is(err, sandbox.ErrServiceNotReady) {
+		t.Errorf("waiting for one that fails: %v, want ErrServiceNotReady", err)
 	}
 	if s := service(e, "sv", "crash", "failed"); s.Restarts != 1 || s.ExitCode == nil || *s.ExitCode != 1 {
 		t.Errorf("one that fails is %+v", s)
@@ -75,7 +85,7 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Errorf("setting one of a VM that sleeps: %v, want ErrNotRunning", err)
 	}
 	e.Wake("sv")
-	if s := service(e, "sv", "keep", "running"); s.PID != first.PID || s.Restarts != 0 {
+	if s := service(e, "sv", "keep", "running"); s.PID != first.PID || s.Restarts != 0 || !s.Ready {
 		t.Errorf("after the wake it is %+v, before %+v", s, first)
 	}
 	// What it does after a wake is told as well.

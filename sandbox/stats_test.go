@@ -44,7 +44,7 @@ func statsOfAGuest(t *testing.T, e *guesttest.Env, name string) {
 	if len(g.Interfaces) == 0 || g.Interfaces[0].Name != "lo" || g.Interfaces[0].ReceivedBytes == 0 {
 		t.Errorf("its interfaces are %+v", g.Interfaces)
 	}
-	e.Sh(name, ":")
+	diskOfAGuest(t, e, name)
 	again, err := e.Store.Stats(t.Context(), name)
 	if err != nil || again.Guest == nil || again.Guest.Forks <= g.Forks || again.Guest.UptimeMs <= g.UptimeMs || again.Host.CPUUserMs < h.CPUUserMs {
 		t.Errorf("after a command: %+v, %v", again, err)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -22,6 +24,7 @@ func (a *app) auditCommand() *cobra.Command {
 	var (
 		follow bool
 		since  string
+		paths  bool
 	)
 	cmd := &cobra.Command{
 		Use: "audit NAME", Short: "Say who has run what in a VM, and how it ended", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
@@ -46,7 +49,7 @@ with -o json as a line of JSON each.`,
 				return err
 			}
 			if follow {
-				return a.followAudit(cmd.Context(), s, args[0], o)
+				return a.followAudit(cmd.Context(), s, args[0], o, paths)
 			}
 			entries := []audit.Entry{}
 			is, err := s.Audit(cmd.Context(), args[0], o, func(e audit.Entry) error {
@@ -70,28 +73,42 @@ with -o json as a line of JSON each.`,
 				case is.Snapshot != "":
 					fmt.Fprintf(w, "%s was made from snapshot %s; what was done before is in the trail of the VM that that is of\n", is.Name, is.Snapshot)
 				}
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+				var rows bytes.Buffer
+				t := tabwriter.NewWriter(&rows, 0, 8, 2, ' ', 0)
 				fmt.Fprintln(t, auditColumns)
 				for _, e := range entries {
 					fmt.Fprintln(t, auditRow(e))
 				}
 				t.Flush()
+				lines := strings.SplitAfter(rows.String(), "\n")
+				io.WriteString(w, lines[0])
+				for i, e := range entries {
+					io.WriteString(w, lines[i+1])
+					if paths {
+						io.WriteString(w, auditChanges(e))
+					}
+				}
 			})
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
+	cmd.Flags().BoolVar(&paths, "changes", false, "name the paths that have changed, of commands that were run with `drowse exec --changes`")
 	cmd.Flags().StringVar(&since, "since", "", "leave out what was over before: a time (RFC 3339), or how long ago (10m, 24h)")
 	return cmd
 }
 
-func (a *app) followAudit(ctx context.Context, s *sandbox.Store, name string, o audit.ReadOptions) error {
+func (a *app) followAudit(ctx context.Context, s *sandbox.Store, name string, o audit.ReadOptions, paths bool) error {
 	e := json.NewEncoder(a.stdout)
 	e.SetEscapeHTML(false)
 	_, err := s.Audit(ctx, name, o, func(entry audit.Entry) error {
 		if a.json() {
 			return e.Encode(entry)
 		}
-		_, err := fmt.Fprintln(a.stdout, auditRow(entry))
+		text := auditRow(entry) + "\n"
+		if paths {
+			text += auditChanges(entry)
+		}
+		_, err := io.WriteString(a.stdout, text)
 		return err
 	})
 	if errors.Is(err, context.Canceled) {
@@ -212,10 +229,58 @@ func auditWhat(e audit.Entry) string {
 	if o := e.Outcome; o != nil && o.Started != "" {
 		words = append(words, "as "+auditWord(o.Started))
 	}
+	if o := e.Outcome; o != nil && o.Changes != nil {
+		c := o.Changes
+		words = append(words, fmt.Sprintf("(%d added, %d changed, %d removed%s)", len(c.Added), len(c.Changed), len(c.Removed), moreChanges(c)))
+	}
 	if o := e.Outcome; o != nil && o.Error != "" {
 		words = append(words, ": "+printable(strings.ReplaceAll(o.Error, "\n", " ")))
 	}
 	return strings.Join(words, " ")
+}
+
+// moreChanges says what is not told of changes.
+func moreChanges(c *audit.Changes) (s string) {
+	if c.More > 0 {
+		s = fmt.Sprintf(", %d more", c.More)
+	}
+	if c.Partial != "" {
+		s += ", not all is known"
+	}
+	return s
+}
+
+// auditChanges is what a command has changed, a line for each path.
+func auditChanges(e audit.Entry) string {
+	if e.Outcome == nil || e.Outcome.Changes == nil {
+		return ""
+	}
+	var b strings.Builder
+	c := e.Outcome.Changes
+	for _, l := range []struct {
+		mark  string
+		paths []string
+	}{{"+", c.Added}, {"~", c.Changed}, {"-", c.Removed}} {
+		for _, p := range l.paths {
+			fmt.Fprintf(&b, "    %s %s\n", l.mark, terminalPath(p))
+		}
+	}
+	if c.More > 0 {
+		fmt.Fprintf(&b, "    ... and %d more\n", c.More)
+	}
+	if c.Partial != "" {
+		fmt.Fprintf(&b, "    not all is known: %s\n", printable(c.Partial))
+	}
+	return b.String()
+}
+
+// terminalPath is a path that changes nothing of a terminal: quoted if it has what would not show. One that begins with a quotation
+// mark has been quoted.
+func terminalPath(p string) string {
+	if strings.IndexFunc(p, func(r rune) bool { return !unicode.IsPrint(r) }) >= 0 || !utf8.ValidString(p) {
+		return strconv.Quote(p)
+	}
+	return p
 }
 
 // auditWord is a word as a shell takes it, or as Go writes it if it has what a terminal

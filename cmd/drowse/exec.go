@@ -16,6 +16,7 @@ import (
 	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -142,6 +143,7 @@ are root, / and the least that a program needs.`,
 	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
 	f.StringVarP(&c.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
+	f.BoolVar(&c.Changes, "changes", false, "record in the audit trail which paths of the disk have changed meanwhile: see `drowse audit --changes`")
 	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
 	secretFlag(cmd, &secrets, " for the time of the command, as a file in "+guest.SecretsDir)
 	return cmd
@@ -208,13 +210,14 @@ const maxExecJSON = 16 << 20
 
 // execDoc is a command in JSON.
 type execDoc struct {
-	ExitCode  int     `json:"exit_code"`
-	Signal    int     `json:"signal,omitempty"`
-	TimedOut  bool    `json:"timed_out,omitempty"`
-	Stdout    string  `json:"stdout"`
-	Stderr    string  `json:"stderr"`
-	Truncated bool    `json:"truncated,omitempty"`
-	Ms        float64 `json:"elapsed_ms"`
+	ExitCode  int            `json:"exit_code"`
+	Signal    int            `json:"signal,omitempty"`
+	TimedOut  bool           `json:"timed_out,omitempty"`
+	Stdout    string         `json:"stdout"`
+	Stderr    string         `json:"stderr"`
+	Truncated bool           `json:"truncated,omitempty"`
+	Ms        float64        `json:"elapsed_ms"`
+	Changes   *audit.Changes `json:"changes,omitempty"`
 }
 
 // execDocument runs a command. Without a status there is no document.
@@ -226,7 +229,7 @@ func execDocument(ctx context.Context, client *guest.Client, c guest.Cmd) (execD
 	if st == nil {
 		return execDoc{}, nil, err
 	}
-	return execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000}, st, err
+	return execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000, st.Changes}, st, err
 }
 
 func (a *app) execJSON(ctx context.Context, client *guest.Client, c guest.Cmd) error {

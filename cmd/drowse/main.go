@@ -127,7 +127,7 @@ func (a *app) root() *cobra.Command {
 	f.BoolVarP(&a.verbose, "verbose", "v", false, "log more to stderr")
 	root.AddCommand(
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
-		a.runCommand(), a.execCommand(), a.cpCommand(), a.watchCommand(),
+		a.runCommand(), a.execCommand(), a.cpCommand(), a.watchCommand(), a.diffCommand(),
 		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),

@@ -54,7 +54,7 @@ docs/SERVICES.md has the rules.`,
 		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Store, vm, name string) (sandbox.ServiceStatus, error) {
 			return s.StopService(ctx, vm, name)
 		}),
-		a.serviceRemoveCommand(), a.serviceLogsCommand(),
+		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
 	)
 	return cmd
 }
@@ -63,6 +63,8 @@ func (a *app) serviceSetCommand() *cobra.Command {
 	var (
 		spec     sandbox.ServiceSpec
 		noConfig bool
+		ready    string
+		check    sandbox.ServiceCheck
 	)
 	cmd := &cobra.Command{
 		Use: "set [flags] NAME SERVICE COMMAND [ARG...]", Short: "Give a VM a service, or change it, and start it",
@@ -78,6 +80,9 @@ image says, where the flags say nothing else.`,
 			spec.Name, spec.Argv = args[1], args[2:]
 			if spec.Argv[0] == "--" {
 				spec.Argv = spec.Argv[1:]
+			}
+			if err := readinessOf(ready, check, &spec); err != nil {
+				return usageError{err}
 			}
 			if len(spec.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse service set --help`")}
@@ -117,7 +122,127 @@ image says, where the flags say nothing else.`,
 	f.IntVar(&spec.MaxRestarts, "max-restarts", sandbox.DefaultMaxRestarts, "restarts in a row before it is given up; -1: no limit")
 	f.IntVar(&spec.StopSignal, "stop-signal", 15, "number of the signal that stops it")
 	f.IntVar(&spec.StopSeconds, "stop-timeout", 10, "seconds after which it is killed then")
+	f.StringVar(&ready, "ready", "", "how it is seen to be ready: tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND (default: it is once it runs)")
+	f.IntVar(&check.IntervalSeconds, "ready-interval", 1, "seconds between two checks; once it is ready 10 at least")
+	f.IntVar(&check.TimeoutSeconds, "ready-timeout", 5, "seconds for one check")
+	f.IntVar(&check.StartSeconds, "ready-within", 0, "seconds after which it is ended and started again if it is not ready; 0: never")
+	f.IntVar(&check.AliveFailures, "alive", 0, "go on checking, and end it and start it again after so many failures in a row; 0: do not")
 	f.IntVar(&spec.LogKiB, "log", 256, "KiB of its newest output that are kept in the guest")
+	return cmd
+}
+
+// readinessOf puts the check that flags describe into a service.
+func readinessOf(ready string, c sandbox.ServiceCheck, spec *sandbox.ServiceSpec) error {
+	if ready == "" {
+		if c.StartSeconds != 0 || c.AliveFailures != 0 {
+			return errors.New("--ready-within and --alive need --ready")
+		}
+		return nil
+	}
+	kind, what, _ := strings.Cut(ready, ":")
+	switch kind {
+	case guest.CheckTCP:
+		if _, err := strconv.ParseUint(what, 10, 16); err == nil {
+			what = "127.0.0.1:" + what
+		}
+		c.TCP = what
+	case guest.CheckHTTP:
+		if strings.HasPrefix(what, "//") { // the URL itself
+			what = ready
+		}
+		c.HTTP = what
+	case guest.CheckUnix:
+		c.Unix = what
+	case guest.CheckFile:
+		c.File = what
+	case guest.CheckExec:
+		c.Exec = []string{"/bin/sh", "-c", what}
+	default:
+		return fmt.Errorf("--ready %q: use tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND", ready)
+	}
+	if what == "" {
+		return fmt.Errorf("--ready %q says nothing to look for", ready)
+	}
+	spec.Check = &c
+	return nil
+}
+
+// serviceStatusCommand says how one service is. A VM that sleeps is not woken.
+func (a *app) serviceStatusCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "status NAME SERVICE", Short: "Say how a service is; a VM that sleeps is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			list, err := s.Services(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			for _, l := range list {
+				if l.Name == args[1] {
+					return a.print(l, func(w io.Writer) { fmt.Fprintln(w, serviceLine(l)) })
+				}
+			}
+			return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", sandbox.ErrNotFound, args[0], args[1], args[0])
+		},
+	}
+}
+
+// serviceLine is how a service is, in a line.
+func serviceLine(l sandbox.ServiceStatus) string {
+	line := l.Name + " " + l.State
+	if l.Ready {
+		line += ", ready"
+		if l.ReadyAt != nil {
+			line += " since " + l.ReadyAt.Local().Format(time.DateTime)
+		}
+	} else if l.State == guest.ServiceRunning {
+		line += ", not ready"
+	}
+	if l.CheckRestarts > 0 {
+		line += fmt.Sprintf(", ended %d times for its check", l.CheckRestarts)
+	}
+	for _, why := range []string{l.Problem, l.CheckProblem} {
+		if why != "" {
+			line += ": " + printable(why)
+		}
+	}
+	return line
+}
+
+func (a *app) serviceWaitCommand() *cobra.Command {
+	var limit time.Duration
+	cmd := &cobra.Command{
+		Use: "wait NAME SERVICE", Short: "Wait until a service is ready; a VM that sleeps is woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Long: `Wait until a service is ready: until its check has passed since its start, or, without a check,
+until it runs. It fails at once for a service that has stopped, ended or failed. A VM that sleeps
+is woken, and does not go to sleep by itself meanwhile.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+				return err
+			}
+			ctx, cancel := cmd.Context(), func() {}
+			if limit > 0 {
+				ctx, cancel = context.WithTimeout(ctx, limit)
+			}
+			defer cancel()
+			st, err := s.WaitService(ctx, args[0], args[1])
+			if err != nil {
+				if st.CheckProblem != "" {
+					err = fmt.Errorf("%w (its check: %s)", err, printable(st.CheckProblem))
+				}
+				return err
+			}
+			return a.print(st, func(w io.Writer) { fmt.Fprintln(w, serviceLine(st)) })
+		},
+	}
+	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; 0: never")
 	return cmd
 }
 
@@ -138,9 +263,15 @@ func (a *app) serviceListCommand() *cobra.Command {
 			}
 			return a.print(list, func(w io.Writer) {
 				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "SERVICE\tSTATE\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND")
+				fmt.Fprintln(t, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND")
 				for _, l := range list {
-					state, pid, started, exit := "-", "-", "-", "-"
+					state, ready, pid, started, exit := "-", "-", "-", "-", "-"
+					switch {
+					case l.Ready:
+						ready = "yes"
+					case l.State == guest.ServiceRunning:
+						ready = "no"
+					}
 					if l.State != "" {
 						state = l.State
 					}
@@ -160,7 +291,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 					if l.Problem != "" {
 						words = append(words, ": "+printable(l.Problem))
 					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", l.Name, state, pid, l.Restarts, started, exit, strings.Join(words, " "))
+					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", l.Name, state, ready, pid, l.Restarts, started, exit, strings.Join(words, " "))
 				}
 				t.Flush()
 			})

@@ -84,6 +84,7 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 
 // update does what a message says. The caller holds s.machine.
 func (s *Server) update(m *agentpb.Handover) error {
+	s.services.wakes.Add(1)
 	// First, since the time that the message says was that of a moment ago.
 	if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
 		return err

@@ -183,6 +183,8 @@ func checkStart(m *agentpb.ExecStart) error {
 		return bad("timeout of %d ns is out of range", m.TimeoutNanos)
 	case len(m.GetPty().GetModes()) > agentpb.MaxTerminalModes:
 		return bad("terminal modes of %d bytes, at most %d", len(m.Pty.Modes), agentpb.MaxTerminalModes)
+	case m.Changes && m.Detach:
+		return bad("changes are told of a command with a connection, not of a detached one")
 	case len(m.Id) > agentpb.MaxID:
 		return bad("id of %d bytes, at most %d", len(m.Id), agentpb.MaxID)
 	}

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -38,6 +40,10 @@ type Config struct {
 	// ReportService, when set, is called with an event of a service (agentpb.ServiceEvent),
 	// one at a time. It returns when the host knows.
 	ReportService func(line string) error
+	// AliveInterval is the least between two checks of a service that is ready; 0 is 10 s.
+	AliveInterval time.Duration
+	// Disk opens the directories of the root's overlay; nil is upper.Open.
+	Disk func() (*upper.Tree, error)
 }
 
 // Server is the agent's service. Create it with New; Serve and Close may be
@@ -63,6 +69,7 @@ type Server struct {
 	secrets   secretServer
 	services  services
 	watches   watches
+	records   atomic.Int32 // commands whose changes are recorded
 
 	stopping sync.Once
 
@@ -81,6 +88,12 @@ func New(cfg Config) (*Server, error) {
 	if cfg.HookDir == "" {
 		cfg.HookDir = DefaultHookDir
 	}
+	if cfg.AliveInterval == 0 {
+		cfg.AliveInterval = aliveInterval
+	}
+	if cfg.Disk == nil {
+		cfg.Disk = upper.Open
+	}
 	if cfg.Ports == nil {
 		cfg.Ports = &IOPorts{}
 	}
@@ -98,6 +111,7 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*trackedConn]struct{}),
 	}
 	s.services.procs, s.services.byName = s.procs, make(map[string]*service)
+	s.services.alive = cfg.AliveInterval
 	if cfg.ReportService != nil {
 		s.services.events = &eventQueue{report: cfg.ReportService}
 	}
@@ -322,6 +336,7 @@ func (s *Server) hooksState() (waiting, present bool) {
 func (s *Server) refresh(m *agentpb.ResumeRequest, out *agentpb.ResumeResponse) error {
 	s.machine.Lock()
 	defer s.machine.Unlock()
+	s.services.wakes.Add(1)
 	if m.WallNanos != 0 {
 		if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
 			return err

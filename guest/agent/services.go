@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -40,6 +40,9 @@ type services struct {
 	closed bool
 	wg     sync.WaitGroup
 
+	alive time.Duration // the least between two checks of one that is ready
+	wakes atomic.Uint64 // how often the machine has been restored
+
 	events *eventQueue // nil: nobody is told
 }
 
@@ -63,6 +66,12 @@ type service struct {
 	exit     *agentpb.ExecExit
 	endedAt  time.Time
 	problem  string
+
+	ready         bool // it runs, and works as far as is known
+	readyAt       time.Time
+	checkProblem  string
+	checkRestarts uint64
+	waiters       chan struct{} // closed when something has changed; nil: nobody waits
 }
 
 // SetService implements agentpb.AgentService.
@@ -178,7 +187,7 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 	case u.LogLimit < agentpb.MinServiceLog || u.LogLimit > agentpb.MaxServiceLog:
 		return bad("a log of %d bytes: it has %d to %d", u.LogLimit, agentpb.MinServiceLog, agentpb.MaxServiceLog)
 	}
-	return u, nil
+	return u, checkCheck(u.Check)
 }
 
 // startOf is what a service is as a command.
@@ -285,7 +294,7 @@ func (v *service) begin(ctx context.Context) error {
 	a.wg.Add(1)
 	v.mu.Lock()
 	v.stop, v.ended = stop, ended
-	v.state, v.restarts, v.problem = agentpb.ServiceRunning, 0, ""
+	v.state, v.restarts, v.problem, v.checkRestarts, v.checkProblem = agentpb.ServiceRunning, 0, "", 0, ""
 	v.mu.Unlock()
 	a.mu.Unlock()
 	go v.supervise(stop, ended, first)
@@ -358,12 +367,16 @@ func (v *service) run(stop, first chan struct{}, row uint32) (wait time.Duration
 	v.started, v.problem = time.Now(), ""
 	if err == nil {
 		v.p = p
+		if v.checkProblem = ""; u.Check == nil {
+			v.ready, v.readyAt = true, v.started
+		}
 		if v.state != agentpb.ServiceStopping {
 			v.state = agentpb.ServiceRunning
 		}
 	} else {
 		v.problem = cut(problemOf(err), agentpb.MaxServiceText)
 	}
+	v.wakeWaiters()
 	v.mu.Unlock()
 	if first != nil {
 		close(first)
@@ -374,14 +387,12 @@ func (v *service) run(stop, first chan struct{}, row uint32) (wait time.Duration
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventFailed, Problem: cut(problemOf(err), agentpb.MaxServiceText)})
 	} else {
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventStarted})
-		select {
-		case <-stop:
-			v.terminate(p)
-		case <-p.exited:
-		}
-		failed = p.exit.Code != 0
+		failed = v.supervised(u, p, stop)
+		failed = failed || p.exit.Code != 0
 		v.mu.Lock()
 		v.p, v.exit, v.endedAt = nil, p.exit, time.Now()
+		v.ready, v.readyAt = false, time.Time{}
+		v.wakeWaiters()
 		v.mu.Unlock()
 		v.note(exitText(p.exit))
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.exit.Code, Signal: p.exit.Signal})
@@ -422,9 +433,8 @@ func (v *service) terminate(p *process) {
 	stopping, u := v.state == agentpb.ServiceStopping, v.unit
 	v.mu.Unlock()
 	if stopping {
-		_ = v.all.procs.reaper.signal(p.pid, syscall.Signal(u.StopSignal))
-		t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.reaper.signal(p.pid, syscall.SIGKILL) })
-		defer t.Stop()
+		v.signalEnd(p, u)
+		return
 	}
 	<-p.exited
 }
@@ -439,6 +449,7 @@ func (v *service) set(state string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.state = state
+	v.wakeWaiters()
 }
 
 // over notes that it is not started again.
@@ -450,6 +461,7 @@ func (v *service) over(state, problem string) {
 		v.problem = problem
 	}
 	v.stop = nil
+	v.wakeWaiters()
 }
 
 // note writes a line of the agent's into the log.
@@ -485,6 +497,10 @@ func (v *service) describe() *agentpb.ServiceState {
 	defer v.mu.Unlock()
 	out := &agentpb.ServiceState{Name: v.unit.Name, State: v.state, Restarts: v.restarts, Exit: v.exit, Problem: v.problem}
 	out.LogStart, out.LogEnd = v.log.bounds()
+	out.Ready, out.Check, out.CheckRestarts = v.ready, v.checkProblem, v.checkRestarts
+	if v.ready {
+		out.ReadyNanos = v.readyAt.UnixNano()
+	}
 	if v.p != nil {
 		out.Pid = int32(v.p.pid)
 	}

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/internal/flow"
@@ -24,7 +25,8 @@ type session struct {
 	stream agentpb.Agent_ExecServer
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	reader uint64 // this session's right to read the output
+	reader uint64      // this session's right to read the output
+	disk   *diskRecord // nil: nobody asks what the process changes
 
 	window flow.Window
 	// ends[n%Window] is the output offset after the n-th message. It is written
@@ -48,6 +50,13 @@ func (s *Server) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) (err
 	}
 	switch m := first.Msg.(type) {
 	case *agentpb.ExecRequest_Start:
+		var r *diskRecord
+		if m.Start.Changes {
+			if r, err = s.recordDisk(ctx, m.Start); err != nil {
+				return err
+			}
+			defer r.close()
+		}
 		p, err := s.procs.start(m.Start)
 		var se *startError
 		if errors.As(err, &se) {
@@ -57,7 +66,7 @@ func (s *Server) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) (err
 		if err != nil {
 			return err
 		}
-		return s.procs.serve(ctx, stream, p, 0)
+		return s.procs.serve(ctx, stream, p, 0, r)
 	case *agentpb.ExecRequest_Attach:
 		p, err := s.procs.get(m.Attach.Id)
 		if err != nil {
@@ -66,15 +75,15 @@ func (s *Server) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) (err
 		if !p.detach {
 			return status.Errorf(codes.FailedPrecondition, "process %q belongs to its connection", p.id)
 		}
-		return s.procs.serve(ctx, stream, p, m.Attach.Offset)
+		return s.procs.serve(ctx, stream, p, m.Attach.Offset, nil)
 	}
 	return status.Error(codes.InvalidArgument, "the first message must start a process or attach to one")
 }
 
 // serve attaches the stream to p until the process ends, the connection does,
 // or another one attaches.
-func (t *table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *process, offset uint64) error {
-	s := &session{t: t, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
+func (t *table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *process, offset uint64, r *diskRecord) error {
+	s := &session{t: t, disk: r, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	start := s.attach(offset)
 	defer s.detach()
@@ -185,7 +194,12 @@ func (s *session) sendOutput() error {
 		return s.ctx.Err()
 	}
 	s.t.settle()
-	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: s.p.exit}})
+	exit := s.p.exit
+	if s.disk != nil {
+		exit = proto.CloneOf(exit)
+		exit.Changes = s.disk.since(s.ctx)
+	}
+	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
 }
 
 // receive handles what the host sends until the stream ends. It always

@@ -1739,7 +1739,9 @@ type ExecStart struct {
 	Login bool `protobuf:"varint,12,opt,name=login,proto3" json:"login,omitempty"`
 	// A program of the agent's own instead of argv: "sftp" speaks version 3 of the SSH file
 	// transfer protocol on stdin and stdout.
-	Subsystem     string `protobuf:"bytes,13,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
+	Subsystem string `protobuf:"bytes,13,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
+	// The exit says what has changed on the disk meanwhile. Not for a process that outlives its connection.
+	Changes       bool `protobuf:"varint,14,opt,name=changes,proto3" json:"changes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1863,6 +1865,13 @@ func (x *ExecStart) GetSubsystem() string {
 		return x.Subsystem
 	}
 	return ""
+}
+
+func (x *ExecStart) GetChanges() bool {
+	if x != nil {
+		return x.Changes
+	}
+	return false
 }
 
 type ExecAttach struct {
@@ -2280,7 +2289,8 @@ type ExecExit struct {
 	UserNanos     int64                  `protobuf:"varint,5,opt,name=user_nanos,json=userNanos,proto3" json:"user_nanos,omitempty"`
 	SystemNanos   int64                  `protobuf:"varint,6,opt,name=system_nanos,json=systemNanos,proto3" json:"system_nanos,omitempty"`
 	MaxRssBytes   int64                  `protobuf:"varint,7,opt,name=max_rss_bytes,json=maxRssBytes,proto3" json:"max_rss_bytes,omitempty"`
-	Error         string                 `protobuf:"bytes,8,opt,name=error,proto3" json:"error,omitempty"` // why the command could not be started
+	Error         string                 `protobuf:"bytes,8,opt,name=error,proto3" json:"error,omitempty"`     // why the command could not be started
+	Changes       *DiskChanges           `protobuf:"bytes,9,opt,name=changes,proto3" json:"changes,omitempty"` // if the start has asked for it, and the command was started
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2371,6 +2381,226 @@ func (x *ExecExit) GetError() string {
 	return ""
 }
 
+func (x *ExecExit) GetChanges() *DiskChanges {
+	if x != nil {
+		return x.Changes
+	}
+	return nil
+}
+
+type ChangesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	After         []byte                 `protobuf:"bytes,1,opt,name=after,proto3" json:"after,omitempty"` // paths behind this one, in the order of a walk; a path as it is in DiskChanges
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChangesRequest) Reset() {
+	*x = ChangesRequest{}
+	mi := &file_agent_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChangesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChangesRequest) ProtoMessage() {}
+
+func (x *ChangesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChangesRequest.ProtoReflect.Descriptor instead.
+func (*ChangesRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *ChangesRequest) GetAfter() []byte {
+	if x != nil {
+		return x.After
+	}
+	return nil
+}
+
+// DiskChanges is what differs between two moments of the writable disk, or between its image and now.
+type DiskChanges struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Changes       []*DiskChange          `protobuf:"bytes,1,rep,name=changes,proto3" json:"changes,omitempty"` // in the order of a walk; at most 512, of 64 KiB together
+	More          uint64                 `protobuf:"varint,2,opt,name=more,proto3" json:"more,omitempty"`      // in an exit: those that were left out
+	Until         []byte                 `protobuf:"bytes,3,opt,name=until,proto3" json:"until,omitempty"`     // in an answer to Changes: go on behind this path; "" is the end
+	Partial       string                 `protobuf:"bytes,4,opt,name=partial,proto3" json:"partial,omitempty"` // what is not known; "" if nothing
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskChanges) Reset() {
+	*x = DiskChanges{}
+	mi := &file_agent_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskChanges) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskChanges) ProtoMessage() {}
+
+func (x *DiskChanges) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskChanges.ProtoReflect.Descriptor instead.
+func (*DiskChanges) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *DiskChanges) GetChanges() []*DiskChange {
+	if x != nil {
+		return x.Changes
+	}
+	return nil
+}
+
+func (x *DiskChanges) GetMore() uint64 {
+	if x != nil {
+		return x.More
+	}
+	return 0
+}
+
+func (x *DiskChanges) GetUntil() []byte {
+	if x != nil {
+		return x.Until
+	}
+	return nil
+}
+
+func (x *DiskChanges) GetPartial() string {
+	if x != nil {
+		return x.Partial
+	}
+	return ""
+}
+
+type DiskChange struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Op            uint32                 `protobuf:"varint,1,opt,name=op,proto3" json:"op,omitempty"`         // 1 added, 2 changed, 3 removed with all below it
+	Path          []byte                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`      // absolute
+	Mode          uint32                 `protobuf:"varint,3,opt,name=mode,proto3" json:"mode,omitempty"`     // st_mode; of what was removed, as it was
+	Before        uint32                 `protobuf:"varint,4,opt,name=before,proto3" json:"before,omitempty"` // st_mode as it was, of what has changed
+	Uid           uint32                 `protobuf:"varint,5,opt,name=uid,proto3" json:"uid,omitempty"`
+	Gid           uint32                 `protobuf:"varint,6,opt,name=gid,proto3" json:"gid,omitempty"`
+	Size          int64                  `protobuf:"varint,7,opt,name=size,proto3" json:"size,omitempty"` // of regular files and symbolic links
+	From          []byte                 `protobuf:"bytes,8,opt,name=from,proto3" json:"from,omitempty"`  // of a directory that was moved as a whole: where it is in the image
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskChange) Reset() {
+	*x = DiskChange{}
+	mi := &file_agent_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskChange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskChange) ProtoMessage() {}
+
+func (x *DiskChange) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskChange.ProtoReflect.Descriptor instead.
+func (*DiskChange) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *DiskChange) GetOp() uint32 {
+	if x != nil {
+		return x.Op
+	}
+	return 0
+}
+
+func (x *DiskChange) GetPath() []byte {
+	if x != nil {
+		return x.Path
+	}
+	return nil
+}
+
+func (x *DiskChange) GetMode() uint32 {
+	if x != nil {
+		return x.Mode
+	}
+	return 0
+}
+
+func (x *DiskChange) GetBefore() uint32 {
+	if x != nil {
+		return x.Before
+	}
+	return 0
+}
+
+func (x *DiskChange) GetUid() uint32 {
+	if x != nil {
+		return x.Uid
+	}
+	return 0
+}
+
+func (x *DiskChange) GetGid() uint32 {
+	if x != nil {
+		return x.Gid
+	}
+	return 0
+}
+
+func (x *DiskChange) GetSize() int64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *DiskChange) GetFrom() []byte {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
 type ListRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2379,7 +2609,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2391,7 +2621,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2404,7 +2634,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 type ListResponse struct {
@@ -2416,7 +2646,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2428,7 +2658,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2441,7 +2671,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -2469,7 +2699,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2481,7 +2711,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2494,7 +2724,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Process) GetId() string {
@@ -2579,7 +2809,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2591,7 +2821,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2604,7 +2834,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *KillRequest) GetId() string {
@@ -2643,7 +2873,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2655,7 +2885,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2668,7 +2898,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *FileInfo) GetName() string {
@@ -2730,7 +2960,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2742,7 +2972,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2755,7 +2985,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -2782,7 +3012,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2794,7 +3024,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2807,7 +3037,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -2834,7 +3064,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2846,7 +3076,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2859,7 +3089,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{39}
+	return file_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -2887,7 +3117,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2899,7 +3129,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2912,7 +3142,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{40}
+	return file_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -2946,7 +3176,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2958,7 +3188,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2971,7 +3201,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{41}
+	return file_agent_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -2998,7 +3228,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3010,7 +3240,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3023,7 +3253,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{42}
+	return file_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -3050,7 +3280,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3062,7 +3292,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3075,7 +3305,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{43}
+	return file_agent_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -3101,7 +3331,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3113,7 +3343,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3126,7 +3356,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{44}
+	return file_agent_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -3145,7 +3375,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3157,7 +3387,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3170,7 +3400,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{45}
+	return file_agent_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -3200,7 +3430,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3212,7 +3442,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3225,7 +3455,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{46}
+	return file_agent_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -3387,7 +3617,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3399,7 +3629,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3412,7 +3642,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{47}
+	return file_agent_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -3452,7 +3682,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[48]
+	mi := &file_agent_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3464,7 +3694,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[48]
+	mi := &file_agent_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3477,7 +3707,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{48}
+	return file_agent_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -3546,7 +3776,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[49]
+	mi := &file_agent_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3558,7 +3788,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[49]
+	mi := &file_agent_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3571,7 +3801,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{49}
+	return file_agent_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -3597,7 +3827,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3609,7 +3839,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3622,7 +3852,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{50}
+	return file_agent_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Pack) GetPath() string {
@@ -3647,7 +3877,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3659,7 +3889,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3672,7 +3902,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{51}
+	return file_agent_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *Unpack) GetPath() string {
@@ -3725,7 +3955,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3737,7 +3967,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3750,7 +3980,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{52}
+	return file_agent_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -3834,7 +4064,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3846,7 +4076,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3859,7 +4089,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{53}
+	return file_agent_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -3886,7 +4116,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3898,7 +4128,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3911,7 +4141,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{54}
+	return file_agent_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -3936,7 +4166,7 @@ type SecretsRequest struct {
 
 func (x *SecretsRequest) Reset() {
 	*x = SecretsRequest{}
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3948,7 +4178,7 @@ func (x *SecretsRequest) String() string {
 func (*SecretsRequest) ProtoMessage() {}
 
 func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3961,7 +4191,7 @@ func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecretsRequest.ProtoReflect.Descriptor instead.
 func (*SecretsRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{55}
+	return file_agent_proto_rawDescGZIP(), []int{58}
 }
 
 // Service is a program that the agent keeps running. It tells port 1021 of the host when
@@ -3980,13 +4210,14 @@ type Service struct {
 	StopSignal      int32                  `protobuf:"varint,10,opt,name=stop_signal,json=stopSignal,proto3" json:"stop_signal,omitempty"`                 // 0: SIGTERM
 	StopNanos       int64                  `protobuf:"varint,11,opt,name=stop_nanos,json=stopNanos,proto3" json:"stop_nanos,omitempty"`                    // until SIGKILL; 0: 10 s
 	LogLimit        uint32                 `protobuf:"varint,12,opt,name=log_limit,json=logLimit,proto3" json:"log_limit,omitempty"`                       // bytes of output kept; 0: 256 KiB
+	Check           *Check                 `protobuf:"bytes,13,opt,name=check,proto3" json:"check,omitempty"`                                              // absent: it is ready once it runs
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Service) Reset() {
 	*x = Service{}
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3998,7 +4229,7 @@ func (x *Service) String() string {
 func (*Service) ProtoMessage() {}
 
 func (x *Service) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4011,7 +4242,7 @@ func (x *Service) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Service.ProtoReflect.Descriptor instead.
 func (*Service) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{56}
+	return file_agent_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Service) GetName() string {
@@ -4098,6 +4329,106 @@ func (x *Service) GetLogLimit() uint32 {
 	return 0
 }
 
+func (x *Service) GetCheck() *Check {
+	if x != nil {
+		return x.Check
+	}
+	return nil
+}
+
+// Check is how it is seen that a service is ready, and goes on working.
+type Check struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`                                         // "tcp", "unix", "http", "exec" or "file"
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`                                   // of tcp HOST:PORT, of http a URL, of unix and file a path
+	Argv          []string               `protobuf:"bytes,3,rep,name=argv,proto3" json:"argv,omitempty"`                                         // of exec
+	IntervalNanos int64                  `protobuf:"varint,4,opt,name=interval_nanos,json=intervalNanos,proto3" json:"interval_nanos,omitempty"` // between one's end and the next; 0: 1 s
+	TimeoutNanos  int64                  `protobuf:"varint,5,opt,name=timeout_nanos,json=timeoutNanos,proto3" json:"timeout_nanos,omitempty"`    // of one; 0: 5 s
+	StartNanos    int64                  `protobuf:"varint,6,opt,name=start_nanos,json=startNanos,proto3" json:"start_nanos,omitempty"`          // how long it may take to be ready, before it is ended and started again; 0: for ever
+	Alive         uint32                 `protobuf:"varint,7,opt,name=alive,proto3" json:"alive,omitempty"`                                      // it is ended and started again after so many failures in a row once ready; 0: no checks then
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Check) Reset() {
+	*x = Check{}
+	mi := &file_agent_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Check) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Check) ProtoMessage() {}
+
+func (x *Check) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Check.ProtoReflect.Descriptor instead.
+func (*Check) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *Check) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Check) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *Check) GetArgv() []string {
+	if x != nil {
+		return x.Argv
+	}
+	return nil
+}
+
+func (x *Check) GetIntervalNanos() int64 {
+	if x != nil {
+		return x.IntervalNanos
+	}
+	return 0
+}
+
+func (x *Check) GetTimeoutNanos() int64 {
+	if x != nil {
+		return x.TimeoutNanos
+	}
+	return 0
+}
+
+func (x *Check) GetStartNanos() int64 {
+	if x != nil {
+		return x.StartNanos
+	}
+	return 0
+}
+
+func (x *Check) GetAlive() uint32 {
+	if x != nil {
+		return x.Alive
+	}
+	return 0
+}
+
 type SetServiceRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Service *Service               `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
@@ -4110,7 +4441,7 @@ type SetServiceRequest struct {
 
 func (x *SetServiceRequest) Reset() {
 	*x = SetServiceRequest{}
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4122,7 +4453,7 @@ func (x *SetServiceRequest) String() string {
 func (*SetServiceRequest) ProtoMessage() {}
 
 func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4135,7 +4466,7 @@ func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetServiceRequest.ProtoReflect.Descriptor instead.
 func (*SetServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{57}
+	return file_agent_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *SetServiceRequest) GetService() *Service {
@@ -4169,7 +4500,7 @@ type StopServiceRequest struct {
 
 func (x *StopServiceRequest) Reset() {
 	*x = StopServiceRequest{}
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4181,7 +4512,7 @@ func (x *StopServiceRequest) String() string {
 func (*StopServiceRequest) ProtoMessage() {}
 
 func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4194,7 +4525,7 @@ func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopServiceRequest.ProtoReflect.Descriptor instead.
 func (*StopServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{58}
+	return file_agent_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *StopServiceRequest) GetName() string {
@@ -4219,7 +4550,7 @@ type ListServicesRequest struct {
 
 func (x *ListServicesRequest) Reset() {
 	*x = ListServicesRequest{}
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4231,7 +4562,7 @@ func (x *ListServicesRequest) String() string {
 func (*ListServicesRequest) ProtoMessage() {}
 
 func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4244,7 +4575,7 @@ func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesRequest.ProtoReflect.Descriptor instead.
 func (*ListServicesRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{59}
+	return file_agent_proto_rawDescGZIP(), []int{63}
 }
 
 type ListServicesResponse struct {
@@ -4256,7 +4587,7 @@ type ListServicesResponse struct {
 
 func (x *ListServicesResponse) Reset() {
 	*x = ListServicesResponse{}
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4268,7 +4599,7 @@ func (x *ListServicesResponse) String() string {
 func (*ListServicesResponse) ProtoMessage() {}
 
 func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4281,7 +4612,7 @@ func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesResponse.ProtoReflect.Descriptor instead.
 func (*ListServicesResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{60}
+	return file_agent_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ListServicesResponse) GetServices() []*ServiceState {
@@ -4303,13 +4634,17 @@ type ServiceState struct {
 	Problem       string                 `protobuf:"bytes,8,opt,name=problem,proto3" json:"problem,omitempty"`                                // why it could not be started
 	LogStart      uint64                 `protobuf:"varint,9,opt,name=log_start,json=logStart,proto3" json:"log_start,omitempty"`             // oldest offset of output that is kept
 	LogEnd        uint64                 `protobuf:"varint,10,opt,name=log_end,json=logEnd,proto3" json:"log_end,omitempty"`
+	Ready         bool                   `protobuf:"varint,11,opt,name=ready,proto3" json:"ready,omitempty"`                                      // it runs, and its check has passed since its start; without a check, it runs
+	ReadyNanos    int64                  `protobuf:"varint,12,opt,name=ready_nanos,json=readyNanos,proto3" json:"ready_nanos,omitempty"`          // Unix time of that; 0: it is not
+	Check         string                 `protobuf:"bytes,13,opt,name=check,proto3" json:"check,omitempty"`                                       // why the last check failed; "": it has passed
+	CheckRestarts uint64                 `protobuf:"varint,14,opt,name=check_restarts,json=checkRestarts,proto3" json:"check_restarts,omitempty"` // by the agent, for its check, since it was set
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ServiceState) Reset() {
 	*x = ServiceState{}
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4321,7 +4656,7 @@ func (x *ServiceState) String() string {
 func (*ServiceState) ProtoMessage() {}
 
 func (x *ServiceState) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4334,7 +4669,7 @@ func (x *ServiceState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceState.ProtoReflect.Descriptor instead.
 func (*ServiceState) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{61}
+	return file_agent_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *ServiceState) GetName() string {
@@ -4407,6 +4742,78 @@ func (x *ServiceState) GetLogEnd() uint64 {
 	return 0
 }
 
+func (x *ServiceState) GetReady() bool {
+	if x != nil {
+		return x.Ready
+	}
+	return false
+}
+
+func (x *ServiceState) GetReadyNanos() int64 {
+	if x != nil {
+		return x.ReadyNanos
+	}
+	return 0
+}
+
+func (x *ServiceState) GetCheck() string {
+	if x != nil {
+		return x.Check
+	}
+	return ""
+}
+
+func (x *ServiceState) GetCheckRestarts() uint64 {
+	if x != nil {
+		return x.CheckRestarts
+	}
+	return 0
+}
+
+type WaitServiceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WaitServiceRequest) Reset() {
+	*x = WaitServiceRequest{}
+	mi := &file_agent_proto_msgTypes[66]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WaitServiceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WaitServiceRequest) ProtoMessage() {}
+
+func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[66]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WaitServiceRequest.ProtoReflect.Descriptor instead.
+func (*WaitServiceRequest) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{66}
+}
+
+func (x *WaitServiceRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 type ServiceLogRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -4418,7 +4825,7 @@ type ServiceLogRequest struct {
 
 func (x *ServiceLogRequest) Reset() {
 	*x = ServiceLogRequest{}
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4430,7 +4837,7 @@ func (x *ServiceLogRequest) String() string {
 func (*ServiceLogRequest) ProtoMessage() {}
 
 func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4443,7 +4850,7 @@ func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogRequest.ProtoReflect.Descriptor instead.
 func (*ServiceLogRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{62}
+	return file_agent_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *ServiceLogRequest) GetName() string {
@@ -4478,7 +4885,7 @@ type ServiceLogResponse struct {
 
 func (x *ServiceLogResponse) Reset() {
 	*x = ServiceLogResponse{}
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4490,7 +4897,7 @@ func (x *ServiceLogResponse) String() string {
 func (*ServiceLogResponse) ProtoMessage() {}
 
 func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4503,7 +4910,7 @@ func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogResponse.ProtoReflect.Descriptor instead.
 func (*ServiceLogResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{63}
+	return file_agent_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *ServiceLogResponse) GetOffset() uint64 {
@@ -4540,7 +4947,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4552,7 +4959,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4565,7 +4972,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{64}
+	return file_agent_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *WatchRequest) GetMsg() isWatchRequest_Msg {
@@ -4626,7 +5033,7 @@ type WatchStart struct {
 
 func (x *WatchStart) Reset() {
 	*x = WatchStart{}
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4638,7 +5045,7 @@ func (x *WatchStart) String() string {
 func (*WatchStart) ProtoMessage() {}
 
 func (x *WatchStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4651,7 +5058,7 @@ func (x *WatchStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStart.ProtoReflect.Descriptor instead.
 func (*WatchStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{65}
+	return file_agent_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *WatchStart) GetPaths() []string {
@@ -4701,7 +5108,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4713,7 +5120,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4726,7 +5133,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{66}
+	return file_agent_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *WatchResponse) GetReady() bool {
@@ -4765,7 +5172,7 @@ type WatchEvent struct {
 
 func (x *WatchEvent) Reset() {
 	*x = WatchEvent{}
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4777,7 +5184,7 @@ func (x *WatchEvent) String() string {
 func (*WatchEvent) ProtoMessage() {}
 
 func (x *WatchEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4790,7 +5197,7 @@ func (x *WatchEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
 func (*WatchEvent) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{67}
+	return file_agent_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *WatchEvent) GetNumber() uint64 {
@@ -4982,7 +5389,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06resize\x18\x05 \x01(\v2\x1b.drowse.guest.v1.WindowSizeH\x00R\x06resize\x12\x18\n" +
 	"\x06signal\x18\x06 \x01(\x05H\x00R\x06signal\x12\x12\n" +
 	"\x03ack\x18\a \x01(\x04H\x00R\x03ackB\x05\n" +
-	"\x03msg\"\xdf\x02\n" +
+	"\x03msg\"\xf9\x02\n" +
 	"\tExecStart\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x10\n" +
 	"\x03env\x18\x02 \x03(\tR\x03env\x12\x1f\n" +
@@ -4998,7 +5405,8 @@ const file_agent_proto_rawDesc = "" +
 	" \x01(\rR\voutputLimit\x12\x19\n" +
 	"\bno_stdin\x18\v \x01(\bR\anoStdin\x12\x14\n" +
 	"\x05login\x18\f \x01(\bR\x05login\x12\x1c\n" +
-	"\tsubsystem\x18\r \x01(\tR\tsubsystem\"4\n" +
+	"\tsubsystem\x18\r \x01(\tR\tsubsystem\x12\x18\n" +
+	"\achanges\x18\x0e \x01(\bR\achanges\"4\n" +
 	"\n" +
 	"ExecAttach\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
@@ -5026,7 +5434,7 @@ const file_agent_proto_rawDesc = "" +
 	"ExecOutput\x12\x16\n" +
 	"\x06stderr\x18\x01 \x01(\bR\x06stderr\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
-	"\x04data\x18\x03 \x01(\fR\x04data\"\xf0\x01\n" +
+	"\x04data\x18\x03 \x01(\fR\x04data\"\xa8\x02\n" +
 	"\bExecExit\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x16\n" +
 	"\x06signal\x18\x02 \x01(\x05R\x06signal\x12\x1f\n" +
@@ -5037,7 +5445,25 @@ const file_agent_proto_rawDesc = "" +
 	"user_nanos\x18\x05 \x01(\x03R\tuserNanos\x12!\n" +
 	"\fsystem_nanos\x18\x06 \x01(\x03R\vsystemNanos\x12\"\n" +
 	"\rmax_rss_bytes\x18\a \x01(\x03R\vmaxRssBytes\x12\x14\n" +
-	"\x05error\x18\b \x01(\tR\x05error\"\r\n" +
+	"\x05error\x18\b \x01(\tR\x05error\x126\n" +
+	"\achanges\x18\t \x01(\v2\x1c.drowse.guest.v1.DiskChangesR\achanges\"&\n" +
+	"\x0eChangesRequest\x12\x14\n" +
+	"\x05after\x18\x01 \x01(\fR\x05after\"\x88\x01\n" +
+	"\vDiskChanges\x125\n" +
+	"\achanges\x18\x01 \x03(\v2\x1b.drowse.guest.v1.DiskChangeR\achanges\x12\x12\n" +
+	"\x04more\x18\x02 \x01(\x04R\x04more\x12\x14\n" +
+	"\x05until\x18\x03 \x01(\fR\x05until\x12\x18\n" +
+	"\apartial\x18\x04 \x01(\tR\apartial\"\xa8\x01\n" +
+	"\n" +
+	"DiskChange\x12\x0e\n" +
+	"\x02op\x18\x01 \x01(\rR\x02op\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\fR\x04path\x12\x12\n" +
+	"\x04mode\x18\x03 \x01(\rR\x04mode\x12\x16\n" +
+	"\x06before\x18\x04 \x01(\rR\x06before\x12\x10\n" +
+	"\x03uid\x18\x05 \x01(\rR\x03uid\x12\x10\n" +
+	"\x03gid\x18\x06 \x01(\rR\x03gid\x12\x12\n" +
+	"\x04size\x18\a \x01(\x03R\x04size\x12\x12\n" +
+	"\x04from\x18\b \x01(\fR\x04from\"\r\n" +
 	"\vListRequest\"F\n" +
 	"\fListResponse\x126\n" +
 	"\tprocesses\x18\x01 \x03(\v2\x18.drowse.guest.v1.ProcessR\tprocesses\"\x9f\x02\n" +
@@ -5144,7 +5570,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\x12\x1f\n" +
 	"\vgrace_nanos\x18\x02 \x01(\x03R\n" +
 	"graceNanos\"\x10\n" +
-	"\x0eSecretsRequest\"\xd4\x02\n" +
+	"\x0eSecretsRequest\"\x82\x03\n" +
 	"\aService\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04argv\x18\x02 \x03(\tR\x04argv\x12\x10\n" +
@@ -5160,7 +5586,17 @@ const file_agent_proto_rawDesc = "" +
 	"stopSignal\x12\x1d\n" +
 	"\n" +
 	"stop_nanos\x18\v \x01(\x03R\tstopNanos\x12\x1b\n" +
-	"\tlog_limit\x18\f \x01(\rR\blogLimit\"w\n" +
+	"\tlog_limit\x18\f \x01(\rR\blogLimit\x12,\n" +
+	"\x05check\x18\r \x01(\v2\x16.drowse.guest.v1.CheckR\x05check\"\xcc\x01\n" +
+	"\x05Check\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04argv\x18\x03 \x03(\tR\x04argv\x12%\n" +
+	"\x0einterval_nanos\x18\x04 \x01(\x03R\rintervalNanos\x12#\n" +
+	"\rtimeout_nanos\x18\x05 \x01(\x03R\ftimeoutNanos\x12\x1f\n" +
+	"\vstart_nanos\x18\x06 \x01(\x03R\n" +
+	"startNanos\x12\x14\n" +
+	"\x05alive\x18\a \x01(\rR\x05alive\"w\n" +
 	"\x11SetServiceRequest\x122\n" +
 	"\aservice\x18\x01 \x01(\v2\x18.drowse.guest.v1.ServiceR\aservice\x12\x14\n" +
 	"\x05start\x18\x02 \x01(\bR\x05start\x12\x18\n" +
@@ -5170,7 +5606,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06forget\x18\x02 \x01(\bR\x06forget\"\x15\n" +
 	"\x13ListServicesRequest\"Q\n" +
 	"\x14ListServicesResponse\x129\n" +
-	"\bservices\x18\x01 \x03(\v2\x1d.drowse.guest.v1.ServiceStateR\bservices\"\xab\x02\n" +
+	"\bservices\x18\x01 \x03(\v2\x1d.drowse.guest.v1.ServiceStateR\bservices\"\x9f\x03\n" +
 	"\fServiceState\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05state\x18\x02 \x01(\tR\x05state\x12\x10\n" +
@@ -5183,7 +5619,14 @@ const file_agent_proto_rawDesc = "" +
 	"\aproblem\x18\b \x01(\tR\aproblem\x12\x1b\n" +
 	"\tlog_start\x18\t \x01(\x04R\blogStart\x12\x17\n" +
 	"\alog_end\x18\n" +
-	" \x01(\x04R\x06logEnd\"S\n" +
+	" \x01(\x04R\x06logEnd\x12\x14\n" +
+	"\x05ready\x18\v \x01(\bR\x05ready\x12\x1f\n" +
+	"\vready_nanos\x18\f \x01(\x03R\n" +
+	"readyNanos\x12\x14\n" +
+	"\x05check\x18\r \x01(\tR\x05check\x12%\n" +
+	"\x0echeck_restarts\x18\x0e \x01(\x04R\rcheckRestarts\"(\n" +
+	"\x12WaitServiceRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\"S\n" +
 	"\x11ServiceLogRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
@@ -5217,7 +5660,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x03dir\x18\x05 \x01(\bR\x03dir\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x06 \x01(\x03R\twallNanos\x12\x18\n" +
-	"\aproblem\x18\a \x01(\tR\aproblem2\xcf\x0f\n" +
+	"\aproblem\x18\a \x01(\tR\aproblem2\xec\x10\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
@@ -5247,7 +5690,9 @@ const file_agent_proto_rawDesc = "" +
 	"\vStopService\x12#.drowse.guest.v1.StopServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12[\n" +
 	"\fListServices\x12$.drowse.guest.v1.ListServicesRequest\x1a%.drowse.guest.v1.ListServicesResponse\x12U\n" +
 	"\n" +
-	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponse\x12J\n" +
+	"ServiceLog\x12\".drowse.guest.v1.ServiceLogRequest\x1a#.drowse.guest.v1.ServiceLogResponse\x12H\n" +
+	"\aChanges\x12\x1f.drowse.guest.v1.ChangesRequest\x1a\x1c.drowse.guest.v1.DiskChanges\x12Q\n" +
+	"\vWaitService\x12#.drowse.guest.v1.WaitServiceRequest\x1a\x1d.drowse.guest.v1.ServiceState\x12J\n" +
 	"\x05Watch\x12\x1d.drowse.guest.v1.WatchRequest\x1a\x1e.drowse.guest.v1.WatchResponse(\x010\x01B+Z)github.com/drowse-vm/drowse/guest/agentpbb\x06proto3"
 
 var (
@@ -5262,7 +5707,7 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 73)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
@@ -5296,42 +5741,47 @@ var file_agent_proto_goTypes = []any{
 	(*ExecStarted)(nil),          // 29: drowse.guest.v1.ExecStarted
 	(*ExecOutput)(nil),           // 30: drowse.guest.v1.ExecOutput
 	(*ExecExit)(nil),             // 31: drowse.guest.v1.ExecExit
-	(*ListRequest)(nil),          // 32: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),         // 33: drowse.guest.v1.ListResponse
-	(*Process)(nil),              // 34: drowse.guest.v1.Process
-	(*KillRequest)(nil),          // 35: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),             // 36: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),          // 37: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),       // 38: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),      // 39: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),         // 40: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),        // 41: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),        // 42: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),       // 43: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),      // 44: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),     // 45: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),      // 46: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),             // 47: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),            // 48: drowse.guest.v1.WriteFile
-	(*Owner)(nil),                // 49: drowse.guest.v1.Owner
-	(*Pack)(nil),                 // 50: drowse.guest.v1.Pack
-	(*Unpack)(nil),               // 51: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),     // 52: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),         // 53: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),      // 54: drowse.guest.v1.ShutdownRequest
-	(*SecretsRequest)(nil),       // 55: drowse.guest.v1.SecretsRequest
-	(*Service)(nil),              // 56: drowse.guest.v1.Service
-	(*SetServiceRequest)(nil),    // 57: drowse.guest.v1.SetServiceRequest
-	(*StopServiceRequest)(nil),   // 58: drowse.guest.v1.StopServiceRequest
-	(*ListServicesRequest)(nil),  // 59: drowse.guest.v1.ListServicesRequest
-	(*ListServicesResponse)(nil), // 60: drowse.guest.v1.ListServicesResponse
-	(*ServiceState)(nil),         // 61: drowse.guest.v1.ServiceState
-	(*ServiceLogRequest)(nil),    // 62: drowse.guest.v1.ServiceLogRequest
-	(*ServiceLogResponse)(nil),   // 63: drowse.guest.v1.ServiceLogResponse
-	(*WatchRequest)(nil),         // 64: drowse.guest.v1.WatchRequest
-	(*WatchStart)(nil),           // 65: drowse.guest.v1.WatchStart
-	(*WatchResponse)(nil),        // 66: drowse.guest.v1.WatchResponse
-	(*WatchEvent)(nil),           // 67: drowse.guest.v1.WatchEvent
+	(*ChangesRequest)(nil),       // 32: drowse.guest.v1.ChangesRequest
+	(*DiskChanges)(nil),          // 33: drowse.guest.v1.DiskChanges
+	(*DiskChange)(nil),           // 34: drowse.guest.v1.DiskChange
+	(*ListRequest)(nil),          // 35: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),         // 36: drowse.guest.v1.ListResponse
+	(*Process)(nil),              // 37: drowse.guest.v1.Process
+	(*KillRequest)(nil),          // 38: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),             // 39: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),          // 40: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),       // 41: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),      // 42: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),         // 43: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),        // 44: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),        // 45: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),       // 46: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),      // 47: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),     // 48: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),      // 49: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),             // 50: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),            // 51: drowse.guest.v1.WriteFile
+	(*Owner)(nil),                // 52: drowse.guest.v1.Owner
+	(*Pack)(nil),                 // 53: drowse.guest.v1.Pack
+	(*Unpack)(nil),               // 54: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),     // 55: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),         // 56: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),      // 57: drowse.guest.v1.ShutdownRequest
+	(*SecretsRequest)(nil),       // 58: drowse.guest.v1.SecretsRequest
+	(*Service)(nil),              // 59: drowse.guest.v1.Service
+	(*Check)(nil),                // 60: drowse.guest.v1.Check
+	(*SetServiceRequest)(nil),    // 61: drowse.guest.v1.SetServiceRequest
+	(*StopServiceRequest)(nil),   // 62: drowse.guest.v1.StopServiceRequest
+	(*ListServicesRequest)(nil),  // 63: drowse.guest.v1.ListServicesRequest
+	(*ListServicesResponse)(nil), // 64: drowse.guest.v1.ListServicesResponse
+	(*ServiceState)(nil),         // 65: drowse.guest.v1.ServiceState
+	(*WaitServiceRequest)(nil),   // 66: drowse.guest.v1.WaitServiceRequest
+	(*ServiceLogRequest)(nil),    // 67: drowse.guest.v1.ServiceLogRequest
+	(*ServiceLogResponse)(nil),   // 68: drowse.guest.v1.ServiceLogResponse
+	(*WatchRequest)(nil),         // 69: drowse.guest.v1.WatchRequest
+	(*WatchStart)(nil),           // 70: drowse.guest.v1.WatchStart
+	(*WatchResponse)(nil),        // 71: drowse.guest.v1.WatchResponse
+	(*WatchEvent)(nil),           // 72: drowse.guest.v1.WatchEvent
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -5351,84 +5801,91 @@ var file_agent_proto_depIdxs = []int32{
 	29, // 14: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
 	30, // 15: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
 	31, // 16: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	34, // 17: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	31, // 18: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	36, // 19: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	47, // 20: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	48, // 21: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	50, // 22: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	51, // 23: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 24: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	50, // 25: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
-	51, // 26: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
-	49, // 27: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	49, // 28: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	36, // 29: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	53, // 30: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	56, // 31: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	61, // 32: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	31, // 33: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	65, // 34: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
-	67, // 35: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
-	1,  // 36: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 37: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 38: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 39: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	21, // 40: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	22, // 41: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	12, // 42: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 43: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 44: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	23, // 45: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	32, // 46: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	35, // 47: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	37, // 48: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	38, // 49: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	40, // 50: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	41, // 51: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	42, // 52: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	43, // 53: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	44, // 54: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	46, // 55: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	54, // 56: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	55, // 57: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	57, // 58: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	58, // 59: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	59, // 60: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	62, // 61: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	64, // 62: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
-	2,  // 63: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 64: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 65: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 66: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	0,  // 67: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 68: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	13, // 69: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 70: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 71: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	28, // 72: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	33, // 73: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 74: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	36, // 75: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	39, // 76: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 77: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 78: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 79: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 80: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	45, // 81: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	52, // 82: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 83: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 84: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	61, // 85: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	61, // 86: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	60, // 87: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	63, // 88: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	66, // 89: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
-	63, // [63:90] is the sub-list for method output_type
-	36, // [36:63] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	33, // 17: drowse.guest.v1.ExecExit.changes:type_name -> drowse.guest.v1.DiskChanges
+	34, // 18: drowse.guest.v1.DiskChanges.changes:type_name -> drowse.guest.v1.DiskChange
+	37, // 19: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	31, // 20: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	39, // 21: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	50, // 22: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	51, // 23: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	53, // 24: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	54, // 25: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 26: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	53, // 27: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
+	54, // 28: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
+	52, // 29: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	52, // 30: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	39, // 31: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	56, // 32: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	60, // 33: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
+	59, // 34: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	65, // 35: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	31, // 36: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	70, // 37: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	72, // 38: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	1,  // 39: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 40: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 41: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 42: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	21, // 43: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
+	22, // 44: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
+	12, // 45: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 46: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 47: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	23, // 48: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	35, // 49: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	38, // 50: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	40, // 51: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	41, // 52: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	43, // 53: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	44, // 54: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	45, // 55: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	46, // 56: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	47, // 57: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	49, // 58: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	57, // 59: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	58, // 60: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	61, // 61: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	62, // 62: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	63, // 63: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	67, // 64: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	32, // 65: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
+	66, // 66: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
+	69, // 67: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 68: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 69: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 70: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 71: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	0,  // 72: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
+	0,  // 73: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
+	13, // 74: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 75: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 76: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	28, // 77: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	36, // 78: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 79: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	39, // 80: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	42, // 81: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 82: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 83: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 84: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 85: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	48, // 86: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	55, // 87: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 88: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 89: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	65, // 90: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	65, // 91: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	64, // 92: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	68, // 93: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	33, // 94: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
+	65, // 95: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
+	71, // 96: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	68, // [68:97] is the sub-list for method output_type
+	39, // [39:68] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -5451,7 +5908,7 @@ func file_agent_proto_init() {
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[46].OneofWrappers = []any{
+	file_agent_proto_msgTypes[49].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -5462,13 +5919,13 @@ func file_agent_proto_init() {
 		(*TransferRequest_ResumePack)(nil),
 		(*TransferRequest_ResumeUnpack)(nil),
 	}
-	file_agent_proto_msgTypes[52].OneofWrappers = []any{
+	file_agent_proto_msgTypes[55].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
 		(*TransferResponse_Done)(nil),
 	}
-	file_agent_proto_msgTypes[64].OneofWrappers = []any{
+	file_agent_proto_msgTypes[69].OneofWrappers = []any{
 		(*WatchRequest_Start)(nil),
 		(*WatchRequest_Ack)(nil),
 	}
@@ -5478,7 +5935,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   68,
+			NumMessages:   73,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -34,6 +34,8 @@ type AgentService interface {
 	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
+	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
+	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
 	Watch(context.Context, Agent_WatchServer) error
 }
 
@@ -274,6 +276,20 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 				}
 				return svc.ServiceLog(ctx, &req)
 			},
+			"Changes": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req ChangesRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Changes(ctx, &req)
+			},
+			"WaitService": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req WaitServiceRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.WaitService(ctx, &req)
+			},
 		},
 		Streams: map[string]ttrpc.Stream{
 			"Exec": {
@@ -328,6 +344,8 @@ type AgentClient interface {
 	StopService(context.Context, *StopServiceRequest) (*ServiceState, error)
 	ListServices(context.Context, *ListServicesRequest) (*ListServicesResponse, error)
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
+	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
+	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
 	Watch(context.Context) (Agent_WatchClient, error)
 }
 
@@ -596,6 +614,22 @@ func (c *agentClient) ListServices(ctx context.Context, req *ListServicesRequest
 func (c *agentClient) ServiceLog(ctx context.Context, req *ServiceLogRequest) (*ServiceLogResponse, error) {
 	var resp ServiceLogResponse
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "ServiceLog", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Changes(ctx context.Context, req *ChangesRequest) (*DiskChanges, error) {
+	var resp DiskChanges
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Changes", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) WaitService(ctx context.Context, req *WaitServiceRequest) (*ServiceState, error) {
+	var resp ServiceState
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "WaitService", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

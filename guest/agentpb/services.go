@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
+	"net/netip"
 	"unicode/utf8"
 )
 
@@ -45,6 +47,18 @@ const (
 	EventEnded   = "ended"
 	EventFailed  = "failed"  // it could not be started
 	EventGaveUp  = "gave-up" // too many restarts in a row
+
+	EventReady     = "ready"     // its check has passed for the first time since its start
+	EventUnhealthy = "unhealthy" // it is ended since its check has failed
+)
+
+// Kinds of checks.
+const (
+	CheckTCP  = "tcp"
+	CheckUnix = "unix"
+	CheckHTTP = "http"
+	CheckExec = "exec"
+	CheckFile = "file"
 )
 
 // ServiceEvent is what the agent tells of a service: a line of JSON.
@@ -77,7 +91,7 @@ func ParseServiceEvent(line string) (e ServiceEvent, err error) {
 		return e, fmt.Errorf("%w: %w", ErrServiceEvent, err)
 	}
 	switch e.Event {
-	case EventStarted, EventEnded, EventFailed, EventGaveUp:
+	case EventStarted, EventEnded, EventFailed, EventGaveUp, EventReady, EventUnhealthy:
 	default:
 		return e, fmt.Errorf("%w: event %q", ErrServiceEvent, e.Event)
 	}
@@ -85,4 +99,20 @@ func ParseServiceEvent(line string) (e ServiceEvent, err error) {
 		return e, fmt.Errorf("%w: its texts are not possible", ErrServiceEvent)
 	}
 	return e, nil
+}
+
+// Loopback takes HOST:PORT of the machine itself: packets of a check are no use of its network.
+func Loopback(s string) (string, error) {
+	host, port, err := net.SplitHostPort(s)
+	if err != nil {
+		return "", err
+	}
+	if host == "" || host == "localhost" {
+		host = "127.0.0.1"
+	}
+	a, err := netip.ParseAddrPort(net.JoinHostPort(host, port))
+	if err != nil || !a.Addr().IsLoopback() || a.Port() == 0 {
+		return "", fmt.Errorf("%q is not a port of 127.0.0.1, ::1 or localhost", s)
+	}
+	return a.String(), nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -37,6 +38,9 @@ const (
 	KindServiceStop  Kind = "service-stop"
 	KindServiceStart Kind = "service-start"
 	KindServiceExit  Kind = "service-exit"
+	// Its check has passed for the first time since its start; or has failed, and it is ended for that.
+	KindServiceReady     Kind = "service-ready"
+	KindServiceUnhealthy Kind = "service-unhealthy"
 	// What the guest has asked its own host for.
 	KindSelf Kind = "self"
 )
@@ -100,10 +104,57 @@ type Outcome struct {
 	// contents of files, or what connections carried.
 	BytesIn  int64 `json:"bytes_in"`
 	BytesOut int64 `json:"bytes_out"`
+	// Changes is what has changed on the guest's disk between its beginning and its end, if that was asked for.
+	Changes *Changes `json:"changes,omitempty"`
 	// CPUMs is processor time of the command, in milliseconds, as the guest says.
 	CPUMs float64 `json:"cpu_ms,omitempty"`
 	// Error is why it has failed, or ended early.
 	Error string `json:"error,omitempty"`
+}
+
+// Changes are paths of a guest's disk that have changed while a command ran, by it or by another process, as the guest says.
+// Paths are as PathText writes them.
+type Changes struct {
+	Added   []string `json:"added,omitempty"`
+	Changed []string `json:"changed,omitempty"` // files that were written to, replaced or opened for writing; modes and owners
+	Removed []string `json:"removed,omitempty"` // with what was below them
+	// More were left out: at most 512 are told, of 64 KiB together.
+	More uint64 `json:"more,omitempty"`
+	// Partial says what is not known.
+	Partial string `json:"partial,omitempty"`
+}
+
+// PathText is a path as it is recorded: itself, or quoted as Go does it, with a quotation mark at its beginning, if it is not UTF-8.
+func PathText(p string) string {
+	if !utf8.ValidString(p) {
+		return strconv.Quote(p)
+	}
+	return p
+}
+
+// Bounds of Changes, of which its writer may rely on nobody.
+const (
+	maxChanges      = 512
+	maxChangesBytes = 160 << 10 // of which JSON may make six times as much: see maxLine
+)
+
+func (c *Changes) bounded() *Changes {
+	if c == nil {
+		return nil
+	}
+	out := &Changes{More: c.More, Partial: cut(c.Partial, maxError)}
+	n, room := maxChanges, maxChangesBytes
+	for _, l := range []struct{ from, to *[]string }{{&c.Added, &out.Added}, {&c.Changed, &out.Changed}, {&c.Removed, &out.Removed}} {
+		for i, p := range *l.from {
+			if n--; n < 0 || len(p) > room {
+				out.More += uint64(len(*l.from) - i)
+				break
+			}
+			room -= len(p)
+			*l.to = append(*l.to, p)
+		}
+	}
+	return out
 }
 
 // bounded returns the action as it is recorded.
@@ -151,6 +202,7 @@ func cut(s string, n int) string {
 func (o Outcome) bounded() Outcome {
 	o.Error = cut(strings.TrimPrefix(o.Error, "guest: "), maxError)
 	o.Started = cut(o.Started, maxText)
+	o.Changes = o.Changes.bounded()
 	return o
 }
 

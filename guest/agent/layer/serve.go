@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/guest/agent/early"
+	"github.com/drowse-vm/drowse/guest/agent/upper"
 )
 
 // bufBytes is how much is written at once.
@@ -33,51 +33,16 @@ func Serve(w io.Writer) error {
 			return err
 		}
 	}
-	upper, done, err := openUpper()
+	dir, done, err := upper.OpenWritten()
 	if err != nil {
 		return err
 	}
 	defer done()
 	b := bufio.NewWriterSize(w, bufBytes)
-	if err := Pack(b, upper); err != nil {
+	if err := Pack(b, dir); err != nil {
 		return err
 	}
 	return b.Flush()
-}
-
-// openUpper mounts the writable disk once more, nowhere: its mount of the boot is out of reach. Both show the same files.
-func openUpper() (upper string, done func(), err error) {
-	line, err := os.ReadFile("/proc/cmdline")
-	if err != nil {
-		return "", nil, fmt.Errorf("find the writable disk: %w", err)
-	}
-	c, err := early.ParseCmdline(string(line))
-	if err != nil {
-		return "", nil, fmt.Errorf("find the writable disk: %w", err)
-	}
-	if c.RW == "" {
-		return "", nil, errors.New("find the writable disk: the VM has none")
-	}
-	fail := func(what string, err error) (string, func(), error) {
-		return "", nil, fmt.Errorf("mount the writable disk %s: %s: %w", c.RW, what, err)
-	}
-	fsfd, err := unix.Fsopen("ext4", unix.FSOPEN_CLOEXEC)
-	if err != nil {
-		return fail("fsopen", err)
-	}
-	defer unix.Close(fsfd)
-	if err := unix.FsconfigSetString(fsfd, "source", c.RW); err != nil {
-		return fail("source", err)
-	}
-	if err := unix.FsconfigCreate(fsfd); err != nil {
-		return fail("create", err)
-	}
-	// Without a mount flag that makes the file system read-only: it is written to by the overlay.
-	mfd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOATIME)
-	if err != nil {
-		return fail("fsmount", err)
-	}
-	return fmt.Sprintf("/proc/self/fd/%d/upper", mfd), func() { unix.Close(mfd) }, nil
 }
 
 // Limits of bringing the machine to rest.

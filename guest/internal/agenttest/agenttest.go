@@ -54,8 +54,15 @@ func (l *listener) Addr() net.Addr { return &net.UnixAddr{Name: "agent"} }
 // Start starts an agent that ends with the test.
 func Start(t testing.TB) *Guest {
 	t.Helper()
+	return StartWith(t, agent.Config{})
+}
+
+// StartWith is Start with some of the agent's configuration.
+func StartWith(t testing.TB, c agent.Config) *Guest {
+	t.Helper()
 	g := &Guest{Path: filepath.Join(t.TempDir(), "vsock")}
-	server, err := agent.New(agent.Config{Version: "test", Machine: machine{}, HookDir: filepath.Join(t.TempDir(), "hooks")})
+	c.Version, c.Machine, c.HookDir = "test", machine{}, filepath.Join(t.TempDir(), "hooks")
+	server, err := agent.New(c)
 	if err != nil {
 		t.Fatal(err)
 	}

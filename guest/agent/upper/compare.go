@@ -1,0 +1,279 @@
+package upper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Op is what has become of a path.
+type Op uint8
+
+// The ops.
+const (
+	Added   Op = agentpb.ChangeAdded
+	Changed Op = agentpb.ChangeChanged
+	Removed Op = agentpb.ChangeRemoved // with all below it, which is not told by itself
+)
+
+// Change is what has become of one path.
+type Change struct {
+	Op   Op
+	Path string // absolute; any bytes but zero
+	// Mode is st_mode, kind and permissions; UID, GID and Size (bytes) as lstat says. Of Removed they are as before.
+	Mode     uint32
+	UID, GID uint32
+	Size     int64
+	// Before is the mode as it was, of Changed.
+	Before uint32
+	// From is where a directory was that has been moved here as a whole, if the overlay does that: what it contains is not told.
+	From string
+}
+
+// Difference is what Compare finds.
+type Difference struct {
+	Changes []Change // in the order of a walk
+	More    int      // changes behind these
+	// Until is how far both views go; "" is to the end.
+	Until string
+	// Partial says what is not known, "" if nothing.
+	Partial string
+}
+
+// Compare tells what differs between two views, of paths behind after, max of them at most. A file has changed if its inode, size
+// or time of change has; one of the image also if it was opened for writing and not written to, since it was copied then. A
+// directory has changed if its owner or mode has.
+func (t *Tree) Compare(ctx context.Context, before, now *View, after string, max int) (Difference, error) {
+	c := &comparison{ctx: ctx, t: t, before: before, now: now, after: after, seen: map[string]bool{}, image: map[string]*node{}, buf: make([]byte, nameBuf)}
+	for _, v := range []*View{before, now} {
+		if !v.done && (c.until == "" || agentpb.ComparePaths(v.last, c.until) < 0) {
+			c.until = v.last
+		}
+		if v.part != "" {
+			c.part = v.part
+		}
+	}
+	if err := c.candidates(); err != nil {
+		return Difference{}, fmt.Errorf("compare the disk: %w", err)
+	}
+	d := Difference{Until: c.until}
+	for _, p := range c.paths {
+		ch, ok, err := c.one(p)
+		if err != nil {
+			return Difference{}, fmt.Errorf("compare the disk: %w", err)
+		}
+		switch {
+		case !ok:
+		case len(d.Changes) < max:
+			d.Changes = append(d.Changes, ch)
+		default:
+			d.More++
+		}
+	}
+	d.Partial = c.part
+	return d, nil
+}
+
+// maxCandidates bounds the paths of one comparison beyond which no directory of the image is looked into.
+const maxCandidates = 1 << 19
+
+type comparison struct {
+	ctx         context.Context
+	t           *Tree
+	before, now *View
+	after       string
+	until       string
+	part        string
+
+	paths []string
+	seen  map[string]bool
+	image map[string]*node // what the image has at a path; nil: nothing
+	buf   []byte
+}
+
+// candidates are all paths that may differ, in order: those of both views, and what the image has where a directory hides it.
+func (c *comparison) candidates() error {
+	for _, v := range []*View{c.before, c.now} {
+		for p := range v.nodes {
+			c.candidate(p)
+		}
+	}
+	for _, v := range []*View{c.before, c.now} {
+		other := c.now
+		if v == c.now {
+			other = c.before
+		}
+		for p, n := range v.nodes {
+			if o, ok := other.nodes[p]; !n.opaque || ok && o.opaque {
+				continue
+			}
+			if err := c.children(p); err != nil {
+				return err
+			}
+		}
+	}
+	slices.SortFunc(c.paths, agentpb.ComparePaths)
+	return nil
+}
+
+func (c *comparison) candidate(p string) {
+	if c.seen[p] || agentpb.ComparePaths(p, c.after) <= 0 || c.until != "" && agentpb.ComparePaths(p, c.until) > 0 {
+		return
+	}
+	c.seen[p] = true
+	c.paths = append(c.paths, p)
+}
+
+// children adds what the image has in a directory.
+func (c *comparison) children(p string) error {
+	if err := c.ctx.Err(); err != nil {
+		return err
+	}
+	low, err := c.lower(p)
+	if err != nil || low == nil || !low.dir() {
+		return err
+	}
+	fd, err := unix.Openat(c.t.lower, p, dirFlags, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: "the image's /" + p, Err: err}
+	}
+	defer unix.Close(fd)
+	names, all, err := readNames(fd, c.buf)
+	if err != nil {
+		return &fs.PathError{Op: "readdir", Path: "the image's /" + p, Err: err}
+	}
+	if !all {
+		c.part = fmt.Sprintf("a directory of the image has more than %d names", maxNames)
+	}
+	for _, name := range names {
+		if len(c.paths) >= maxCandidates {
+			c.part = fmt.Sprintf("directories that were made anew hide more than %d names", maxCandidates)
+			break
+		}
+		c.candidate(join(p, name))
+	}
+	return nil
+}
+
+// lower is what the image has at a path, without following links; nil is nothing.
+func (c *comparison) lower(p string) (*node, error) {
+	if n, ok := c.image[p]; ok {
+		return n, nil
+	}
+	if up := parent(p); up != "" {
+		// Else a link in the place of a directory would be followed.
+		n, err := c.lower(up)
+		if err != nil {
+			return nil, err
+		}
+		if n == nil || !n.dir() {
+			c.image[p] = nil
+			return nil, nil
+		}
+	}
+	var st unix.Stat_t
+	err := unix.Fstatat(c.t.lower, p, &st, unix.AT_SYMLINK_NOFOLLOW)
+	if errors.Is(err, unix.ENOENT) {
+		c.image[p] = nil
+		return nil, nil
+	}
+	if err != nil {
+		return nil, &fs.PathError{Op: "lstat", Path: "the image's /" + p, Err: err}
+	}
+	n := &node{mode: st.Mode, uid: st.Uid, gid: st.Gid, rdev: st.Rdev, size: st.Size, ino: st.Ino}
+	c.image[p] = n
+	return n, nil
+}
+
+// at is what there is at a path in a view; nil is nothing. below says that it is the image's.
+func (c *comparison) at(v *View, p string) (n *node, below bool, err error) {
+	if n, ok := v.nodes[p]; ok {
+		if n.whiteout() {
+			return nil, false, nil
+		}
+		return &n, false, nil
+	}
+	for i := 0; ; {
+		k := strings.IndexByte(p[i:], '/')
+		if k < 0 {
+			break
+		}
+		i += k
+		if n, ok := v.nodes[p[:i]]; ok && (!n.dir() || n.opaque || n.redirect != "") {
+			return nil, false, nil
+		}
+		i++
+	}
+	n, err = c.lower(p)
+	return n, true, err
+}
+
+// one says what has become of a path.
+func (c *comparison) one(p string) (ch Change, ok bool, err error) {
+	if err := c.ctx.Err(); err != nil {
+		return ch, false, err
+	}
+	was, wasBelow, err := c.at(c.before, p)
+	if err != nil {
+		return ch, false, err
+	}
+	is, isBelow, err := c.at(c.now, p)
+	if err != nil {
+		return ch, false, err
+	}
+	ch.Path = "/" + p
+	switch {
+	case was == nil && is == nil, wasBelow && isBelow:
+		return ch, false, nil
+	case is == nil:
+		if up := parent(p); up != "" {
+			d, _, err := c.at(c.now, up)
+			if err != nil || d == nil || !d.dir() {
+				return ch, false, err // told of what is above
+			}
+		}
+		ch.Op = Removed
+		ch.describe(was)
+		return ch, true, nil
+	case was == nil:
+		ch.Op = Added
+	case was.same(is, wasBelow || isBelow):
+		return ch, false, nil
+	default:
+		ch.Op, ch.Before = Changed, was.mode
+	}
+	ch.describe(is)
+	if is.redirect != "" {
+		// Documentation/filesystems/overlayfs.rst, "Redirecting directories": from the root, or beside what it is now.
+		if ch.From = is.redirect; !strings.HasPrefix(ch.From, "/") {
+			ch.From = "/" + join(parent(p), ch.From)
+		}
+		c.part = "a directory of the image was moved: what it contains is not told by itself"
+	}
+	return ch, true, nil
+}
+
+// same says whether nothing has become of a path. copied: one of the two is the image's.
+func (n *node) same(o *node, copied bool) bool {
+	if n.mode != o.mode || n.uid != o.uid || n.gid != o.gid {
+		return false
+	}
+	if n.dir() {
+		return n.redirect == o.redirect
+	}
+	return !copied && n.ino == o.ino && n.size == o.size && n.rdev == o.rdev && n.mtime == o.mtime && n.ctime == o.ctime
+}
+
+func (ch *Change) describe(n *node) {
+	ch.Mode, ch.UID, ch.GID = n.mode, n.uid, n.gid
+	if n.mode&unix.S_IFMT == unix.S_IFREG || n.mode&unix.S_IFMT == unix.S_IFLNK {
+		ch.Size = n.size
+	}
+}
