@@ -46,11 +46,11 @@ type ChangesEnd struct {
 // maxChangePages bounds the answers of one Client.Changes.
 const maxChangePages = 1 << 16
 
-// Changes tells f what differs between the guest's root and its image, up to max paths, each directory before what is in it and
+// Changes tells f what differs between the guest's root and its image, up to limit paths, each directory before what is in it and
 // siblings by the bytes of their names. It asks for parts, so what changes meanwhile is told as it was or as it is. Its cost in the
 // guest is one or two system calls for each file that was written since the image was made, and its memory on the host that of a part.
 // Other mounts (/proc, /run, /dev/shm, volumes) are no part of it.
-func (c *Client) Changes(ctx context.Context, max int, f func(Change) error) (ChangesEnd, error) {
+func (c *Client) Changes(ctx context.Context, limit int, f func(Change) error) (ChangesEnd, error) {
 	const op = "changes of the disk"
 	var end ChangesEnd
 	after := ""
@@ -67,7 +67,7 @@ func (c *Client) Changes(ctx context.Context, max int, f func(Change) error) (Ch
 			end.Partial = shortened(m.Partial, maxErrorText)
 		}
 		for _, ch := range list {
-			if end.Told >= max {
+			if end.Told >= limit {
 				end.More = true
 				return end, nil
 			}

@@ -81,11 +81,11 @@ with -o json as a line of JSON each.`,
 				}
 				t.Flush()
 				lines := strings.SplitAfter(rows.String(), "\n")
-				io.WriteString(w, lines[0])
+				fmt.Fprint(w, lines[0])
 				for i, e := range entries {
-					io.WriteString(w, lines[i+1])
+					fmt.Fprint(w, lines[i+1])
 					if paths {
-						io.WriteString(w, auditChanges(e))
+						fmt.Fprint(w, auditChanges(e))
 					}
 				}
 			})

@@ -440,7 +440,7 @@ func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
 		code                     fleet.Code
 	}{
 		"an unknown field":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{"hook":"skip"}`, status: 400, code: "invalid"},
-		"an unknown field deep":     {method: "POST", path: "/v1/sandboxes", body: `{"spec":{"nmae":"x"}}`, status: 400, code: "invalid"},
+		"an unknown field deep":     {method: "POST", path: "/v1/sandboxes", body: `{"spec":{"title":"x"}}`, status: 400, code: "invalid"},
 		"more after the body":       {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}{}`, status: 400, code: "invalid"},
 		"no body where one is due":  {method: "POST", path: "/v1/sandboxes", status: 400, code: "invalid"},
 		"a body too large":          {method: "POST", path: "/v1/sandboxes/a/rename", body: long, status: 413, code: wire.CodeTooLarge},

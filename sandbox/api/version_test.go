@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"encoding/json"
+	"net/http"
 	"net/http/httptest"
 	"path/filepath"
 	"testing"
@@ -18,7 +19,7 @@ func TestVersion_says_what_the_caller_may_do(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r := httptest.NewRequest("GET", "http://localhost/v1/version", nil)
+		r := httptest.NewRequest(http.MethodGet, "http://localhost/v1/version", nil)
 		r.Header.Set("Authorization", "Bearer "+token)
 		w := httptest.NewRecorder()
 		server.ServeHTTP(w, r)

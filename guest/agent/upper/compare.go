@@ -47,10 +47,10 @@ type Difference struct {
 	Partial string
 }
 
-// Compare tells what differs between two views, of paths behind after, max of them at most. A file has changed if its inode, size
+// Compare tells what differs between two views, of paths behind after, limit of them at most. A file has changed if its inode, size
 // or time of change has; one of the image also if it was opened for writing and not written to, since it was copied then. A
 // directory has changed if its owner or mode has.
-func (t *Tree) Compare(ctx context.Context, before, now *View, after string, max int) (Difference, error) {
+func (t *Tree) Compare(ctx context.Context, before, now *View, after string, limit int) (Difference, error) {
 	c := &comparison{ctx: ctx, t: t, before: before, now: now, after: after, seen: map[string]bool{}, image: map[string]*node{}, buf: make([]byte, nameBuf)}
 	for _, v := range []*View{before, now} {
 		if !v.done && (c.until == "" || agentpb.ComparePaths(v.last, c.until) < 0) {
@@ -71,7 +71,7 @@ func (t *Tree) Compare(ctx context.Context, before, now *View, after string, max
 		}
 		switch {
 		case !ok:
-		case len(d.Changes) < max:
+		case len(d.Changes) < limit:
 			d.Changes = append(d.Changes, ch)
 		default:
 			d.More++
