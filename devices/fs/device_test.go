@@ -221,7 +221,7 @@ func TestConformance(t *testing.T) {
 				t.Fatalf("a reply of %d bytes to what has none", used)
 			}
 		},
-		Pauses: 100, Moves: 20,
+		Pauses: 50, Moves: 10,
 	})
 }
 
@@ -604,7 +604,7 @@ func TestNothingLeadsOutOfTheShareWhileTheHostMovesThings(t *testing.T) {
 		}
 	})
 	inside := 0
-	for range 3000 {
+	for range 1000 {
 		reply, errno := c.do(opLookup, b, text("f"), entrySize)
 		if errno != 0 {
 			continue
