@@ -637,6 +637,28 @@ func TestNothingLeadsOutOfTheShareWhileTheHostMovesThings(t *testing.T) {
 	c.want(unix.ESTALE, opLookup, b, text("f"), entrySize)
 	c.want(unix.ESTALE, opGetattr, a, make([]byte, 16), attrOutSize)
 	c.want(unix.ESTALE, opMkdir, b, append(words(0o755, 0), text("x")...), entrySize)
+	// Nor by a link in its place, that leads to the very same files.
+	if err := os.Symlink(filepath.Join(outside, "a"), filepath.Join(dir, "a")); err != nil {
+		t.Fatal(err)
+	}
+	c.want(unix.ESTALE, opLookup, b, text("f"), entrySize)
+	c.want(unix.ESTALE, opMkdir, b, append(words(0o755, 0), text("x")...), entrySize)
+}
+
+func TestWhatIsMountedBelowTheShareIsNotSeen(t *testing.T) {
+	dir := t.TempDir()
+	below := filepath.Join(dir, "below")
+	if err := os.Mkdir(below, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	c := start(t, dir, true)
+	node := c.lookup(rootID, "below")
+	if err := unix.Mount("tmpfs", below, "tmpfs", 0, "size=64k"); err != nil {
+		t.Skipf("no tmpfs: %v", err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(below, unix.MNT_DETACH) })
+	c.want(unix.EXDEV, opLookup, rootID, text("below"), entrySize)
+	c.want(unix.ESTALE, opMkdir, node, append(words(0o755, 0), text("x")...), entrySize)
 }
 
 func TestFullFileSystemIsENOSPCAndTheOwnerIsToldOnce(t *testing.T) {

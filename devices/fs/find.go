@@ -17,7 +17,7 @@ const maxRetries = 100
 func retry(f func() error) error {
 	var err error
 	for range maxRetries {
-		if err = f(); err != unix.EINTR && err != unix.EAGAIN {
+		if err = f(); !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) {
 			return err
 		}
 	}
@@ -86,11 +86,12 @@ func (d *Device) named(n *node) (*file, error) {
 		return nil, err
 	}
 	f, err := lookFrom(d.dir.fd, path)
-	switch err {
-	case nil:
-	case unix.ENOENT, unix.ENOTDIR, unix.ELOOP, unix.EXDEV:
-		return nil, unix.ESTALE
-	default:
+	for _, gone := range []error{unix.ENOENT, unix.ENOTDIR, unix.ELOOP, unix.EXDEV} {
+		if errors.Is(err, gone) {
+			return nil, unix.ESTALE
+		}
+	}
+	if err != nil {
 		return nil, err
 	}
 	if n != d.root && f.identity() != n.identity {
@@ -108,7 +109,7 @@ func (d *Device) find(id uint64) (*node, *file, error) {
 		return nil, nil, unix.ESTALE
 	}
 	f, err := d.named(n)
-	if err == unix.ESTALE {
+	if errors.Is(err, unix.ESTALE) {
 		for _, h := range n.handles {
 			if h.fd < 0 {
 				continue

@@ -2,6 +2,7 @@ package fs
 
 import (
 	"encoding/binary"
+	"errors"
 	"math"
 
 	"golang.org/x/sys/unix"
@@ -56,7 +57,7 @@ func (d *Device) create(r *request) error {
 	}
 	defer dir.close()
 	n, f, fd, err := d.newFile(parent, dir, name, int(access), mode)
-	if err == unix.EEXIST && flags&unix.O_EXCL == 0 {
+	if errors.Is(err, unix.EEXIST) && flags&unix.O_EXCL == 0 {
 		n, f, fd, err = d.openExisting(parent, dir, name, flags)
 	}
 	if err != nil {
@@ -126,7 +127,7 @@ func (d *Device) read(r *request) error {
 	}
 	for {
 		again := w
-		if r.data, err = again.FillSome(h, int64(off), n); err != unix.EINTR {
+		if r.data, err = again.FillSome(h, int64(off), n); !errors.Is(err, unix.EINTR) {
 			break
 		}
 	}
@@ -158,7 +159,7 @@ func (d *Device) write(r *request) error {
 		}
 		for {
 			data := r.chain.Reader
-			if n, err = data.DrainSome(h, int64(off), int(size), writeFlags(how, flags)); err != unix.EINTR {
+			if n, err = data.DrainSome(h, int64(off), int(size), writeFlags(how, flags)); !errors.Is(err, unix.EINTR) {
 				break
 			}
 		}

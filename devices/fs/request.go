@@ -253,7 +253,7 @@ func (d *Device) lookup(r *request) error {
 	defer dir.close()
 	f, err := lookFrom(dir.fd, name)
 	if err != nil {
-		if err == unix.ENOENT {
+		if errors.Is(err, unix.ENOENT) {
 			if old := d.places[place{parent, name}]; old != nil {
 				d.detach(old)
 			}
