@@ -19,6 +19,7 @@ const (
 	IDEntropy ID = 4
 	IDBalloon ID = 5
 	IDVsock   ID = 19
+	IDFS      ID = 26
 )
 
 // Device is a virtio device behind a transport. The transport calls its methods

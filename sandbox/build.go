@@ -209,8 +209,8 @@ func (b *build) vmSpec(name, imageID string) Spec {
 
 // checkVM finds what is wrong with the VM before anything is done.
 func (b *build) checkVM() error {
-	if len(b.o.VM.Volumes) > 0 {
-		return fmt.Errorf("%w: a build has no volumes", ErrSpec)
+	if len(b.o.VM.Volumes)+len(b.o.VM.Shares) > 0 {
+		return fmt.Errorf("%w: a build has no volumes and no shares", ErrSpec)
 	}
 	_, err := b.vmSpec(buildPrefix+"0", "none").withDefaults()
 	return err

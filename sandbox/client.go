@@ -72,7 +72,7 @@ func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *L
 	if err := r.setLabel(label); err != nil {
 		return Report{}, err
 	}
-	if err := s.findVolumes(spec.Volumes); err != nil {
+	if err := errors.Join(s.findVolumes(spec.Volumes), s.findShares(spec.Shares)); err != nil {
 		return Report{}, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
@@ -139,7 +139,7 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 		// A kernel of the user's own boots like a built one.
 		b.Kernel = spec.Kernel
 	} else {
-		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel])
+		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel], spec.own()...)
 		if err != nil {
 			return BootFiles{}, err
 		}
@@ -192,16 +192,32 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 	return b, nil
 }
 
-// findKernel finds the kernel that is named, or one for the host and for what the image needs.
-func (s *Store) findKernel(name string, host kernel.Host, needs string) (*kernel.Kernel, error) {
+// own are the features of a kernel without which the VM could not come up.
+func (s Spec) own() []string {
+	if len(s.Shares) > 0 {
+		return []string{featureShares}
+	}
+	return nil
+}
+
+// findKernel finds the kernel that is named, or one for the host and for what the image needs. Either must have
+// the features of own.
+func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...string) (*kernel.Kernel, error) {
 	if name != "" {
-		return kernel.Find(s.KernelDir(), name)
+		k, err := kernel.Find(s.KernelDir(), name)
+		if err != nil {
+			return nil, err
+		}
+		if err := k.Need(own); err != nil {
+			return nil, err
+		}
+		return k, nil
 	}
 	features, err := kernel.ParseNeeds(needs)
 	if err != nil {
 		return nil, fmt.Errorf("label %s of the image: %w; or name a kernel with --kernel", kernel.NeedsLabel, err)
 	}
-	k, err := kernel.Choose(s.KernelDir(), host, features)
+	k, err := kernel.Choose(s.KernelDir(), host, append(features, own...))
 	if err != nil {
 		return nil, fmt.Errorf("choosing a kernel: %w", err)
 	}
@@ -271,7 +287,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, 
 		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
-	if err := s.checkVolumes(r, r.Snapshot); err != nil {
+	if err := errors.Join(s.checkVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
 		return Report{}, fmt.Errorf("waking %s: %w", name, err)
 	}
 	if r.Phase != Asleep {
@@ -463,7 +479,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
 	}
 	r.inherit(&old)
-	if err := s.checkVolumes(r, id); err != nil {
+	if err := errors.Join(s.checkVolumes(r, id), s.findShares(spec.Shares)); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return r, nil

@@ -213,7 +213,7 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 	if err := s.checkPaths(spec.Name); err != nil {
 		return nil, err
 	}
-	if err := s.findVolumes(spec.Volumes); err != nil {
+	if err := errors.Join(s.findVolumes(spec.Volumes), s.findShares(spec.Shares)); err != nil {
 		return nil, err
 	}
 	boot, err := s.resolve(ctx, l, spec)

@@ -58,6 +58,7 @@ var codes = []struct {
 	{"hooks", ErrHooks},
 	{"secrets", ErrSecrets},
 	{"disk-only", ErrDiskOnly},
+	{"share-unusable", ErrShare},
 	{"volume-not-found", volume.ErrNotFound},
 	{"volume-in-use", volume.ErrInUse},
 	{"volume-stale", volume.ErrStale},

@@ -40,9 +40,14 @@ func TestHooksInAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	// Time enough for a machine that does much else.
-	e.Run(sandbox.Spec{Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}})
+	shared := newShared(e)
+	e.Run(sandbox.Spec{
+		Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}, Shares: shared.specs(),
+	})
+	shared.use("h")
 	res := e.Sleep("h")
 	rep := e.Wake("h")
+	shared.goesOn("h")
 	t.Logf("without hooks: %v, %v", res.Stages, rep.Stages)
 	if len(res.Hooks)+len(rep.Hooks) != 0 {
 		t.Errorf("without hooks: %v, %v failed", res.Hooks, rep.Hooks)
@@ -67,6 +72,7 @@ func TestHooksInAGuest(t *testing.T) {
 	forks(e, "h", sandbox.ForkOptions{Count: 1, Name: "f"})
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	wantNotes(e, "f", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
+	shared.alsoIn("f")
 
 	e.Sh("c", "touch /root/fail-sleep /root/fail-wake /root/fail-snapshot")
 	_, err = e.Store.Sleep(t.Context(), "c")

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
+	"github.com/drowse-vm/drowse/devices/fs"
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/devices/vsock"
@@ -90,7 +91,7 @@ const (
 	deviceRNG     = "rng"
 	deviceBalloon = "balloon"
 	deviceNet     = "net"
-	// and of volumes: deviceVolume and the volume's name
+	// and of volumes: deviceVolume and the volume's name; and of shares: shareTag
 	deviceVolume = "volume-"
 )
 
@@ -211,6 +212,14 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 		r := v.Record()
 		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
 	}
+	for i, sh := range p.Spec.Shares {
+		dir, err := openShare(sh)
+		if err != nil {
+			return err
+		}
+		in.closers = append(in.closers, dir)
+		add(shareTag(i), fs.New(dir, shareTag(i), fs.Options{OnError: in.deviceError(shareTag(i))}))
+	}
 	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
 	if err != nil {
 		return err
@@ -249,6 +258,13 @@ func (p Parts) cmdline() string {
 			mode = "ro"
 		}
 		words = append(words, "drowse.volume="+volumeSerial(&r)+","+mode+","+p.Spec.Volumes[i].Path)
+	}
+	for i, sh := range p.Spec.Shares {
+		mode := "ro"
+		if sh.Writable {
+			mode = "rw"
+		}
+		words = append(words, "drowse.share="+shareTag(i)+","+mode+","+sh.Path)
 	}
 	if p.Spec.Cmdline != "" {
 		words = append(words, p.Spec.Cmdline)

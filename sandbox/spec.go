@@ -53,6 +53,8 @@ type Spec struct {
 	Idle IdleSpec `json:"idle,omitzero"`
 	// Volumes are disks of the store's that the VM finds mounted.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
+	// Shares are directories of the host that the VM finds mounted. Forks and clones have the same.
+	Shares []ShareSpec `json:"shares,omitempty"`
 	// Services are programs that the VM's agent keeps running.
 	Services []ServiceSpec `json:"services,omitempty"`
 	// Self is what programs in the VM may ask the host for. Default: nothing.
@@ -154,6 +156,9 @@ func (s Spec) withDefaults() (Spec, error) {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {
+		return s, err
+	}
+	if err := checkShares(s.Shares, s.Volumes); err != nil {
 		return s, err
 	}
 	if err := checkServices(s.Services); err != nil {

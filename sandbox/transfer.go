@@ -93,6 +93,9 @@ func (s *Store) checkImported(m *snapshot.Manifest) error {
 			return err
 		}
 	}
+	if err := checkImportedShares(m); err != nil {
+		return err
+	}
 	st, err := s.absolute(snapshotDisk(m))
 	if err != nil {
 		return err

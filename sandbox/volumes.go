@@ -58,19 +58,27 @@ func checkMounts(mounts []VolumeMount) error {
 		if !nameRE.MatchString(m.Name) {
 			return bad("volume name %q: use 1 to 40 lower-case letters, digits and inner hyphens", m.Name)
 		}
-		if !volumePathRE.MatchString(m.Path) || len(m.Path) > maxVolumePath {
-			return bad("volume path %q: use an absolute path of letters, digits and ._-, at most %d bytes", m.Path, maxVolumePath)
-		}
-		for _, dir := range systemDirs {
-			// In /etc and /tmp there is room for more.
-			if m.Path == dir || strings.HasPrefix(m.Path, dir+"/") && dir != "/etc" && dir != "/tmp" && dir != "/usr" {
-				return bad("volume path %s: it is a directory of the guest's system", m.Path)
-			}
+		if err := checkMountPath("volume", m.Path); err != nil {
+			return err
 		}
 		for _, o := range mounts[:i] {
 			if o.Name == m.Name || o.Path == m.Path {
 				return bad("volume %s on %s: each name and each path once", m.Name, m.Path)
 			}
+		}
+	}
+	return nil
+}
+
+// checkMountPath checks where a volume or share is to be found in a guest.
+func checkMountPath(what, path string) error {
+	if !volumePathRE.MatchString(path) || len(path) > maxVolumePath {
+		return fmt.Errorf("%w: %s path %q: use an absolute path of letters, digits and ._-, at most %d bytes", ErrSpec, what, path, maxVolumePath)
+	}
+	for _, dir := range systemDirs {
+		// In /etc and /tmp there is room for more.
+		if path == dir || strings.HasPrefix(path, dir+"/") && dir != "/etc" && dir != "/tmp" && dir != "/usr" {
+			return fmt.Errorf("%w: %s path %s: it is a directory of the guest's system", ErrSpec, what, path)
 		}
 	}
 	return nil

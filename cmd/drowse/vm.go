@@ -24,6 +24,7 @@ func (a *app) runCommand() *cobra.Command {
 		config   string
 		fromDisk string
 		volumes  []string
+		shares   []string
 		secrets  []string
 		policy   string
 		limit    time.Duration
@@ -45,7 +46,7 @@ arguments. With --detach the command is started and not waited for.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
 memory_mib, disk_mib, hostname, network, ipv6, policy, tags, cmdline, no_acpi, hooks, idle,
-volumes, services; flags override it.
+volumes, shares, services; flags override it.
 
 With --net tap the VM has a network, behind its policy (--policy). Without one, everything
 is denied, both ways.
@@ -70,6 +71,13 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 					return err
 				}
 				spec.Volumes = append(spec.Volumes, m)
+			}
+			for _, v := range shares {
+				sh, err := sandbox.ParseShare(v)
+				if err != nil {
+					return err
+				}
+				spec.Shares = append(spec.Shares, sh)
 			}
 			if spec.Policy, err = policyFrom(policy); err != nil {
 				return err
@@ -151,6 +159,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 	idleFlags(cmd, &spec.Idle, "never")
 	f.StringSliceVar(&spec.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}, ", ")+" (default nothing)")
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
+	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only unless rw is said; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
@@ -195,6 +204,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"sleep-after", func() { spec.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
 			{"idle-cpu", func() { spec.Idle.CPUPercent = flags.Idle.CPUPercent }},
 			{"volume", func() { spec.Volumes = flags.Volumes }},
+			{"share", func() { spec.Shares = flags.Shares }},
 			{"allow-self", func() { spec.Self.Allow = flags.Self.Allow }},
 			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
 		} {

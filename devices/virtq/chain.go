@@ -153,6 +153,18 @@ func (r *Reader) DrainTo(f guestmem.File, off int64, n int) error {
 	return r.mem.PwriteFull(rs, f, off)
 }
 
+// DrainSome is one pwritev2(2) of the next n bytes to f at off with its flags. It returns how
+// many bytes were written, and moves on by n whatever that was. It fails with ErrShort, and
+// writes nothing, when fewer than n are left.
+func (r *Reader) DrainSome(f guestmem.File, off int64, n, flags int) (int, error) {
+	rs, err := r.Ranges(r.chain.ranges[:0], n)
+	r.chain.ranges = rs
+	if err != nil {
+		return 0, err
+	}
+	return r.mem.Pwritev(rs, f, off, flags)
+}
+
 // Writer writes the device-writable part of a chain.
 type Writer struct {
 	cursor
@@ -204,6 +216,22 @@ func (w *Writer) FillFrom(f guestmem.File, off int64, n int) error {
 	}
 	w.written += uint32(n)
 	return nil
+}
+
+// FillSome is one preadv(2) of at most n bytes from f at off: fewer at the end of a file. It
+// returns how many were read, and moves on by n whatever that was. It fails with ErrShort,
+// and reads nothing, when there is no room for n.
+func (w *Writer) FillSome(f guestmem.File, off int64, n int) (int, error) {
+	rs, err := w.Ranges(w.chain.ranges[:0], n)
+	w.chain.ranges = rs
+	if err != nil {
+		return 0, err
+	}
+	k, err := w.mem.Preadv(rs, f, off)
+	if err == nil {
+		w.written += uint32(k)
+	}
+	return k, err
 }
 
 // Wrote says that the kernel has put n bytes into ranges taken with Ranges.

@@ -73,6 +73,7 @@ var wants = []wanted{
 	{"clone-identity", "learns by itself that it is a clone, and has new random numbers at once", "VMGENID"},
 	{"panic-report", "tells the host of a panic", "PVPANIC_MMIO"},
 	{"secrets", "files of `drowse secret`", "FUSE_FS X86_IOPL_IOPERM"},
+	{"shares", "directories of the host: `drowse run --share`", "FUSE_FS VIRTIO_FS"},
 	{"namespaces", "containers: what they see", "NAMESPACES UTS_NS IPC_NS PID_NS NET_NS USER_NS"},
 	{"cgroups", "containers: cgroup v2, what they may use", "CGROUPS MEMCG CGROUP_PIDS CGROUP_SCHED FAIR_GROUP_SCHED CFS_BANDWIDTH CPUSETS CGROUP_FREEZER CGROUP_DEVICE CGROUP_BPF BLK_CGROUP"},
 	{"seccomp", "containers: which system calls they may make", "SECCOMP SECCOMP_FILTER"},
@@ -106,6 +107,7 @@ var wants = []wanted{
 
 // optionModules are the modules of options that have others than moduleOf would say.
 var optionModules = map[string][]string{
+	"VIRTIO_FS":                      {"virtiofs"},
 	"VIRTIO_VSOCKETS":                {"vmw_vsock_virtio_transport"},
 	"BRIDGE_NETFILTER":               {"br_netfilter"},
 	"BLK_DEV_LOOP":                   {"loop"},
@@ -257,6 +259,15 @@ func (k *Kernel) missing(needs []string) ([]Feature, error) {
 		return nil, err
 	}
 	return slices.DeleteFunc(all, func(f Feature) bool { return f.Has == Yes || !slices.Contains(needs, f.Name) }), nil
+}
+
+// Need fails with ErrFeature, and says what puts them there, if the kernel lacks some of the features of that name.
+func (k *Kernel) Need(names []string) error {
+	lacks, err := k.missing(names)
+	if err == nil && len(lacks) > 0 {
+		err = fmt.Errorf("%w: %s lacks %s", ErrFeature, k.ID, remedies(lacks, k.Kind))
+	}
+	return err
 }
 
 // Choose returns the kernel of the cache that a VM gets when nobody names one: of those that this kind of host can run and that have all features

@@ -41,6 +41,7 @@ var remedies = map[Code]string{
 	"corrupt":            "go back to an earlier snapshot, or boot it with its disk as it is",
 	"record":             "restore its vm.json from a backup, or remove it with force",
 	"volume-stale":       "boot it instead of waking it",
+	"share-unusable":     "put the shared directory where it was, or name another one",
 	"crashed":            "see its log, with `drowse logs --vmm`",
 	CodeCanceled:         "try again: what had begun can be repeated",
 	CodeTimeout:          "try again with more time: what had begun can be repeated",

@@ -37,9 +37,9 @@ func setIovec(v *unix.Iovec, mem []byte, off, n uint64) {
 	v.Len = n
 }
 
-func vector(trap, fd uintptr, iov []unix.Iovec, off int64) (int, error) {
+func vector(trap, fd uintptr, iov []unix.Iovec, off int64, flags int) (int, error) {
 	n, _, errno := unix.Syscall6(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(iov))), uintptr(len(iov)),
-		uintptr(off), uintptr(off>>32), 0)
+		uintptr(off), uintptr(off>>32), uintptr(flags))
 	if errno != 0 {
 		return 0, errno
 	}
@@ -47,19 +47,24 @@ func vector(trap, fd uintptr, iov []unix.Iovec, off int64) (int, error) {
 }
 
 func preadv(fd int, iov []unix.Iovec, off int64) (int, error) {
-	return vector(unix.SYS_PREADV, uintptr(fd), iov, off)
+	return vector(unix.SYS_PREADV, uintptr(fd), iov, off, 0)
 }
 
 func pwritev(fd int, iov []unix.Iovec, off int64) (int, error) {
-	return vector(unix.SYS_PWRITEV, uintptr(fd), iov, off)
+	return vector(unix.SYS_PWRITEV, uintptr(fd), iov, off, 0)
+}
+
+// pwritev2 keeps the offset of pwritev; -1, which would mean the file's own position, is for the caller to refuse.
+func pwritev2(fd int, iov []unix.Iovec, off int64, flags int) (int, error) {
+	return vector(unix.SYS_PWRITEV2, uintptr(fd), iov, off, flags)
 }
 
 func readv(fd int, iov []unix.Iovec) (int, error) {
-	return vector(unix.SYS_READV, uintptr(fd), iov, 0)
+	return vector(unix.SYS_READV, uintptr(fd), iov, 0, 0)
 }
 
 func writev(fd int, iov []unix.Iovec) (int, error) {
-	return vector(unix.SYS_WRITEV, uintptr(fd), iov, 0)
+	return vector(unix.SYS_WRITEV, uintptr(fd), iov, 0, 0)
 }
 
 // mapFixed replaces the mapping of mem[off:off+n] by a private one of the same place in a

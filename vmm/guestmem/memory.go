@@ -360,6 +360,18 @@ func (m *Memory) PwriteFull(rs []Range, f File, off int64) error {
 	}, false)
 }
 
+// Preadv does one preadv(2) from f at off into the ranges, at most MaxRanges of them, and
+// returns the number of bytes read, which is 0 at the end of a file.
+func (m *Memory) Preadv(rs []Range, f File, off int64) (int, error) {
+	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return preadv(int(f.Fd()), iov, off) }, true)
+}
+
+// Pwritev does one pwritev2(2) of the ranges, at most MaxRanges of them, to f at off with
+// its flags (RWF_APPEND and the like), and returns the number of bytes written.
+func (m *Memory) Pwritev(rs []Range, f File, off int64, flags int) (int, error) {
+	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return pwritev2(int(f.Fd()), iov, off, flags) }, false)
+}
+
 // Readv does one readv(2) from fd into the ranges, at most MaxRanges of them,
 // and returns the number of bytes read; unix.EAGAIN comes back as it is. The
 // pages of all ranges count as dirty.

@@ -20,6 +20,7 @@ type Config struct {
 	TmpInRAM bool
 	Quiet    bool
 	Volumes  []Volume // in the order in which they are mounted
+	Shares   []Share  // the same; after the volumes
 }
 
 // Volume is a further disk with an ext4.
@@ -116,6 +117,14 @@ func (c *Config) set(key, value string) error {
 		}
 		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
 			return fmt.Errorf("more than %d volumes", maxVolumes)
+		}
+	case "share":
+		s, err := parseShare(value)
+		if err != nil {
+			return err
+		}
+		if c.Shares = append(c.Shares, s); len(c.Shares) > maxShares {
+			return fmt.Errorf("more than %d shares", maxShares)
 		}
 	case "quiet":
 		c.Quiet = true

@@ -45,6 +45,11 @@ func TestParseCmdline_refuses_what_it_cannot_do(t *testing.T) {
 		{"drowse.image=/dev/vdb drowse.ip6=fd00::2/64,fd00::1,fd00::3", "gateway"},
 		{"drowse.image=/dev/vdb drowse.wait=-1", "seconds"},
 		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw", "SERIAL"},
+		{"drowse.image=/dev/vdb drowse.share=share-0,rw", "TAG"},
+		{"drowse.image=/dev/vdb drowse.share=share-0,rx,/data", "TAG"},
+		{"drowse.image=/dev/vdb drowse.share=,ro,/data", "TAG"},
+		{"drowse.image=/dev/vdb drowse.share=share-0,ro,/", "TAG"},
+		{"drowse.image=/dev/vdb" + strings.Repeat(" drowse.share=a,ro,/b", 17), "more than 16"},
 		{"drowse.image=/dev/vdb drowse.volume=,rw,/data", "SERIAL"},
 		{"drowse.image=/dev/vdb drowse.volume=vol-1,wr,/data", "SERIAL"},
 		{"drowse.image=/dev/vdb drowse.volume=vol-1,rw,data", "SERIAL"},
@@ -95,5 +100,13 @@ func TestFindSerial_goes_by_the_serial_number(t *testing.T) {
 	}
 	if dev, err := findSerial(dir, "vol-3", time.Now()); err == nil {
 		t.Errorf("a disk that is not there was found as %s", dev)
+	}
+}
+
+func TestParseCmdline_reads_shares_in_their_order(t *testing.T) {
+	c, err := ParseCmdline("drowse.image=/dev/vdb drowse.share=share-0,rw,/data drowse.share=share-1,ro,/srv/a")
+	want := []Share{{Tag: "share-0", Dir: "/data"}, {Tag: "share-1", Dir: "/srv/a", ReadOnly: true}}
+	if err != nil || !slices.Equal(c.Shares, want) {
+		t.Errorf("%+v, %v; want %+v", c.Shares, err, want)
 	}
 }

@@ -13,6 +13,7 @@
 //	drowse.ip6=ADDR/PREFIX[,GATEWAY]           the same for IPv6
 //	drowse.wait=SECONDS     how long to wait for the disks; 10 by default
 //	drowse.volume=SERIAL,rw|ro,DIR             mounts a further disk with an ext4
+//	drowse.share=TAG,rw|ro,DIR                 mounts a directory of the host's, by virtiofs
 //	drowse.tmp=tmpfs        keep /tmp in memory rather than on the root
 //	drowse.quiet            say nothing when all goes well
 package early

@@ -312,6 +312,9 @@ func (m *Machine) settle() error {
 	if err := m.mountVolumes(); err != nil {
 		return err
 	}
+	if err := m.mountShares(); err != nil {
+		return err
+	}
 	if err := network(m.Config.Net, m.Config.Net6); err != nil {
 		return err
 	}
@@ -357,6 +360,7 @@ func (m *Machine) Announce(version string) {
 // that their journals are clean. Call it when all other processes have ended.
 func (m *Machine) ReadOnly() {
 	unix.Sync()
+	m.unmountShares()
 	m.unmountVolumes()
 	_ = unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_RDONLY, "")
 	if m.rw >= 0 {

@@ -1,0 +1,204 @@
+package fs
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
+)
+
+// Limits of the device.
+const (
+	// QueueSize is the size of each of its two queues.
+	QueueSize = 256
+	// TagSize is the most bytes of a tag (virtio 1.2, 5.11.4).
+	TagSize = 36
+	// MaxTransfer is the most bytes of one read or write. Linux makes one descriptor of each
+	// page, so it must be smaller than a queue's worth of pages.
+	MaxTransfer = 256 << 10
+	// MaxNodes is how many files and directories the guest may know at once. A lookup of
+	// one more fails with ENFILE.
+	MaxNodes = 65536
+	// MaxNames bounds the names of all of these, in bytes, for the sake of the saved state.
+	MaxNames = 8 << 20
+	// MaxHandles is how many files and directories the guest may have open at once.
+	MaxHandles = 4096
+	// MaxName is the longest name of a file, in bytes.
+	MaxName = 255
+	// MaxPath is the longest path below the shared directory, and the longest target of a
+	// symbolic link, in bytes.
+	MaxPath = 4095
+)
+
+// The queues (virtio 1.2, 5.11.2).
+const (
+	queueHiprio = iota
+	queueRequest
+	queues
+)
+
+// Layout of the configuration space (virtio 1.2, 5.11.4).
+const (
+	configQueues = TagSize
+	configSize   = TagSize + 4
+)
+
+// Dir is a directory of the host that is shared.
+type Dir struct {
+	fd       int
+	uid, gid uint32
+	writable bool
+}
+
+// foreign are file systems that are not for files: what is in them acts on the host.
+var foreign = map[int64]string{
+	unix.PROC_SUPER_MAGIC: "proc", unix.SYSFS_MAGIC: "sysfs", unix.CGROUP_SUPER_MAGIC: "cgroup", unix.CGROUP2_SUPER_MAGIC: "cgroup2",
+	unix.DEBUGFS_MAGIC: "debugfs", unix.TRACEFS_MAGIC: "tracefs", unix.SECURITYFS_MAGIC: "securityfs", unix.BPF_FS_MAGIC: "bpf",
+	unix.DEVPTS_SUPER_MAGIC: "devpts",
+}
+
+// Open opens a directory for New. What is made in it through the device will belong to the
+// directory's present owner and group. It fails if there is none at that path, and with
+// file systems such as proc and sysfs.
+func Open(path string, writable bool) (*Dir, error) {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("opening the shared directory %s: %w", path, err)
+	}
+	d := &Dir{fd: fd, writable: writable}
+	var st unix.Stat_t
+	var sf unix.Statfs_t
+	if err := errors.Join(unix.Fstat(fd, &st), unix.Fstatfs(fd, &sf)); err != nil {
+		return nil, errors.Join(fmt.Errorf("opening the shared directory %s: %w", path, err), d.Close())
+	}
+	if name, ok := foreign[sf.Type]; ok {
+		return nil, errors.Join(fmt.Errorf("opening the shared directory %s: it is of a %s file system, whose files act on the host: %w", path, name, os.ErrPermission), d.Close())
+	}
+	d.uid, d.gid = st.Uid, st.Gid
+	return d, nil
+}
+
+// Close closes the directory. The device that uses it must have been reset.
+func (d *Dir) Close() error { return unix.Close(d.fd) }
+
+// Options are what New can do without.
+type Options struct {
+	// OnError is told of failures of the host's storage (EIO, ENOSPC and the like), which
+	// the guest sees as the error of its request: once for each kind. It must not block.
+	// Nil ignores them.
+	OnError func(error)
+}
+
+// Stats counts the requests that were done, and those that were not.
+type Stats struct {
+	Requests, ReadBytes, WrittenBytes uint64
+	// Refused requests broke a rule of the protocol.
+	Refused uint64
+}
+
+type counters struct{ requests, readBytes, writtenBytes, refused atomic.Uint64 }
+
+// Device is a virtio file system device. Its requests are done one after the other, on a
+// goroutine for each of its queues.
+type Device struct {
+	dir      *Dir
+	tag      string
+	onError  func(error)
+	config   [configSize]byte
+	counters counters
+
+	// Between Activate and Reset.
+	workers devices.Workers
+	irq     devices.Interrupt
+
+	mu sync.Mutex // guards what follows: both workers use it
+	tree
+	reported map[syscall.Errno]struct{}
+	body     [maxBody]byte
+	reply    [maxReply]byte
+	listing  [listingSize]byte
+}
+
+// New makes a device that shares dir, which stays the caller's to close, after Reset. The
+// guest mounts it by its tag, of 1 to TagSize bytes; what is beyond is cut off.
+func New(dir *Dir, tag string, o Options) *Device {
+	d := &Device{dir: dir, tag: tag[:min(len(tag), TagSize)], onError: o.OnError, reported: map[syscall.Errno]struct{}{}}
+	copy(d.config[:TagSize], d.tag)
+	binary.LittleEndian.PutUint32(d.config[configQueues:], 1)
+	d.tree.clear()
+	return d
+}
+
+// ID implements [devices.Device].
+func (d *Device) ID() devices.ID { return devices.IDFS }
+
+// Features implements [devices.Device]; there are none: without a notification queue.
+func (d *Device) Features() uint64 { return 0 }
+
+// QueueSizes implements [devices.Device].
+func (d *Device) QueueSizes() []uint16 {
+	return []uint16{queueHiprio: QueueSize, queueRequest: QueueSize}
+}
+
+// ReadConfig implements [devices.Device].
+func (d *Device) ReadConfig(off uint32, p []byte) {
+	clear(p)
+	if off < configSize {
+		copy(p, d.config[off:])
+	}
+}
+
+// WriteConfig implements [devices.Device]; nothing here can be written.
+func (d *Device) WriteConfig(uint32, []byte) {}
+
+// Activate implements [devices.Device].
+func (d *Device) Activate(a devices.Activation) error {
+	d.irq = a.Interrupt
+	for _, q := range a.Queues {
+		if q == nil {
+			continue
+		}
+		c := new(virtq.Chain)
+		d.workers = append(d.workers, devices.StartWorker(q.Kick, func() {
+			// A broken queue has been reported to the transport, which waits
+			// for a reset.
+			_ = q.Serve(d.irq, c, d.handle)
+		}))
+	}
+	return nil
+}
+
+// Reset implements [devices.Device]. The guest begins anew: all that it knew and had open
+// is forgotten.
+func (d *Device) Reset() error {
+	d.workers.Stop()
+	d.workers, d.irq = nil, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.tree.clear()
+	return nil
+}
+
+// Pause implements [devices.Pauser]: it waits for the requests under way.
+func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
+
+// Resume implements [devices.Pauser].
+func (d *Device) Resume() error {
+	d.workers.Resume()
+	return nil
+}
+
+// Stats may be called at any time.
+func (d *Device) Stats() Stats {
+	c := &d.counters
+	return Stats{Requests: c.requests.Load(), ReadBytes: c.readBytes.Load(), WrittenBytes: c.writtenBytes.Load(), Refused: c.refused.Load()}
+}

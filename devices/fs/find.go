@@ -1,0 +1,231 @@
+package fs
+
+import (
+	"errors"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// resolve keeps a path below the shared directory, whatever is being moved there meanwhile:
+// no "..", no symbolic link, nothing that is mounted (openat2(2)).
+const resolve = unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV
+
+// maxRetries bounds how often a call is made again that says EINTR or EAGAIN.
+const maxRetries = 100
+
+func retry(f func() error) error {
+	var err error
+	for range maxRetries {
+		if err = f(); !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) {
+			return err
+		}
+	}
+	return err
+}
+
+// file is a file that a request is about, for as long as the request lasts.
+type file struct {
+	fd int // O_PATH, or that of a handle
+	unix.Statx_t
+}
+
+func (f *file) close() { _ = unix.Close(f.fd) }
+
+func (f *file) kind() uint32 { return uint32(f.Mode) & unix.S_IFMT }
+
+func (f *file) identity() identity {
+	return identity{ino: f.Ino, birth: f.Btime.Sec*1e9 + int64(f.Btime.Nsec)}
+}
+
+// stat looks at the file again.
+func (f *file) stat() error {
+	return retry(func() error {
+		return unix.Statx(f.fd, "", unix.AT_EMPTY_PATH|unix.AT_NO_AUTOMOUNT, unix.STATX_BASIC_STATS|unix.STATX_BTIME, &f.Statx_t)
+	})
+}
+
+// proc is a path by which the very same file can be named to calls that take no O_PATH
+// descriptor (proc(5)).
+func (f *file) proc() string { return "/proc/self/fd/" + strconv.Itoa(f.fd) }
+
+// reopen opens the file for reading or writing: a regular file or a directory, which has been
+// seen to be one, so opening it cannot block and does nothing else.
+func (f *file) reopen(flags int) (fd int, err error) {
+	err = retry(func() (err error) {
+		fd, err = unix.Open(f.proc(), flags|unix.O_CLOEXEC|unix.O_NOCTTY|unix.O_NONBLOCK, 0)
+		return err
+	})
+	return fd, err
+}
+
+// lookFrom finds a file by a path below a directory. The last part may be a symbolic link,
+// which is found itself.
+func lookFrom(dir int, path string) (*file, error) {
+	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC, Resolve: resolve}
+	f := &file{}
+	err := retry(func() (err error) {
+		f.fd, err = unix.Openat2(dir, path, &how)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := f.stat(); err != nil {
+		f.close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// named finds the file of a node by its name, and fails with ESTALE if it is not there any
+// more, or if another one is.
+func (d *Device) named(n *node) (*file, error) {
+	path, err := d.path(n)
+	if err != nil {
+		return nil, err
+	}
+	f, err := lookFrom(d.dir.fd, path)
+	for _, gone := range []error{unix.ENOENT, unix.ENOTDIR, unix.ELOOP, unix.EXDEV} {
+		if errors.Is(err, gone) {
+			return nil, unix.ESTALE
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if n != d.root && f.identity() != n.identity {
+		f.close()
+		return nil, unix.ESTALE
+	}
+	return f, nil
+}
+
+// find is named for a node by its id, and finds files that are open and have no name any
+// more as well.
+func (d *Device) find(id uint64) (*node, *file, error) {
+	n := d.nodes[id]
+	if n == nil {
+		return nil, nil, unix.ESTALE
+	}
+	f, err := d.named(n)
+	if errors.Is(err, unix.ESTALE) {
+		for _, h := range n.handles {
+			if h.fd < 0 {
+				continue
+			}
+			f, err = dup(h.fd)
+			break
+		}
+	}
+	return n, f, err
+}
+
+func dup(fd int) (*file, error) {
+	other, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	f := &file{fd: other}
+	if err := f.stat(); err != nil {
+		f.close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// findDir finds a directory that has its name.
+func (d *Device) findDir(id uint64) (*node, *file, error) {
+	n := d.nodes[id]
+	if n == nil {
+		return nil, nil, unix.ESTALE
+	}
+	f, err := d.named(n)
+	if err == nil && f.kind() != unix.S_IFDIR {
+		f.close()
+		err = unix.ENOTDIR
+	}
+	return n, f, err
+}
+
+// handleFD is the descriptor of a handle, which after a restore is opened when it is needed.
+func (d *Device) handleFD(id uint64, dir bool) (*handle, error) {
+	h := d.handles[id]
+	if h == nil || h.dir != dir {
+		return nil, unix.EBADF
+	}
+	if h.fd >= 0 {
+		return h, nil
+	}
+	f, err := d.named(h.node)
+	if err != nil {
+		return nil, err
+	}
+	defer f.close()
+	flags := int(h.flags)
+	switch {
+	case dir && f.kind() == unix.S_IFDIR:
+		flags |= unix.O_DIRECTORY
+	case dir || f.kind() != unix.S_IFREG:
+		return nil, unix.ESTALE
+	}
+	if h.fd, err = f.reopen(flags); err != nil {
+		h.fd = -1
+		return nil, err
+	}
+	return h, nil
+}
+
+// Fd implements [guestmem.File].
+func (h *handle) Fd() uintptr { return uintptr(h.fd) }
+
+// specialBits are those that make a program run with its owner's rights.
+const specialBits = unix.S_ISUID | unix.S_ISGID
+
+// strip takes these bits from a file before the guest changes its content: the kernel does not,
+// since this process may set them.
+func strip(fd int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return err
+	}
+	if st.Mode&specialBits == 0 || st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return nil
+	}
+	return unix.Fchmod(fd, st.Mode&0o1777)
+}
+
+// adopt gives what was just made in a directory to the owner of the share, if it is still of
+// that type, and makes a node of it.
+func (d *Device) adopt(parent *node, dir *file, name string, kind, mode uint32) (*node, *file, error) {
+	f, err := lookFrom(dir.fd, name)
+	if err != nil {
+		return nil, nil, err
+	}
+	n, err := d.own(parent, f, name, kind, mode)
+	if err != nil {
+		f.close()
+		return nil, nil, err
+	}
+	return n, f, nil
+}
+
+func (d *Device) own(parent *node, f *file, name string, kind, mode uint32) (*node, error) {
+	if f.kind() != kind {
+		return nil, unix.ESTALE // somebody was faster
+	}
+	err := unix.Fchownat(f.fd, "", int(d.dir.uid), int(d.dir.gid), unix.AT_EMPTY_PATH|unix.AT_SYMLINK_NOFOLLOW)
+	if errors.Is(err, unix.EPERM) && f.Uid == d.dir.uid && f.Gid == d.dir.gid {
+		err = nil
+	}
+	if err == nil && kind != unix.S_IFLNK {
+		err = unix.Chmod(f.proc(), mode)
+	}
+	if err == nil {
+		err = f.stat()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return d.know(f.identity(), parent, name)
+}

@@ -1,0 +1,611 @@
+package fs
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
+)
+
+// request is one request, parsed as far as all are alike.
+type request struct {
+	op     uint32
+	unique uint64
+	node   uint64
+	body   parser
+	out    builder
+	chain  *virtq.Chain
+	room   int // bytes that the reply may have after its header
+	data   int // bytes that are in the chain already, after the header
+}
+
+// operation does a request.
+type operation struct {
+	do func(*Device, *request) error
+	// out is how many bytes the reply has at least, after its header: a request without
+	// room for them is refused before anything is done.
+	out int
+	// changes says that it is not for shares that are read-only.
+	changes bool
+}
+
+// operations are all that there are; others are answered with ENOSYS, after which Linux
+// does without them.
+var operations = map[uint32]operation{
+	opLookup:     {(*Device).lookup, entrySize, false},
+	opGetattr:    {(*Device).getattr, attrOutSize, false},
+	opSetattr:    {(*Device).setattr, attrOutSize, true},
+	opReadlink:   {(*Device).readlink, 1, false},
+	opSymlink:    {(*Device).symlink, entrySize, true},
+	opMknod:      {(*Device).mknod, entrySize, true},
+	opMkdir:      {(*Device).mkdir, entrySize, true},
+	opUnlink:     {(*Device).unlink, 0, true},
+	opRmdir:      {(*Device).rmdir, 0, true},
+	opRename:     {(*Device).rename, 0, true},
+	opRename2:    {(*Device).rename, 0, true},
+	opLink:       {(*Device).link, entrySize, true},
+	opOpen:       {(*Device).open, openOutSize, false},
+	opCreate:     {(*Device).create, entrySize + openOutSize, true},
+	opRead:       {(*Device).read, 0, false},
+	opWrite:      {(*Device).write, 8, true},
+	opFlush:      {(*Device).flush, 0, false},
+	opRelease:    {(*Device).release, 0, false},
+	opFsync:      {(*Device).fsync, 0, false},
+	opStatfs:     {(*Device).statfs, statfsOutSize, false},
+	opOpendir:    {(*Device).opendir, openOutSize, false},
+	opReaddir:    {(*Device).readdir, 0, false},
+	opReleasedir: {(*Device).releasedir, 0, false},
+	opFsyncdir:   {(*Device).fsyncdir, 0, false},
+	opInit:       {(*Device).init, initOutSize, false},
+	opDestroy:    {(*Device).destroy, 0, false},
+	opLseek:      {(*Device).lseek, 8, false},
+	opFallocate:  {(*Device).fallocate, 0, true},
+}
+
+// handle does one request. Whatever is wrong with it, the guest gets an error number, unless
+// it has left no room for one; that is never an error of the queue's.
+func (d *Device) handle(c *virtq.Chain) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var header [inHeaderSize]byte
+	size := c.Reader.Remaining()
+	if size < inHeaderSize {
+		d.counters.refused.Add(1)
+		return nil
+	}
+	if err := c.Reader.ReadFull(header[:]); err != nil {
+		return err
+	}
+	le := binary.LittleEndian
+	r := request{op: le.Uint32(header[4:]), unique: le.Uint64(header[8:]), node: le.Uint64(header[16:]), chain: c}
+	r.room = c.Writer.Remaining() - outHeaderSize
+	r.out.b = d.reply[:0]
+	switch r.op {
+	case opForget, opBatchForget:
+		return d.forgetAll(&r)
+	case opInterrupt:
+		// Nothing waits for long here, and it has no reply.
+		return nil
+	}
+	if r.room < 0 {
+		d.counters.refused.Add(1)
+		return nil
+	}
+	head := c.Writer
+	err := unix.EINVAL
+	var done error
+	if uint64(le.Uint32(header[:])) == uint64(size) {
+		done = d.do(&r)
+		err = 0
+		if done != nil {
+			err = d.errno(&r, done)
+		}
+	} else {
+		d.counters.refused.Add(1)
+	}
+	if err != 0 {
+		r.out.b, r.data = r.out.b[:0], 0
+	}
+	d.counters.requests.Add(1)
+	var reply [outHeaderSize]byte
+	le.PutUint32(reply[:], uint32(outHeaderSize+len(r.out.b)+r.data))
+	le.PutUint32(reply[4:], -uint32(err))
+	le.PutUint64(reply[8:], r.unique)
+	if _, err := head.Write(reply[:]); err != nil {
+		return err
+	}
+	if len(r.out.b) > 0 {
+		if _, err := head.Write(r.out.b); err != nil {
+			return err
+		}
+	}
+	// What was written through the copy counts, and what read has put behind it.
+	c.Writer = head
+	c.Writer.Wrote(r.data)
+	return nil
+}
+
+// do does what the header says.
+func (d *Device) do(r *request) error {
+	o, ok := operations[r.op]
+	switch {
+	case !ok:
+		return unix.ENOSYS
+	case r.room < o.out:
+		return unix.EINVAL
+	case !d.started && r.op != opInit:
+		return unix.EIO // the protocol begins with FUSE_INIT
+	case o.changes && !d.dir.writable:
+		return unix.EROFS
+	}
+	n := r.chain.Reader.Remaining()
+	if r.op == opWrite {
+		n = min(n, writeInSize) // the data stay where they are
+	}
+	if n > maxBody {
+		return unix.EINVAL
+	}
+	if err := r.chain.Reader.ReadFull(d.body[:n]); err != nil {
+		return err
+	}
+	r.body.b = d.body[:n]
+	return o.do(d, r)
+}
+
+// errno is what the guest is told of an error. Those that the host should know of are reported.
+func (d *Device) errno(r *request, err error) syscall.Errno {
+	var no syscall.Errno
+	if !errors.As(err, &no) || no == 0 {
+		no = unix.EIO
+	}
+	switch no {
+	case unix.EINVAL:
+		if r.body.bad {
+			d.counters.refused.Add(1)
+		}
+	case unix.EIO, unix.ENOSPC, unix.EDQUOT, unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.ENODEV, unix.ENXIO:
+		if _, known := d.reported[no]; !known && d.onError != nil && d.started {
+			d.reported[no] = struct{}{}
+			d.onError(fmt.Errorf("share %s: request %d failed: %w", d.tag, r.op, err))
+		}
+	}
+	return no
+}
+
+// forgetAll does FUSE_FORGET and FUSE_BATCH_FORGET, which have no reply.
+func (d *Device) forgetAll(r *request) error {
+	var b [forgetOneSize]byte
+	in := &r.chain.Reader
+	if in.Remaining() < 8 || r.op == opForget && in.Remaining() != 8 {
+		d.counters.refused.Add(1)
+		return nil
+	}
+	if err := in.ReadFull(b[:8]); err != nil {
+		return err
+	}
+	le := binary.LittleEndian
+	if r.op == opForget {
+		d.forget(r.node, le.Uint64(b[:]))
+		return nil
+	}
+	// The count is no more than a word of the guest's: what is there counts, at most MaxNodes,
+	// since no more can be known.
+	for n := min(le.Uint32(b[:]), MaxNodes); n > 0 && in.Remaining() >= forgetOneSize; n-- {
+		if err := in.ReadFull(b[:]); err != nil {
+			return err
+		}
+		d.forget(le.Uint64(b[:]), le.Uint64(b[8:]))
+	}
+	return nil
+}
+
+func (d *Device) init(r *request) error {
+	major, minor, readahead, flags := r.body.u32(), r.body.u32(), r.body.u32(), r.body.u32()
+	if r.body.bad {
+		return unix.EINVAL
+	}
+	if major < protoMajor || major == protoMajor && minor < protoMinor {
+		return unix.EPROTO
+	}
+	d.tree.clear()
+	d.started = major == protoMajor // a newer one begins again with ours
+	r.out.u32(protoMajor)
+	r.out.u32(protoMinor)
+	r.out.u32(min(readahead, MaxTransfer))
+	r.out.u32(flags & initFlags)
+	r.out.u16(16) // requests in the background; Linux has 12 without a word
+	r.out.u16(12) // and when it calls that a congestion
+	r.out.u32(MaxTransfer)
+	r.out.u32(1) // times are in nanoseconds
+	r.out.u16(MaxTransfer / 4096)
+	r.out.zeros(initOutSize - len(r.out.b))
+	return nil
+}
+
+func (d *Device) destroy(*request) error {
+	d.tree.clear()
+	return nil
+}
+
+// name takes the name of a file from the body.
+func (r *request) name() (string, error) {
+	s := r.body.text()
+	if r.body.bad {
+		return "", unix.EINVAL
+	}
+	return s, checkName(s)
+}
+
+func (d *Device) lookup(r *request) error {
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	f, err := lookFrom(dir.fd, name)
+	if err != nil {
+		if errors.Is(err, unix.ENOENT) {
+			if old := d.places[place{parent, name}]; old != nil {
+				d.detach(old)
+			}
+		}
+		return err
+	}
+	defer f.close()
+	n, err := d.know(f.identity(), parent, name)
+	if err != nil {
+		return err
+	}
+	r.out.entry(n, &f.Statx_t)
+	return nil
+}
+
+func (d *Device) getattr(r *request) error {
+	flags, _, fh := r.body.u32(), r.body.u32(), r.body.u64()
+	if r.body.bad {
+		return unix.EINVAL
+	}
+	if h := d.handles[fh]; flags&getattrFH != 0 && h != nil && h.fd >= 0 && h.node.id == r.node {
+		f := file{fd: h.fd}
+		if err := f.stat(); err != nil {
+			return err
+		}
+		r.out.attrOut(&f.Statx_t)
+		return nil
+	}
+	_, f, err := d.find(r.node)
+	if err != nil {
+		return err
+	}
+	defer f.close()
+	r.out.attrOut(&f.Statx_t)
+	return nil
+}
+
+func (d *Device) setattr(r *request) error {
+	b := &r.body
+	valid, _, fh, size, _ := b.u32(), b.u32(), b.u64(), b.u64(), b.u64()
+	atime, mtime, _ := b.u64(), b.u64(), b.u64()
+	atimeNano, mtimeNano, _, mode := b.u32(), b.u32(), b.u32(), b.u32()
+	_, uid, gid, _ := b.u32(), b.u32(), b.u32(), b.u32()
+	if b.bad || size > math.MaxInt64 {
+		return unix.EINVAL
+	}
+	_, f, err := d.find(r.node)
+	if err != nil {
+		return err
+	}
+	defer f.close()
+	// All that can be refused is, before anything is changed. Owners do not change.
+	if valid&setUID != 0 && uid != f.Uid || valid&setGID != 0 && gid != f.Gid {
+		return unix.EPERM
+	}
+	kind := f.kind()
+	if valid&setSize != 0 && kind != unix.S_IFREG || valid&setMode != 0 && kind != unix.S_IFREG && kind != unix.S_IFDIR {
+		return unix.EPERM
+	}
+	if valid&setSize != 0 {
+		if err := d.truncate(r.node, f, valid, fh, int64(size)); err != nil {
+			return err
+		}
+	}
+	if valid&setMode != 0 {
+		mode &= 0o1777
+		if kind == unix.S_IFREG {
+			mode &= 0o777
+		}
+		if err := unix.Chmod(f.proc(), mode); err != nil {
+			return err
+		}
+	}
+	if valid&(setAtime|setMtime) != 0 {
+		ts := []unix.Timespec{
+			when(valid, setAtime, setAtimeNow, atime, atimeNano),
+			when(valid, setMtime, setMtimeNow, mtime, mtimeNano),
+		}
+		if err := unix.UtimesNanoAt(f.fd, "", ts, unix.AT_EMPTY_PATH); err != nil {
+			return err
+		}
+	}
+	if err := f.stat(); err != nil {
+		return err
+	}
+	r.out.attrOut(&f.Statx_t)
+	return nil
+}
+
+func when(valid, bit, now uint32, sec uint64, nano uint32) unix.Timespec {
+	switch {
+	case valid&bit == 0:
+		return unix.Timespec{Nsec: unix.UTIME_OMIT}
+	case valid&now != 0:
+		return unix.Timespec{Nsec: unix.UTIME_NOW}
+	}
+	return unix.Timespec{Sec: int64(sec), Nsec: int64(nano)}
+}
+
+// truncate uses the handle that the guest names, if it is of that file and for writing.
+func (d *Device) truncate(id uint64, f *file, valid uint32, fh uint64, size int64) error {
+	fd := -1
+	if h := d.handles[fh]; valid&setFH != 0 && h != nil && !h.dir && h.fd >= 0 && h.node.id == id && h.flags != unix.O_RDONLY {
+		fd = h.fd
+	} else {
+		var err error
+		if fd, err = f.reopen(unix.O_WRONLY); err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+	}
+	if err := strip(fd); err != nil {
+		return err
+	}
+	return retry(func() error { return unix.Ftruncate(fd, size) })
+}
+
+func (d *Device) readlink(r *request) error {
+	_, f, err := d.find(r.node)
+	if err != nil {
+		return err
+	}
+	defer f.close()
+	if f.kind() != unix.S_IFLNK {
+		return unix.EINVAL
+	}
+	buf := d.listing[:min(r.room, MaxPath+1)]
+	n, err := unix.Readlinkat(f.fd, "", buf)
+	if err != nil {
+		return err
+	}
+	if n > min(r.room, maxReply) || n == r.room && n < MaxPath {
+		return unix.ENAMETOOLONG
+	}
+	r.out.b = append(r.out.b, buf[:n]...)
+	return nil
+}
+
+// made replies with what a request has made.
+func (d *Device) made(r *request, parent *node, dir *file, name string, kind, mode uint32) error {
+	n, f, err := d.adopt(parent, dir, name, kind, mode)
+	if err != nil {
+		return err
+	}
+	f.close()
+	r.out.entry(n, &f.Statx_t)
+	return nil
+}
+
+func (d *Device) symlink(r *request) error {
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	target := r.body.text()
+	if r.body.bad || target == "" {
+		return unix.EINVAL
+	}
+	if len(target) > MaxPath {
+		return unix.ENAMETOOLONG
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	if err := unix.Symlinkat(target, dir.fd, name); err != nil {
+		return err
+	}
+	return d.made(r, parent, dir, name, unix.S_IFLNK, 0)
+}
+
+// privateMode is that of what is being made, until it has its owner.
+const privateMode = 0o600
+
+func (d *Device) mknod(r *request) error {
+	mode, _, _, _ := r.body.u32(), r.body.u32(), r.body.u32(), r.body.u32()
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != 0 {
+		return unix.EPERM
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	n, f, fd, err := d.newFile(parent, dir, name, unix.O_WRONLY, mode)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	r.out.entry(n, &f.Statx_t)
+	return nil
+}
+
+// newFile makes a regular file that did not exist, and opens it. f must not be closed: it is fd.
+func (d *Device) newFile(parent *node, dir *file, name string, access int, mode uint32) (*node, *file, int, error) {
+	if len(d.nodes) >= MaxNodes || d.names+len(name) > MaxNames {
+		return nil, nil, -1, unix.ENFILE
+	}
+	f := &file{}
+	err := retry(func() (err error) {
+		f.fd, err = unix.Openat(dir.fd, name, unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NOCTTY|access&unix.O_ACCMODE, privateMode)
+		return err
+	})
+	if err != nil {
+		return nil, nil, -1, err
+	}
+	var n *node
+	if err = f.stat(); err == nil {
+		n, err = d.own(parent, f, name, unix.S_IFREG, mode&0o777)
+	}
+	if err != nil {
+		_ = unix.Close(f.fd)
+		return nil, nil, -1, err
+	}
+	return n, f, f.fd, nil
+}
+
+func (d *Device) mkdir(r *request) error {
+	mode, _ := r.body.u32(), r.body.u32()
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	if err := unix.Mkdirat(dir.fd, name, privateMode|0o100); err != nil {
+		return err
+	}
+	return d.made(r, parent, dir, name, unix.S_IFDIR, mode&0o1777)
+}
+
+func (d *Device) unlink(r *request) error { return d.remove(r, 0) }
+func (d *Device) rmdir(r *request) error  { return d.remove(r, unix.AT_REMOVEDIR) }
+
+func (d *Device) remove(r *request, flags int) error {
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	if err := unix.Unlinkat(dir.fd, name, flags); err != nil {
+		return err
+	}
+	if n := d.places[place{parent, name}]; n != nil {
+		d.detach(n)
+	}
+	return nil
+}
+
+func (d *Device) rename(r *request) error {
+	target, flags := r.body.u64(), uint32(0)
+	if r.op == opRename2 {
+		flags, _ = r.body.u32(), r.body.u32()
+	}
+	from, err := r.name()
+	if err != nil {
+		return err
+	}
+	to, err := r.name()
+	if err != nil {
+		return err
+	}
+	if flags != 0 && flags != unix.RENAME_NOREPLACE && flags != unix.RENAME_EXCHANGE {
+		return unix.EINVAL
+	}
+	fromParent, fromDir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer fromDir.close()
+	toParent, toDir, err := d.findDir(target)
+	if err != nil {
+		return err
+	}
+	defer toDir.close()
+	if err := unix.Renameat2(fromDir.fd, from, toDir.fd, to, uint(flags)); err != nil {
+		return err
+	}
+	moved, replaced := d.places[place{fromParent, from}], d.places[place{toParent, to}]
+	if replaced != nil && replaced != moved {
+		replaced.lookups++ // not to go while it is moved
+		defer func() {
+			replaced.lookups--
+			d.drop(replaced)
+		}()
+		d.detach(replaced)
+	}
+	if moved != nil {
+		d.attach(moved, toParent, to)
+	}
+	if flags == unix.RENAME_EXCHANGE && replaced != nil && replaced != moved {
+		d.attach(replaced, fromParent, from)
+	}
+	return nil
+}
+
+func (d *Device) link(r *request) error {
+	id := r.body.u64()
+	name, err := r.name()
+	if err != nil {
+		return err
+	}
+	_, f, err := d.find(id)
+	if err != nil {
+		return err
+	}
+	defer f.close()
+	if kind := f.kind(); kind != unix.S_IFREG && kind != unix.S_IFLNK {
+		return unix.EPERM
+	}
+	parent, dir, err := d.findDir(r.node)
+	if err != nil {
+		return err
+	}
+	defer dir.close()
+	if err := unix.Linkat(f.fd, "", dir.fd, name, unix.AT_EMPTY_PATH); err != nil {
+		return err
+	}
+	if err := f.stat(); err != nil {
+		return err
+	}
+	n, err := d.know(f.identity(), parent, name)
+	if err != nil {
+		return err
+	}
+	r.out.entry(n, &f.Statx_t)
+	return nil
+}
+
+func (d *Device) statfs(r *request) error {
+	var st unix.Statfs_t
+	if err := retry(func() error { return unix.Fstatfs(d.dir.fd, &st) }); err != nil {
+		return err
+	}
+	for _, v := range []uint64{st.Blocks, st.Bfree, st.Bavail, st.Files, st.Ffree} {
+		r.out.u64(v)
+	}
+	r.out.u32(uint32(st.Bsize))
+	r.out.u32(MaxName)
+	r.out.u32(uint32(st.Frsize))
+	r.out.zeros(statfsOutSize - len(r.out.b))
+	return nil
+}
