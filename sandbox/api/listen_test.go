@@ -158,6 +158,10 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Kernel: "/etc/shadow"}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("with a file of the host's for a kernel: %v", err)
 	}
+	shares := []sandbox.ShareSpec{{Source: "/etc", Path: "/mnt"}}
+	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Shares: shares}}); fleet.CodeOf(err) != "invalid" {
+		t.Errorf("a directory of the host is shared over TCP: %v", err)
+	}
 	if err := tokens.Remove("writer"); err != nil {
 		t.Fatal(err)
 	}

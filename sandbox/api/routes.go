@@ -336,6 +336,10 @@ func create(s *Server, r *request) (int, any, error) {
 		// It would be a file of the host's, of which a token is no right to read.
 		return 0, nil, fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
 	}
+	if len(b.Spec.Shares) > 0 && !CallerOf(r.Context()).Local {
+		// So would be what is in a directory, to read and to write.
+		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
+	}
 	want := fleet.Request{Spec: b.Spec, Label: b.Label}
 	if b.GetOrCreate {
 		is, made, err := f.GetOrCreate(r.Context(), want)
