@@ -93,7 +93,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	}
 	o.Counters = &supervisor.Counters{}
 	bare := fleet.OfStore(s, l)
-	figures := metrics.New(bare, o.Counters, version())
+	figures := metrics.New(bare, s, o.Counters, version())
 	o.Woken = figures.Woken
 	vms := figures.Watch(bare)
 	fl := &fleets{a: a, dir: s.Dir(), vms: vms}

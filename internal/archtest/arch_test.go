@@ -41,7 +41,7 @@ var rules = []rule{
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime"}},
-	{"sandbox/metrics", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor"}},
+	{"sandbox/metrics", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
 	{"sandbox/api/wire", []string{"sandbox", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/client", []string{"sandbox", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},

@@ -37,8 +37,9 @@ type Metrics struct {
 	stages     *prometheus.HistogramVec
 }
 
-// New makes the metrics of a process that serves VMs. counters are those of its supervisor.
-func New(vms fleet.VMs, counters *supervisor.Counters, version string) *Metrics {
+// New makes the metrics of a process that serves VMs. counters are those of its supervisor; networks, if not nil, is asked what the networks of
+// running VMs have done.
+func New(vms fleet.VMs, networks Networks, counters *supervisor.Counters, version string) *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(),
 		operations: prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -66,6 +67,9 @@ func New(vms fleet.VMs, counters *supervisor.Counters, version string) *Metrics 
 		count("drowse_gate_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
+	if networks != nil {
+		m.registry.MustRegister(&network{vms: vms, ask: networks})
+	}
 	return m
 }
 

@@ -1,6 +1,8 @@
 package metrics
 
 import (
+	"context"
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -10,6 +12,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"go.uber.org/goleak"
 
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -24,7 +29,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 	c.Refused.Store(4)
 	c.Held.Store(5)
 	c.Dropped.Store(6)
-	m := New(vms, &c, "test")
+	m := New(vms, nil, &c, "test")
 	w := m.Watch(vms)
 	ctx := t.Context()
 	for _, name := range []string{"a", "b"} {
@@ -74,7 +79,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 }
 
 func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
-	m := New(fleettest.New(), &supervisor.Counters{}, "test")
+	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
 	m.observe("wake", time.Millisecond, nil)
 	m.woken(sandbox.Report{Stages: map[string]float64{"resume_entry": 1}})
 	problems, err := testutil.GatherAndLint(m.registry)
@@ -83,5 +88,58 @@ func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
 	}
 	for _, p := range problems {
 		t.Errorf("%s: %s", p.Metric, p.Text)
+	}
+}
+
+// networkedVMs are some with a network, of which one sleeps, and one without.
+func networkedVMs(t *testing.T) *fleettest.VMs {
+	t.Helper()
+	vms := fleettest.New()
+	for name, network := range map[string]string{"web": sandbox.NetworkTAP, "slow": sandbox.NetworkTAP, "asleep": sandbox.NetworkTAP, "alone": sandbox.NetworkNone} {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := vms.SleepWith(t.Context(), "asleep", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	return vms
+}
+
+// asked has figures of any VM but one, which does not answer.
+type asked struct{}
+
+func (asked) NetworkStats(_ context.Context, name string) (sandbox.NetworkStats, error) {
+	if name == "slow" {
+		return sandbox.NetworkStats{}, errors.New("no answer")
+	}
+	return sandbox.NetworkStats{
+		Name: "another", DNS: resolver.Stats{Refused: 3}, TLS: tlsname.Stats{Passed: 4},
+		Counters: []netpolicy.Counter{{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Reason: netpolicy.ReasonDefault, Count: netpolicy.Count{Packets: 7, Bytes: 420}}},
+	}, nil
+}
+
+func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T) {
+	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
+	rec := httptest.NewRecorder()
+	m.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	text := rec.Body.String()
+	for _, want := range []string{
+		`drowse_network_packets_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 7`,
+		`drowse_network_bytes_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 420`,
+		`drowse_network_dns_queries_total{outcome="refused",sandbox="web"} 3`, `drowse_network_tls_connections_total{outcome="passed",sandbox="web"} 4`,
+		`drowse_network_sandboxes_left_out 1`,
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("it does not say %s", want)
+		}
+	}
+	for _, not := range []string{`sandbox="asleep"`, `sandbox="alone"`, `sandbox="slow"`, `sandbox="another"`} {
+		if strings.Contains(text, not) {
+			t.Errorf("it speaks of %s", not)
+		}
+	}
+	if t.Failed() {
+		t.Log(text)
 	}
 }

@@ -1,0 +1,130 @@
+package metrics
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+)
+
+// Networks says what the network of a running VM has done: Store.NetworkStats.
+type Networks interface {
+	NetworkStats(ctx context.Context, name string) (sandbox.NetworkStats, error)
+}
+
+// Bounds of asking VMs.
+const (
+	// maxNetworks is of how many running VMs with a network there are figures: the first by name. Each has some twenty series, and is asked
+	// through its control socket.
+	maxNetworks = 500
+	askedAtOnce = 8
+	askTime     = 2 * time.Second
+)
+
+var (
+	packetsDesc = prometheus.NewDesc("drowse_network_packets_total",
+		"Packets that the policy of a running sandbox has judged since its last wake, by direction (egress is out of the guest), verdict and reason.",
+		[]string{"sandbox", "direction", "verdict", "reason"}, nil)
+	bytesDesc = prometheus.NewDesc("drowse_network_bytes_total",
+		"Bytes of the packets that the policy of a running sandbox has judged since its last wake.", []string{"sandbox", "direction", "verdict", "reason"}, nil)
+	dnsDesc = prometheus.NewDesc("drowse_network_dns_queries_total",
+		"Queries to the resolver of a running sandbox since its last wake, by what became of them.", []string{"sandbox", "outcome"}, nil)
+	tlsDesc = prometheus.NewDesc("drowse_network_tls_connections_total",
+		"Connections of a running sandbox whose names were checked since its last wake, by what became of them.", []string{"sandbox", "outcome"}, nil)
+	leftOutDesc = prometheus.NewDesc("drowse_network_sandboxes_left_out",
+		"Running sandboxes with a network of which there are no figures: they did not answer, or there are too many.", nil, nil)
+)
+
+// network are the figures of VMs that run, which their processes are asked for.
+type network struct {
+	vms fleet.VMs
+	ask Networks
+
+	mu      sync.Mutex // guards what follows, and is held while they are asked
+	at      time.Time
+	stats   []sandbox.NetworkStats
+	leftOut int
+}
+
+func (*network) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{packetsDesc, bytesDesc, dnsDesc, tlsDesc, leftOutDesc} {
+		ch <- d
+	}
+}
+
+func (n *network) Collect(ch chan<- prometheus.Metric) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if now := time.Now(); n.at.IsZero() || now.Sub(n.at) > lookEvery {
+		n.look()
+		n.at = time.Now()
+	}
+	count := func(d *prometheus.Desc, v uint64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
+	}
+	for i := range n.stats {
+		s := &n.stats[i]
+		for _, c := range s.Counters {
+			labels := []string{s.Name, string(c.Direction), string(c.Verdict), c.Reason.String()}
+			count(packetsDesc, c.Packets, labels...)
+			count(bytesDesc, c.Bytes, labels...)
+		}
+		for outcome, v := range map[string]uint64{
+			"answered": s.DNS.Answered, "refused": s.DNS.Refused, "rebound": s.DNS.Rebound, "dropped": s.DNS.Dropped, "failed": s.DNS.Failed,
+		} {
+			count(dnsDesc, v, s.Name, outcome)
+		}
+		for outcome, v := range map[string]uint64{"passed": s.TLS.Passed, "refused": s.TLS.Refused, "cut": s.TLS.Cut, "failed": s.TLS.Failed} {
+			count(tlsDesc, v, s.Name, outcome)
+		}
+	}
+	ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(n.leftOut))
+}
+
+// look asks the VMs. The mutex is held.
+func (n *network) look() {
+	n.stats, n.leftOut = nil, 0
+	all, err := n.vms.List()
+	if err != nil && len(all) == 0 {
+		return // drowse_files_readable says so
+	}
+	var names []string
+	for _, r := range all {
+		if r.Phase == sandbox.Running && r.Spec.Network == sandbox.NetworkTAP {
+			names = append(names, r.Spec.Name)
+		}
+	}
+	slices.Sort(names)
+	if len(names) > maxNetworks {
+		n.leftOut = len(names) - maxNetworks
+		names = names[:maxNetworks]
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex // guards stats and leftOut
+	slots := make(chan struct{}, askedAtOnce)
+	for _, name := range names {
+		slots <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			ctx, cancel := context.WithTimeout(context.Background(), askTime)
+			defer cancel()
+			s, err := n.ask.NetworkStats(ctx, name)
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case err == nil:
+				s.Name = name // its process says so too, and is not believed in what becomes a label
+				n.stats = append(n.stats, s)
+			case !errors.Is(err, sandbox.ErrNotRunning) && !errors.Is(err, sandbox.ErrNotFound):
+				n.leftOut++
+			}
+		})
+	}
+	wg.Wait()
+}
