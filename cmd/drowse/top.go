@@ -1,0 +1,299 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// Bounds of looking at VMs that run.
+const (
+	topAtOnce  = 8
+	topAskTime = time.Second
+	minTop     = 200 * time.Millisecond
+)
+
+// topDoc is what drowse top has seen in a time.
+type topDoc struct {
+	Version   int            `json:"version"`
+	Ms        float64        `json:"ms"`
+	Counts    map[string]int `json:"counts"` // of all sandboxes, by status
+	Sandboxes []topRow       `json:"sandboxes"`
+	Problems  []string       `json:"problems,omitempty"`
+}
+
+// topRow is a sandbox that has a process, and what it used in that time. What is not known is 0.
+type topRow struct {
+	Name   string         `json:"name"`
+	Status records.Status `json:"status"`
+	Owner  string         `json:"owner,omitempty"`
+	PID    int            `json:"pid"`
+	// CPU is processor time of its process by time: 1 is a processor.
+	CPU float64 `json:"cpu"`
+	// Memory is what is resident of its process, in bytes, what it shares with others included.
+	Memory int64 `json:"memory_bytes"`
+	// In, Out are bytes a second that its policy let pass to the guest and from it, Denied packets a second that it did not.
+	In     float64 `json:"network_in_bytes_per_second"`
+	Out    float64 `json:"network_out_bytes_per_second"`
+	Denied float64 `json:"denied_packets_per_second"`
+}
+
+// topUse is what a process has used until a moment.
+type topUse struct {
+	pid             int
+	at              time.Time
+	cpu             time.Duration
+	memory          int64
+	in, out, denied uint64
+	network         bool // the three above are known
+}
+
+func (a *app) topCommand() *cobra.Command {
+	var every time.Duration
+	var once bool
+	cmd := &cobra.Command{
+		Use: "top", Short: "Say what sandboxes that run use, again and again", Args: cobra.NoArgs,
+		Long: `Say how many sandboxes there are in which status, and what those that run have used since the
+look before: processor and memory of their processes, and what passed their network
+policies. The greediest come first. It looks from the host alone: guests are not asked, so it
+keeps none awake. With --once, with -o json, and if stdout is no terminal, it looks twice,
+prints one table, and ends.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if every < minTop {
+				return usageError{fmt.Errorf("--every %v: use %v or more", every, minTop)}
+			}
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			out, isFile := a.stdout.(*os.File)
+			live := !once && !a.json() && isFile && term.IsTerminal(int(out.Fd()))
+			t := topper{vms: fleet.OfStoreLazily(s, a.launcher), networks: s, use: processUse, now: time.Now}
+			err = t.run(cmd.Context(), every, func(d topDoc) error {
+				rows := len(d.Sandboxes)
+				if live {
+					if _, height, err := term.GetSize(int(out.Fd())); err == nil {
+						rows = min(rows, max(height-3, 1))
+					}
+					// Home, and clear to the end of the screen (ECMA-48, CUP and ED).
+					fmt.Fprint(a.stdout, "\x1b[H\x1b[J")
+				}
+				if err := a.print(d, func(w io.Writer) { d.write(w, rows) }); err != nil || live {
+					return err
+				}
+				return errTopDone
+			})
+			if errors.Is(err, errTopDone) || live && cmd.Context().Err() != nil {
+				return nil
+			}
+			return err
+		},
+	}
+	cmd.Flags().DurationVar(&every, "every", 2*time.Second, "time between two looks")
+	cmd.Flags().BoolVar(&once, "once", false, "print one table and end")
+	return cmd
+}
+
+var errTopDone = errors.New("done")
+
+// topper looks at VMs.
+type topper struct {
+	vms      fleet.VMs
+	networks interface {
+		NetworkStats(ctx context.Context, name string) (sandbox.NetworkStats, error)
+	}
+	use func(pid int) (cpu time.Duration, memory int64, err error)
+	now func() time.Time
+
+	before map[string]topUse // by name
+}
+
+// run looks every so often, and gives each look but the first to do, until ctx ends or do fails.
+func (t *topper) run(ctx context.Context, every time.Duration, do func(topDoc) error) error {
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	if _, err := t.look(ctx); err != nil {
+		return err
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		d, err := t.look(ctx)
+		if err == nil {
+			err = do(d)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// look says what was used since the look before; nothing of those that were not there then.
+func (t *topper) look(ctx context.Context) (topDoc, error) {
+	d := topDoc{Version: 1, Counts: map[string]int{}, Sandboxes: []topRow{}}
+	fl := fleet.New(t.vms, fleet.Options{})
+	var live []records.Sandbox
+	for after := ""; ; {
+		page, err := fl.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
+		if err != nil {
+			return d, err
+		}
+		for _, s := range page.Sandboxes {
+			d.Counts[string(s.Status)]++
+			if s.Status.Live() {
+				live = append(live, s)
+			}
+		}
+		d.Problems = append(d.Problems, page.Problems...)
+		if after = page.Next; after == "" {
+			break
+		}
+	}
+	uses := make(map[string]topUse, len(live))
+	var mu sync.Mutex // guards uses
+	var wg sync.WaitGroup
+	slots := make(chan struct{}, topAtOnce)
+	for _, s := range live {
+		slots <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			u, ok := t.one(ctx, s)
+			if !ok {
+				return // it has ended meanwhile
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			uses[s.Name] = u
+		})
+	}
+	wg.Wait()
+	if err := ctx.Err(); err != nil {
+		return d, err
+	}
+	for _, s := range live {
+		u, ok := uses[s.Name]
+		if !ok {
+			continue
+		}
+		row := topRow{Name: s.Name, Status: s.Status, Owner: s.Owner, PID: u.pid, Memory: u.memory}
+		if b := t.before[s.Name]; b.pid == u.pid {
+			took := u.at.Sub(b.at)
+			d.Ms = max(d.Ms, float64(took.Microseconds())/1000)
+			rate := func(now, before uint64) float64 {
+				if !u.network || !b.network || now < before {
+					return 0
+				}
+				return float64(now-before) / took.Seconds()
+			}
+			row.CPU = max(0, (u.cpu-b.cpu).Seconds()/took.Seconds())
+			row.In, row.Out, row.Denied = rate(u.in, b.in), rate(u.out, b.out), rate(u.denied, b.denied)
+		}
+		d.Sandboxes = append(d.Sandboxes, row)
+	}
+	t.before = uses
+	slices.SortStableFunc(d.Sandboxes, func(a, b topRow) int {
+		return cmp.Or(cmp.Compare(b.CPU, a.CPU), cmp.Compare(b.Memory, a.Memory), strings.Compare(a.Name, b.Name))
+	})
+	return d, nil
+}
+
+// one is what the process of a VM has used; false if there is none.
+func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool) {
+	r, err := t.vms.Get(s.Name)
+	if err != nil || r.PID == 0 {
+		return u, false
+	}
+	u.pid, u.at = r.PID, t.now()
+	if u.cpu, u.memory, err = t.use(u.pid); err != nil {
+		return u, false
+	}
+	if s.Status != records.Running || r.Spec.Network != sandbox.NetworkTAP {
+		return u, true
+	}
+	ctx, cancel := context.WithTimeout(ctx, topAskTime)
+	defer cancel()
+	st, err := t.networks.NetworkStats(ctx, s.Name)
+	if err != nil {
+		return u, true
+	}
+	u.network = true
+	for _, c := range st.Counters {
+		switch {
+		case c.Verdict != netpolicy.Allow:
+			u.denied += c.Packets
+		case c.Direction == netpolicy.Ingress:
+			u.in += c.Bytes
+		default:
+			u.out += c.Bytes
+		}
+	}
+	return u, true
+}
+
+// processUse reads what a process has used from /proc (proc(5)).
+func processUse(pid int) (cpu time.Duration, memory int64, err error) {
+	dir := "/proc/" + strconv.Itoa(pid)
+	stat, err := os.ReadFile(dir + "/stat")
+	if err != nil {
+		return 0, 0, err
+	}
+	// The second field, the program's name, may have anything in it, but nothing behind it has a parenthesis.
+	_, rest, ok := strings.Cut(string(stat[max(0, strings.LastIndexByte(string(stat), ')')):]), " ")
+	f := strings.Fields(rest)
+	const utime, stime, rss, fields = 11, 12, 21, 22 // of those behind the name
+	if !ok || len(f) < fields {
+		return 0, 0, fmt.Errorf("reading %s/stat: it has %d fields", dir, len(f))
+	}
+	var n [3]int64
+	for i, at := range []int{utime, stime, rss} {
+		if n[i], err = strconv.ParseInt(f[at], 10, 64); err != nil {
+			return 0, 0, fmt.Errorf("reading %s/stat: %w", dir, err)
+		}
+	}
+	const tick = time.Second / 100 // USER_HZ, the same on all x86-64
+	return time.Duration(n[0]+n[1]) * tick, n[2] * int64(os.Getpagesize()), nil
+}
+
+// write prints the first rows of a look.
+func (d topDoc) write(w io.Writer, rows int) {
+	var parts []string
+	for _, s := range records.Statuses {
+		if n := d.Counts[string(s)]; n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, s))
+		}
+	}
+	if len(parts) == 0 {
+		parts = []string{"no sandboxes"}
+	}
+	fmt.Fprintln(w, strings.Join(parts, ", "))
+	if len(d.Sandboxes) == 0 {
+		return
+	}
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(t, "NAME\tSTATUS\tCPU\tMEMORY\tIN/s\tOUT/s\tDENIED/s\tOWNER")
+	for _, r := range d.Sandboxes[:rows] {
+		fmt.Fprintf(t, "%s\t%s\t%.1f%%\t%s\t%s\t%s\t%.1f\t%s\n", r.Name, r.Status, 100*r.CPU, bytesText(r.Memory), bytesText(int64(r.In)), bytesText(int64(r.Out)),
+			r.Denied, dash(printable(r.Owner)))
+	}
+	t.Flush()
+}

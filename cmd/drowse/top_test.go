@@ -1,0 +1,121 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+)
+
+// counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
+type counted struct{ looks map[string]uint64 }
+
+func (c counted) NetworkStats(_ context.Context, name string) (sandbox.NetworkStats, error) {
+	c.looks[name]++
+	n := c.looks[name]
+	return sandbox.NetworkStats{Counters: []netpolicy.Counter{
+		{Direction: netpolicy.Ingress, Verdict: netpolicy.Allow, Count: netpolicy.Count{Packets: n, Bytes: 100 * n}},
+		{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Count: netpolicy.Count{Packets: 10 * n, Bytes: 1e6 * n}},
+	}}, nil
+}
+
+// numbered are VMs with processes of their own.
+type numbered struct {
+	fleet.VMs
+	pids map[string]int
+}
+
+func (n numbered) Get(name string) (*sandbox.Record, error) {
+	r, err := n.VMs.Get(name)
+	if err == nil && r.PID != 0 {
+		r.PID = n.pids[name]
+	}
+	return r, err
+}
+
+func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
+	vms := fleettest.New()
+	for name, network := range map[string]string{"quiet": sandbox.NetworkNone, "busy": sandbox.NetworkTAP, "asleep": sandbox.NetworkNone} {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := vms.SleepWith(t.Context(), "asleep", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	const busy = 100
+	looks, clock := 0, time.Unix(1000, 0)
+	top := topper{vms: numbered{vms, map[string]int{"busy": busy, "quiet": 101}}, networks: counted{map[string]uint64{}}, now: func() time.Time { return clock }}
+	top.use = func(pid int) (time.Duration, int64, error) {
+		if pid == busy {
+			return time.Duration(looks) * time.Second, 64 << 20, nil
+		}
+		return time.Hour, 32 << 20, nil
+	}
+	first, err := top.look(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range first.Sandboxes {
+		if r.CPU != 0 || r.In != 0 || r.Denied != 0 {
+			t.Errorf("without a look before, there is %+v", r)
+		}
+	}
+	looks++
+	clock = clock.Add(2 * time.Second)
+	d, err := top.look(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(d.Sandboxes) != 2 || d.Counts["running"] != 2 || d.Counts["asleep"] != 1 || d.Ms != 2000 {
+		t.Fatalf("it has seen %+v", d)
+	}
+	if r := d.Sandboxes[0]; r.Name != "busy" || r.CPU != 0.5 || r.Memory != 64<<20 || r.In != 50 || r.Out != 0 || r.Denied != 5 {
+		t.Errorf("the busy one is %+v", r)
+	}
+	if r := d.Sandboxes[1]; r.Name != "quiet" || r.CPU != 0 {
+		t.Errorf("the quiet one is %+v", r)
+	}
+	var b strings.Builder
+	d.write(&b, 1)
+	if text := b.String(); !strings.HasPrefix(text, "2 running, 1 asleep\n") || !strings.Contains(text, "50.0%") || strings.Contains(text, "quiet") {
+		t.Errorf("it prints %q", text)
+	}
+	// A process that is another one begins anew, and one that has gone is not there.
+	top.vms = numbered{vms, map[string]int{"busy": busy, "quiet": 102}}
+	top.use = func(pid int) (time.Duration, int64, error) {
+		if pid == busy {
+			return 0, 0, os.ErrNotExist
+		}
+		return 2 * time.Hour, 0, nil
+	}
+	clock = clock.Add(time.Second)
+	if d, err = top.look(t.Context()); err != nil || len(d.Sandboxes) != 1 || d.Sandboxes[0].CPU != 0 {
+		t.Errorf("it has seen %+v, %v", d, err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := top.run(ctx, time.Hour, nil); !errors.Is(err, context.Canceled) {
+		t.Errorf("called off, it says %v", err)
+	}
+}
+
+func TestProcessUse_is_that_of_proc(t *testing.T) {
+	for begin := time.Now(); time.Since(begin) < 50*time.Millisecond; {
+		_ = strings.Repeat("x", 100)
+	}
+	cpu, memory, err := processUse(os.Getpid())
+	if err != nil || cpu <= 0 || cpu > time.Hour || memory < 1<<20 || memory > 16<<30 {
+		t.Errorf("this process has used %v and %d bytes: %v", cpu, memory, err)
+	}
+	if _, _, err := processUse(1 << 30); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("of no process it says %v", err)
+	}
+}
