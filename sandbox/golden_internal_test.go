@@ -20,7 +20,8 @@ import (
 
 var updateGolden = flag.Bool("update", false, "write the golden state of this version anew; those of others are never changed")
 
-// goldenDir has a state directory for each version of the formats, as a build of that time wrote it.
+// goldenDir has a state directory for each version of the formats, as a build that has that version wrote it. Those of version 1, and
+// the databases of schemas 1 and 2, were written when the tests were, which is later than the versions themselves.
 const goldenDir = "testdata/golden"
 
 var goldenTime = time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
