@@ -74,6 +74,8 @@ type table struct {
 	byID   map[string]*process // nil while it is being started
 	exited []*process          // kept processes that have ended, oldest first
 	nextID uint64
+	closed bool           // none is started any more
+	starts sync.WaitGroup // those that are being started
 	wg     sync.WaitGroup // goroutines of processes
 }
 
@@ -138,6 +140,7 @@ func (t *table) startWith(m *agentpb.ExecStart, o startOptions) (*process, error
 	if err := t.reserve(p, m.Id); err != nil {
 		return nil, err
 	}
+	defer t.starts.Done()
 	if err := t.launch(p, path, env, m, a); err != nil {
 		t.mu.Lock()
 		delete(t.byID, p.id)
@@ -293,6 +296,9 @@ func lookPath(name string, env []string, cwd string) (string, error) {
 func (t *table) reserve(p *process, id string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if t.closed {
+		return errStopping
+	}
 	if len(t.byID) >= maxProcesses {
 		return status.Errorf(codes.ResourceExhausted, "%d processes are known, the limit", len(t.byID))
 	}
@@ -309,6 +315,7 @@ func (t *table) reserve(p *process, id string) error {
 	}
 	p.id = id
 	t.byID[id] = nil
+	t.starts.Add(1)
 	return nil
 }
 

@@ -215,7 +215,12 @@ func (s *Server) Close() {
 }
 
 // endAll kills every process that the agent has started and waits for them.
+// None is started from then on, and one whose start has begun is one of them: a service may be about to be started again.
 func (t *table) endAll() {
+	t.mu.Lock()
+	t.closed = true
+	t.mu.Unlock()
+	t.starts.Wait()
 	t.mu.Lock()
 	all := make([]*process, 0, len(t.byID))
 	for _, p := range t.byID {
