@@ -133,7 +133,7 @@ func conformanceEvents(t *testing.T, e *guesttest.Env) {
 		if first[ev.SandboxID] == "" {
 			first[ev.SandboxID] = ev.Type
 		}
-		if ev.Type == events.Woken && ev.Details.Milliseconds > 0 && ev.Details.Snapshot != "" && ev.Cause == events.Library {
+		if ev.Type == events.Woken && ev.Details.Milliseconds > 0 && ev.Details.Snapshot != "" && ev.Cause == events.API {
 			woken++
 		}
 		return nil
