@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -266,8 +267,28 @@ func askTally(to io.ReadWriter, question string) (n, file int, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	_, err = fmt.Sscan(line, &n, &file)
+	return readTally(line)
+}
+
+// readTally reads what the program in the guest says: what it has in memory, and what is in its file, which has leading zeros and is
+// not octal.
+func readTally(line string) (n, file int, err error) {
+	_, err = fmt.Sscanf(line, "%d %d\n", &n, &file)
 	return n, file, err
+}
+
+func TestReadTally_takes_numbers_with_leading_zeros_as_decimal(t *testing.T) {
+	t.Parallel()
+	for line, want := range map[string][2]int{"7 000000000007\n": {7, 7}, "8 000000000008\n": {8, 8}, "10 000000000010\n": {10, 10}, "8 000000000000\n": {8, 0}} {
+		if n, file, err := readTally(line); err != nil || [2]int{n, file} != want {
+			t.Errorf("%q says %d and %d (%v), want %v", line, n, file, err, want)
+		}
+	}
+	for _, line := range []string{"", "8\n", "8 \x00\x00\n"} {
+		if n, file, err := readTally(line); err == nil {
+			t.Errorf("%q says %d and %d", line, n, file)
+		}
+	}
 }
 
 // wrong keeps what no repetition makes right.
