@@ -519,6 +519,7 @@ func (s *Store) launchOnly(ctx context.Context, l Launcher, shape Shape, ord ord
 			again := (errors.Is(err, ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
 			ready.close()
 			if !again {
+				rep.Pooled = true
 				return rep, err
 			}
 		}
@@ -568,6 +569,7 @@ func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess
 		return nil, errors.New("no program is configured for it")
 	}
 	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.dir)...)...)
+	cmd.Env = vmEnvironment()
 	cmd.Stdout, cmd.Stderr = files[0], files[0]
 	cmd.ExtraFiles = files[1:] // reportFD and up
 	return startChild(cmd, nil)

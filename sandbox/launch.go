@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -82,6 +83,15 @@ func (f foreign) wait(atMost time.Duration) bool {
 			return false
 		}
 	}
+}
+
+// vmEnvironment is the environment of a VM's process: this one's without what says where traces of operations go, to whom and
+// with which keys. Whoever asks for an operation makes its trace, and not the process of a guest.
+func vmEnvironment() []string {
+	return slices.DeleteFunc(os.Environ(), func(v string) bool {
+		name, _, _ := strings.Cut(v, "=")
+		return strings.HasPrefix(name, "OTEL_") || name == "TRACEPARENT" || name == "TRACESTATE" || name == "BAGGAGE"
+	})
 }
 
 // program is what a process that stands by is of, as far as it matters to a VM: a process

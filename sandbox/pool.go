@@ -62,6 +62,28 @@ type Pool struct {
 	closed   bool
 	full     *sync.Cond // ready has changed, or making them has failed
 	failure  error      // of the last attempt
+	// counted is what PoolStats counts.
+	counted PoolStats
+}
+
+// PoolStats are what a Pool has and has done since it was made.
+type PoolStats struct {
+	// Size is how many processes it is to keep ready, and Ready how many there are.
+	Size, Ready int
+	// Taken were given to VMs that were woken, restored or forked, and Missed is how often there was none for one, which had a process started
+	// for it.
+	Taken, Missed uint64
+	// Failed is how often a process could not be made, or ended while it stood by.
+	Failed uint64
+}
+
+// Stats are the figures of the pool.
+func (p *Pool) Stats() PoolStats {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := p.counted
+	out.Size, out.Ready = p.o.Processes, len(p.ready)
+	return out
 }
 
 // standby is a process that waits for an order.
@@ -303,6 +325,9 @@ func (p *Pool) put(s *standby, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.failure = err
+	if err != nil {
+		p.counted.Failed++
+	}
 	if err == nil && !p.closed {
 		p.ready = append(p.ready, s)
 		s = nil
@@ -333,6 +358,7 @@ func (p *Pool) make(ctx context.Context, shape Shape) (*standby, error) {
 	}
 	s := &standby{conn: conn, said: &tail{}, shape: shape, what: what}
 	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), standbyArgs(p.store.dir, shape)...)...)
+	cmd.Env = vmEnvironment()
 	cmd.Stdout, cmd.Stderr = s.said, s.said
 	cmd.ExtraFiles = []*os.File{theirs} // poolFD
 	child, err := startChild(cmd, func() { p.gone(s) })
@@ -407,6 +433,7 @@ func (p *Pool) gone(s *standby) {
 		return
 	}
 	p.ready = slices.Delete(p.ready, i, i+1)
+	p.counted.Failed++
 	s.conn.Close()
 	p.log.Warn("a process of the pool has ended", "pid", s.pid, "it_says", s.said.last())
 	time.AfterFunc(poolRetry, p.wake)
@@ -437,8 +464,10 @@ func (p *Pool) popIf(shape Shape, of *program) *standby {
 		}
 	}
 	if found < 0 {
+		p.counted.Missed++
 		return nil
 	}
+	p.counted.Taken++
 	s := p.ready[found]
 	p.ready = slices.Delete(p.ready, found, found+1)
 	return s

@@ -29,10 +29,15 @@ import (
 // Report is what a VM's process says of its start: one JSON object, when the guest
 // is ready or cannot be.
 type Report struct {
-	Name   string             `json:"name"`
-	Error  *ErrorReport       `json:"error,omitempty"`
+	Name  string       `json:"name"`
+	Error *ErrorReport `json:"error,omitempty"`
+	// Begun is when the VM's process began to make the machine: resume_entry, resume_ready and boot of the stages are
+	// counted from it. By the host's clock; zero where it is not known.
+	Begun  time.Time          `json:"begun,omitzero"`
 	Stages map[string]float64 `json:"stages_ms,omitempty"`
 	Faults uint64             `json:"faults"`
+	// Pooled says that the process had stood by in a pool. Only whoever has started the VM is told.
+	Pooled bool `json:"pooled,omitempty"`
 	// MiBTouched is how much RAM a restored guest has used so far.
 	MiBTouched float64 `json:"mib_touched"`
 	// FramesRead are pieces of its snapshot that were read and decompressed for that, and
@@ -324,7 +329,7 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 // report describes a guest that is ready.
 func (p *process) report() Report {
 	entry, ready := p.in.Timing()
-	rep := Report{Name: p.r.Spec.Name, Stages: map[string]float64{}, Hooks: p.in.hookFailures}
+	rep := Report{Name: p.r.Spec.Name, Begun: p.in.started.UTC().Round(0), Stages: map[string]float64{}, Hooks: p.in.hookFailures}
 	for stage, d := range p.in.Machine().Stages().Durations() {
 		rep.Stages[stage.String()] = ms(d)
 	}

@@ -37,7 +37,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 	if err != nil {
 		return nil, err
 	}
-	rep, err := s.Wake(ctx, l, name)
+	rep, err := a.wake(ctx, s, l, name)
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 )
 
 func (a *app) forkCommand() *cobra.Command {
@@ -51,7 +52,11 @@ sleeping. The names of the children are printed.`,
 			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			res, err := s.Fork(ctx, l, args[0], o)
+			traced, vms, err := a.watched(ctx, fleet.OfStore(s, l))
+			if err != nil {
+				return err
+			}
+			res, err := vms.Fork(traced, args[0], o)
 			if err != nil {
 				return err
 			}

@@ -16,10 +16,12 @@ import (
 	"unicode"
 
 	"github.com/spf13/cobra"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // Exit statuses besides those of a command that exec passes on.
@@ -46,6 +48,9 @@ type app struct {
 	stdout  io.Writer
 	stderr  io.Writer
 	log     *slog.Logger
+	// provider and spans are nil as long as nobody asks for traces: app.traces.
+	provider *sdktrace.TracerProvider
+	spans    *traces.Traces
 }
 
 const defaultState = "/var/lib/drowse"
@@ -65,6 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	cmd, err := root.ExecuteContextC(events.WithCause(ctx, events.CLI))
+	a.endTraces(ctx)
 	var status statusError
 	switch {
 	case err == nil:

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
+	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // defaultPool is how many processes "drowse serve" keeps ready.
@@ -44,6 +45,8 @@ when it is started again.
 Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
 to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
 There is a page for browsers at the same address: docs/WEB.md.
+
+Send traces of what it does to a collector that OTEL_EXPORTER_OTLP_ENDPOINT names: docs/TRACES.md.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
 --on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
@@ -94,18 +97,29 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	o.Counters = &supervisor.Counters{}
 	bare := fleet.OfStore(s, l)
 	figures := metrics.New(bare, s, o.Counters, version())
+	spans, err := a.traces(ctx)
+	if err != nil {
+		return err
+	}
 	o.Woken = figures.Woken
-	vms := figures.Watch(bare)
+	if spans != nil {
+		o.Woken = func(ctx context.Context, w supervisor.Wake) {
+			figures.Woken(ctx, w)
+			spans.Up(ctx, traces.Wake, w.VM, w.Begun, w.Report, w.Err)
+		}
+	}
+	vms := spans.Watch(figures.Watch(bare))
 	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
 			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events())}),
-		VMs: api.OfStore(s, func(ctx context.Context, name string) error {
+		VMs: withSpans(spans, api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err
-		}),
+		})),
+		Context: traceContext(spans),
 	})
 	a.log.Info("serving", "state", s.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)

@@ -14,6 +14,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
@@ -78,7 +80,11 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 				return err
 			}
 			o.Hooks = sandbox.HookPolicy(hooks)
-			res, err := s.SnapshotWith(cmd.Context(), args[0], o)
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			if err != nil {
+				return err
+			}
+			res, err := vms.SnapshotWith(ctx, args[0], o)
 			if err != nil {
 				return err
 			}
@@ -289,7 +295,7 @@ func (a *app) restoreCommand() *cobra.Command {
 				if _, err := s.RestoreTo(ctx, into, id); err != nil {
 					return sandbox.Report{}, err
 				}
-				return s.Wake(ctx, l, into)
+				return a.wake(ctx, s, l, into)
 			}
 			p, err := policyFrom(policy)
 			if err != nil {
@@ -299,7 +305,7 @@ func (a *app) restoreCommand() *cobra.Command {
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return s.RestoreWith(ctx, l, id, c)
+			return a.bringUp(ctx, traces.Restore, name, func() (sandbox.Report, error) { return s.RestoreWith(ctx, l, id, c) })
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

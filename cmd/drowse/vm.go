@@ -14,6 +14,8 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 const bootTimeout = 5 * time.Minute
@@ -122,12 +124,12 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			var rep sandbox.Report
-			if fromDisk != "" {
-				rep, err = s.RunFromDiskLabelled(ctx, l, full, fromDisk, own)
-			} else {
-				rep, err = s.RunLabelled(ctx, l, full, own)
-			}
+			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (sandbox.Report, error) {
+				if fromDisk != "" {
+					return s.RunFromDiskLabelled(ctx, l, full, fromDisk, own)
+				}
+				return s.RunLabelled(ctx, l, full, own)
+			})
 			if err != nil {
 				return err
 			}
@@ -262,14 +264,14 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 func (a *app) startCommand() *cobra.Command {
 	return a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-			return s.Start(ctx, l, name)
+			return a.bringUp(ctx, traces.Start, name, func() (sandbox.Report, error) { return s.Start(ctx, l, name) })
 		})
 }
 
 func (a *app) wakeCommand() *cobra.Command {
 	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-			return s.Wake(ctx, l, name)
+			return a.wake(ctx, s, l, name)
 		})
 	a.timed(cmd)
 	return cmd
@@ -284,7 +286,11 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			res, err := s.SleepWith(cmd.Context(), args[0], sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)})
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			if err != nil {
+				return err
+			}
+			res, err := vms.SleepWith(ctx, args[0], sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)})
 			if err != nil {
 				return err
 			}

@@ -42,6 +42,9 @@ var rules = []rule{
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
+	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
+	{"sandbox/traces/otlp", nil},
+	{"sandbox/traces", []string{"sandbox", "sandbox/fleet/...", "sandbox/events", "guest"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
 	{"sandbox/api/wire", []string{"sandbox", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/client", []string{"sandbox", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},

@@ -50,6 +50,8 @@ type Options struct {
 	Live, Ready []Check
 	// Mounts are further handlers.
 	Mounts []Mount
+	// Context, if not nil, makes the context of a request whose caller may make it, by its header.
+	Context func(ctx context.Context, h http.Header) context.Context
 	// Log gets what is changed and what goes wrong in the server; nil discards it.
 	Log *slog.Logger
 }
@@ -188,6 +190,9 @@ func (s *Server) bounded(want Scope, room chan struct{}, next http.Handler) http
 		ctx := context.WithValue(r.Context(), keyCaller, c)
 		ctx = context.WithValue(ctx, keyDraining, s.draining)
 		ctx = events.WithCause(ctx, events.API)
+		if s.o.Context != nil {
+			ctx = s.o.Context(ctx, r.Header)
+		}
 		next.ServeHTTP(w, r.WithContext(ctx))
 	})
 }

@@ -37,9 +37,16 @@ type Metrics struct {
 	stages     *prometheus.HistogramVec
 }
 
-// New makes the metrics of a process that serves VMs. counters are those of its supervisor; networks, if not nil, is asked what the networks of
-// running VMs have done.
-func New(vms fleet.VMs, networks Networks, counters *supervisor.Counters, version string) *Metrics {
+// Store is what is asked besides VMs: sandbox.Store. Its methods may be called from several goroutines.
+type Store interface {
+	Networks
+	// Usage is what the store takes on disk.
+	Usage(ctx context.Context) (sandbox.Usage, error)
+}
+
+// New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked what it takes on disk, and what
+// the networks of running VMs have done.
+func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version string) *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(),
 		operations: prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -67,8 +74,9 @@ func New(vms fleet.VMs, networks Networks, counters *supervisor.Counters, versio
 		count("drowse_gate_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
-	if networks != nil {
-		m.registry.MustRegister(&network{vms: vms, ask: networks})
+	m.registry.MustRegister(pool{counters})
+	if store != nil {
+		m.registry.MustRegister(&network{vms: vms, ask: store}, &disk{ask: store, now: time.Now})
 	}
 	return m
 }
@@ -79,11 +87,14 @@ func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: atOnce, Timeout: time.Minute})
 }
 
-// Woken notes a wake for a connection or a packet: supervisor.Options.Woken.
-func (m *Metrics) Woken(took time.Duration, rep sandbox.Report, err error) {
-	m.observe("wake", took, err)
-	if err == nil {
-		m.woken(rep)
+// Woken notes a wake for a connection, a packet or a timer: supervisor.Options.Woken.
+func (m *Metrics) Woken(_ context.Context, w supervisor.Wake) {
+	if w.Err == nil && !w.Report.Begun.IsZero() && w.Report.Begun.Before(w.Begun.Round(0)) {
+		return // it was awake, or was being woken for somebody else
+	}
+	m.observe("wake", w.Took, w.Err)
+	if w.Err == nil {
+		m.woken(w.Report)
 	}
 }
 

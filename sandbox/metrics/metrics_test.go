@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"go.uber.org/goleak"
 
@@ -51,7 +52,11 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 	if _, err := w.SleepWith(ctx, "b", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	m.Woken(time.Second, sandbox.Report{Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}, nil)
+	begun := time.Now()
+	rep := sandbox.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
+	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
+	rep.Begun = begun.Add(-time.Second) // the second one finds it awake
+	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
 	rec := httptest.NewRecorder()
 	m.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	text := rec.Body.String()
@@ -141,5 +146,79 @@ func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T
 	}
 	if t.Failed() {
 		t.Log(text)
+	}
+}
+
+// weighed is a store that counts how often it is looked at.
+type weighed struct {
+	asked
+	looks int
+	fails bool
+}
+
+func (w *weighed) Usage(context.Context) (sandbox.Usage, error) {
+	w.looks++
+	if w.fails {
+		return sandbox.Usage{Layers: 999}, errors.New("a directory cannot be read")
+	}
+	return sandbox.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
+}
+
+func (asked) Usage(context.Context) (sandbox.Usage, error) { return sandbox.Usage{}, nil }
+
+func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
+	now := time.Unix(1000, 0)
+	store := &weighed{}
+	d := &disk{ask: store, now: func() time.Time { return now }}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(d)
+	scrape := func(want string) {
+		t.Helper()
+		if err := testutil.GatherAndCompare(registry, strings.NewReader(want), "drowse_store_bytes"); err != nil {
+			t.Error(err)
+		}
+	}
+	figures := func(volumes string) string {
+		const help = "# HELP drowse_store_bytes What the store takes on disk: layers of disks, snapshots that sandboxes come back from, others that are kept, images, decompressed pages, volumes.\n# TYPE drowse_store_bytes gauge\n"
+		return help + `drowse_store_bytes{kind="images"} 4
+drowse_store_bytes{kind="kept"} 3
+drowse_store_bytes{kind="layers"} 1
+drowse_store_bytes{kind="pages"} 5
+drowse_store_bytes{kind="snapshots"} 2
+drowse_store_bytes{kind="volumes"} ` + volumes + "\n"
+	}
+	readable := func(want float64) {
+		t.Helper()
+		got, err := testutil.GatherAndCount(registry, "drowse_store_bytes_readable")
+		if err != nil || got != 1 {
+			t.Fatal(got, err)
+		}
+		if d.failed != (want == 0) {
+			t.Errorf("the last look failed: %v", d.failed)
+		}
+	}
+	for range 3 {
+		scrape(figures("100"))
+		now = now.Add(weighEvery / 4)
+	}
+	now = now.Add(weighEvery / 4)
+	scrape(figures("200"))
+	if store.looks != 2 {
+		t.Errorf("it was looked %d times in a minute and a bit, not twice", store.looks)
+	}
+	readable(1)
+	store.fails = true
+	now = now.Add(weighEvery)
+	scrape(figures("200"))
+	readable(0)
+	if store.looks != 3 {
+		t.Errorf("it was looked %d times, not 3", store.looks)
+	}
+}
+
+func TestMetrics_have_none_of_a_pool_that_is_not_there(t *testing.T) {
+	m := New(fleettest.New(), nil, &supervisor.Counters{}, "test")
+	if n, err := testutil.GatherAndCount(m.registry, "drowse_pool_size", "drowse_pool_ready", "drowse_pool_taken_total", "drowse_pool_missed_total", "drowse_pool_failed_total"); n != 0 || err != nil {
+		t.Errorf("%d figures of no pool (%v)", n, err)
 	}
 }

@@ -3,6 +3,8 @@ package supervisor
 import (
 	"sync/atomic"
 	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 // Counters are what a supervisor counts while it runs, from its beginning on. They may be read from any goroutine. The zero value is ready.
@@ -15,6 +17,17 @@ type Counters struct {
 	Held, Dropped atomic.Uint64
 	// round is when the supervisor has last looked for changes: nanoseconds of the Unix time.
 	round atomic.Int64
+	// pool is nil as long as there is none.
+	pool atomic.Pointer[sandbox.Pool]
+}
+
+// Pool are the figures of the supervisor's pool; false if it has none.
+func (c *Counters) Pool() (sandbox.PoolStats, bool) {
+	p := c.pool.Load()
+	if p == nil {
+		return sandbox.PoolStats{}, false
+	}
+	return p.Stats(), true
 }
 
 // LastRound is when the supervisor has last gone round its loop, which it does twice a second; the zero time is not yet.

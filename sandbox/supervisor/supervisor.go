@@ -30,9 +30,9 @@ type Options struct {
 	PruneEvery time.Duration
 	// Webhooks are where it sends events; at most events.MaxWebhooks.
 	Webhooks []events.Webhook
-	// Woken, if not nil, is told of each wake of a VM for a connection or a packet, when it has ended, and how long it took. It may be called from several
-	// goroutines.
-	Woken func(took time.Duration, rep sandbox.Report, err error)
+	// Woken, if not nil, is told of each wake of a VM for a connection, a packet or a timer when it has ended. On whose behalf it was says
+	// events.CauseOf(ctx). It may be called from several goroutines, and what it takes whoever has touched the VM waits for.
+	Woken func(ctx context.Context, w Wake)
 	// Counters, if not nil, are counted up.
 	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
@@ -40,6 +40,17 @@ type Options struct {
 	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it, when it was
 	// delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
 	Touched func(Touch)
+}
+
+// Wake is one that has ended.
+type Wake struct {
+	// VM is its name, Begun when the wake began, by the host's clock, and Took how long it took.
+	VM    string
+	Begun time.Time
+	Took  time.Duration
+	// Report is what the VM's process says of it, if Err is nil.
+	Report sandbox.Report
+	Err    error
 }
 
 // Touch is what became of a connection to a published port, or of a packet to the address of a VM that slept.
@@ -133,6 +144,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			return err
 		}
 		v.launcher = p.Launcher()
+		o.Counters.pool.Store(p)
 		served := make(chan error, 1)
 		go func() {
 			err := p.Serve(ctx)
@@ -158,7 +170,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s, v.launcher}, v.log.Warn)
+	timed := newTimers(launchedVMs{s, v.wake}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
@@ -312,12 +324,7 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 	for range wakeTries {
 		hold, err := v.store.Hold(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
-			begin := time.Now()
-			rep, err := v.store.Wake(ctx, v.launcher, name)
-			if v.o.Woken != nil {
-				v.o.Woken(time.Since(begin), rep, err)
-			}
-			if err != nil {
+			if err := v.wake(ctx, name); err != nil {
 				return nil, nil, err
 			}
 			continue
@@ -339,6 +346,16 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 		}
 	}
 	return nil, nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
+}
+
+// wake wakes a VM and says so.
+func (v *supervisor) wake(ctx context.Context, name string) error {
+	begin := time.Now()
+	rep, err := v.store.Wake(ctx, v.launcher, name)
+	if v.o.Woken != nil {
+		v.o.Woken(ctx, Wake{VM: name, Begun: begin, Took: time.Since(begin), Report: rep, Err: err})
+	}
+	return err
 }
 
 // guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.

@@ -30,13 +30,10 @@ type timerVMs interface {
 
 type launchedVMs struct {
 	*sandbox.Store
-	launcher sandbox.Launcher
+	up func(ctx context.Context, name string) error
 }
 
-func (v launchedVMs) wake(ctx context.Context, name string) error {
-	_, err := v.Wake(ctx, v.launcher, name)
-	return err
-}
+func (v launchedVMs) wake(ctx context.Context, name string) error { return v.up(ctx, name) }
 
 // timers wakes sandboxes at the times that their labels say.
 type timers struct {

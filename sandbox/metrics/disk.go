@@ -1,0 +1,109 @@
+package metrics
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/supervisor"
+)
+
+// Bounds of looking at what a store takes on disk, which is a call for each file.
+const (
+	// weighEvery is for how long the figures are given out at least. When looking takes long, they are given out for weighPart times as long.
+	weighEvery = time.Minute
+	weighPart  = 20
+	// weighTime bounds one look. One that takes longer leaves the figures as they were, and drowse_store_bytes_readable says so.
+	weighTime = 10 * time.Second
+)
+
+var (
+	storeBytesDesc = prometheus.NewDesc("drowse_store_bytes",
+		"What the store takes on disk: layers of disks, snapshots that sandboxes come back from, others that are kept, images, decompressed pages, volumes.",
+		[]string{"kind"}, nil)
+	storeReadDesc = prometheus.NewDesc("drowse_store_bytes_readable", "1 if drowse_store_bytes is of the last look, and 0 if that failed and it is of an earlier one.", nil, nil)
+)
+
+// disk are figures of what a store takes, as of the last look.
+type disk struct {
+	ask interface {
+		Usage(ctx context.Context) (sandbox.Usage, error)
+	}
+	now func() time.Time
+
+	mu     sync.Mutex // guards what follows, and is held while it is looked
+	next   time.Time
+	usage  sandbox.Usage
+	known  bool
+	failed bool
+}
+
+func (*disk) Describe(ch chan<- *prometheus.Desc) {
+	ch <- storeBytesDesc
+	ch <- storeReadDesc
+}
+
+func (d *disk) Collect(ch chan<- prometheus.Metric) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if begin := d.now(); !begin.Before(d.next) {
+		d.look()
+		took := d.now().Sub(begin)
+		d.next = begin.Add(max(weighEvery, weighPart*took))
+	}
+	readable := 1.0
+	if d.failed {
+		readable = 0
+	}
+	ch <- prometheus.MustNewConstMetric(storeReadDesc, prometheus.GaugeValue, readable)
+	if !d.known {
+		return
+	}
+	for kind, n := range map[string]int64{
+		"layers": d.usage.Layers, "snapshots": d.usage.Snapshots, "kept": d.usage.Kept, "images": d.usage.Images, "pages": d.usage.Pages, "volumes": d.usage.Volumes,
+	} {
+		ch <- prometheus.MustNewConstMetric(storeBytesDesc, prometheus.GaugeValue, float64(n), kind)
+	}
+}
+
+// look asks the store. The mutex is held.
+func (d *disk) look() {
+	ctx, cancel := context.WithTimeout(context.Background(), weighTime)
+	defer cancel()
+	u, err := d.ask.Usage(ctx)
+	if d.failed = err != nil; !d.failed {
+		d.usage, d.known = u, true
+	}
+}
+
+var (
+	poolSizeDesc   = prometheus.NewDesc("drowse_pool_size", "Processes that the pool is to keep ready.", nil, nil)
+	poolReadyDesc  = prometheus.NewDesc("drowse_pool_ready", "Processes of the pool that stand by.", nil, nil)
+	poolTakenDesc  = prometheus.NewDesc("drowse_pool_taken_total", "Processes of the pool that became those of VMs that were woken, restored or forked.", nil, nil)
+	poolMissedDesc = prometheus.NewDesc("drowse_pool_missed_total", "How often the pool had no process for such a VM.", nil, nil)
+	poolFailedDesc = prometheus.NewDesc("drowse_pool_failed_total", "How often a process of the pool could not be made, or ended while it stood by.", nil, nil)
+)
+
+// pool are the figures of a supervisor's pool; without one there are none.
+type pool struct{ counters *supervisor.Counters }
+
+func (pool) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{poolSizeDesc, poolReadyDesc, poolTakenDesc, poolMissedDesc, poolFailedDesc} {
+		ch <- d
+	}
+}
+
+func (p pool) Collect(ch chan<- prometheus.Metric) {
+	s, ok := p.counters.Pool()
+	if !ok {
+		return
+	}
+	ch <- prometheus.MustNewConstMetric(poolSizeDesc, prometheus.GaugeValue, float64(s.Size))
+	ch <- prometheus.MustNewConstMetric(poolReadyDesc, prometheus.GaugeValue, float64(s.Ready))
+	ch <- prometheus.MustNewConstMetric(poolTakenDesc, prometheus.CounterValue, float64(s.Taken))
+	ch <- prometheus.MustNewConstMetric(poolMissedDesc, prometheus.CounterValue, float64(s.Missed))
+	ch <- prometheus.MustNewConstMetric(poolFailedDesc, prometheus.CounterValue, float64(s.Failed))
+}
