@@ -124,12 +124,12 @@ test-workloads-hard: workloads-state
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
 	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
-# test-browser has a Chromium open the page of drowse serve. It is not a part of test: the browser is 130 MB to download and
+# test-browser has a Chromium open the page of drowse serve, on VMs in memory and once before a guest. It is not a part of test: the browser is 130 MB to download and
 # 440 MB to install.
 .PHONY: test-browser
-test-browser: check-go $(REPORT)
+test-browser: test-state $(REPORT)
 	@scripts/deps browser
-	@go test -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
+	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse go test -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
@@ -149,6 +149,17 @@ life-proofs: test-state
 .PHONY: example
 example: test-state
 	@go run ./examples/embed -state $(STATE) -drowse $(CURDIR)/bin/drowse
+
+# agentlife runs the program in examples/agentlife and prints what it does. SLACK is how long after its 15 s of idleness the workspace may take until
+# it is asleep: more on a busy machine.
+AGENTLIFE_INCLUDE ?= git,python3
+AGENTLIFE_TAG ?= drowse-agentlife
+SLACK ?= 1s
+.PHONY: agentlife
+agentlife: build kernel
+	@scripts/deps image demo workloads
+	@$(DROWSE) image build --from $(IMAGE_FROM) --include $(AGENTLIFE_INCLUDE) --no-docs --tag $(AGENTLIFE_TAG) --install-deps >&2
+	@go run ./examples/agentlife -state $(STATE) -drowse $(CURDIR)/bin/drowse -image $(AGENTLIFE_TAG) -slack $(SLACK)
 
 .PHONY: $(REPORT)
 $(REPORT): check-go

@@ -77,6 +77,8 @@ func say(ctx context.Context, store *sandbox.Store, name, script string) error {
 	if _, err := agent.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", script}, IO: guest.IO{Stdout: &out}}); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
-	fmt.Printf("%s: %s\n", name, out.Bytes())
+	if out.Len() > 0 {
+		fmt.Printf("%s: %s", name, out.Bytes())
+	}
 	return nil
 }

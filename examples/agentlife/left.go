@@ -1,0 +1,94 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+// costs are the processes of the store's VMs, and what they have of the host's RAM for themselves and their share of the rest (Pss, proc(5)).
+func (l *life) costs() (pids []int, ram int64, err error) {
+	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, path := range lines {
+		line, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(line, []byte(l.store.Dir()+"\x00")) {
+			continue // it has ended, or is another
+		}
+		dir := filepath.Dir(path)
+		pid, err := strconv.Atoi(filepath.Base(dir))
+		if err != nil {
+			return nil, 0, err
+		}
+		text, err := os.ReadFile(filepath.Join(dir, "smaps_rollup"))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		pids = append(pids, pid)
+		for line := range strings.Lines(string(text)) {
+			if f := strings.Fields(line); len(f) == 3 && f[0] == "Pss:" {
+				kib, err := strconv.ParseInt(f[1], 10, 64)
+				if err != nil {
+					return nil, 0, err
+				}
+				ram += kib << 10
+			}
+		}
+	}
+	return pids, ram, nil
+}
+
+// nothing looks for what is left of all sandboxes that there were.
+func (l *life) nothing(ctx context.Context) error {
+	var errs []error
+	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if _, err := l.store.Sweep(ctx); err != nil {
+		return err
+	}
+	if pids, _, err := l.costs(); err != nil || len(pids) > 0 {
+		wrong("processes %v are left (%v)", pids, err)
+	}
+	for _, sub := range []string{"vms", "snapshots", "layers", "pages"} {
+		left, err := os.ReadDir(filepath.Join(l.store.Dir(), sub))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		// An empty file system of the size of a disk stays, for the next sandbox with such a disk.
+		left = slices.DeleteFunc(left, func(d fs.DirEntry) bool { return sub == "layers" && strings.HasPrefix(d.Name(), "ext4-") })
+		if err != nil || len(left) > 0 {
+			wrong("in %s there are left %v (%v)", sub, left, err)
+		}
+	}
+	links, err := net.Interfaces()
+	if err != nil {
+		return err
+	}
+	for _, id := range l.ids {
+		for _, link := range links {
+			if strings.Contains(link.Name, id[:9]) {
+				wrong("the device %s is left", link.Name)
+			}
+		}
+		if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, id)); !errors.Is(err, fs.ErrNotExist) {
+			wrong("the pins of %s are left (%v)", id, err)
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil || bytes.Contains(mounts, []byte(l.store.Dir())) {
+		wrong("there are mounts in %s (%v)", l.store.Dir(), err)
+	}
+	l.say("   of %d sandboxes no process, file, device, pin or mount is left", len(l.ids))
+	return errors.Join(errs...)
+}

@@ -1,0 +1,93 @@
+// Agentlife is the life of an agent's workspace as a program that embeds drowse: it is made, gets code and a package, serves a page, falls asleep because
+// nobody uses it, is woken by a request, is forked three ways, the best fork takes its place, another goes back to a snapshot, and all expires. Each
+// step is checked, and its figures are printed. It needs root, /dev/kvm, git, and an image with git and python3: `make agentlife` has all of them made.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+)
+
+func main() {
+	l := &life{begun: time.Now(), out: os.Stdout}
+	flag.StringVar(&l.files, "state", "/var/lib/drowse", "state directory with the image and a kernel; sandboxes are made in one of their own")
+	flag.StringVar(&l.program, "drowse", "/usr/local/bin/drowse", "the drowse command, beside its agent")
+	flag.StringVar(&l.image, "image", "drowse-agentlife", "an image with git and python3")
+	flag.DurationVar(&l.slack, "slack", time.Second, "how long after its 15 s of idleness the workspace may take until it is asleep")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+	err := l.run(ctx)
+	stop()
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// run makes a state directory, lives, and looks whether anything is left.
+func (l *life) run(ctx context.Context) (err error) {
+	// Short, since Unix sockets lie in it.
+	dir, err := os.MkdirTemp("", "al")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if l.files, err = filepath.Abs(l.files); err != nil {
+		return err
+	}
+	for _, sub := range []string{"images", "kernels", "cache"} {
+		if err := os.Symlink(filepath.Join(l.files, sub), filepath.Join(dir, sub)); err != nil {
+			return err
+		}
+	}
+	if l.store, err = sandbox.OpenStore(dir); err != nil {
+		return err
+	}
+	l.launcher = sandbox.Launcher{Command: []string{l.program, "vmm"}, Agent: l.program + "-agent"}
+	l.fleet = fleet.New(fleet.OfStore(l.store, l.launcher), fleet.Options{})
+	ended := l.supervise(ctx)
+	defer func() {
+		// Whatever went wrong, no VM stays behind.
+		all, _ := l.store.List()
+		for _, r := range all {
+			err = errors.Join(err, l.store.Remove(context.WithoutCancel(ctx), r.Spec.Name, true))
+		}
+		err = errors.Join(err, ended())
+	}()
+	for _, step := range []struct {
+		name string
+		do   func(context.Context) error
+	}{
+		{"a workspace is got or made", l.make},
+		{"a repository is cloned into it", l.clone},
+		{"a package is installed from a file", l.install},
+		{"a development server is a service", l.serve},
+		{"nobody uses it, and it falls asleep", l.idle},
+		{"a request for its page wakes it", l.touch},
+		{"it is forked three ways, and each is changed and tested", l.forkThree},
+		{"the fork that passes takes its place, and the others go", l.promote},
+		{"another is taken back to the snapshot before", l.back},
+		{"all expires and is pruned", l.expire},
+		{"nothing is left", l.nothing},
+	} {
+		begin := time.Now()
+		l.say("== %s", step.name)
+		if err := step.do(ctx); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+		l.say("   done in %.1f s", time.Since(begin).Seconds())
+	}
+	l.say("all was as it should be, in %.0f s", time.Since(l.begun).Seconds())
+	return nil
+}
