@@ -150,11 +150,11 @@ life-proofs: test-state
 example: test-state
 	@go run ./examples/embed -state $(STATE) -drowse $(CURDIR)/bin/drowse
 
-# agentlife runs the program in examples/agentlife and prints what it does. SLACK is how long after its 15 s of idleness the workspace may take until
+# agentlife runs the program in examples/agentlife and prints what it does: some ten minutes where the guest's kernel is interpreted. SLACK is how long after its 15 s without use the workspace may take until
 # it is asleep: more on a busy machine.
 AGENTLIFE_INCLUDE ?= git,python3
 AGENTLIFE_TAG ?= drowse-agentlife
-SLACK ?= 1s
+SLACK ?= 3s
 .PHONY: agentlife
 agentlife: build kernel
 	@scripts/deps image demo workloads

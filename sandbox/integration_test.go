@@ -402,8 +402,13 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		l := pool.Launcher()
 		l.Command = []string{"/bin/false"} // what the pool does not have
-		if _, err := e.Store.Restore(t.Context(), l, snap, "p"); err != nil {
+		begin := time.Now().Round(0)
+		rep, err := e.Store.Restore(t.Context(), l, snap, "p")
+		if err != nil {
 			t.Fatal(err)
+		}
+		if !rep.Pooled || rep.Begun.Before(begin) || rep.Begun.After(time.Now()) {
+			t.Errorf("the report of %v says that the process stood by: %v, and began at %v", begin, rep.Pooled, rep.Begun)
 		}
 		r, err := e.Store.Get("p")
 		if err != nil {

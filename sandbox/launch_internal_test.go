@@ -62,8 +62,10 @@ func TestPool_counts_what_was_taken_missed_and_failed(t *testing.T) {
 	p := &Pool{o: PoolOptions{Processes: 3}}
 	shape := Shape{MemoryMiB: 256, VCPUs: 1}
 	p.ready = []*standby{{shape: shape}, {shape: shape, what: program{Size: 7}}}
-	if p.pop(shape) == nil || p.pop(shape) == nil || p.pop(shape) != nil {
-		t.Fatal("of two that stood by not two were taken")
+	for n := range 3 {
+		if got := p.pop(shape); (got != nil) != (n < 2) {
+			t.Fatalf("of two that stood by the one at %d is %v", n, got)
+		}
 	}
 	p.ready = []*standby{{shape: shape}}
 	if p.popIf(shape, &program{Size: 8}) != nil {

@@ -53,6 +53,9 @@ func TestPool_whose_processes_fail_says_why(t *testing.T) {
 			if err := p.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("got %v, want an error with %q", err, tc.want)
 			}
+			if st := p.Stats(); st.Failed == 0 || st.Ready != 0 || st.Size != 1 {
+				t.Errorf("it counts %+v", st)
+			}
 			if err := p.Close(); err != nil {
 				t.Error(err)
 			}

@@ -93,9 +93,9 @@ type counter struct {
 }
 
 // add adds what a tree takes. One that is not there takes nothing.
-func (c counter) add(path string, to *int64) error {
-	if real, err := filepath.EvalSymlinks(path); err == nil {
-		path = real // several stores may share one
+func (c counter) add(path string, sum *int64) error {
+	if to, err := filepath.EvalSymlinks(path); err == nil {
+		path = to // several stores may share one
 	}
 	return filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
 		if cerr := c.ctx.Err(); cerr != nil {
@@ -122,7 +122,7 @@ func (c counter) add(path string, to *int64) error {
 			}
 			c.seen[id] = true
 		}
-		*to += st.Blocks * diskBlock
+		*sum += st.Blocks * diskBlock
 		return nil
 	})
 }

@@ -25,7 +25,7 @@ func main() {
 	flag.StringVar(&l.files, "state", "/var/lib/drowse", "state directory with the image and a kernel; sandboxes are made in one of their own")
 	flag.StringVar(&l.program, "drowse", "/usr/local/bin/drowse", "the drowse command, beside its agent")
 	flag.StringVar(&l.image, "image", "drowse-agentlife", "an image with git and python3")
-	flag.DurationVar(&l.slack, "slack", time.Second, "how long after its 15 s of idleness the workspace may take until it is asleep")
+	flag.DurationVar(&l.slack, "slack", 3*time.Second, "how long after its 15 s without use the workspace may take until it is asleep: it is looked ten times in these, and then saved")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	err := l.run(ctx)
