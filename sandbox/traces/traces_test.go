@@ -315,7 +315,7 @@ func TestTraces_without_a_provider_leave_VMs_and_commands_as_they_are(t *testing
 	tr.Up(t.Context(), Wake, "a", time.Now(), woken(), nil)
 }
 
-// BenchmarkWake is a wake that takes no time: what is left is what traces add. "off" is as "bare".
+// BenchmarkWake is a wake that takes no time: what is left is what traces add. "off" is VMs that are not wrapped.
 func BenchmarkWake(b *testing.B) {
 	rep := woken()
 	bare := said{VMs: fleettest.New(), rep: func() sandbox.Report { rep.Begun = time.Now(); return rep }}
