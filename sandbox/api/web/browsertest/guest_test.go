@@ -88,7 +88,7 @@ func TestPageOfDrowseServeWithAGuest(t *testing.T) {
 	p.lists("real")
 	p.wait(`document.querySelector('#link').textContent === 'live'`)
 	p.must(p.Eval(p.ctx, `location.hash = '#/sandbox/real/console'`, nil))
-	p.wait(`document.querySelector('#console') && document.querySelector('#console').innerText.length > 100`)
+	p.sees("drowse-agent") // what the agent writes when it is ready
 
 	say := func(what, want string) {
 		t.Helper()
