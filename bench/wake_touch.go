@@ -76,7 +76,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 	if err != nil {
 		return nil, err
 	}
-	policy, err := netpolicy.Parse([]byte(fmt.Sprintf("publish: [{listen: %q, port: %d, protocol: tcp}, {listen: %[1]q, port: %d, protocol: udp}]\n", at, echoTCP, echoUDP)))
+	policy, err := netpolicy.Parse([]byte(fmt.Sprintf("publish: [{listen: %[1]q, port: %[2]d, protocol: tcp}, {listen: %[1]q, port: %[3]d, protocol: udp}]\n", at, echoTCP, echoUDP)))
 	if err != nil {
 		return nil, err
 	}

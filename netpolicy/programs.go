@@ -403,6 +403,10 @@ func (s *shared) used() (bool, error) {
 // anew. Empty is DefaultRoot.
 func Sweep(root string) error { return unloadIdle(LinkConfig{Root: root}.root(), "") }
 
+// SweepOld removes those of other versions alone: an agent that comes after all others have gone, as the only VM of a host that sleeps
+// and wakes does, should not wait for the kernel to verify the programs once more. Empty is DefaultRoot.
+func SweepOld(root string) error { return unloadIdle(LinkConfig{Root: root}.root(), digest()) }
+
 // unloadIdle keeps those of one version.
 func unloadIdle(root, keep string) error {
 	if err := ownedByUs(root); err != nil {

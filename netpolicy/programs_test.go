@@ -298,11 +298,31 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	if err := Sweep(root); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(programsOf(t, root)); err != nil {
+	here := programsOf(t, root)
+	if _, err := os.Stat(here); err != nil {
 		t.Errorf("programs in use were removed: %v", err)
 	}
 	if err := c.Remove(); err != nil {
 		t.Fatal(err)
+	}
+	// Those of this version wait for the next agent, but for who wants all to go.
+	if err := os.Mkdir(old, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := SweepOld(root); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(here); err != nil {
+		t.Errorf("programs of this version, which nobody uses: %v, want them kept", err)
+	}
+	if _, err := os.Stat(old); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("programs of another version: %v, want them removed", err)
+	}
+	if err := Sweep(root); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(here); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("programs that nobody uses: %v, want them removed", err)
 	}
 }
 

@@ -1,7 +1,11 @@
 package sandbox
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"sync"
@@ -12,10 +16,15 @@ import (
 // called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for Release,
 // up to a second.
 type Hold struct {
-	cancel context.CancelFunc
-	done   chan struct{} // closed when it does not hold any more
-	ended  chan struct{} // closed when nothing of it goes on
+	cancel  context.CancelFunc
+	done    chan struct{} // closed when it does not hold any more
+	ended   chan struct{} // closed when nothing of it goes on
+	network *NetworkInfo
 }
+
+// Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but their warnings can
+// change. nil if it has none, or its process is one of an older drowse that does not say.
+func (h *Hold) Network() *NetworkInfo { return h.network }
 
 // Hold holds a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for the call
 // alone.
@@ -30,11 +39,16 @@ func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
 		defer close(h.ended)
 		defer over()
 		err = s.callWith(held, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
-			if _, err := io.ReadFull(body, make([]byte, len(holdGranted))); err != nil {
+			answer := bufio.NewReaderSize(body, maxHoldLine)
+			line, err := answer.ReadSlice('\n')
+			if err != nil {
+				return err
+			}
+			if h.network, err = parseHeld(line); err != nil {
 				return err
 			}
 			close(granted)
-			_, _ = body.Read(make([]byte, 1)) // it ends, or the process has
+			_, _ = answer.ReadByte() // it ends, or the process has
 			over()
 			<-held.Done() // Release
 			return nil
@@ -150,7 +164,7 @@ func (p *process) serveHold(w http.ResponseWriter, req *http.Request) {
 		_, _ = io.WriteString(w, line)
 		_ = http.NewResponseController(w).Flush()
 	}
-	say(holdGranted)
+	say(p.held())
 	select {
 	case <-leave:
 		say(holdEnds)
@@ -163,8 +177,37 @@ func (p *process) serveHold(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-// The lines of the answer to a hold.
+// The lines of the answer to a hold. The first one goes on with the network, if the VM has one.
 const (
-	holdGranted = "held\n"
+	holdGranted = "held"
 	holdEnds    = "ends\n"
+	// maxHoldLine bounds them, in bytes.
+	maxHoldLine = 64 << 10
 )
+
+// held is the first line. Who asks wants to connect to the VM, and need not ask once more where it is.
+func (p *process) held() string {
+	if p.in.network == nil {
+		return holdGranted + "\n"
+	}
+	info, err := json.Marshal(p.in.network.info())
+	if err != nil || len(info) > maxHoldLine/2 {
+		return holdGranted + "\n"
+	}
+	return holdGranted + " " + string(info) + "\n"
+}
+
+func parseHeld(line []byte) (*NetworkInfo, error) {
+	word, rest, more := bytes.Cut(bytes.TrimSuffix(line, []byte("\n")), []byte(" "))
+	if string(word) != holdGranted {
+		return nil, fmt.Errorf("it answers %.80q, want that it holds", line)
+	}
+	if !more {
+		return nil, nil
+	}
+	var n NetworkInfo
+	if err := json.Unmarshal(rest, &n); err != nil {
+		return nil, fmt.Errorf("reading which network it has: %w", err)
+	}
+	return &n, nil
+}

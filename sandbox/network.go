@@ -604,6 +604,7 @@ func sweepNetworks() error {
 			errs = append(errs, err)
 		}
 	}
-	// Programs that no VM uses now that what the dead have left is gone.
-	return errors.Join(append(errs, netpolicy.Sweep(""))...)
+	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for the
+	// next VM: this runs after each sleep, and it may have been the only VM's.
+	return errors.Join(append(errs, netpolicy.SweepOld(""))...)
 }

@@ -57,8 +57,9 @@ type Pool struct {
 	ready []*standby
 	// shapes are what processes are wanted for, the oldest first.
 	shapes []Shape
-	// starting are VMs that are being started with processes of the pool.
+	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after the last of them.
 	starting int
+	calm     time.Time
 	closed   bool
 	full     *sync.Cond // ready has changed, or making them has failed
 	failure  error      // of the last attempt
@@ -238,6 +239,10 @@ func (p *Pool) wake() {
 	}
 }
 
+// poolCalm is how long nothing is made after a VM has started: whoever has woken it is about to use it, and to make a process takes a
+// processor for as long as that.
+const poolCalm = 50 * time.Millisecond
+
 // How long the pool waits after it could not make a process.
 const (
 	poolRetry    = time.Second
@@ -290,7 +295,7 @@ func (p *Pool) keep(ctx context.Context) {
 func (p *Pool) short() (shape Shape, surplus *standby, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.closed || p.starting > 0 {
+	if p.closed || p.starting > 0 || time.Now().Before(p.calm) {
 		return shape, nil, false
 	}
 	missing := map[Shape]int{}
@@ -485,7 +490,11 @@ func (p *Pool) started() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.starting--
-	p.wake()
+	// Not after each of many, or none would be made as long as they come.
+	if now := time.Now(); now.Sub(p.calm) > 4*poolCalm {
+		p.calm = now.Add(poolCalm)
+	}
+	time.AfterFunc(poolCalm, p.wake)
 }
 
 // fileConn makes a file that is a socket a connection, and closes the file.

@@ -205,6 +205,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 // start boots or restores the guest.
 func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r := p.r
+	// With volumes, what the guest writes to its disk and to them has to be found together.
+	waking := o.Snapshot != "" && r.Phase == Asleep && len(r.Spec.Volumes) == 0
 	st, err := p.store.absolute(r.Disk)
 	if err != nil {
 		return err
@@ -221,9 +223,17 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
 	r.Awake = time.Now().UTC()
-	if err := p.store.save(r); err != nil {
-		return err
+	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
+	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
+	begun := make(chan error, 1)
+	if save := p.store.saveBy(writeFileAtomic, r); waking {
+		go func() { begun <- save() }()
+	} else {
+		begun <- save()
 	}
+	saved := sync.OnceValue(func() error { return <-begun })
+	// Nothing else may be written to the record's file before.
+	defer func() { _ = saved() }()
 	console, err := newRing(p.store.ConsoleLog(r.Spec.Name), maxConsoleLog)
 	if err != nil {
 		return err
@@ -255,8 +265,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if o.Snapshot != "" || o.Fork != nil {
 		p.trustProxy(ctx)
 	}
+	if err := saved(); err != nil {
+		return errors.Join(err, p.in.Close())
+	}
 	r.Phase = Running
-	return p.store.save(r)
+	// After a loss of power a VM that was starting is one that was running.
+	if err := p.store.saveBy(replaceFile, r)(); err != nil {
+		return errors.Join(err, p.in.Close())
+	}
+	return nil
 }
 
 // booted prepares a guest that has booted for what uses it.

@@ -220,6 +220,14 @@ func newID() string {
 // writeFileAtomic replaces a file so that, after a crash at any instant, the old or
 // the new content is there.
 func writeFileAtomic(path string, data []byte) error {
+	if err := replaceFile(path, data); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+// replaceFile is writeFileAtomic, but that after a loss of power the file may be the one from before.
+func replaceFile(path string, data []byte) error {
 	dir := filepath.Dir(path)
 	f, err := os.CreateTemp(dir, ".tmp-*")
 	if err != nil {
@@ -233,7 +241,7 @@ func writeFileAtomic(path string, data []byte) error {
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))
 	}
-	return syncDir(dir)
+	return nil
 }
 
 func syncDir(dir string) error {
@@ -244,15 +252,21 @@ func syncDir(dir string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-func (s *Store) save(r *Record) error {
+func (s *Store) save(r *Record) error { return s.saveBy(writeFileAtomic, r)() }
+
+// saveBy makes of a record, as it is now, what writes it to its file.
+func (s *Store) saveBy(write func(path string, data []byte) error, r *Record) func() error {
 	data, err := json.MarshalIndent(r, "", "  ")
-	if err != nil {
-		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	name := r.Spec.Name
+	return func() error {
+		if err == nil {
+			err = write(s.recordPath(name), append(data, '\n'))
+		}
+		if err != nil {
+			return fmt.Errorf("saving VM %s: %w", name, err)
+		}
+		return nil
 	}
-	if err := writeFileAtomic(s.recordPath(r.Spec.Name), append(data, '\n')); err != nil {
-		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
-	}
-	return nil
 }
 
 // load reads a record as it stands in its file.

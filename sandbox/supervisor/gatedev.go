@@ -26,6 +26,7 @@ type gateDevice struct {
 	file   *os.File
 	link   netlink.Link
 	routes map[netip.Addr]bool
+	out    int // a socket for frames; to close one takes the kernel 10 ms and more, in which a packet would wait
 }
 
 // openGateDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
@@ -49,9 +50,13 @@ func openGateDevice() (d *gateDevice, err error) {
 		return nil, fmt.Errorf("making a device for packets to VMs that sleep: %w", err)
 	}
 	d = &gateDevice{file: tun.Fds[0], routes: map[netip.Addr]bool{}}
+	// Protocol 0: it receives nothing.
+	if d.out, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0); err != nil {
+		return nil, errors.Join(fmt.Errorf("making a socket for packets to VMs that have slept: %w", err), d.file.Close())
+	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, d.file.Close())
+			err = errors.Join(err, d.close())
 		}
 	}()
 	if d.link, err = netlink.LinkByName(tun.Name); err != nil {
@@ -113,20 +118,15 @@ func (d *gateDevice) lead(want map[netip.Addr]bool) error {
 	return errors.Join(errs...)
 }
 
-func (d *gateDevice) close() error { return d.file.Close() }
+func (d *gateDevice) close() error { return errors.Join(d.file.Close(), unix.Close(d.out)) }
 
-// sendFrame puts a frame on a device, as the host does: its programs see it.
-func sendFrame(device string, frame []byte) error {
+// send puts a frame on a device, as the host does: its programs see it.
+func (d *gateDevice) send(device string, frame []byte) error {
 	ifi, err := net.InterfaceByName(device)
 	if err != nil {
 		return err
 	}
-	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0) // protocol 0: it receives nothing
-	if err != nil {
-		return os.NewSyscallError("socket", err)
-	}
-	defer unix.Close(fd)
 	to := &unix.SockaddrLinklayer{Ifindex: ifi.Index, Protocol: uint16(frame[13])<<8 | uint16(frame[12]), Halen: 6}
 	copy(to.Addr[:], frame[:6])
-	return os.NewSyscallError("sendto", unix.Sendto(fd, frame, 0, to))
+	return os.NewSyscallError("sendto", unix.Sendto(d.out, frame, 0, to))
 }

@@ -332,6 +332,9 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 		if err != nil {
 			return nil, nil, err
 		}
+		if n := hold.Network(); n != nil && n.Address.IsValid() {
+			return hold, n, nil
+		}
 		info, err := v.store.Info(ctx, name)
 		switch {
 		case err != nil:
@@ -400,7 +403,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			return fmt.Errorf("packets wake no VM: %w", err)
 		}
 		v.device = d
-		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: sendFrame, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
 			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {
