@@ -47,9 +47,11 @@ func (i IdleSpec) check() error {
 }
 
 // idleLooks is how often it is looked whether somebody uses the VM, in the time after which it
-// sleeps; and the bounds of the time between two.
+// sleeps, and the bounds of the time between two. Processor time is counted over a time of which idleSpans make the whole: what is
+// shorter is no use.
 const (
-	idleLooks   = 10
+	idleLooks   = 30
+	idleSpans   = 10
 	idleSoonest = 100 * time.Millisecond
 	idleLatest  = 5 * time.Second
 )
@@ -69,11 +71,18 @@ type uses struct {
 
 // idleWatch finds out for how long nobody has used a VM.
 type idleWatch struct {
-	percent int
-	every   time.Duration
-	since   time.Time // nobody has used it
-	looked  time.Time
-	last    uses
+	percent     int
+	every, span time.Duration
+	since       time.Time // nobody has used it
+	looked      time.Time
+	last        uses
+	cpus        []cpuAt // the first is as old as a span, or as old as there are
+}
+
+// cpuAt is how much processor time the VM's process had used at some time.
+type cpuAt struct {
+	at  time.Time
+	cpu time.Duration
 }
 
 func newIdleWatch(s IdleSpec, now time.Time, u uses) *idleWatch {
@@ -82,24 +91,39 @@ func newIdleWatch(s IdleSpec, now time.Time, u uses) *idleWatch {
 		w.percent = DefaultIdleCPUPercent
 	}
 	w.every = min(max(s.after()/idleLooks, idleSoonest), idleLatest)
+	w.span = min(max(s.after()/idleSpans, idleSoonest), idleLatest)
+	w.cpus = []cpuAt{{now, u.cpu}}
 	return w
+}
+
+// next is when to look again, at the latest when it would sleep.
+func (w *idleWatch) next(now time.Time, after time.Duration) time.Duration {
+	return min(w.every, max(after-now.Sub(w.since), time.Millisecond))
+}
+
+// computes says whether its processors have been at work, by what is known now: over the last span, and still since the last look.
+func (w *idleWatch) computes(now time.Time, cpu time.Duration) bool {
+	more := func(c cpuAt) bool { return (cpu-c.cpu)*100 > now.Sub(c.at)*time.Duration(w.percent) }
+	busy := more(w.cpus[0]) && more(w.cpus[len(w.cpus)-1])
+	w.cpus = append(w.cpus, cpuAt{now, cpu})
+	for len(w.cpus) > 1 && now.Add(w.every).Sub(w.cpus[1].at) >= w.span {
+		w.cpus = w.cpus[1:]
+	}
+	return busy
 }
 
 func (i IdleSpec) after() time.Duration { return time.Duration(i.SleepSeconds) * time.Second }
 
 // look takes what is known now, and says for how long nobody has used the VM.
 func (w *idleWatch) look(now time.Time, u uses) time.Duration {
-	passed := now.Sub(w.looked)
 	switch {
-	case u.busy, u.open > 0, u.made != w.last.made:
+	case w.computes(now, u.cpu), u.busy, u.open > 0, u.made != w.last.made, w.last.open > 0:
 		w.since = now
-	case u.packet && (!w.last.packet || u.quiet <= passed):
-		w.since = now
-	case (u.cpu-w.last.cpu)*100 > passed*time.Duration(w.percent):
-		w.since = now
-	case passed > 3*w.every:
+	case now.Sub(w.looked) > 3*w.every:
 		// This process did not run, so it does not know.
 		w.since = now
+	case u.packet && now.Add(-u.quiet).After(w.since):
+		w.since = now.Add(-u.quiet)
 	}
 	w.looked, w.last = now, u
 	return now.Sub(w.since)
@@ -112,7 +136,7 @@ var errUsed = errors.New("somebody has just begun to use it")
 func (p *process) sleepWhenIdle(ctx context.Context) {
 	spec := p.r.Spec.Idle
 	w := newIdleWatch(spec, time.Now(), p.uses())
-	tick := time.NewTicker(w.every)
+	tick := time.NewTimer(w.every)
 	defer tick.Stop()
 	for {
 		select {
@@ -124,6 +148,7 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 		}
 		now := time.Now()
 		if w.look(now, p.uses()) < spec.after() {
+			tick.Reset(w.next(now, spec.after()))
 			continue
 		}
 		res, err := p.sleep(events.WithCause(ctx, events.Idle), "", func() error { return p.stillUnused(w, now) })
@@ -139,6 +164,7 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 			p.log.Warn("it was to sleep, since nobody uses it, and is awake", "error", err, "again_after", spec.after())
 		}
 		w = newIdleWatch(spec, time.Now(), p.uses())
+		tick.Reset(w.every)
 	}
 }
 

@@ -36,23 +36,31 @@ func TestIdleWatch(t *testing.T) {
 	}
 	for name, tc := range map[string]struct {
 		spec  IdleSpec
+		span  time.Duration
 		steps []step
 	}{
 		"nothing happens": {steps: []step{{want: second}, {want: 2 * second}, {want: 3 * second}}},
 		"a connection is open": {steps: []step{
-			{want: second}, {u: uses{open: 1, made: 1}}, {u: uses{open: 1, made: 1}}, {u: uses{made: 1}, want: second},
+			{want: second}, {u: uses{open: 1, made: 1}}, {u: uses{open: 1, made: 1}}, {u: uses{made: 1}}, {u: uses{made: 1}, want: second},
 		}},
 		"a connection came and went in between": {steps: []step{{want: second}, {u: uses{made: 1}}, {u: uses{made: 1}, want: second}}},
 		"a packet passes": {steps: []step{
-			{want: second}, {u: uses{packet: true, quiet: second / 2}},
-			{u: uses{packet: true, quiet: 3 * second / 2}, want: second}, {u: uses{packet: true, quiet: second}},
+			{want: second}, {u: uses{packet: true, quiet: second / 2}, want: second / 2},
+			{u: uses{packet: true, quiet: 3 * second / 2}, want: 3 * second / 2}, {u: uses{packet: true, quiet: second}, want: second},
 		}},
-		"the only packet is old": {steps: []step{{u: uses{packet: true, quiet: 10 * second}}, {u: uses{packet: true, quiet: 11 * second}, want: second}}},
+		"the only packet is old": {steps: []step{{u: uses{packet: true, quiet: 10 * second}, want: second}, {u: uses{packet: true, quiet: 11 * second}, want: 2 * second}}},
 		"it computes": {steps: []step{
 			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + second/5}}, {u: uses{cpu: second/20 + second/5}, want: second},
 		}},
 		"it computes no more than it may": {spec: IdleSpec{CPUPercent: 30}, steps: []step{
 			{u: uses{cpu: 3 * second / 10}, want: second}, {u: uses{cpu: 6 * second / 10}, want: 2 * second}, {u: uses{cpu: 91 * second / 100}},
+		}},
+		"a short burst is no use": {span: 3 * second, steps: []step{
+			{want: second}, {want: 2 * second}, {want: 3 * second}, {u: uses{cpu: second / 5}, want: 4 * second}, {u: uses{cpu: second / 5}, want: 5 * second},
+		}},
+		"it computes for longer, and is unused from when it has ended": {span: 3 * second, steps: []step{
+			{want: second}, {want: 2 * second}, {u: uses{cpu: second / 5}, want: 3 * second}, {u: uses{cpu: 2 * second / 5}},
+			{u: uses{cpu: 2 * second / 5}, want: second}, {u: uses{cpu: 2 * second / 5}, want: 2 * second},
 		}},
 		"a snapshot is made":         {steps: []step{{want: second}, {u: uses{busy: true}}, {want: second}}},
 		"nobody has looked for long": {steps: []step{{want: second}, {late: 5 * second}, {want: second}}},
@@ -63,8 +71,9 @@ func TestIdleWatch(t *testing.T) {
 			spec := tc.spec
 			spec.SleepSeconds = 10
 			w := newIdleWatch(spec, now, uses{})
-			if w.every != second {
-				t.Fatalf("it looks each %v, and the steps are seconds", w.every)
+			w.every, w.span = second, second
+			if tc.span != 0 {
+				w.span = tc.span
 			}
 			for i, s := range tc.steps {
 				now = now.Add(second + s.late)
@@ -78,9 +87,23 @@ func TestIdleWatch(t *testing.T) {
 
 func TestIdleWatch_looks_neither_too_often_nor_too_seldom(t *testing.T) {
 	t.Parallel()
-	for seconds, want := range map[int]time.Duration{1: 100 * time.Millisecond, 15: 1500 * time.Millisecond, 3600: 5 * time.Second} {
+	for seconds, want := range map[int]time.Duration{1: 100 * time.Millisecond, 15: 500 * time.Millisecond, 3600: 5 * time.Second} {
 		if w := newIdleWatch(IdleSpec{SleepSeconds: seconds}, time.Now(), uses{}); w.every != want {
 			t.Errorf("for a sleep after %d s: each %v, want %v", seconds, w.every, want)
+		}
+	}
+}
+
+func TestIdleWatch_looks_again_at_the_latest_when_it_sleeps(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(1000, 0)
+	w := newIdleWatch(IdleSpec{SleepSeconds: 15}, now, uses{})
+	for passed, want := range map[time.Duration]time.Duration{
+		0: 500 * time.Millisecond, 14500 * time.Millisecond: 500 * time.Millisecond, 14900 * time.Millisecond: 100 * time.Millisecond,
+		15 * time.Second: time.Millisecond, time.Minute: time.Millisecond,
+	} {
+		if got := w.next(now.Add(passed), 15*time.Second); got != want {
+			t.Errorf("after %v: in %v, want in %v", passed, got, want)
 		}
 	}
 }
