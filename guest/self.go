@@ -23,6 +23,8 @@ const (
 	SelfSleep    = agentpb.SelfSleep
 	SelfSnapshot = agentpb.SelfSnapshot
 	SelfHold     = agentpb.SelfHold
+	SelfWake     = agentpb.SelfWake
+	SelfExtend   = agentpb.SelfExtend
 )
 
 // SelfPath is where the host listens for what a guest asks for, given the path of the Unix socket that

@@ -939,13 +939,14 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) error {
 	return err
 }
 
-// RemoveFreed is Remove that says what it has freed.
+// RemoveFreed is Remove that says what it has freed. The VM may be gone although there is an error: then what only it needed
+// is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
 func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed, error) {
 	r, err := s.Get(name)
 	switch {
 	case errors.Is(err, ErrRecord) && force:
-		freed, err := s.removeFreed(ctx, name)
-		if err == nil {
+		freed, gone, err := s.removeFreed(ctx, name)
+		if gone {
 			s.tell(events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
 		}
 		return freed, err
@@ -961,8 +962,8 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 	}
 	// Its label goes with it.
 	e := s.event(ctx, r, events.Removed)
-	freed, err := s.removeFreed(ctx, name)
-	if err == nil {
+	freed, gone, err := s.removeFreed(ctx, name)
+	if gone {
 		e.Details.Bytes = freed.Bytes
 		s.tell(e)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
 	"slices"
 	"sync"
 	"testing"
@@ -82,6 +83,61 @@ func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
 	}
 	if e := wantTold(t, s, events.Updated, events.Extended, events.Renamed, events.Removed); e.Owner != "team" {
 		t.Fatalf("%+v", e)
+	}
+}
+
+// A sandbox that is gone has been removed, whatever is left of what only it needed: nobody can remove it once more.
+func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t *testing.T) {
+	for name, damage := range map[string]func(t *testing.T, s *Store){
+		"a record that can be read":    func(*testing.T, *Store) {},
+		"a record that cannot be read": func(t *testing.T, s *Store) { writeRecord(t, s, "a") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := tempStore(t)
+			labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+			labelled(t, s, "b", Stopped, nil)
+			damage(t, s)
+			writeRecord(t, s, "b") // nothing is deleted that it may need
+			freed, err := s.RemoveFreed(t.Context(), "a", true)
+			if !errors.Is(err, ErrRecord) {
+				t.Fatalf("got %v, want ErrRecord of the other one", err)
+			}
+			if _, err := s.load("a"); !errors.Is(err, ErrNotFound) {
+				t.Fatalf("it is still there: %v", err)
+			}
+			if e := wantTold(t, s, events.Removed); e.Sandbox != "a" || e.Details.Bytes != freed.Bytes || freed.Bytes == 0 {
+				t.Fatalf("%+v, freed %+v", e, freed)
+			}
+			if _, err := s.RemoveFreed(t.Context(), "a", true); !errors.Is(err, ErrNotFound) {
+				t.Fatal(err)
+			}
+			wantTold(t, s, events.Removed)
+		})
+	}
+}
+
+// One that could not be removed is not told of.
+func TestEvents_do_not_tell_of_a_removal_that_was_called_off(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	l, err := s.lock("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.release()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.RemoveFreed(ctx, "a", false); err == nil {
+		t.Fatal("it was removed while it was locked")
+	}
+	wantTold(t, s)
+}
+
+// writeRecord puts something in the place of a VM's record that is none.
+func writeRecord(t *testing.T, s *Store, name string) {
+	t.Helper()
+	if err := os.WriteFile(s.recordPath(name), []byte("damaged"), 0o600); err != nil {
+		t.Fatal(err)
 	}
 }
 

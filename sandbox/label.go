@@ -39,6 +39,8 @@ type Label struct {
 	Wake Timer `json:"wake,omitzero"`
 	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
+	// Asked is what of Expires and Wake the guest has asked for itself: SelfSpec.
+	Asked Asked `json:"asked,omitzero"`
 }
 
 // Limits of a Label.
@@ -256,6 +258,7 @@ var errNothingToTell = errors.New("there is nothing to tell of")
 
 // tellLabel tells of a changed label.
 func (s *Store) tellLabel(ctx context.Context, r *Record, before, l Label, unreadable error) {
+	before.Asked = l.Asked // who has asked for it is no change of what it says
 	if unreadable == nil && before.equal(l) {
 		return
 	}
@@ -353,7 +356,7 @@ func (r *Record) setLabel(l *Label) error {
 	}
 	own := *l
 	own.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
-	own.Expires, own.ExpiryTold = l.Expires.UTC().Truncate(time.Second), time.Time{}
+	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, Asked{}
 	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	if err := own.Check(); err != nil {
 		return err

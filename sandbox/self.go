@@ -12,12 +12,14 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
 // SelfSpec says what programs in a VM may ask the host for, about this VM and no other. The grant is the
 // VM's: every program in it may use it. Forks and clones have it as well.
 type SelfSpec struct {
-	// Allow has "sleep", "snapshot" and "hold", or some of them. Empty is nothing: the guest finds nobody to ask.
+	// Allow has "sleep", "snapshot", "hold", "wake" and "extend=TIME", or some of them. TIME, as 90m, 24h or 7d, is by how
+	// much the guest may put its expiry off in all, beyond what its owner has set. Empty is nothing: the guest finds nobody to ask.
 	Allow []string `json:"allow,omitempty"`
 }
 
@@ -38,25 +40,56 @@ const (
 const selfNote = "asked for by the guest"
 
 func (s SelfSpec) check() error {
-	for i, what := range s.Allow {
-		if what != guest.SelfSleep && what != guest.SelfSnapshot && what != guest.SelfHold {
-			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s or %s", ErrSpec, what, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold)
-		}
-		if slices.Contains(s.Allow[:i], what) {
+	var seen []string
+	for _, entry := range s.Allow {
+		what, amount, has := strings.Cut(entry, "=")
+		switch {
+		case !slices.Contains([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, what), has && what != guest.SelfExtend:
+			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s or %s=24h", ErrSpec, entry, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend)
+		case slices.Contains(seen, what):
 			return fmt.Errorf("%w: the guest is allowed %q twice", ErrSpec, what)
+		case what == guest.SelfExtend:
+			if d, err := lifetime.ParseDuration(amount); err != nil || d < time.Second || d > lifetime.MaxSeconds*time.Second {
+				return fmt.Errorf("%w: a guest cannot be allowed %q: say by how much in all it may put its expiry off, as %s=24h, and at most %d s", ErrSpec, entry, guest.SelfExtend, lifetime.MaxSeconds)
+			}
 		}
+		seen = append(seen, what)
 	}
 	return nil
 }
 
+// allows says whether a guest may ask for something.
+func (s SelfSpec) allows(what string) bool {
+	return slices.ContainsFunc(s.Allow, func(entry string) bool {
+		word, _, _ := strings.Cut(entry, "=")
+		return word == what
+	})
+}
+
+// extension is by how much the guest may put its expiry off in all.
+func (s SelfSpec) extension() time.Duration {
+	for _, entry := range s.Allow {
+		if amount, is := strings.CutPrefix(entry, guest.SelfExtend+"="); is {
+			d, err := lifetime.ParseDuration(amount)
+			if err != nil {
+				return 0 // check has refused it
+			}
+			return d
+		}
+	}
+	return 0
+}
+
 // self does what the guest asks for about its own VM.
 type self struct {
-	allow []string
+	allow SelfSpec
 	now   func() time.Time
 	trail *audit.Trail
 
 	snapshot func(note string) (id string, err error)
 	sleep    func()
+	wake     func(at time.Time) error
+	extend   func(seconds int) (expires time.Time, err error)
 	holders  *holdSet
 
 	mu    sync.Mutex // guards what follows
@@ -80,9 +113,11 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
 	}
 	s := &self{
-		allow: spec.Allow, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
+		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
 		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
 		sleep:    func() { p.selfSleep(ctx) },
+		wake:     func(at time.Time) error { return p.store.selfWake(ctx, name, at) },
+		extend:   func(seconds int) (time.Time, error) { return p.store.selfExtend(ctx, name, spec, seconds) },
 	}
 	var serving sync.WaitGroup
 	serving.Go(func() { guest.ServeSelf(l, s.do) })
@@ -105,7 +140,7 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	var o audit.Outcome
 	defer func() { p.End(o) }()
 	switch {
-	case !slices.Contains(s.allow, r.Do):
+	case !s.allow.allows(r.Do):
 		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
 	case r.Do == guest.SelfSleep:
 		then = s.sleep
@@ -113,6 +148,10 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 		answer.Snapshot, err = s.snapshot(r.Note)
 	case r.Do == guest.SelfHold:
 		answer.Seconds, err = r.Seconds, s.hold(r.Seconds)
+	case r.Do == guest.SelfWake:
+		err = s.wake(r.At)
+	case r.Do == guest.SelfExtend:
+		answer.Expires, err = s.extend(r.Seconds)
 	}
 	if err != nil {
 		o.Error = err.Error()
@@ -128,7 +167,10 @@ func selfArgv(r guest.SelfRequest) []string {
 	if r.Note != "" {
 		argv = append(argv, r.Note)
 	}
-	if r.Do == guest.SelfHold {
+	if r.Do == guest.SelfWake {
+		argv = append(argv, r.At.UTC().Format(time.RFC3339))
+	}
+	if r.Do == guest.SelfHold || r.Do == guest.SelfExtend {
 		argv = append(argv, (time.Duration(r.Seconds) * time.Second).String())
 	}
 	return argv

@@ -15,15 +15,20 @@ import (
 func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
 	t.Parallel()
 	for name, s := range map[string]SelfSpec{
-		"something else":       {Allow: []string{"fork"}},
-		"nothing, but said so": {Allow: []string{""}},
-		"the same twice":       {Allow: []string{guest.SelfSleep, guest.SelfSleep}},
+		"something else":        {Allow: []string{"fork"}},
+		"nothing, but said so":  {Allow: []string{""}},
+		"more time of no bound": {Allow: []string{guest.SelfExtend}},
+		"more time, no amount":  {Allow: []string{"extend="}},
+		"more time, for ever":   {Allow: []string{"extend=99999999h"}},
+		"more time twice":       {Allow: []string{"extend=1h", "extend=2h"}},
+		"an amount of sleep":    {Allow: []string{"sleep=1h"}},
+		"the same twice":        {Allow: []string{guest.SelfSleep, guest.SelfSleep}},
 	} {
 		if err := s.check(); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	for _, s := range []SelfSpec{{}, {Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}}} {
+	for _, s := range []SelfSpec{{}, {Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, "extend=7d"}}} {
 		if err := s.check(); err != nil {
 			t.Errorf("%+v: %v", s, err)
 		}
@@ -39,7 +44,7 @@ func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), 
 	}
 	now := time.Unix(1000, 0)
 	s = &self{
-		allow: allow, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
+		allow: SelfSpec{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
 		snapshot: func(note string) (string, error) { return "snap of " + note, nil },
 		sleep:    func() {},
 	}

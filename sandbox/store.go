@@ -569,28 +569,34 @@ func (s *Store) relative(st disk.Stack) disk.Stack {
 
 // removeVM deletes a VM that is not running, and what only it needed.
 func (s *Store) removeVM(ctx context.Context, name string) error {
-	_, err := s.removeFreed(ctx, name)
+	_, _, err := s.removeFreed(ctx, name)
 	return err
 }
 
-// removeFreed is removeVM that says what it has freed.
-func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, err error) {
+// removeFreed is removeVM that says what it has freed, and whether the VM is gone. It may be gone with an error: what only
+// it needed is deleted after it, and what of that is left the next sweep deletes.
+func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone bool, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {
-		return freed, err
+		return freed, false, err
 	}
 	defer l.release()
 	if r, err := s.load(name); err == nil {
 		// A process that was killed when the record said already that it sleeps.
 		if err := removeLeftNetwork(r); err != nil {
-			return freed, err
+			return freed, false, err
 		}
 	}
 	_, own := diskUsage(s.vmDir(name))
 	if err := os.RemoveAll(s.vmDir(name)); err != nil {
-		return freed, fmt.Errorf("removing VM %s: %w", name, err)
+		// Without its record it is no VM any more, whatever else of it is still there.
+		_, lerr := s.load(name)
+		return freed, errors.Is(lerr, ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
 	}
 	freed, err = s.Sweep(ctx)
 	freed.Bytes += own
-	return freed, err
+	if err != nil {
+		err = fmt.Errorf("VM %s is removed, but not all that only it needed: `drowse prune` tries that again: %w", name, err)
+	}
+	return freed, true, err
 }

@@ -97,9 +97,11 @@ func main() {
 // has asked.
 const exitInterrupted = 3
 
-const selfUsage = "usage: drowse-agent self sleep | snapshot [NOTE] | hold DURATION | release\n" +
-	"asks the host to put this VM to sleep, to take a snapshot of it, or not to put it to sleep\n" +
-	"for want of use for some time. The VM's owner has to allow it: drowse run --allow-self.\n"
+const selfUsage = "usage: drowse-agent self sleep | snapshot [NOTE] | hold DURATION | release |\n" +
+	"       wake-at TIME | wake-at never | extend DURATION\n" +
+	"asks the host to put this VM to sleep, to take a snapshot of it, not to put it to sleep\n" +
+	"for want of use for some time, to wake it at a time, as 2026-11-23T06:00:00Z, or to let it\n" +
+	"last for some time from now. The VM's owner has to allow it: drowse run --allow-self.\n"
 
 // askHost asks the host for something about this VM.
 func askHost(args []string) (exit int) {
@@ -117,6 +119,9 @@ func askHost(args []string) (exit int) {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 		return 1
 	}
+	if !a.Expires.IsZero() {
+		os.Stdout.WriteString(a.Expires.Format(time.RFC3339) + "\n")
+	}
 	if a.Snapshot != "" {
 		os.Stdout.WriteString(a.Snapshot + "\n")
 	}
@@ -132,7 +137,14 @@ func selfRequest(args []string) (r agentpb.SelfRequest, err error) {
 		if len(args) == 2 {
 			r.Note = args[1]
 		}
-	case len(args) == 2 && args[0] == agentpb.SelfHold:
+	case len(args) == 2 && args[0] == "wake-at":
+		r.Do = agentpb.SelfWake
+		if args[1] != "never" {
+			if r.At, err = time.Parse(time.RFC3339, args[1]); err != nil {
+				return r, fmt.Errorf("%q is no time, as 2026-11-23T06:00:00Z, and not never", args[1])
+			}
+		}
+	case len(args) == 2 && (args[0] == agentpb.SelfHold || args[0] == agentpb.SelfExtend):
 		d, err := time.ParseDuration(args[1])
 		if err != nil || d < time.Second || d%time.Second != 0 {
 			return r, fmt.Errorf("%q is no duration of whole seconds, as 90s or 10m", args[1])

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"time"
 	"unicode/utf8"
 )
 
@@ -18,6 +20,8 @@ const (
 	SelfSleep    = "sleep"    // to be put to sleep
 	SelfSnapshot = "snapshot" // a named snapshot, while it runs on
 	SelfHold     = "hold"     // not to be put to sleep for want of use, for some time
+	SelfWake     = "wake"     // to be woken at a time
+	SelfExtend   = "extend"   // to last for some time yet
 )
 
 // Bounds of the two lines, in bytes.
@@ -32,8 +36,10 @@ type SelfRequest struct {
 	Do string `json:"do"`
 	// Note is kept with the snapshot, at most 256 bytes.
 	Note string `json:"note,omitempty"`
-	// Seconds is how long SelfHold holds; 0 ends one.
+	// Seconds is how long SelfHold holds, where 0 ends one, and how long SelfExtend lets it last from now on.
 	Seconds int `json:"seconds,omitempty"`
+	// At is when SelfWake wakes it; the zero time takes back what was asked for before.
+	At time.Time `json:"at,omitzero"`
 }
 
 // SelfAnswer is what the host says to that. That a VM is about to sleep is said before it does.
@@ -42,6 +48,8 @@ type SelfAnswer struct {
 	Error    string `json:"error,omitempty"`
 	Snapshot string `json:"snapshot,omitempty"`
 	Seconds  int    `json:"seconds,omitempty"`
+	// Expires is when the VM's time is over, after SelfExtend; without it it lasts for ever.
+	Expires time.Time `json:"expires,omitzero"`
 }
 
 // ErrSelf says that a line is no request.
@@ -61,12 +69,14 @@ func ParseSelfRequest(line []byte) (r SelfRequest, err error) {
 		return SelfRequest{}, fmt.Errorf("%w: there is more after the JSON object", ErrSelf)
 	}
 	switch {
-	case r.Do != SelfSleep && r.Do != SelfSnapshot && r.Do != SelfHold:
+	case !slices.Contains([]string{SelfSleep, SelfSnapshot, SelfHold, SelfWake, SelfExtend}, r.Do):
 		return SelfRequest{}, fmt.Errorf("%w: %q", ErrSelf, r.Do)
 	case r.Do != SelfSnapshot && r.Note != "" || len(r.Note) > MaxSelfNote:
 		return SelfRequest{}, fmt.Errorf("%w: a note of %d bytes for %s", ErrSelf, len(r.Note), r.Do)
-	case r.Do != SelfHold && r.Seconds != 0 || r.Seconds < 0:
+	case r.Do != SelfHold && r.Do != SelfExtend && r.Seconds != 0 || r.Seconds < 0 || r.Do == SelfExtend && r.Seconds == 0:
 		return SelfRequest{}, fmt.Errorf("%w: %d seconds for %s", ErrSelf, r.Seconds, r.Do)
+	case r.Do != SelfWake && !r.At.IsZero():
+		return SelfRequest{}, fmt.Errorf("%w: a time for %s", ErrSelf, r.Do)
 	}
 	return r, nil
 }

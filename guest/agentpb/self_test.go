@@ -4,6 +4,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -18,6 +19,13 @@ func TestParseSelfRequest(t *testing.T) {
 		{name: "a snapshot with a note", line: `{"do":"snapshot","note":"x y"}`, want: agentpb.SelfRequest{Do: "snapshot", Note: "x y"}},
 		{name: "a hold", line: `{"do":"hold","seconds":60}`, want: agentpb.SelfRequest{Do: "hold", Seconds: 60}},
 		{name: "the end of a hold", line: `{"do":"hold"}`, want: agentpb.SelfRequest{Do: "hold"}},
+		{name: "a wake", line: `{"do":"wake","at":"2026-11-23T06:00:00Z"}`, want: agentpb.SelfRequest{Do: "wake", At: time.Date(2026, 11, 23, 6, 0, 0, 0, time.UTC)}},
+		{name: "no wake any more", line: `{"do":"wake"}`, want: agentpb.SelfRequest{Do: "wake"}},
+		{name: "more time", line: `{"do":"extend","seconds":60}`, want: agentpb.SelfRequest{Do: "extend", Seconds: 60}},
+		{name: "more time, of none", line: `{"do":"extend"}`, bad: true},
+		{name: "seconds for a wake", line: `{"do":"wake","seconds":60}`, bad: true},
+		{name: "a time for a hold", line: `{"do":"hold","at":"2026-11-23T06:00:00Z"}`, bad: true},
+		{name: "a time that is none", line: `{"do":"wake","at":"tomorrow"}`, bad: true},
 		{name: "nothing", line: ``, bad: true},
 		{name: "something else", line: `{"do":"rm"}`, bad: true},
 		{name: "another VM", line: `{"do":"sleep","name":"other"}`, bad: true},
@@ -40,7 +48,7 @@ func TestParseSelfRequest(t *testing.T) {
 }
 
 func FuzzParseSelfRequest(f *testing.F) {
-	for _, s := range []string{`{"do":"sleep"}`, `{"do":"snapshot","note":"x"}`, `{"do":"hold","seconds":5}`, `{`, `null`} {
+	for _, s := range []string{`{"do":"sleep"}`, `{"do":"snapshot","note":"x"}`, `{"do":"hold","seconds":5}`, `{"do":"wake","at":"2026-11-23T06:00:00Z"}`, `{"do":"extend","seconds":5}`, `{`, `null`} {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, line []byte) {
@@ -51,7 +59,7 @@ func FuzzParseSelfRequest(f *testing.F) {
 			}
 			return
 		}
-		if len(r.Note) > agentpb.MaxSelfNote || r.Seconds < 0 || r.Do == "" {
+		if len(r.Note) > agentpb.MaxSelfNote || r.Seconds < 0 || r.Do == "" || !r.At.IsZero() && r.Do != agentpb.SelfWake {
 			t.Errorf("%+v was taken", r)
 		}
 	})

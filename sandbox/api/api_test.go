@@ -451,6 +451,9 @@ func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
 		"an unknown parameter":      {method: "GET", path: "/v1/sandboxes?onwer=x", status: 400, code: "invalid"},
 		"an unknown status":         {method: "GET", path: "/v1/sandboxes?status=x", status: 400, code: "invalid"},
 		"a policy that is none":     {method: "PUT", path: "/v1/sandboxes/a/policy", body: `{"rules":7}`, status: 400, code: "policy"},
+		"a timer and none":          {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z"},"no_wake":true}`, status: 400, code: "invalid"},
+		"a timer without a time":    {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"every_seconds":60}}`, status: 400, code: "invalid"},
+		"a timer out of bounds":     {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":-1}}`, status: 400, code: "label"},
 		"another origin":            {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "http://evil.example"}, status: 403, code: wire.CodeForbidden},
 		"no origin at all":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "null"}, status: 403, code: wire.CodeForbidden},
 		"from another site":         {method: "GET", path: "/v1/sandboxes", header: [2]string{"Sec-Fetch-Site", "cross-site"}, status: 403, code: wire.CodeForbidden},
@@ -504,6 +507,34 @@ func TestUpdate_changes_what_is_said_and_nothing_else(t *testing.T) {
 	if err != nil || got.Owner != owner || !got.Expires.IsZero() {
 		t.Errorf("got %+v, %v", got, err)
 	}
+}
+
+func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	ctx := t.Context()
+	timer := sandbox.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
+	label := func(want sandbox.Timer) {
+		t.Helper()
+		if l, err := s.vms.Label("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
+			t.Fatalf("the label has %+v, %v, want %+v", l.Wake, err, want)
+		}
+	}
+	got, err := s.client.Update(ctx, "a", fleet.Changes{Wake: &timer})
+	if err != nil || !got.NextWake.Equal(timer.At) {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	label(timer)
+	owner := "web"
+	if got, err = s.client.Update(ctx, "a", fleet.Changes{Owner: &owner}); err != nil || !got.NextWake.Equal(timer.At) {
+		t.Fatalf("after another change: %+v, %v", got, err)
+	}
+	label(timer)
+	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &sandbox.Timer{}})
+	if err != nil || !got.NextWake.IsZero() || got.Owner != owner {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	label(sandbox.Timer{})
 }
 
 func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {

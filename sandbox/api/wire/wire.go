@@ -141,7 +141,10 @@ type Changes struct {
 	Expires  *time.Time     `json:"expires,omitempty"`
 	NoExpiry bool           `json:"no_expiry,omitempty"`
 	Keep     *lifetime.Keep `json:"keep,omitempty"`
-	Reset    bool           `json:"reset,omitempty"`
+	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
+	Wake   *sandbox.Timer `json:"wake,omitempty"`
+	NoWake bool           `json:"no_wake,omitempty"`
+	Reset  bool           `json:"reset,omitempty"`
 
 	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
 	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
@@ -153,11 +156,14 @@ type Changes struct {
 // ChangesOf are changes as they are sent.
 func ChangesOf(c fleet.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
 		out.Expires, out.NoExpiry = nil, true
+	}
+	if c.Wake != nil && *c.Wake == (sandbox.Timer{}) {
+		out.Wake, out.NoWake = nil, true
 	}
 	return out
 }
@@ -165,7 +171,7 @@ func ChangesOf(c fleet.Changes) Changes {
 // Fleet are the changes as a Fleet takes them.
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
 		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
@@ -173,6 +179,14 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 			return out, fmt.Errorf("%w: both expires and no_expiry are given: give one of them", sandbox.ErrSpec)
 		}
 		out.Expires = &time.Time{}
+	}
+	switch {
+	case c.NoWake && c.Wake != nil:
+		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", sandbox.ErrSpec)
+	case c.NoWake:
+		out.Wake = &sandbox.Timer{}
+	case c.Wake != nil && c.Wake.At.IsZero():
+		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", sandbox.ErrSpec)
 	}
 	return out, nil
 }

@@ -1,0 +1,136 @@
+package sandbox
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+func labelOf(t *testing.T, s *Store, name string) Label {
+	t.Helper()
+	l, err := s.Label(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_owners(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+	soon, later := time.Now().Add(time.Hour).UTC().Truncate(time.Millisecond), time.Now().Add(2*time.Hour).UTC().Truncate(time.Millisecond)
+	for _, at := range []time.Time{later, soon, {}, soon} {
+		if err := s.selfWake(t.Context(), "a", at); err != nil {
+			t.Fatal(err)
+		}
+		if l := labelOf(t, s, "a"); !l.Wake.At.Equal(at) || l.Wake.Every != 0 {
+			t.Fatalf("asked for %v, got %+v", at, l.Wake)
+		}
+	}
+	if e := wantTold(t, s, events.Updated, events.Updated, events.Updated, events.Updated); e.Cause != events.Guest {
+		t.Fatalf("%+v", e)
+	}
+	if err := s.selfWake(t.Context(), "a", time.Now().Add(-time.Second)); !errors.Is(err, ErrLabel) {
+		t.Fatalf("a time that is over: %v", err)
+	}
+	for name, owners := range map[string]Timer{"once": {At: later}, "at the guest's time, again and again": {At: soon, Every: 3600}} {
+		if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Wake = owners; return nil }); err != nil {
+			t.Fatal(err)
+		}
+		for _, at := range []time.Time{soon.Add(time.Minute), {}} {
+			if err := s.selfWake(t.Context(), "a", at); !errors.Is(err, ErrOwnersTimer) {
+				t.Errorf("the owner's timer, %s: %v", name, err)
+			}
+		}
+		if l := labelOf(t, s, "a"); !l.Wake.At.Equal(owners.At) || l.Wake.Every != owners.Every {
+			t.Errorf("the owner's timer, %s, is %+v", name, l.Wake)
+		}
+	}
+}
+
+func TestSelfWake_that_is_of_no_use_to_an_ephemeral_sandbox_is_refused(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, &Label{Class: lifetime.Ephemeral})
+	if err := s.selfWake(t.Context(), "a", time.Now().Add(time.Hour)); !errors.Is(err, ErrLabel) {
+		t.Fatal(err)
+	}
+}
+
+func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
+	s := tempStore(t)
+	may := SelfSpec{Allow: []string{"extend=2h"}}
+	own := time.Now().Add(time.Hour).UTC().Truncate(time.Second)
+	labelled(t, s, "a", Stopped, &Label{Expires: own})
+	hours := func(n int) int { return n * 3600 }
+	if got, err := s.selfExtend(t.Context(), "a", may, 60); err != nil || !got.Equal(own) {
+		t.Fatalf("it was shortened: %v, %v", got, err)
+	}
+	wantTold(t, s)
+	first, err := s.selfExtend(t.Context(), "a", may, hours(2))
+	if err != nil || !first.After(own) || !labelOf(t, s, "a").Expires.Equal(first) {
+		t.Fatalf("%v, %v", first, err)
+	}
+	if e := wantTold(t, s, events.Extended); e.Cause != events.Guest {
+		t.Fatalf("%+v", e)
+	}
+	// From the owner's time, not from its own: it cannot go on and on.
+	if _, err := s.selfExtend(t.Context(), "a", may, hours(4)); !errors.Is(err, ErrExtension) || !strings.Contains(err.Error(), own.Add(2*time.Hour).Format(time.RFC3339)) {
+		t.Fatal(err)
+	}
+	if l := labelOf(t, s, "a"); !l.Expires.Equal(first) {
+		t.Fatalf("what was refused has set %v", l.Expires)
+	}
+	// The owner has set another time: it counts from there.
+	own = own.Add(24 * time.Hour)
+	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Expires = own; return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := s.selfExtend(t.Context(), "a", may, hours(26)); err != nil || !got.After(own) {
+		t.Fatalf("%v, %v", got, err)
+	}
+	labelled(t, s, "ever", Stopped, nil)
+	if got, err := s.selfExtend(t.Context(), "ever", may, hours(1)); err != nil || !got.IsZero() {
+		t.Fatalf("one that lasts for ever: %v, %v", got, err)
+	}
+	labelled(t, s, "over", Stopped, &Label{Expires: time.Now().Add(-time.Minute)})
+	if _, err := s.selfExtend(t.Context(), "over", may, 60); !errors.Is(err, ErrExpired) {
+		t.Fatalf("one that has expired: %v", err)
+	}
+}
+
+func TestSelf_wakes_and_extends_only_with_the_words_for_it(t *testing.T) {
+	t.Parallel()
+	at := time.Date(2026, 11, 23, 6, 0, 0, 0, time.UTC)
+	s, _, trail := newSelf(t, guest.SelfWake, "extend=1h")
+	s.wake = func(got time.Time) error {
+		if !got.Equal(at) {
+			t.Errorf("woken at %v", got)
+		}
+		return nil
+	}
+	s.extend = func(seconds int) (time.Time, error) { return at.Add(time.Duration(seconds) * time.Second), nil }
+	if a, then := s.do(guest.SelfRequest{Do: guest.SelfWake, At: at}); !a.OK || then != nil {
+		t.Errorf("%+v", a)
+	}
+	if a, _ := s.do(guest.SelfRequest{Do: guest.SelfExtend, Seconds: 60}); !a.OK || !a.Expires.Equal(at.Add(time.Minute)) {
+		t.Errorf("%+v", a)
+	}
+	var got []string
+	for _, e := range trail() {
+		got = append(got, strings.Join(e.Argv, " "))
+	}
+	if strings.Join(got, "|") != "wake 2026-11-23T06:00:00Z|extend 1m0s" {
+		t.Errorf("recorded: %q", got)
+	}
+	s, _, _ = newSelf(t, guest.SelfHold)
+	for _, r := range []guest.SelfRequest{{Do: guest.SelfWake, At: at}, {Do: guest.SelfExtend, Seconds: 60}} {
+		if a, _ := s.do(r); a.OK {
+			t.Errorf("%s was done without the word for it", r.Do)
+		}
+	}
+}
