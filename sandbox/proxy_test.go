@@ -28,10 +28,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// caller asks an API whenever it is told to, with the key that it believes to have. It is told where the answer is to go, and asks
-// on a thread of its own if that is not where answers usually go.
+// caller asks an API whenever it is told to, with the key that it believes to have.
 const caller = `
-import _thread, os, socket, ssl
+import os, socket, ssl
 trust = ssl.create_default_context() # by SSL_CERT_FILE
 def ask():
     host, port = os.environ['https_proxy'].removeprefix('http://').split(':')
@@ -46,48 +45,25 @@ def ask():
     while p := s.recv(4096):
         got += p
     return got.split(b'\r\n\r\n')[1].decode().strip()
-def answer(to):
+while True:
+    open('/run/call').read()
     try:
         out = ask()
     except Exception as e:
         out = repr(e)
-    with open(to, 'w') as f:
+    with open('/run/called', 'w') as f:
         f.write('%d %s\n' % (os.getpid(), out))
-while True:
-    to = open('/run/call').read().strip()
-    if to == '/run/called':
-        answer(to)
-    else:
-        _thread.start_new_thread(answer, (to,))
 `
 
-// call has caller ask, and called waits for its answer. Beside it, callLate and calledLate are another request.
-const (
-	call       = "echo /run/called > /run/call"
-	called     = "cat /run/called"
-	callLate   = "echo /run/late > /run/call"
-	calledLate = "cat /run/late"
-)
+// call has caller ask.
+const call = "echo > /run/call; cat /run/called"
 
 // apiServer answers by TLS, and notes the keys that it is asked with.
 type apiServer struct {
 	roots string // a file with the certificate of its authority
 
-	mu   sync.Mutex // guards what follows
+	mu   sync.Mutex // guards keys
 	keys []string
-	gate *gate // of the next request
-}
-
-// A gate holds one request back.
-type gate struct{ arrived, open chan struct{} }
-
-// hold has the next request wait for its answer until the gate is open.
-func (s *apiServer) hold() *gate {
-	g := &gate{make(chan struct{}), make(chan struct{})}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.gate = g
-	return g
 }
 
 func (s *apiServer) got() []string {
@@ -125,17 +101,7 @@ func (o *outside) api(at string) *apiServer {
 			auth := r.Header.Get("Authorization")
 			s.mu.Lock()
 			s.keys = append(s.keys, auth)
-			g := s.gate
-			s.gate = nil
 			s.mu.Unlock()
-			if g != nil {
-				close(g.arrived)
-				select {
-				case <-g.open:
-				case <-r.Context().Done():
-					return
-				}
-			}
 			_, _ = io.WriteString(w, "hello, you have "+auth)
 		}),
 	}
@@ -153,7 +119,7 @@ func startCaller(t *testing.T, e *guesttest.Env, vm string) (holder string) {
 	if err := c.WriteFile(t.Context(), "/root/caller.py", strings.NewReader(caller), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	cmd, err := e.Store.Command(vm, guest.Cmd{Argv: []string{"/bin/sh", "-c", "mkfifo /run/call /run/called /run/late; exec python3 -S /root/caller.py"}, Detach: true})
+	cmd, err := e.Store.Command(vm, guest.Cmd{Argv: []string{"/bin/sh", "-c", "mkfifo /run/call /run/called; exec python3 -S /root/caller.py"}, Detach: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +156,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	asked := 0
 	works := func(when string) (pid string) {
 		t.Helper()
-		said := e.Sh(vm, "test ! -e /run/secrets/API_KEY && "+call+" && "+called)
+		said := e.Sh(vm, "test ! -e /run/secrets/API_KEY && "+call)
 		asked++
 		if got := api.got(); len(got) != asked || got[asked-1] != "Bearer "+key {
 			t.Fatalf("%s: the server has got %q, want the key for the %dth time; the program says %q", when, got, asked, said)
@@ -202,8 +168,15 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 		return pid
 	}
 	pid := works("at first")
-	if n := injections(t, e, vm); n != 1 {
-		t.Errorf("%d events of requests with a secret, want 1", n)
+	var injected int
+	err := e.Store.NetworkEvents(t.Context(), vm, false, func(ev sandbox.NetEvent) error {
+		if ev.Reason == netpolicy.ReasonInject && ev.Verdict == netpolicy.Allow && ev.Host == "api.example" && ev.Secret == "API_KEY" && ev.Status == 200 && ev.Rule == "api" && ev.PeerPort == 443 {
+			injected++
+		}
+		return nil
+	})
+	if err != nil || injected != 1 {
+		t.Errorf("%d events of requests with a secret, %v", injected, err)
 	}
 	search := func(what, snap string) {
 		t.Helper()
@@ -216,9 +189,6 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 			t.Errorf("%s: the placeholder is not in memory: the search does not work", what)
 		}
 	}
-	fork := forkOfAGuestWithKeys(t, e, vm, key, api, pid)
-	asked += 2
-	search("a fork in the midst of a request", fork)
 	search("a sleep", e.Sleep(vm).Snapshot)
 
 	// The program goes on with what it has in memory. Its owner hands the key in.
@@ -236,68 +206,4 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 		t.Errorf("it is process %s, and was %s", again, pid)
 	}
 	search("a second sleep", e.Sleep(vm).Snapshot)
-}
-
-// injections are how many events a VM has of requests to the API with its secret.
-func injections(t *testing.T, e *guesttest.Env, vm string) (n int) {
-	t.Helper()
-	err := e.Store.NetworkEvents(t.Context(), vm, false, func(ev sandbox.NetEvent) error {
-		if ev.Reason == netpolicy.ReasonInject && ev.Verdict == netpolicy.Allow && ev.Host == "api.example" && ev.Secret == "API_KEY" && ev.Status == 200 && ev.Rule == "api" && ev.PeerPort == 443 {
-			n++
-		}
-		return nil
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return n
-}
-
-// forkOfAGuestWithKeys forks a VM while its program waits for the answer to a request with its key. The program in the VM gets its
-// answer. The one in the fork has the same placeholder and trusts the same authority, but no key of its VM's: it waits for one of
-// its own, and the API has got two requests more in all. It returns the snapshot of the fork.
-func forkOfAGuestWithKeys(t *testing.T, e *guesttest.Env, vm, key string, api *apiServer, pid string) (snap string) {
-	t.Helper()
-	before := api.got()
-	g := api.hold()
-	e.Sh(vm, callLate)
-	select {
-	case <-g.arrived:
-	case <-time.After(4 * time.Minute):
-		t.Fatal("the request has not reached the server")
-	}
-	res, err := e.Store.Fork(t.Context(), e.Launcher, vm, sandbox.ForkOptions{Name: "heir"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if list, err := e.Store.Secrets(t.Context(), "heir"); err != nil || len(list) != 0 {
-		t.Errorf("a fork has %+v, %v", list, err)
-	}
-	// The fork's program asks before there is a key, with which it would be answered at once.
-	e.Sh("heir", call)
-	own := randomText(t, "sk-")
-	if len(own) != len(key) || own == key {
-		t.Fatal("the keys are of no use")
-	}
-	if err := e.Store.SetSecrets(t.Context(), "heir", sandbox.Secret{SecretFile: sandbox.SecretFile{Name: "API_KEY"}, Value: []byte(own)}); err != nil {
-		t.Fatal(err)
-	}
-	want := pid + " hello, you have Bearer " + strings.Repeat("*", len(key))
-	if said := e.Sh("heir", "test ! -e /run/secrets/API_KEY && "+called); said != want {
-		t.Errorf("the fork's program says %q, want %q", said, want)
-	}
-	close(g.open)
-	if said := e.Sh(vm, calledLate); said != want {
-		t.Errorf("the program whose VM was forked meanwhile says %q, want %q", said, want)
-	}
-	if got := api.got()[len(before):]; !slices.Equal(got, []string{"Bearer " + key, "Bearer " + own}) {
-		t.Errorf("the server has got %q, want the VM's key and then the fork's", got)
-	}
-	if of, by := injections(t, e, vm), injections(t, e, "heir"); of != 2 || by != 1 {
-		t.Errorf("the VM has %d events of requests with a secret and its fork %d, want 2 and 1", of, by)
-	}
-	if err := e.Store.Remove(t.Context(), "heir", true); err != nil {
-		t.Fatal(err)
-	}
-	return res.Snapshot
 }
