@@ -235,7 +235,7 @@ func (h *history) check(dir string) error {
 	return r.compare(filepath.Join(dir, "next"))
 }
 
-var powerSeeds = flag.Int("snapshot.powercuts", 2000, "how many losses of power to simulate")
+var powerSeeds = flag.Int("snapshot.powercuts", 1000, "how many losses of power to simulate")
 
 // What was not synced when the power failed is there, or not, or in part, in any
 // order: every snapshot that Create had said is there is whole, and any other is

@@ -180,7 +180,7 @@ func collectDuringFault(p *Pager, touch func(uint64, []byte) error, collect bool
 func TestTheCollectorAndThePagerDoNotWaitForEachOther(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	newPagerFor(t, openSnapshot(t, dir), Options{}) // skips where there is no userfaultfd
-	const tries = 5
+	const tries = 3
 	run := func(name string, limit time.Duration) error {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
