@@ -244,7 +244,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launch(ctx, l, r.Spec, "")
+	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name})
 }
 
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
@@ -255,8 +255,13 @@ var errBetween = errors.New("the VM is falling asleep or being woken")
 // case when Wake returns. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
 // what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+	return s.wake(ctx, l, name, nil)
+}
+
+// wake is Wake. hold, if not nil, is the socket by which the VM is held awake from its first moment on, if this call wakes it.
+func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
 	for {
-		rep, err := s.wakeOnce(ctx, l, name)
+		rep, err := s.wakeOnce(ctx, l, name, hold)
 		if !errors.Is(err, errBetween) {
 			return rep, err
 		}
@@ -268,7 +273,7 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
@@ -307,7 +312,12 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, 
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launch(ctx, l, r.Spec, r.Snapshot)
+	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil}
+	var files []*os.File
+	if hold != nil {
+		files = []*os.File{hold}
+	}
+	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
 		return Report{}, errBetween
@@ -485,12 +495,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	return r, nil
 }
 
-// launch starts the process of a VM and waits for its report.
-func (s *Store) launch(ctx context.Context, l Launcher, spec Spec, snapshotID string) (rep Report, err error) {
-	return s.launchWith(ctx, l, spec.shape(), order{Name: spec.Name, Snapshot: snapshotID})
-}
-
-// launchWith is launch for any order, with the files that belong to it after that for
+// launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report, and waits for
 // the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
 	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
