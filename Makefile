@@ -114,7 +114,7 @@ workloads-state: build kernel
 
 test-workloads: workloads-state image
 	@go test -tags workloads -count 1 -run UnderLoad -v ./sandbox
-	@go test -tags workloads -count 1 -timeout 90m -v ./internal/workloads
+	@go test -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/workloads
 
 # The program of the container is made outside, where the processor is not emulated.
 test-workloads-hard: workloads-state
@@ -122,7 +122,7 @@ test-workloads-hard: workloads-state
 	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
-	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
+	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
 # test-browser has a Chromium open the page of drowse serve, on VMs in memory and once before a guest. It is not a part of test: the browser is 130 MB to download and
 # 440 MB to install.
@@ -137,6 +137,16 @@ test-browser: test-state $(REPORT)
 agent-proofs: test-state
 	@go test -count 1 -v -run TestBulk ./guest -bulk-mib 1024
 	@go test -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
+
+# agent-proofs-hard shows it with a real guest, on a KVM of the hardware kind that is emulated if need be: copies of 1 GiB into it and out of it,
+# 100 commands at once, one that prints 1 GiB, and one that floods and stalls all streams. Half an hour. Less: make agent-proofs-hard BULK='-bulk-mib 64'.
+BULK ?= -bulk-mib 1024
+.PHONY: agent-proofs-hard
+agent-proofs-hard: test-state
+	@scripts/deps hard
+	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@bin/hwkvm --prepare
+	@go test -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/workloads $(BULK)
 
 # life-proofs has clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
 # and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.
