@@ -218,6 +218,48 @@ func (s *screen) until(t *testing.T, want string) {
 	}
 }
 
+// guestForksItself has a guest ask for a child, which goes on from the middle of asking, and for one more than it may have.
+func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
+	// As drowse serve does.
+	ctx, stop := context.WithCancel(t.Context())
+	served := make(chan []error, 1)
+	go func() {
+		var errs []error
+		for ctx.Err() == nil {
+			if err := e.Store.ForkAsked(ctx, e.Launcher, name); err != nil {
+				errs = append(errs, err)
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+		served <- errs
+	}()
+	said := strings.Fields(e.Sh(name, selfProgram+"fork; echo $? > /run/forked; cat /run/forked; "+selfProgram+"fork 2>&1 >/dev/null; echo $?"))
+	stop()
+	if errs := <-served; len(errs) != 1 || !errors.Is(errs[0], sandbox.ErrSelfLimit) {
+		t.Errorf("serving two requests: %v", errs)
+	}
+	if len(said) < 4 || said[1] != "0" || said[len(said)-1] != "1" || !strings.Contains(strings.Join(said, " "), sandbox.ErrSelfLimit.Error()) {
+		t.Fatalf("the guest is told %q", said)
+	}
+	child, err := e.Store.Get(said[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if child.Fork == nil || !child.Fork.Asked || child.Fork.Parent != name || strings.Contains(strings.Join(child.Spec.Self.Allow, " "), guest.SelfFork) {
+		t.Errorf("the child is %+v, and may ask for %v", child.Fork, child.Spec.Self.Allow)
+	}
+	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		if got := e.Sh(child.Spec.Name, "cat /run/forked || true"); got == "3" {
+			break
+		} else if got != "" || time.Now().After(end) {
+			t.Fatalf("in the child, asking has ended with %q, want 3", got)
+		}
+	}
+	if err := e.Store.Remove(t.Context(), child.Spec.Name, true); err != nil {
+		t.Error(err)
+	}
+}
+
 // guestAsksItsHost has a guest ask for what it may, and for what it may not.
 func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	id := e.Sh(name, selfProgram+"snapshot 'made by me'")
@@ -239,6 +281,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	} else if err := e.Store.RemoveSnapshot(t.Context(), id); err != nil {
 		t.Error(err)
 	}
+	guestForksItself(t, e, name)
 	// What has asked goes on when the VM is awake again. A hold is for sleeps that nobody has asked for.
 	s, err := e.Agent(name).Start(t.Context(), guest.Cmd{
 		Argv: []string{"/bin/sh", "-c", selfProgram + "hold 60s && " + selfProgram + "sleep"}, Detach: true, ID: "asks",
@@ -265,7 +308,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	if got := strings.Join(asked, "|"); got != "snapshot made by me|hold 1m0s|sleep" {
+	if got := strings.Join(asked, "|"); got != "snapshot made by me|fork|fork|hold 1m0s|sleep" {
 		t.Errorf("recorded: %q", got)
 	}
 }

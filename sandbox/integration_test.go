@@ -163,7 +163,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
 	e = guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}}})
+	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}}})
 	said = keep(e, "base")
 	return e, e.Sleep("base").Snapshot, said
 }

@@ -21,7 +21,17 @@ import (
 
 func tempStore(t *testing.T) *Store {
 	t.Helper()
-	s, err := OpenStore(t.TempDir())
+	// Short, since Unix sockets lie in it.
+	dir, err := os.MkdirTemp("", "ds")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	s, err := OpenStore(dir)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -170,7 +170,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s, v.wake}, v.log.Warn)
+	timed := newTimers(launchedVMs{s, v.wake, v.launcher}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
