@@ -189,7 +189,7 @@ func (f *forker) choose(o ForkOptions) error {
 	if err != nil {
 		return err
 	}
-	own.Wake, own.Asked.Wake, own.Asked.Fork = Timer{}, time.Time{}, AskedFork{} // that is for the one of which it was said
+	own = own.ForChild()
 	f.labels = make(map[string]*Label, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec

@@ -77,6 +77,14 @@ func (l Label) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
+// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer and what its guest has asked for. What the
+// guest has put its expiry off by counts for the child as well.
+func (l Label) ForChild() Label {
+	l.Wake, l.Asked.Wake, l.Asked.Fork = Timer{}, time.Time{}, AskedFork{}
+	l.Tags = slices.Clone(l.Tags)
+	return l
+}
+
 // empty says that it is what a VM without one has.
 func (l Label) empty() bool {
 	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -208,9 +207,8 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	}
 	var o sandbox.ForkOptions
 	for _, c := range children {
-		own := label
-		own.Wake = sandbox.Timer{}
-		own.Tags = append(slices.Clone(label.Tags), c.Tags...)
+		own := label.ForChild()
+		own.Tags = append(own.Tags, c.Tags...)
 		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Label: &own})
 	}
 	res, err := f.vms.Fork(ctx, name, o)
