@@ -139,6 +139,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 		return err
 	}
+	if err := p.stillMeant(o); err != nil {
+		return err
+	}
 	before := *p.r
 	if err := p.start(ctx, o); err != nil {
 		top := p.r.Disk
@@ -207,6 +210,24 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	p.keepPages()
 	return p.wait(ctx)
+}
+
+// stillMeant refuses an order that was given before others woke the VM, or booted it, and it slept or ended again: what it did meanwhile would be
+// lost, or its memory from then be put on a disk from now. It is called with the VM's lock held. Whoever gets ErrRunning looks again.
+func (p *process) stillMeant(o ServeOptions) error {
+	r := p.r
+	meant := true
+	switch {
+	case o.Snapshot != "":
+		meant = r.Snapshot == o.Snapshot && (r.Phase == Asleep || r.Maker != 0)
+	case o.Fork == nil && r.Phase == Asleep:
+		// Its memory is of no use if its volumes have moved on: see Start.
+		meant = errors.Is(p.store.checkVolumes(r, r.Snapshot), volume.ErrStale)
+	}
+	if !meant {
+		return fmt.Errorf("starting %s: %w: it has run since it was looked at, and is %s: try again", r.Spec.Name, ErrRunning, r.Phase)
+	}
+	return nil
 }
 
 // start boots or restores the guest.
