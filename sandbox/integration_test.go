@@ -545,16 +545,16 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				_, err := e.Store.Wake(ctx, e.Launcher, "d")
 				called <- err
 			}()
-			rep, err := e.Store.Wake(t.Context(), e.Launcher, "d")
-			if err != nil {
+			if _, err := e.Store.Wake(t.Context(), e.Launcher, "d"); err != nil {
 				t.Errorf("beside one that is called off after %v: %v", after, err)
 			}
+			woken, werr := e.Store.Get("d")
 			if err := <-called; err != nil && !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("called off after %v: %v", after, err)
 			}
 			cancel()
-			if r, err := e.Store.Get("d"); err != nil || r.Phase != sandbox.Running || r.PID != rep.PID {
-				t.Errorf("called off after %v: it is %+v, %v; it was woken as process %d", after, r, err, rep.PID)
+			if r, err := e.Store.Get("d"); errors.Join(err, werr) != nil || r.Phase != sandbox.Running || r.PID != woken.PID {
+				t.Errorf("called off after %v: it is %s as process %d, and was woken as process %d (%v, %v)", after, r.Phase, r.PID, woken.PID, err, werr)
 			}
 		}
 		if got := e.Sh("d", ask); got != said {
