@@ -119,17 +119,20 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
 	}
+	// Whoever ends the VM does not wait for a fork.
+	asking, cancel := context.WithCancel(ctx)
 	s := &self{
 		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
 		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
 		sleep:    func() { p.selfSleep(ctx) },
 		wake:     func(at time.Time) error { return p.store.selfWake(ctx, name, at) },
 		extend:   func(seconds int) (time.Time, error) { return p.store.selfExtend(ctx, name, spec, seconds) },
-		fork:     func() (string, error) { return p.store.selfFork(ctx, name) },
+		fork:     func() (string, error) { return p.store.selfFork(asking, name) },
 	}
 	var serving sync.WaitGroup
 	serving.Go(func() { guest.ServeSelf(l, s.do) })
 	return func() {
+		cancel()
 		l.Close()
 		serving.Wait()
 		s.end()

@@ -115,7 +115,8 @@ func (s *Store) selfFork(ctx context.Context, name string) (child string, err er
 		}
 		select {
 		case <-ctx.Done():
-			return "", ctx.Err()
+			// Or it would be made for a guest that does not wait for it.
+			return "", errors.Join(ctx.Err(), s.forgetFork(context.WithoutCancel(ctx), name, id, true))
 		case <-time.After(selfForkPoll):
 		}
 	}

@@ -89,6 +89,27 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 	}
 }
 
+func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := s.selfFork(ctx, "a")
+		ended <- err
+	}()
+	for labelOf(t, s, "a").Asked.Fork.ID == "" {
+		time.Sleep(time.Millisecond)
+	}
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("it has ended with %v", err)
+	}
+	if a := labelOf(t, s, "a").Asked.Fork; a != (AskedFork{}) {
+		t.Errorf("it leaves %+v", a)
+	}
+}
+
 func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 	s := tempStore(t)
 	labelled(t, s, "a", Stopped, nil)
