@@ -244,7 +244,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name})
+	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name, Shared: true})
 }
 
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
@@ -252,7 +252,7 @@ var errBetween = errors.New("the VM is falling asleep or being woken")
 
 // Wake brings a VM back from its last sleep. Waking one that runs does nothing, and of several that wake it at
 // once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
-// case when Wake returns. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
+// case when Wake returns. When ctx ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
 // what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
 	return s.wake(ctx, l, name, nil)
@@ -312,7 +312,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		return Report{}, err
 	}
 	lock.release()
-	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil}
+	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}
@@ -549,12 +549,17 @@ func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*
 	if err != nil {
 		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
 	}
-	stop := context.AfterFunc(ctx, func() { proc.kill(); r.Close() })
+	stop := context.AfterFunc(ctx, func() {
+		if !ord.Shared {
+			proc.kill()
+		}
+		r.Close()
+	})
 	defer stop()
 	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
 	switch {
 	case ctx.Err() != nil:
-		proc.wait(0)
+		s.calledOff(proc, name)
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.

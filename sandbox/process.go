@@ -105,6 +105,8 @@ type ServeOptions struct {
 	urgent func() (calm func())
 	// hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
 	hold *os.File
+	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that runs.
+	wanted func() bool
 }
 
 // Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
@@ -308,6 +310,10 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	if err := saved(); err != nil {
 		return errors.Join(err, p.in.Close())
+	}
+	// From here on others may use it: see Store.calledOff.
+	if o.wanted != nil && !o.wanted() {
+		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCalledOff), p.in.Close())
 	}
 	r.Phase = Running
 	// After a loss of power a VM that was starting is one that was running.

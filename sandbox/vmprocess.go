@@ -43,6 +43,8 @@ type order struct {
 	Fork bool `json:"fork,omitempty"`
 	// Hold says that whoever has given the order holds the VM awake, and has one end of a socket for that. No fork has it.
 	Hold bool `json:"hold,omitempty"`
+	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone knows.
+	Shared bool `json:"-"`
 	// Cause is on whose behalf; for the event.
 	Cause events.Cause `json:"cause,omitempty"`
 }
@@ -183,7 +185,7 @@ func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *S
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold, wanted: func() bool { return hasReader(report) },
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
