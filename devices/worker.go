@@ -26,7 +26,8 @@ type Worker struct {
 // StartWorker starts a worker that calls handle after each signal of event. The
 // event stays the caller's and must outlive the worker.
 func StartWorker(event *Event, handle func()) *Worker {
-	w := &Worker{event: event, handle: handle, done: make(chan struct{})}
+	// It rests until its goroutine has begun, so that Pause need not wait for that.
+	w := &Worker{event: event, handle: handle, resting: true, done: make(chan struct{})}
 	w.cond = sync.NewCond(&w.mu)
 	go w.run()
 	return w

@@ -25,7 +25,11 @@ const (
 	SelfHold     = agentpb.SelfHold
 	SelfWake     = agentpb.SelfWake
 	SelfExtend   = agentpb.SelfExtend
+	SelfFork     = agentpb.SelfFork
 )
+
+// SelfWords are all of them.
+func SelfWords() []string { return agentpb.SelfWords() }
 
 // SelfPath is where the host listens for what a guest asks for, given the path of the Unix socket that
 // stands for the vsock device.

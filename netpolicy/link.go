@@ -208,14 +208,37 @@ func prepare(cfg LinkConfig) error {
 	if !agentName.MatchString(cfg.Agent) {
 		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Agent)
 	}
+	return prepareRoot(cfg.root())
+}
+
+func prepareRoot(root string) error {
 	if err := mountBPFFS(); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(cfg.root(), bpffsMode); err != nil {
+	if err := os.MkdirAll(root, bpffsMode); err != nil {
 		return fmt.Errorf("making the directory of pins: %w", err)
 	}
 	// Whoever can change it can exchange the programs of agents that are yet to come.
-	return ownedByUs(cfg.root())
+	return ownedByUs(root)
+}
+
+// Preload has the kernel verify the programs that agents share, if nobody has since the host was started: the first Attach takes most of a
+// second otherwise. Empty is DefaultRoot. It may be called at any time.
+func Preload(root string) error {
+	root = LinkConfig{Root: root}.root()
+	if err := prepareRoot(root); err != nil {
+		return err
+	}
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return err
+	}
+	defer s.unlock()
+	p, _, err := s.openOrLoad()
+	if err != nil {
+		return err
+	}
+	return p.close()
 }
 
 func mountBPFFS() error {

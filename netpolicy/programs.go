@@ -462,7 +462,9 @@ type slotMap struct {
 func publish(maps []slotMap) (wait func() error, err error) {
 	done := make(chan error, len(maps))
 	for _, m := range maps {
-		go func() { done <- m.of.Put(m.slot, m.own) }()
+		// By its number: once it can be seen its owner may close it, while the writer still waits.
+		fd := uint32(m.own.FD())
+		go func() { done <- m.of.Put(m.slot, fd) }()
 	}
 	ended := 0
 	wait = func() error {

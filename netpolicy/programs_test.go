@@ -326,6 +326,24 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	}
 }
 
+func TestPreload_agent_that_comes_next_finds_the_programs(t *testing.T) {
+	ownNamespace(t)
+	root := testRoot(t)
+	for range 2 { // and a second time it changes nothing
+		if err := Preload(root); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first := programID(t, filepath.Join(programsOf(t, root), "calls"))
+	a, _ := attachOne(t, root, "a1")
+	if id := programID(t, filepath.Join(root, "a1", "calls")); id != first {
+		t.Errorf("the agent has program %d, and %d was loaded before it", id, first)
+	}
+	if err := a.Remove(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // programsOf2 is programsOf beside another version's.
 func programsOf2(t *testing.T, root string) string {
 	t.Helper()

@@ -218,6 +218,63 @@ func (s *screen) until(t *testing.T, want string) {
 	}
 }
 
+// guestForksItself has a guest ask for a child, which goes on from the middle of asking, and for one more than it may have.
+func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
+	// As drowse serve does.
+	ctx, stop := context.WithCancel(t.Context())
+	served := make(chan []error, 1)
+	go func() {
+		var errs []error
+		for ctx.Err() == nil {
+			if err := e.Store.ForkAsked(ctx, e.Launcher, name); err != nil {
+				errs = append(errs, err)
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+		served <- errs
+	}()
+	// It is not cut with the connection of whoever has started it.
+	p, err := e.Agent(name).Start(t.Context(), guest.Cmd{Detach: true, Argv: []string{"/bin/sh", "-c",
+		selfProgram + "fork > /run/child; echo $? > /run/forked; " + selfProgram + "fork 2> /run/why; echo $? > /run/again"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	wait := func(name, path string) string {
+		t.Helper()
+		for end := time.Now().Add(5 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
+			if got := e.Sh(name, "cat "+path+" || true"); got != "" || time.Now().After(end) {
+				return got
+			}
+		}
+	}
+	if again, why := wait(name, "/run/again"), e.Sh(name, "cat /run/why"); again != "1" || !strings.Contains(why, sandbox.ErrSelfLimit.Error()) {
+		t.Errorf("asking again has ended with %q: %s", again, why)
+	}
+	stop()
+	if errs := <-served; len(errs) != 1 || !errors.Is(errs[0], sandbox.ErrSelfLimit) {
+		t.Errorf("serving two requests: %v", errs)
+	}
+	if got := e.Sh(name, "cat /run/forked"); got != "0" {
+		t.Fatalf("asking has ended with %q", got)
+	}
+	child, err := e.Store.Get(e.Sh(name, "cat /run/child"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if child.Fork == nil || !child.Fork.Asked || child.Fork.Parent != name || strings.Contains(strings.Join(child.Spec.Self.Allow, " "), guest.SelfFork) {
+		t.Errorf("the child is %+v, and may ask for %v", child.Fork, child.Spec.Self.Allow)
+	}
+	if got := wait(child.Spec.Name, "/run/forked"); got != "3" {
+		t.Errorf("in the child, asking has ended with %q, want 3", got)
+	}
+	if err := e.Store.Remove(t.Context(), child.Spec.Name, true); err != nil {
+		t.Error(err)
+	}
+}
+
 // guestAsksItsHost has a guest ask for what it may, and for what it may not.
 func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	id := e.Sh(name, selfProgram+"snapshot 'made by me'")
@@ -239,6 +296,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	} else if err := e.Store.RemoveSnapshot(t.Context(), id); err != nil {
 		t.Error(err)
 	}
+	guestForksItself(t, e, name)
 	// What has asked goes on when the VM is awake again. A hold is for sleeps that nobody has asked for.
 	s, err := e.Agent(name).Start(t.Context(), guest.Cmd{
 		Argv: []string{"/bin/sh", "-c", selfProgram + "hold 60s && " + selfProgram + "sleep"}, Detach: true, ID: "asks",
@@ -265,7 +323,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	if got := strings.Join(asked, "|"); got != "snapshot made by me|hold 1m0s|sleep" {
+	if got := strings.Join(asked, "|"); got != "snapshot made by me|fork|fork|hold 1m0s|sleep" {
 		t.Errorf("recorded: %q", got)
 	}
 }

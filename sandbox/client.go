@@ -234,7 +234,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	case Running, Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
-	if err := s.notExpired(name); err != nil {
+	if _, err := s.lasting(name); err != nil {
 		return Report{}, err
 	}
 	switch r.Phase {
@@ -244,7 +244,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launch(ctx, l, r.Spec, "")
+	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name, Shared: true})
 }
 
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
@@ -252,11 +252,16 @@ var errBetween = errors.New("the VM is falling asleep or being woken")
 
 // Wake brings a VM back from its last sleep. Waking one that runs does nothing, and of several that wake it at
 // once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
-// case when Wake returns. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
+// case when Wake returns. When ctx ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
 // what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+	return s.wake(ctx, l, name, nil)
+}
+
+// wake is Wake. hold, if not nil, is the socket by which the VM is held awake from its first moment on, if this call wakes it.
+func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
 	for {
-		rep, err := s.wakeOnce(ctx, l, name)
+		rep, err := s.wakeOnce(ctx, l, name, hold)
 		if !errors.Is(err, errBetween) {
 			return rep, err
 		}
@@ -268,7 +273,7 @@ func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, erro
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
@@ -276,7 +281,11 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, 
 	if r.Phase == Running || r.Phase == Starting {
 		return s.awaitRunning(ctx, name)
 	}
-	if err := s.notExpired(name); err != nil {
+	label, err := s.lasting(name)
+	if err != nil {
+		return Report{}, err
+	}
+	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
 		return Report{}, err
 	}
 	if r.Snapshot == "" {
@@ -307,7 +316,12 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string) (Report, 
 		return Report{}, err
 	}
 	lock.release()
-	rep, err := s.launch(ctx, l, r.Spec, r.Snapshot)
+	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil, Shared: true}
+	var files []*os.File
+	if hold != nil {
+		files = []*os.File{hold}
+	}
+	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
 		return Report{}, errBetween
@@ -485,12 +499,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	return r, nil
 }
 
-// launch starts the process of a VM and waits for its report.
-func (s *Store) launch(ctx context.Context, l Launcher, spec Spec, snapshotID string) (rep Report, err error) {
-	return s.launchWith(ctx, l, spec.shape(), order{Name: spec.Name, Snapshot: snapshotID})
-}
-
-// launchWith is launch for any order, with the files that belong to it after that for
+// launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report, and waits for
 // the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
 	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
@@ -544,12 +553,17 @@ func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*
 	if err != nil {
 		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
 	}
-	stop := context.AfterFunc(ctx, func() { proc.kill(); r.Close() })
+	stop := context.AfterFunc(ctx, func() {
+		if !ord.Shared {
+			proc.kill()
+		}
+		r.Close()
+	})
 	defer stop()
 	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
 	switch {
 	case ctx.Err() != nil:
-		proc.wait(0)
+		s.calledOff(proc, name)
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.

@@ -39,6 +39,8 @@ type Origin struct {
 	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
 	Generation int       `json:"generation"`
 	Time       time.Time `json:"time"`
+	// Asked says that the guest of the other has asked for it: SelfSpec.
+	Asked bool `json:"asked,omitempty"`
 }
 
 // origin is that of a fork of r.
@@ -76,6 +78,9 @@ type ForkOptions struct {
 	Policy *netpolicy.Policy
 	// Children, if there are any, are what to make, instead of Count and Name.
 	Children []ForkChild
+
+	// asked says that the VM's guest has asked for it.
+	asked bool
 }
 
 // ForkChild is a child that is to be made.
@@ -126,7 +131,7 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	if err != nil {
 		return res, err
 	}
-	f := &forker{store: s, launcher: l, parent: r, early: o.Early, policy: o.Policy != nil, begin: begin}
+	f := &forker{store: s, launcher: l, parent: r, early: o.Early, asked: o.asked, policy: o.Policy != nil, begin: begin}
 	f.res = ForkResult{Parent: name, Children: make([]Report, o.Count), Stages: map[string]float64{}}
 	if err := f.choose(o); err != nil {
 		return res, err
@@ -172,6 +177,7 @@ type forker struct {
 	policy   bool              // the children have another policy than their parent
 	labels   map[string]*Label // by name
 	early    bool
+	asked    bool // by the guest
 	begin    time.Time
 	res      ForkResult
 }
@@ -183,11 +189,14 @@ func (f *forker) choose(o ForkOptions) error {
 	if err != nil {
 		return err
 	}
-	own.Wake = Timer{} // that is for the one of which it was said
+	own = own.ForChild()
 	f.labels = make(map[string]*Label, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""
+		if f.asked {
+			spec.Self = spec.Self.childless()
+		}
 		label := &own
 		if own.empty() {
 			label = nil // there is no file to wait for the disk for
@@ -261,6 +270,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 			return Report{}, err
 		}
 		r.Fork = f.parent.origin()
+		r.Fork.Asked = f.asked
 		// These may have been changed while the VM sleeps.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
 		if err := r.setLabel(f.labels[spec.Name]); err != nil {
@@ -280,6 +290,7 @@ func (f *forker) running(ctx context.Context) error {
 	defer c.close()
 	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.first.Pages, c.first.Stages
 	origin := f.parent.origin()
+	origin.Asked = f.asked
 	if err := f.inherit(); err != nil {
 		c.abort()
 		return err

@@ -5,11 +5,15 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Hold keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and must be
@@ -68,6 +72,45 @@ func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
 		return nil, ctx.Err()
 	}
 	return nil, err
+}
+
+// WakeHeld is Wake, with the VM held awake from its first moment on. If somebody else was about to wake it, or it was awake, there is no hold: see Hold.
+func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, *Hold, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return Report{}, nil, fmt.Errorf("waking %s: %w", name, err)
+	}
+	theirs := os.NewFile(uintptr(fds[1]), "hold")
+	conn, err := fileConn(os.NewFile(uintptr(fds[0]), "hold"))
+	if err != nil {
+		return Report{}, nil, errors.Join(fmt.Errorf("waking %s: %w", name, err), theirs.Close())
+	}
+	rep, err := s.wake(ctx, l, name, theirs)
+	if err = errors.Join(err, theirs.Close()); err != nil {
+		return rep, nil, errors.Join(err, conn.Close())
+	}
+	h := &Hold{cancel: func() { conn.Close() }, done: make(chan struct{}), ended: make(chan struct{})}
+	answer := bufio.NewReaderSize(conn, maxHoldLine)
+	// It was said before the report. Nobody has said anything if another process is the VM's.
+	if err := conn.SetReadDeadline(time.Now().Add(dismissTime)); err != nil {
+		return rep, nil, errors.Join(err, conn.Close())
+	}
+	line, err := answer.ReadSlice('\n')
+	if err == nil {
+		h.network, err = parseHeld(line)
+	}
+	if err == nil {
+		err = conn.SetReadDeadline(time.Time{})
+	}
+	if err != nil {
+		return rep, nil, conn.Close()
+	}
+	go func() {
+		defer close(h.ended)
+		defer close(h.done)
+		_, _ = answer.ReadByte() // it ends, the process has, or Release
+	}()
+	return rep, h, nil
 }
 
 // Done is closed when the VM does not run any more, or Release was called.
@@ -165,16 +208,43 @@ func (p *process) serveHold(w http.ResponseWriter, req *http.Request) {
 		_ = http.NewResponseController(w).Flush()
 	}
 	say(p.held())
+	p.hold(leave, req.Context().Done(), say)
+}
+
+// hold returns when a hold is over: gone says that whoever holds has let go.
+func (p *process) hold(leave, gone <-chan struct{}, say func(string)) {
 	select {
 	case <-leave:
 		say(holdEnds)
 		select {
-		case <-req.Context().Done():
+		case <-gone:
 		case <-time.After(dismissTime):
 		}
-	case <-req.Context().Done():
+	case <-gone:
 	case <-p.in.Machine().Done():
 	}
+}
+
+// heldBy grants a hold to whoever has had the VM woken and has the other end of a socket, before anybody knows that it is awake.
+func (p *process) heldBy(end *os.File) error {
+	conn, err := fileConn(end)
+	if err != nil {
+		return fmt.Errorf("holding the VM awake for whoever has woken it: %w", err)
+	}
+	leave, done := p.holders.join()
+	say := func(line string) { _, _ = io.WriteString(conn, line) }
+	say(p.held())
+	gone := make(chan struct{})
+	p.background.Go(func() {
+		defer close(gone)
+		_, _ = conn.Read(make([]byte, 1)) // nothing is sent
+	})
+	p.background.Go(func() {
+		defer done()
+		defer conn.Close()
+		p.hold(leave, gone, say)
+	})
+	return nil
 }
 
 // The lines of the answer to a hold. The first one goes on with the network, if the VM has one.

@@ -1,6 +1,10 @@
 package sandbox
 
 import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
 	"testing"
 	"time"
 )
@@ -78,5 +82,131 @@ func TestParseHeld_first_line_gives(t *testing.T) {
 				t.Errorf("%q is %+v, want %s", c.line, n, c.want)
 			}
 		})
+	}
+}
+
+// sleeper is a store with a VM that sleeps, but for a snapshot.
+func sleeper(t *testing.T, name string) *Store {
+	t.Helper()
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(s.vmDir(name), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.save(&Record{Version: recordVersion, ID: newID(), Phase: Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func TestWakeHeld(t *testing.T) {
+	t.Parallel()
+	const report = `echo '{"name":"a","faults":7}' >&3; exec 3>&-; `
+	for name, tc := range map[string]struct {
+		script string
+		held   bool
+		ends   bool // without a Release
+	}{
+		"process that holds until it is released": {script: `echo 'held {"tap":"t","address":"10.200.0.7"}' >&4; ` + report + `cat <&4`, held: true},
+		"process that ends":                       {script: `echo 'held {"tap":"t","address":"10.200.0.7"}' >&4; ` + report + `sleep 0.1`, held: true, ends: true},
+		"VM that is about to sleep":               {script: `echo 'held {"tap":"t","address":"10.200.0.7"}' >&4; ` + report + `echo ends >&4; cat <&4`, held: true, ends: true},
+		"process that holds nothing":              {script: report + `exec 4>&-`},
+		"process that says something else":        {script: `echo hello >&4; ` + report + `cat <&4`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := sleeper(t, "a")
+			rep, h, err := s.WakeHeld(t.Context(), shellLauncher(tc.script), "a")
+			if err != nil || rep.Faults != 7 {
+				t.Fatalf("%+v, %v", rep, err)
+			}
+			if (h != nil) != tc.held {
+				t.Fatalf("a hold %v, want %v", h != nil, tc.held)
+			}
+			if h == nil {
+				return
+			}
+			if n := h.Network(); n == nil || n.Address.String() != "10.200.0.7" {
+				t.Errorf("it is held with the network %+v", n)
+			}
+			if tc.ends {
+				<-h.Done()
+			} else {
+				select {
+				case <-h.Done():
+					t.Error("it is over before it is released")
+				case <-time.After(50 * time.Millisecond):
+				}
+			}
+			h.Release()
+			<-h.Done()
+			h.Release()
+		})
+	}
+}
+
+func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		change func(*Record)
+		done   bool
+	}{
+		"the same":               {func(r *Record) { r.Phase = Running }, true},
+		"something else as well": {func(r *Record) { r.Phase, r.Problem = Running, "x" }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := sleeper(t, "a")
+			r, err := s.load("a")
+			if err != nil {
+				t.Fatal(err)
+			}
+			ready := *r
+			ready.Phase = Running
+			a, err := s.ahead(&ready)()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if there, err := s.load("a"); err != nil || there.Phase != Asleep {
+				t.Fatalf("before it is committed: %+v, %v", there, err)
+			}
+			tc.change(r)
+			done, err := a.commit(r)
+			if err != nil || done != tc.done {
+				t.Fatalf("%v, %v, want %v", done, err, tc.done)
+			}
+			a.discard()
+			want := Asleep
+			if tc.done {
+				want = Running
+			}
+			if there, err := s.load("a"); err != nil || there.Phase != want {
+				t.Errorf("%+v, %v, want %s", there, err, want)
+			}
+			if left, err := filepath.Glob(filepath.Join(s.vmDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
+				t.Errorf("left: %q, %v", left, err)
+			}
+		})
+	}
+}
+
+func TestOrder_of_a_fork_has_no_hold(t *testing.T) {
+	t.Parallel()
+	s := sleeper(t, "a")
+	if err := s.obey(t.Context(), order{Name: "a", Fork: true, Hold: true}, []*os.File{nil, nil}, nil); err == nil {
+		t.Error("it was obeyed")
+	}
+	var ord order
+	for _, o := range []order{{Name: "a", Snapshot: "x", Hold: true}, {Name: "a", Fork: true}, {Name: "a"}} {
+		p, err := json.Marshal(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ord = order{}
+		if err := json.Unmarshal(p, &ord); err != nil || ord != o {
+			t.Errorf("%s becomes %+v, %v", bytes.TrimSpace(p), ord, err)
+		}
 	}
 }

@@ -391,11 +391,16 @@ func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions)
 }
 
 func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) error {
-	// The machine is put together while its state is being read.
-	assembled := make(chan error, 1)
-	go func() { assembled <- in.assemble(true) }()
-	states, err := in.open(dir)
-	if err := errors.Join(err, <-assembled); err != nil {
+	// The state is read while the machine is put together. The latter takes longer, so it does not wait for another thread to wake up.
+	var states []snapshot.Payload
+	opened := make(chan error, 1)
+	go func() {
+		var err error
+		states, err = in.open(dir)
+		opened <- err
+	}()
+	err := in.assemble(true)
+	if err := errors.Join(<-opened, err); err != nil {
 		return err
 	}
 	if err := in.machine.Import(fromPayloads(states)); err != nil {

@@ -163,7 +163,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
 	e = guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold}}})
+	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}}})
 	said = keep(e, "base")
 	return e, e.Sleep("base").Snapshot, said
 }
@@ -531,6 +531,31 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		if err := errors.Join(<-errs, <-errs); err != nil {
 			t.Error(err)
+		}
+		if got := e.Sh("d", ask); got != said {
+			t.Errorf("the keeper says %q", got)
+		}
+	})
+	sub("a wake that is called off takes the VM from nobody", func(t *testing.T, e *guesttest.Env) {
+		for _, after := range []time.Duration{0, 30 * time.Millisecond, 300 * time.Millisecond} {
+			e.Sleep("d")
+			ctx, cancel := context.WithTimeout(t.Context(), after)
+			called := make(chan error)
+			go func() {
+				_, err := e.Store.Wake(ctx, e.Launcher, "d")
+				called <- err
+			}()
+			if _, err := e.Store.Wake(t.Context(), e.Launcher, "d"); err != nil {
+				t.Errorf("beside one that is called off after %v: %v", after, err)
+			}
+			woken, werr := e.Store.Get("d")
+			if err := <-called; err != nil && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("called off after %v: %v", after, err)
+			}
+			cancel()
+			if r, err := e.Store.Get("d"); errors.Join(err, werr) != nil || r.Phase != sandbox.Running || r.PID != woken.PID {
+				t.Errorf("called off after %v: it is %s as process %d, and was woken as process %d (%v, %v)", after, r.Phase, r.PID, woken.PID, err, werr)
+			}
 		}
 		if got := e.Sh("d", ask); got != said {
 			t.Errorf("the keeper says %q", got)

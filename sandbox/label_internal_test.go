@@ -21,7 +21,17 @@ import (
 
 func tempStore(t *testing.T) *Store {
 	t.Helper()
-	s, err := OpenStore(t.TempDir())
+	// Short, since Unix sockets lie in it.
+	dir, err := os.MkdirTemp("", "ds")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	s, err := OpenStore(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,7 +127,7 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 			if _, err := s.Label("a"); !errors.Is(err, ErrLabel) || !strings.Contains(err.Error(), "--reset") {
 				t.Errorf("got %v, want ErrLabel with the remedy", err)
 			}
-			if err := s.notExpired("a"); err != nil {
+			if _, err := s.lasting("a"); err != nil {
 				t.Errorf("it is not to be woken: %v", err)
 			}
 			if freed, err := s.Sweep(t.Context()); err != nil || freed.Snapshots != 0 {

@@ -545,7 +545,7 @@ func receiveOrder(c *net.UnixConn) (ord order, files []*os.File, err error) {
 		return ord, files, fmt.Errorf("an order: %w", err)
 	}
 	want := 2
-	if ord.Fork {
+	if ord.third() {
 		want++
 	}
 	if len(files) != want {

@@ -38,7 +38,7 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			if err := p.Wait(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			rep, err := s.launch(t.Context(), p.Launcher(), Spec{Name: "a"}, "x")
+			rep, err := s.launchWith(t.Context(), p.Launcher(), Spec{Name: "a"}.shape(), order{Name: "a", Snapshot: "x"})
 			switch {
 			case tc.again && (err != nil || rep.Faults != 7):
 				t.Errorf("got %+v, %v, want the report of another process", rep, err)

@@ -228,7 +228,7 @@ func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {
 			serve(t, s.poolSocket())
 			l := shellLauncher(standsBy)
 			l.Supervised = true
-			rep, err := s.launch(t.Context(), l, Spec{Name: "a"}, "x")
+			rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.shape(), order{Name: "a", Snapshot: "x"})
 			if err != nil || rep.Faults != 7 {
 				t.Errorf("got %+v, %v, want the report of a process of its own", rep, err)
 			}

@@ -103,6 +103,10 @@ type ServeOptions struct {
 
 	// urgent, if not nil, has the process go before others until what it returns is called.
 	urgent func() (calm func())
+	// hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
+	hold *os.File
+	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that runs.
+	wanted func() bool
 }
 
 // Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
@@ -184,6 +188,11 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	// Before the background is waited for, and after it was told to end.
 	defer unask()
+	if o.hold != nil {
+		if err := p.heldBy(o.hold); err != nil {
+			return errors.Join(err, p.in.Close())
+		}
+	}
 	o.Report(p.report())
 	begun, details := p.begun(before.Maker != 0, o)
 	p.tellAs(cmp.Or(o.Cause, events.Library), begun, details)
@@ -247,14 +256,27 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
 	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
 	begun := make(chan error, 1)
-	if save := p.store.saveBy(writeFileAtomic, r); waking {
-		go func() { begun <- save() }()
+	save, ahead := p.store.saveBy(writeFileAtomic, r), &aheadRecord{}
+	if waking {
+		ready := *r
+		ready.Phase = Running
+		write := p.store.ahead(&ready)
+		go func() {
+			err := save()
+			if err == nil {
+				ahead, err = write()
+			}
+			begun <- err
+		}()
 	} else {
 		begun <- save()
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
 	// Nothing else may be written to the record's file before.
-	defer func() { _ = saved() }()
+	defer func() {
+		_ = saved()
+		ahead.discard()
+	}()
 	console, err := newRing(p.store.ConsoleLog(r.Spec.Name), maxConsoleLog)
 	if err != nil {
 		return err
@@ -289,8 +311,17 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err := saved(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
+	// From here on others may use it: see Store.calledOff.
+	if o.wanted != nil && !o.wanted() {
+		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCalledOff), p.in.Close())
+	}
 	r.Phase = Running
 	// After a loss of power a VM that was starting is one that was running.
+	if done, err := ahead.commit(r); err != nil {
+		return errors.Join(err, p.in.Close())
+	} else if done {
+		return nil
+	}
 	if err := p.store.saveBy(replaceFile, r)(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}

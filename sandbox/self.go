@@ -18,8 +18,9 @@ import (
 // SelfSpec says what programs in a VM may ask the host for, about this VM and no other. The grant is the
 // VM's: every program in it may use it. Forks and clones have it as well.
 type SelfSpec struct {
-	// Allow has "sleep", "snapshot", "hold", "wake" and "extend=TIME", or some of them. TIME, as 90m, 24h or 7d, is by how
-	// much the guest may put its expiry off in all, beyond what its owner has set. Empty is nothing: the guest finds nobody to ask.
+	// Allow has "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N", or some of them. TIME, as 90m, 24h or 7d, is by how
+	// much the guest may put its expiry off in all, beyond what its owner has set, and N how many children that it has asked for there may
+	// be at once, which have no such grant. Empty is nothing: the guest finds nobody to ask.
 	Allow []string `json:"allow,omitempty"`
 }
 
@@ -44,13 +45,18 @@ func (s SelfSpec) check() error {
 	for _, entry := range s.Allow {
 		what, amount, has := strings.Cut(entry, "=")
 		switch {
-		case !slices.Contains([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, what), has && what != guest.SelfExtend:
-			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s or %s=24h", ErrSpec, entry, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend)
+		case !slices.Contains(guest.SelfWords(), what), has && what != guest.SelfExtend && what != guest.SelfFork:
+			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s, %s=24h or %s=2", ErrSpec, entry, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend, guest.SelfFork)
 		case slices.Contains(seen, what):
 			return fmt.Errorf("%w: the guest is allowed %q twice", ErrSpec, what)
 		case what == guest.SelfExtend:
 			if d, err := lifetime.ParseDuration(amount); err != nil || d < time.Second || d > lifetime.MaxSeconds*time.Second {
 				return fmt.Errorf("%w: a guest cannot be allowed %q: say by how much in all it may put its expiry off, as %s=24h, and at most %d s", ErrSpec, entry, guest.SelfExtend, lifetime.MaxSeconds)
+			}
+		}
+		if what == guest.SelfFork {
+			if _, err := parseSelfForks(amount); err != nil {
+				return err
 			}
 		}
 		seen = append(seen, what)
@@ -90,6 +96,7 @@ type self struct {
 	sleep    func()
 	wake     func(at time.Time) error
 	extend   func(seconds int) (expires time.Time, err error)
+	fork     func() (child string, err error)
 	holders  *holdSet
 
 	mu    sync.Mutex // guards what follows
@@ -112,16 +119,20 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
 	}
+	// Whoever ends the VM does not wait for a fork.
+	asking, cancel := context.WithCancel(ctx)
 	s := &self{
 		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
 		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
 		sleep:    func() { p.selfSleep(ctx) },
 		wake:     func(at time.Time) error { return p.store.selfWake(ctx, name, at) },
 		extend:   func(seconds int) (time.Time, error) { return p.store.selfExtend(ctx, name, spec, seconds) },
+		fork:     func() (string, error) { return p.store.selfFork(asking, name) },
 	}
 	var serving sync.WaitGroup
 	serving.Go(func() { guest.ServeSelf(l, s.do) })
 	return func() {
+		cancel()
 		l.Close()
 		serving.Wait()
 		s.end()
@@ -152,6 +163,8 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 		err = s.wake(r.At)
 	case r.Do == guest.SelfExtend:
 		answer.Expires, err = s.extend(r.Seconds)
+	case r.Do == guest.SelfFork:
+		answer.Child, err = s.fork()
 	}
 	if err != nil {
 		o.Error = err.Error()
@@ -248,7 +261,7 @@ func (p *process) selfSleep(ctx context.Context) {
 }
 
 // ErrSelfLimit says that a guest has asked for as much as it may have.
-var ErrSelfLimit = errors.New("the guest has asked for as many snapshots as it may have")
+var ErrSelfLimit = errors.New("the guest has asked for as many as it may have")
 
 // selfSnapshot takes a snapshot, unless there are as many as the guest may ask for.
 func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err error) {
@@ -263,7 +276,7 @@ func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err
 		}
 	}
 	if n >= MaxSelfSnapshots {
-		return "", fmt.Errorf("%w: %d: its owner can remove some", ErrSelfLimit, n)
+		return "", fmt.Errorf("%w: %d snapshots: its owner can remove some", ErrSelfLimit, n)
 	}
 	full := selfNote
 	if note != "" {

@@ -18,6 +18,8 @@ type Asked struct {
 	// expires then.
 	Expires time.Time `json:"expires,omitzero"`
 	From    time.Time `json:"from,omitzero"`
+	// Fork is a fork that it has asked for, until it has been told of it.
+	Fork AskedFork `json:"fork,omitzero"`
 }
 
 var (

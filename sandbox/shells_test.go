@@ -38,8 +38,8 @@ func TestShells_that_nobody_takes_are_given_back(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Each has a descriptor of KVM, one of the VM and one for each vCPU.
-	if got, want := open()-before, 2*(2+2)+1*(2+1); got != want {
+	// Each has a descriptor of KVM, one of the VM and one for each vCPU, and lines and doorbells of seven devices.
+	if got, want := open()-before, 2*(2+2)+1*(2+1)+3*(7+13); got != want {
 		t.Errorf("there are %d more descriptors, want %d", got, want)
 	}
 	if err := s.Close(); err != nil {

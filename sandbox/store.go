@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -160,6 +161,8 @@ type Record struct {
 	Secrets []SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
+	// Rotated is the time of its Rotation at which it has last begun anew.
+	Rotated time.Time `json:"rotated,omitzero"`
 	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
 	Awake  time.Time     `json:"awake,omitzero"`
 	Sleeps []SleepRecord `json:"sleeps,omitempty"`
@@ -228,20 +231,79 @@ func writeFileAtomic(path string, data []byte) error {
 
 // replaceFile is writeFileAtomic, but that after a loss of power the file may be the one from before.
 func replaceFile(path string, data []byte) error {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".tmp-*")
+	temp, err := writeTemp(path, data)
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(data)
-	err = errors.Join(err, f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
+	if err := os.Rename(temp, path); err != nil {
+		return errors.Join(err, os.Remove(temp))
 	}
 	return nil
+}
+
+// writeTemp writes, safely, what is to take the place of a file.
+func writeTemp(path string, data []byte) (temp string, err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-*")
+	if err != nil {
+		return "", err
+	}
+	_, err = f.Write(data)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return "", errors.Join(err, os.Remove(f.Name()))
+	}
+	return f.Name(), nil
+}
+
+// aheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for the disk. The zero value is none.
+type aheadRecord struct {
+	path, temp string
+	data       []byte
+}
+
+// ahead makes of a record, as it is now, what writes it beside its file.
+func (s *Store) ahead(r *Record) func() (*aheadRecord, error) {
+	data, err := encodeRecord(r)
+	a := &aheadRecord{path: s.recordPath(r.Spec.Name), data: data}
+	return func() (*aheadRecord, error) {
+		if err == nil {
+			a.temp, err = writeTemp(a.path, a.data)
+		}
+		if err != nil {
+			return a, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+		}
+		return a, nil
+	}
+}
+
+// commit has it take the file's place if the record is the one that was written.
+func (a *aheadRecord) commit(r *Record) (done bool, err error) {
+	if a.temp == "" {
+		return false, nil
+	}
+	data, err := encodeRecord(r)
+	if err == nil && !bytes.Equal(data, a.data) {
+		return false, nil
+	}
+	if err == nil {
+		err = os.Rename(a.temp, a.path)
+	}
+	if err != nil {
+		return false, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	a.temp = ""
+	return true, nil
+}
+
+// discard removes what was not committed. Whatever a killed process leaves goes with its sockets.
+func (a *aheadRecord) discard() {
+	if a.temp != "" {
+		_ = os.Remove(a.temp)
+	}
+}
+
+func encodeRecord(r *Record) ([]byte, error) {
+	data, err := json.MarshalIndent(r, "", "  ")
+	return append(data, '\n'), err
 }
 
 func syncDir(dir string) error {
@@ -256,11 +318,11 @@ func (s *Store) save(r *Record) error { return s.saveBy(writeFileAtomic, r)() }
 
 // saveBy makes of a record, as it is now, what writes it to its file.
 func (s *Store) saveBy(write func(path string, data []byte) error, r *Record) func() error {
-	data, err := json.MarshalIndent(r, "", "  ")
+	data, err := encodeRecord(r)
 	name := r.Spec.Name
 	return func() error {
 		if err == nil {
-			err = write(s.recordPath(name), append(data, '\n'))
+			err = write(s.recordPath(name), data)
 		}
 		if err != nil {
 			return fmt.Errorf("saving VM %s: %w", name, err)

@@ -26,7 +26,7 @@ import (
 // by has its end of a socket instead, see Pool.
 const (
 	reportFD = 3
-	forkFD   = 4
+	thirdFD  = 4
 	poolFD   = 3
 )
 
@@ -41,6 +41,10 @@ type order struct {
 	NewIdentity bool `json:"new_identity,omitempty"`
 	// Fork says that it is made of an image.
 	Fork bool `json:"fork,omitempty"`
+	// Hold says that whoever has given the order holds the VM awake, and has one end of a socket for that. No fork has it.
+	Hold bool `json:"hold,omitempty"`
+	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone knows.
+	Shared bool `json:"-"`
 	// Cause is on whose behalf; for the event.
 	Cause events.Cause `json:"cause,omitempty"`
 }
@@ -60,6 +64,9 @@ func (o order) args(dir string) []string {
 	}
 	if o.Fork {
 		args = append(args, "--fork")
+	}
+	if o.Hold {
+		args = append(args, "--hold")
 	}
 	if o.Cause != "" {
 		args = append(args, "--cause", string(o.Cause))
@@ -130,6 +137,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 	f.StringVar(&ord.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
 	f.BoolVar(&ord.NewIdentity, "new-identity", false, "make the guest a machine of its own")
 	f.BoolVar(&ord.Fork, "fork", false, "be a child whose RAM is on a file descriptor")
+	f.BoolVar(&ord.Hold, "hold", false, "stay awake until a socket that is a file descriptor is closed")
 	f.StringVar((*string)(&ord.Cause), "cause", "", "on whose behalf")
 	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
 	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
@@ -147,15 +155,28 @@ func ServeProcess(ctx context.Context, args []string) error {
 	if standby {
 		return s.standBy(ctx, shape)
 	}
-	var fork *os.File
-	if ord.Fork {
-		fork = os.NewFile(forkFD, "fork")
+	files := []*os.File{os.NewFile(reportFD, "report")}
+	if ord.third() {
+		files = append(files, os.NewFile(thirdFD, "fork or hold"))
 	}
-	return s.obey(ctx, ord, os.NewFile(reportFD, "report"), fork, nil)
+	return s.obey(ctx, ord, files, nil)
 }
 
-// obey carries out an order.
-func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shells *Shells) error {
+// third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of a hold.
+func (o order) third() bool { return o.Fork || o.Hold }
+
+// obey carries out an order. files begin with that for the report.
+func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *Shells) error {
+	report := files[0]
+	var fork, hold *os.File
+	switch {
+	case ord.Fork && ord.Hold:
+		return errors.New("an order of a fork that is held: there is no such")
+	case ord.Fork:
+		fork = files[1]
+	case ord.Hold:
+		hold = files[1]
+	}
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil)).With("vm", ord.Name)
 	ready := func() {}
 	if ord.Snapshot != "" || ord.Fork {
@@ -164,7 +185,7 @@ func (s *Store) obey(ctx context.Context, ord order, report, fork *os.File, shel
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold, wanted: func() bool { return hasReader(report) },
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -216,9 +237,5 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 		}
 	}
 	files[0].Close()
-	var fork *os.File
-	if ord.Fork {
-		fork = files[2]
-	}
-	return s.obey(ctx, ord, files[1], fork, shells)
+	return s.obey(ctx, ord, files[1:], shells)
 }

@@ -50,7 +50,7 @@ func compact(ctx context.Context, dir string, fs FS) (info *Info, err error) {
 	if ok, err := s.dense(ctx); err != nil {
 		return nil, err
 	} else if ok {
-		return &Info{Dir: dir, Manifest: s.manifest, ManifestSHA256: s.digest}, nil
+		return &Info{Dir: dir, Manifest: s.manifest, ManifestSHA256: s.ManifestSHA256()}, nil
 	}
 	w.base = s
 	if w.number() == 0 {

@@ -177,6 +177,9 @@ func checkText(what, s string, limit int) error {
 	if len(s) > limit {
 		return fmt.Errorf("%s has %d bytes, at most %d are allowed: %w", what, len(s), limit, ErrSpec)
 	}
+	if plain(s) {
+		return nil
+	}
 	if !utf8.ValidString(s) {
 		return fmt.Errorf("%s is not UTF-8: %w", what, ErrSpec)
 	}
@@ -188,6 +191,16 @@ func checkText(what, s string, limit int) error {
 		}
 	}
 	return nil
+}
+
+// plain says that s is of printable ASCII.
+func plain(s string) bool {
+	for i := range len(s) {
+		if s[i] < ' ' || s[i] > '~' {
+			return false
+		}
+	}
+	return true
 }
 
 func checkHex(what, s string) error {
@@ -480,7 +493,14 @@ func decodeManifest(b []byte) (*Manifest, []Payload, error) {
 }
 
 func decodeJSON(doc []byte) (*Manifest, error) {
-	m := new(Manifest)
+	m, plain := canonical(doc)
+	if plain {
+		if err := m.acceptable(); err != nil {
+			return nil, err
+		}
+		return m, nil
+	}
+	m = new(Manifest)
 	dec := json.NewDecoder(bytes.NewReader(doc))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(m); err != nil {
@@ -489,11 +509,8 @@ func decodeJSON(doc []byte) (*Manifest, error) {
 	if _, err := dec.Token(); err != io.EOF {
 		return nil, corrupt(ManifestName, manifestHeader, "JSON: something follows the document")
 	}
-	if m.Arch != arch {
-		return nil, fmt.Errorf("%s is of a %.20q machine, this is %s: %w", ManifestName, m.Arch, arch, ErrForeign)
-	}
-	if err := m.check(); err != nil {
-		return nil, corrupt(ManifestName, manifestHeader, "%v", err)
+	if err := m.acceptable(); err != nil {
+		return nil, err
 	}
 	// Repeated names, names in other cases and missing fields pass the decoder.
 	// There is one way to write a manifest, and this was another.
@@ -501,6 +518,17 @@ func decodeJSON(doc []byte) (*Manifest, error) {
 		return nil, corrupt(ManifestName, manifestHeader, "JSON is not in canonical form")
 	}
 	return m, nil
+}
+
+// acceptable says what is wrong with a manifest that was read.
+func (m *Manifest) acceptable() error {
+	if m.Arch != arch {
+		return fmt.Errorf("%s is of a %.20q machine, this is %s: %w", ManifestName, m.Arch, arch, ErrForeign)
+	}
+	if err := m.check(); err != nil {
+		return corrupt(ManifestName, manifestHeader, "%v", err)
+	}
+	return nil
 }
 
 func decodePayloads(b []byte, n int, at int64) ([]Payload, error) {

@@ -18,7 +18,7 @@ type Snapshot struct {
 	dir      string
 	manifest *Manifest
 	payloads []Payload
-	digest   string
+	body     []byte // the manifest file
 	memory   *Memory
 	files    []*os.File // in the order of the manifest
 }
@@ -84,7 +84,7 @@ func (s *Snapshot) openIn(root *os.Root) error {
 	if err != nil {
 		return err
 	}
-	s.digest = manifestDigest(body)
+	s.body = body
 	if s.manifest, s.payloads, err = decodeManifest(body); err != nil {
 		return err
 	}
@@ -182,7 +182,7 @@ func (s *Snapshot) Manifest() *Manifest { return s.manifest }
 
 // ManifestSHA256 is over the whole manifest file, and so pins everything in the
 // snapshot.
-func (s *Snapshot) ManifestSHA256() string { return s.digest }
+func (s *Snapshot) ManifestSHA256() string { return manifestDigest(s.body) }
 
 // Payloads are the states of the machine's parts, in the order in which they
 // were given to Create. They must not be changed.

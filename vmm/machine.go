@@ -208,31 +208,17 @@ func (m *Machine) buildDevices() (err error) {
 		return err
 	}
 	for i, d := range m.cfg.Devices {
-		irq, err := devices.NewEvent()
+		w, err := m.shell.takeWires(i, min(len(d.Device.QueueSizes()), mmio.MaxQueues))
 		if err != nil {
-			return err
-		}
-		t := &transport{
-			name: d.Name,
-			gsi:  uint32(firstDeviceGSI + i),
-			base: boot.MMIOBase + guestmem.GPA(i)*boot.MMIOStride,
-			irq:  irq,
-		}
-		if t.Transport, err = mmio.New(d.Device, m.mem, irq, mmio.Options{OnError: m.deviceError(d.Name)}); err != nil {
-			irq.Close()
 			return fmt.Errorf("device %s: %w", d.Name, err)
+		}
+		t := &transport{name: d.Name, gsi: gsiOf(i), base: baseOf(i), irq: w.irq}
+		if t.Transport, err = mmio.New(d.Device, m.mem, w.irq, mmio.Options{OnError: m.deviceError(d.Name), Kicks: w.kicks}); err != nil {
+			return errors.Join(fmt.Errorf("device %s: %w", d.Name, err), w.close())
 		}
 		m.virtio = append(m.virtio, t)
 		if err := m.mmioBus.Add(uint64(t.base), boot.MMIOStride, t.Transport); err != nil {
 			return err
-		}
-		if err := m.vm.IRQFD(irq.FD(), t.gsi); err != nil {
-			return err
-		}
-		for q, kick := range t.Kicks() {
-			if err := m.vm.IOEventFD(kick.FD(), uint64(t.base)+mmio.QueueNotify, uint32(q)); err != nil {
-				return err
-			}
 		}
 	}
 	return nil
@@ -336,7 +322,14 @@ func (m *Machine) Start() error {
 	}
 	if m.imported {
 		m.beQuiet()
-		// Devices of a saved machine go on before its vCPUs do, but for those that may wait.
+	}
+	m.state = running
+	m.limitQuiet()
+	m.openGate()
+	m.wg.Go(m.watch)
+	if m.imported {
+		// The devices of a saved machine go on while its vCPUs are on their way into the guest, but for those that may wait. What a
+		// guest asks of one before that waits in its event, or for a register.
 		for _, t := range m.virtio {
 			if m.mayWait(t) {
 				continue
@@ -346,10 +339,6 @@ func (m *Machine) Start() error {
 			}
 		}
 	}
-	m.state = running
-	m.limitQuiet()
-	m.openGate()
-	m.wg.Go(m.watch)
 	return nil
 }
 

@@ -22,6 +22,9 @@ type ShellConfig struct {
 	// for it: the first write to each page after TakeDirty leaves it for KVM, and
 	// KVM maps RAM in pages of 4 KiB only.
 	TrackDirty bool
+	// Queues are how many queues the machine's devices will have, in their order, as far as that is known: their eventfds are made
+	// ahead. A device may turn out to have more, or fewer, and there may be more devices, up to MaxDevices.
+	Queues []int
 }
 
 // Shell is what KVM has of a machine: the VM with its RAM, interrupt controllers and
@@ -36,6 +39,7 @@ type Shell struct {
 	vcpus    []*kvm.VCPU
 	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows, as long as nothing else is wanted of it
 	msrIndex []uint32
+	wires    []wires // by place
 	// took is what each step took.
 	took map[Stage]time.Duration
 	done sync.WaitGroup
@@ -49,6 +53,9 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 	}
 	if cfg.Memory == nil {
 		return nil, fmt.Errorf("%w: it has no memory", ErrConfig)
+	}
+	if err := checkQueues(cfg.Queues); err != nil {
+		return nil, err
 	}
 	s := &Shell{cfg: cfg, took: map[Stage]time.Duration{}}
 	s.done.Go(func() { s.err = s.build() })
@@ -65,6 +72,9 @@ func (s *Shell) Wait() error {
 func (s *Shell) Close() error {
 	s.done.Wait()
 	var errs []error
+	for i := range s.wires {
+		errs = append(errs, s.wires[i].close())
+	}
 	for _, v := range s.vcpus {
 		errs = append(errs, v.Close())
 	}
@@ -74,7 +84,7 @@ func (s *Shell) Close() error {
 	if s.sys != nil {
 		errs = append(errs, s.sys.Close())
 	}
-	s.vcpus, s.vm, s.sys = nil, nil, nil
+	s.wires, s.vcpus, s.vm, s.sys = nil, nil, nil, nil
 	return errors.Join(errs...)
 }
 
@@ -104,6 +114,9 @@ func (s *Shell) build() (err error) {
 		return err
 	}
 	if err := s.vm.CreatePIT2(); err != nil {
+		return err
+	}
+	if err := s.layAhead(); err != nil {
 		return err
 	}
 	mark(StageIRQChip)

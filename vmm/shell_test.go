@@ -48,6 +48,51 @@ func TestShellThatNobodyTakesIsGivenBack(t *testing.T) {
 	}
 }
 
+func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
+	needKVM(t)
+	mem, err := guestmem.New(64 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem.Close()
+	before := openFiles(t)
+	s, err := NewShell(ShellConfig{VCPUs: 1, Memory: mem, Queues: []int{2, 2, 2}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	ahead := openFiles(t)
+	for place, queues := range []int{1, 2, 3, 1} {
+		w, err := s.takeWires(place, queues)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if w.irq == nil || len(w.kicks) != queues {
+			t.Errorf("place %d has %d doorbells, want a line and %d", place, len(w.kicks), queues)
+		}
+		if err := w.close(); err != nil {
+			t.Error(err)
+		}
+	}
+	// A line and a doorbell for each of the first two places, and all three of the last one, were closed; the first has one left.
+	if now := openFiles(t); now != ahead-8 {
+		t.Errorf("%d open files, want %d", now, ahead-8)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if after := openFiles(t); after != before {
+		t.Errorf("%d open files before, %d after", before, after)
+	}
+	for _, wrong := range [][]int{make([]int, MaxDevices+1), {-1}, {65}} {
+		if _, err := NewShell(ShellConfig{VCPUs: 1, Memory: mem, Queues: wrong}); !errors.Is(err, ErrConfig) {
+			t.Errorf("%v: got %v, want ErrConfig", wrong, err)
+		}
+	}
+}
+
 func TestShellOfAMachineThatCannotBeIsGivenBack(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)

@@ -98,10 +98,11 @@ func main() {
 const exitInterrupted = 3
 
 const selfUsage = "usage: drowse-agent self sleep | snapshot [NOTE] | hold DURATION | release |\n" +
-	"       wake-at TIME | wake-at never | extend DURATION\n" +
+	"       wake-at TIME | wake-at never | extend DURATION | fork\n" +
 	"asks the host to put this VM to sleep, to take a snapshot of it, not to put it to sleep\n" +
-	"for want of use for some time, to wake it at a time, as 2026-11-23T06:00:00Z, or to let it\n" +
-	"last for some time from now. The VM's owner has to allow it: drowse run --allow-self.\n"
+	"for want of use for some time, to wake it at a time, as 2026-11-23T06:00:00Z, to let it last\n" +
+	"for some time from now, or to make a copy of it that goes on from this moment. The VM's\n" +
+	"owner has to allow it: drowse run --allow-self.\n"
 
 // askHost asks the host for something about this VM.
 func askHost(args []string) (exit int) {
@@ -125,12 +126,15 @@ func askHost(args []string) (exit int) {
 	if a.Snapshot != "" {
 		os.Stdout.WriteString(a.Snapshot + "\n")
 	}
+	if a.Child != "" {
+		os.Stdout.WriteString(a.Child + "\n")
+	}
 	return 0
 }
 
 func selfRequest(args []string) (r agentpb.SelfRequest, err error) {
 	switch {
-	case len(args) == 1 && args[0] == agentpb.SelfSleep:
+	case len(args) == 1 && (args[0] == agentpb.SelfSleep || args[0] == agentpb.SelfFork):
 		r.Do = args[0]
 	case (len(args) == 1 || len(args) == 2) && args[0] == agentpb.SelfSnapshot:
 		r.Do = args[0]

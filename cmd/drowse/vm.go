@@ -159,7 +159,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
 	idleFlags(cmd, &spec.Idle, "never")
-	f.StringSliceVar(&spec.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in all, as 24h; default nothing)")
+	f.StringSliceVar(&spec.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in all, as 24h), "+guest.SelfFork+"=N (children at once; default nothing)")
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only unless rw is said; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")

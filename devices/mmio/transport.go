@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -32,6 +33,9 @@ type Options struct {
 	// after which the device waits for its driver to reset it. It must not
 	// block, and must not call the transport. Nil ignores them.
 	OnError func(error)
+	// Kicks are the kick events, one for each queue: those of ioeventfds at [QueueNotify] with the queue's index as datamatch. Once New
+	// has succeeded they are the transport's, which closes them. Nil has New make them, and registers be the only way to kick.
+	Kicks []*devices.Event
 }
 
 // Stats counts what has happened since the transport was made.
@@ -96,7 +100,7 @@ type Transport struct {
 	badChains         uint64 // of activations that are over
 }
 
-// New makes the transport and one kick event for each queue. irq is signalled
+// New makes the transport and, if there are none yet, one kick event for each queue. irq is signalled
 // for every interrupt and stays the caller's.
 //
 // The interrupt is meant for an irqfd on an edge-triggered line: each signal is
@@ -108,6 +112,9 @@ func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options
 	if len(sizes) > MaxQueues {
 		return nil, fmt.Errorf("making a virtio-mmio transport: the device has %d queues, at most %d are possible", len(sizes), MaxQueues)
 	}
+	if o.Kicks != nil && len(o.Kicks) != len(sizes) {
+		return nil, fmt.Errorf("making a virtio-mmio transport: %d kick events for %d queues", len(o.Kicks), len(sizes))
+	}
 	t := &Transport{
 		dev:     dev,
 		mem:     mem,
@@ -115,17 +122,21 @@ func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options
 		onError: o.OnError,
 		offered: dev.Features() | transportFeatures,
 		queues:  make([]queue, len(sizes)),
+		kicks:   slices.Clone(o.Kicks),
 	}
 	for i, size := range sizes {
 		if size == 0 || size > virtq.MaxSize || size&(size-1) != 0 {
 			return nil, errors.Join(
 				fmt.Errorf("making a virtio-mmio transport: queue %d has size %d: use a power of two up to %d", i, size, virtq.MaxSize),
-				t.closeKicks())
+				t.closeKicks(len(o.Kicks)))
 		}
 		t.queues[i].max = size
+		if i < len(t.kicks) {
+			continue
+		}
 		kick, err := devices.NewEvent()
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("making a virtio-mmio transport: %w", err), t.closeKicks())
+			return nil, errors.Join(fmt.Errorf("making a virtio-mmio transport: %w", err), t.closeKicks(len(o.Kicks)))
 		}
 		t.kicks = append(t.kicks, kick)
 	}
@@ -134,10 +145,6 @@ func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options
 
 // Device is what the transport carries.
 func (t *Transport) Device() devices.Device { return t.dev }
-
-// Kicks has the event of each queue, for ioeventfds at [QueueNotify] with the
-// queue's index as datamatch. They live as long as the transport.
-func (t *Transport) Kicks() []*devices.Event { return t.kicks }
 
 // Stats may be called at any time.
 func (t *Transport) Stats() Stats {
@@ -298,12 +305,13 @@ func (t *Transport) Close() error {
 		// Its workers may still be waiting on the events.
 		return fmt.Errorf("stopping a virtio device of type %d: %w", t.dev.ID(), err)
 	}
-	return t.closeKicks()
+	return t.closeKicks(0)
 }
 
-func (t *Transport) closeKicks() error {
+// closeKicks closes all but the first ones.
+func (t *Transport) closeKicks(but int) error {
 	var errs []error
-	for _, k := range t.kicks {
+	for _, k := range t.kicks[but:] {
 		errs = append(errs, k.Close())
 	}
 	return errors.Join(errs...)

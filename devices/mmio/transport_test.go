@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -173,11 +174,51 @@ func TestActivationHasWhatTheDriverChose(t *testing.T) {
 		t.Fatalf("%+v", a)
 	}
 	want := virtq.Layout{Size: 4, Desc: 0x10000, Avail: 0x20000, Used: 0x30000}
-	if q := a.Queues[0]; q.Layout() != want || q.Kick != m.Kicks()[0] {
+	if q := a.Queues[0]; q.Layout() != want || q.Kick != m.kicks[0] {
 		t.Fatalf("%+v", q.Layout())
 	}
 	if all := m.Layouts(); len(all) != 1 || all[0] != want {
 		t.Errorf("layouts: %+v", all)
+	}
+}
+
+func TestKicksMadeAheadAreTaken(t *testing.T) {
+	var kicks []*devices.Event
+	for range 2 {
+		e, err := devices.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = e.Close() })
+		kicks = append(kicks, e)
+	}
+	for _, wrong := range [][]*devices.Event{{}, kicks[:1]} {
+		if _, err := New(&plain{}, nil, nil, Options{Kicks: wrong}); err == nil {
+			t.Errorf("%d kick events for two queues: accepted", len(wrong))
+		}
+	}
+	if _, err := New(sized{&plain{}, []uint16{8, 3}}, nil, nil, Options{Kicks: kicks}); err == nil {
+		t.Error("a queue of size 3: accepted")
+	}
+	tr, err := New(&plain{}, nil, nil, Options{Kicks: kicks})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, k := range kicks {
+		// Closed events know no signals.
+		k.Signal()
+		if err := k.Wait(); err != nil {
+			t.Errorf("after what failed, event %d: %v", i, err)
+		}
+		if tr.kicks[i] != k {
+			t.Errorf("queue %d has another event", i)
+		}
+	}
+	if err := tr.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := kicks[0].Wait(); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("after Close: %v", err)
 	}
 }
 
@@ -394,7 +435,7 @@ func TestKicksReachTheirQueue(t *testing.T) {
 	for _, v := range []uint32{1, 2, 64, 1 << 16, ^uint32(0)} {
 		m.out(QueueNotify, v)
 	}
-	if err := m.Kicks()[1].Wait(); err != nil {
+	if err := m.kicks[1].Wait(); err != nil {
 		t.Fatal(err)
 	}
 	if s := m.Stats(); s.Kicks != 1 {

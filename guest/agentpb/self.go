@@ -22,7 +22,13 @@ const (
 	SelfHold     = "hold"     // not to be put to sleep for want of use, for some time
 	SelfWake     = "wake"     // to be woken at a time
 	SelfExtend   = "extend"   // to last for some time yet
+	SelfFork     = "fork"     // a child that goes on from this moment
 )
+
+// SelfWords are all of them.
+func SelfWords() []string {
+	return []string{SelfSleep, SelfSnapshot, SelfHold, SelfWake, SelfExtend, SelfFork}
+}
 
 // Bounds of the two lines, in bytes.
 const (
@@ -50,6 +56,8 @@ type SelfAnswer struct {
 	Seconds  int    `json:"seconds,omitempty"`
 	// Expires is when the VM's time is over, after SelfExtend; without it it lasts for ever.
 	Expires time.Time `json:"expires,omitzero"`
+	// Child is the name of the VM that SelfFork has made.
+	Child string `json:"child,omitempty"`
 }
 
 // ErrSelf says that a line is no request.
@@ -69,7 +77,7 @@ func ParseSelfRequest(line []byte) (r SelfRequest, err error) {
 		return SelfRequest{}, fmt.Errorf("%w: there is more after the JSON object", ErrSelf)
 	}
 	switch {
-	case !slices.Contains([]string{SelfSleep, SelfSnapshot, SelfHold, SelfWake, SelfExtend}, r.Do):
+	case !slices.Contains(SelfWords(), r.Do):
 		return SelfRequest{}, fmt.Errorf("%w: %q", ErrSelf, r.Do)
 	case r.Do != SelfSnapshot && r.Note != "" || len(r.Note) > MaxSelfNote:
 		return SelfRequest{}, fmt.Errorf("%w: a note of %d bytes for %s", ErrSelf, len(r.Note), r.Do)

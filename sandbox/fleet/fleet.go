@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -208,9 +207,8 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	}
 	var o sandbox.ForkOptions
 	for _, c := range children {
-		own := label
-		own.Wake = sandbox.Timer{}
-		own.Tags = append(slices.Clone(label.Tags), c.Tags...)
+		own := label.ForChild()
+		own.Tags = append(own.Tags, c.Tags...)
 		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Label: &own})
 	}
 	res, err := f.vms.Fork(ctx, name, o)
@@ -267,6 +265,8 @@ type Changes struct {
 	Keep    *lifetime.Keep
 	// Wake is when it is woken; the zero Timer is never.
 	Wake *sandbox.Timer
+	// Rotate says at which wakes it begins anew; the zero Rotation is never.
+	Rotate *sandbox.Rotation
 	// Reset begins with an empty label, for one that cannot be read.
 	Reset bool
 	Spec  sandbox.SpecChanges
@@ -302,6 +302,7 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		set(&l.Expires, c.Expires)
 		set(&l.Keep, c.Keep)
 		set(&l.Wake, c.Wake)
+		set(&l.Rotate, c.Rotate)
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
 			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
 		}

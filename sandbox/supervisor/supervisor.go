@@ -170,7 +170,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s, v.wake}, v.log.Warn)
+	timed := newTimers(launchedVMs{s, v.wake, v.launcher}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
@@ -324,10 +324,12 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 	for range wakeTries {
 		hold, err := v.store.Hold(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
-			if err := v.wake(ctx, name); err != nil {
+			if hold, err = v.wakeHeld(ctx, name); err != nil {
 				return nil, nil, err
 			}
-			continue
+			if hold == nil {
+				continue // somebody else has woken it
+			}
 		}
 		if err != nil {
 			return nil, nil, err
@@ -353,12 +355,21 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sa
 
 // wake wakes a VM and says so.
 func (v *supervisor) wake(ctx context.Context, name string) error {
+	hold, err := v.wakeHeld(ctx, name)
+	if hold != nil {
+		hold.Release()
+	}
+	return err
+}
+
+// wakeHeld is wake with a hold on the VM; nil if it was woken by somebody else.
+func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.Hold, error) {
 	begin := time.Now()
-	rep, err := v.store.Wake(ctx, v.launcher, name)
+	rep, hold, err := v.store.WakeHeld(ctx, v.launcher, name)
 	if v.o.Woken != nil {
 		v.o.Woken(ctx, Wake{VM: name, Begun: begin, Took: time.Since(begin), Report: rep, Err: err})
 	}
-	return err
+	return hold, err
 }
 
 // guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
@@ -412,6 +423,12 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			return h, info, nil
 		}
 		v.gate = g
+		v.carried.Go(func() {
+			// Or the first VM that wakes after a start of the host waits for it.
+			if err := netpolicy.Preload(""); err != nil {
+				v.log.Warn("the programs of policies are not loaded ahead", "error", err)
+			}
+		})
 		v.carried.Go(func() {
 			if err := g.read(ctx, d.file); err != nil {
 				v.log.Error("packets wake no VM any more", "error", err)

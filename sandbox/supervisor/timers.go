@@ -18,6 +18,8 @@ const (
 	// timerTries is how often a wake is tried that fails, and timerPause the time between two, twice as long after each.
 	timerTries = 6
 	timerPause = time.Second
+	// forkTime bounds a fork that a guest has asked for.
+	forkTime = 2 * time.Minute
 )
 
 // timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
@@ -26,16 +28,23 @@ type timerVMs interface {
 	Label(name string) (sandbox.Label, error)
 	TimerFired(ctx context.Context, name string, fired sandbox.Timer, problem error) error
 	wake(ctx context.Context, name string) error
+	// forkAsked makes the fork that a guest has asked for.
+	forkAsked(ctx context.Context, name string) error
 }
 
 type launchedVMs struct {
 	*sandbox.Store
-	up func(ctx context.Context, name string) error
+	up       func(ctx context.Context, name string) error
+	launcher sandbox.Launcher
 }
 
 func (v launchedVMs) wake(ctx context.Context, name string) error { return v.up(ctx, name) }
 
-// timers wakes sandboxes at the times that their labels say.
+func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
+	return v.ForkAsked(ctx, v.launcher, name)
+}
+
+// timers wakes sandboxes at the times that their labels say, and makes the forks that their guests have asked for, which are there as well.
 type timers struct {
 	vms  timerVMs
 	log  func(msg string, args ...any)
@@ -49,6 +58,7 @@ type timers struct {
 type timerLabel struct {
 	stamp string
 	timer sandbox.Timer
+	fork  sandbox.AskedFork
 }
 
 func newTimers(vms timerVMs, log func(string, ...any)) *timers {
@@ -93,8 +103,14 @@ func (t *timers) look(ctx context.Context, now time.Time) error {
 				delete(t.seen, name) // being made or removed, or nobody can say
 				continue
 			}
-			known = timerLabel{stamp, l.Wake}
+			known = timerLabel{stamp, l.Wake, l.Asked.Fork}
 			t.seen[name] = known
+		}
+		if known.fork.Wanted(now) && t.take(name) {
+			t.running.Go(func() {
+				defer t.leave(name)
+				t.fork(ctx, name)
+			})
 		}
 		if known.timer.Due(now) && t.take(name) {
 			t.running.Go(func() {
@@ -121,6 +137,15 @@ func (t *timers) leave(name string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.busy, name)
+}
+
+// fork makes the fork that a guest has asked for. The guest hears what was wrong with it.
+func (t *timers) fork(ctx context.Context, name string) {
+	ctx, cancel := context.WithTimeout(ctx, forkTime)
+	defer cancel()
+	if err := t.vms.forkAsked(ctx, name); err != nil {
+		t.log("a guest has asked for a fork that was not made", "sandbox", name, "error", err)
+	}
 }
 
 // fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing if it runs.

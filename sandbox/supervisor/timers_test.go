@@ -20,6 +20,18 @@ type fakeVMs struct {
 	fired  map[string][]error
 	fail   func(name string, n int) error
 	causes []events.Cause
+	asked  map[string]sandbox.AskedFork
+	forks  []string
+}
+
+func (v *fakeVMs) forkAsked(_ context.Context, name string) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.forks = append(v.forks, name)
+	a := v.asked[name]
+	a.Begun = true
+	v.asked[name] = a
+	return errors.New("it is told to the guest and to the log")
 }
 
 func (v *fakeVMs) FileStamps() (map[string]string, error) {
@@ -39,7 +51,7 @@ func (v *fakeVMs) Label(name string) (sandbox.Label, error) {
 	if !ok {
 		return sandbox.Label{}, sandbox.ErrNotFound
 	}
-	return sandbox.Label{Wake: t}, nil
+	return sandbox.Label{Wake: t, Asked: sandbox.Asked{Fork: v.asked[name]}}, nil
 }
 
 func (v *fakeVMs) TimerFired(_ context.Context, name string, fired sandbox.Timer, problem error) error {
@@ -73,6 +85,24 @@ func (v *fakeVMs) look(t *testing.T, ts *timers, now time.Time) {
 }
 
 func quiet(string, ...any) {}
+
+func TestForksThatGuestsHaveAskedForAreMadeOnceAndNoneOfThosePast(t *testing.T) {
+	now := time.Now()
+	v := &fakeVMs{
+		labels: map[string]sandbox.Timer{"none": {}, "wanted": {}, "begun": {}, "past": {}, "to come": {}},
+		asked: map[string]sandbox.AskedFork{
+			"wanted": {ID: "1", At: now.Add(-time.Second)}, "begun": {ID: "2", At: now, Begun: true},
+			"past": {ID: "3", At: now.Add(-time.Minute)}, "to come": {ID: "4", At: now.Add(time.Hour)},
+		},
+	}
+	ts := newTimers(v, quiet)
+	for range 3 {
+		v.look(t, ts, now)
+	}
+	if want := []string{"wanted"}; !slices.Equal(v.forks, want) || len(v.wakes) != 0 {
+		t.Errorf("forks of %v and wakes of %v, want forks of %v", v.forks, v.wakes, want)
+	}
+}
 
 func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
 	now := time.Now()

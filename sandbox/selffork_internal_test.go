@@ -1,0 +1,206 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+)
+
+func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
+	t.Parallel()
+	for _, wrong := range []string{"fork", "fork=", "fork=0", "fork=-1", "fork=65", "fork=2x", "sleep=2"} {
+		if err := (SelfSpec{Allow: []string{wrong}}).check(); !errors.Is(err, ErrSpec) {
+			t.Errorf("%s: %v", wrong, err)
+		}
+	}
+	s := SelfSpec{Allow: []string{guest.SelfSleep, "fork=3", "extend=2h"}}
+	if err := s.check(); err != nil || s.forks() != 3 || !s.allows(guest.SelfFork) {
+		t.Fatalf("%v, %d forks", err, s.forks())
+	}
+	if c := s.childless(); c.forks() != 0 || c.allows(guest.SelfFork) || strings.Join(c.Allow, " ") != "sleep extend=2h" {
+		t.Errorf("a child has %v", c.Allow)
+	}
+	if s.forks() != 3 {
+		t.Error("the parent has lost its own")
+	}
+	if (SelfSpec{}).forks() != 0 {
+		t.Error("without a grant there are forks")
+	}
+}
+
+// quickForks has requests time out soon.
+func quickForks(t *testing.T) {
+	t.Helper()
+	begin, all, poll := selfForkBegin, selfForkTime, selfForkPoll
+	selfForkBegin, selfForkTime, selfForkPoll = 300*time.Millisecond, 2*time.Second, time.Millisecond
+	t.Cleanup(func() { selfForkBegin, selfForkTime, selfForkPoll = begin, all, poll })
+}
+
+func askedFork(t *testing.T, s *Store, change func(*AskedFork)) {
+	t.Helper()
+	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
+	quickForks(t)
+	for name, c := range map[string]struct {
+		make func(*AskedFork) // once it is asked for; nil is nobody
+		want string
+		err  error
+	}{
+		"made":            {make: func(a *AskedFork) { a.Begun, a.Child = true, "child" }, want: "child"},
+		"refused":         {make: func(a *AskedFork) { a.Begun, a.Error = true, "no more" }, err: errors.New("no more")},
+		"nobody":          {err: ErrNoForker},
+		"begun, no end":   {make: func(a *AskedFork) { a.Begun = true }, err: errors.New("longer than")},
+		"written anew":    {make: func(a *AskedFork) { *a = AskedFork{} }, err: errors.New("anew")},
+		"of another call": {make: func(a *AskedFork) { a.ID, a.Child = "other", "others" }, err: errors.New("anew")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := tempStore(t)
+			labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+			ctx, cancel := context.WithCancel(t.Context())
+			served := make(chan struct{})
+			go func() {
+				defer close(served)
+				for c.make != nil && ctx.Err() == nil {
+					if l, err := s.Label("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
+						askedFork(t, s, c.make)
+						return
+					}
+					time.Sleep(time.Millisecond)
+				}
+			}()
+			child, err := s.selfFork(t.Context(), "a")
+			cancel()
+			<-served
+			if child != c.want || (err == nil) != (c.err == nil) || err != nil && !errors.Is(err, c.err) && !strings.Contains(err.Error(), c.err.Error()) {
+				t.Errorf("%q, %v", child, err)
+			}
+			if l := labelOf(t, s, "a"); l.Asked.Fork != (AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
+				t.Errorf("it leaves %+v", l)
+			}
+		})
+	}
+}
+
+func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := s.selfFork(ctx, "a")
+		ended <- err
+	}()
+	for labelOf(t, s, "a").Asked.Fork.ID == "" {
+		time.Sleep(time.Millisecond)
+	}
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("it has ended with %v", err)
+	}
+	if a := labelOf(t, s, "a").Asked.Fork; a != (AskedFork{}) {
+		t.Errorf("it leaves %+v", a)
+	}
+}
+
+func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	now := time.Now()
+	for name, a := range map[string]AskedFork{
+		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
+	} {
+		askedFork(t, s, func(f *AskedFork) { *f = a })
+		if err := s.ForkAsked(t.Context(), Launcher{}, "a"); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if got := labelOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+}
+
+func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T) {
+	s := tempStore(t)
+	ask := func() (AskedFork, error) {
+		t.Helper()
+		askedFork(t, s, func(a *AskedFork) { *a = AskedFork{ID: newID(), At: time.Now()} })
+		err := s.ForkAsked(t.Context(), Launcher{}, "a")
+		return labelOf(t, s, "a").Asked.Fork, err
+	}
+	labelled(t, s, "a", Stopped, nil)
+	r, err := s.Get("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	grant := func(allow ...string) {
+		t.Helper()
+		r.Spec.Self.Allow, r.Spec.Image = allow, "image"
+		if err := s.save(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a, err := ask(); !errors.Is(err, ErrSelfLimit) || !strings.Contains(a.Error, ErrSelfLimit.Error()) {
+		t.Errorf("without a grant: %+v, %v", a, err)
+	}
+	grant("fork=1")
+	if a, err := ask(); !errors.Is(err, ErrNotRunning) || !strings.Contains(a.Error, ErrNotRunning.Error()) || strings.Contains(a.Error, "stopped") {
+		t.Errorf("of a VM that has stopped: %+v, %v", a, err)
+	}
+	for i, other := range []Origin{{ParentID: r.ID}, {ParentID: "another", Asked: true}, {ParentID: r.ID, Asked: true}} {
+		labelled(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], Stopped, nil)
+		c, err := s.Get([]string{"by-its-owner", "anothers", "its-own"}[i])
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Fork = &other
+		if err := s.save(c); err != nil {
+			t.Fatal(err)
+		}
+		want := ErrNotRunning
+		if other.Asked && other.ParentID == r.ID {
+			want = ErrSelfLimit
+		}
+		if a, err := ask(); !errors.Is(err, want) || a.Child != "" || !a.Begun {
+			t.Errorf("with a child %+v: %+v, %v", other, a, err)
+		}
+	}
+	if text := whyNoFork(errors.New("writing /var/lib/x: no space")); strings.Contains(text, "/var") {
+		t.Errorf("the guest is told %q", text)
+	}
+}
+
+func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_along(t *testing.T) {
+	s := tempStore(t)
+	wake := time.Now().Add(time.Hour)
+	labelled(t, s, "a", Stopped, &Label{Owner: "team", Wake: Timer{At: wake}, Asked: Asked{Wake: wake, Expires: wake, From: wake, Fork: AskedFork{ID: "1", At: time.Now()}}})
+	r, err := s.Get("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Spec.Self.Allow, r.Spec.Image = []string{"fork=2", guest.SelfHold}, "image"
+	for _, asked := range []bool{false, true} {
+		f := &forker{store: s, parent: r, asked: asked}
+		if err := f.choose(ForkOptions{Count: 1}); err != nil {
+			t.Fatal(err)
+		}
+		spec := f.specs[0]
+		if got := spec.Self.forks() > 0; got == asked || !spec.Self.allows(guest.SelfHold) {
+			t.Errorf("asked for by the guest %v: a child may ask for %v", asked, spec.Self.Allow)
+		}
+		l := f.labels[spec.Name]
+		if l == nil || l.Asked.Fork != (AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
+			t.Errorf("the child's label is %+v", l)
+		}
+	}
+	if r.Spec.Self.forks() != 2 {
+		t.Error("the parent has lost its grant")
+	}
+}
