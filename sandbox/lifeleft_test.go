@@ -262,8 +262,11 @@ func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 			}
 			lifePlant(t, filepath.Join(l.proc, "net", "unix"), "")
 			lifePlant(t, filepath.Join(l.cgroups, "cpu", "drowse-"+other, "tasks"), "")
-			for _, kept := range []string{"records.db-wal", "import.lock", "layers/ext4-1024", "vms/", "cache/agent"} {
+			for _, kept := range []string{"records.db-wal", "import.lock", "layers/ext4-1024", "cache/agent"} {
 				lifePlant(t, filepath.Join(l.store, kept), "")
+			}
+			if err := os.Mkdir(filepath.Join(l.store, "vms"), 0o700); err != nil {
+				t.Fatal(err)
 			}
 			lifePlant(t, filepath.Join(l.store, "events", "1"), fmt.Sprintf("{\"drowse_events\":1}\n{\"sandbox\":\"a\",\"sandbox_id\":%q}\ntorn", id))
 			if err := l.told(); err != nil {
@@ -299,11 +302,11 @@ func lifeFile(path string) func(*testing.T, *lifeLeft) {
 	}
 }
 
-// lifePlant makes a file, or a directory if the path ends with a slash, with what is above it.
+// lifePlant makes a file, with what is above it.
 func lifePlant(t *testing.T, path, text string) {
 	t.Helper()
 	err := os.MkdirAll(filepath.Dir(path), 0o700)
-	if err == nil && !strings.HasSuffix(path, "/") {
+	if err == nil {
 		err = os.WriteFile(path, []byte(text), 0o600)
 	}
 	if err != nil {
