@@ -152,6 +152,7 @@ agent-proofs-hard: test-state
 
 # life-proofs has clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
 # and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.
+# Where the machine may stand still for minutes: add -life-patience 25m. Of a run that fails the logs are kept, and it says where.
 LIFE ?= -life-for 10m -life-asleep 200 -life-recorded 1000 -life-kills 300
 .PHONY: life-proofs
 life-proofs: test-state
