@@ -53,7 +53,11 @@
 //   - Two processors. With two, and the host busy, one run in four of a test that boots, saves and restores guests has
 //     ended with a triple fault in a guest that had done nothing special, or with both processors standing still, the
 //     outer kernel silent. QEMU runs each in a thread of its own (thread=multi); with thread=single nothing gets done.
-//     With one processor, the default, none of the runs has. Guests with two vCPUs share it.
+//     One processor is the default. Guests with two vCPUs share it.
+//   - Timers, by themselves. In target/i386/tcg, QEMU 7.2 changes the processor's pending interrupts (interrupt_request) at each entry into and exit from a
+//     guest without its big lock, and loses what another thread sets at that moment: the interrupt of the local APIC's timer.
+//     A Linux whose timer does not fire sets it no more, so an outer kernel that had nothing else to do stood still for ever: one run in some
+//     of minutes, with one processor as well. Any other interrupt makes up for it, and the runner sends one each second.
 //   - Kernel 6.1 has no TCX (6.6; use clsact), no PAGEMAP_SCAN (6.7; the ioctl says ENOTTY), no guest_memfd (6.8), and of
 //     userfaultfd the features up to WP_HUGETLBFS_SHMEM (mask 0x1fff): no WP_UNPOPULATED, POISON, WP_ASYNC or MOVE. Code
 //     has its fall-backs tested there.

@@ -30,6 +30,7 @@ var helpers = map[string]func() error{
 	"runner": runForever,
 	"qemu":   endAtOnce,
 	"hang":   hang,
+	"nudged": nudged,
 }
 
 func TestMain(m *testing.M) {
@@ -134,6 +135,35 @@ func hang() error {
 		time.Sleep(time.Hour)
 	}
 	return err
+}
+
+// nudged takes the place of QEMU: a machine that goes on only when it is interrupted.
+func nudged() error {
+	port := os.NewFile(portFD, "port")
+	in, out := wire.NewReader(port), wire.NewWriter(port)
+	if _, err := in.Command(); err != nil {
+		return err
+	}
+	if err := out.Send(wire.Started, nil); err != nil {
+		return err
+	}
+	for {
+		switch t, _, err := in.Next(); {
+		case err != nil:
+			return err
+		case t == wire.Nudge:
+			return out.SendJSON(wire.Exit, wire.Result{Code: 7})
+		}
+	}
+}
+
+func TestMachineThatWaitsForAnInterruptIsGivenOne(t *testing.T) {
+	t.Setenv(helperEnv, "nudged")
+	im := &Image{QEMU: self(t)}
+	res, err := im.Run(t.Context(), Config{Args: []string{"true"}, Dir: "/", silence: 60 * wire.NudgeInterval})
+	if err != nil || res.Status != 7 {
+		t.Errorf("%+v, %v, want status 7", res, err)
+	}
 }
 
 const hangSilence = 400 * time.Millisecond

@@ -388,6 +388,7 @@ func (s *session) run() (Result, error) {
 			s.setStarted()
 			res.Boot = time.Since(s.m.started)
 			go s.passStdin(acks)
+			go s.nudge(ended)
 		case wire.Stdout, wire.Stderr:
 			w := s.cfg.Stdout
 			if t == wire.Stderr {
@@ -422,6 +423,24 @@ func (s *session) run() (Result, error) {
 				return s.broken(res, err)
 			}
 		default:
+		}
+	}
+}
+
+// nudge interrupts the machine now and then, since QEMU may lose the interrupt of its timer. Where that makes no difference to an emulated
+// machine, neither does this.
+func (s *session) nudge(ended <-chan struct{}) {
+	tick := time.NewTicker(wire.NudgeInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ended:
+			return
+		case <-tick.C:
+			// A send that fails, or waits for ever, ends with the connection, which the receiver sees as well.
+			if s.out.Send(wire.Nudge, nil) != nil {
+				return
+			}
 		}
 	}
 }

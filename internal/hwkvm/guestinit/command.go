@@ -202,6 +202,8 @@ func (p *process) receive(in *wire.Reader, stdin chan<- []byte) {
 				close(stdin)
 				open = false
 			}
+		case wire.Nudge:
+			// Its interrupt has done what it is for.
 		case wire.Signal:
 			if n, err := wire.Uint32(b); err == nil {
 				p.signal(syscall.Signal(n))

@@ -25,12 +25,13 @@ const headerSize = 5
 // Type says what the payload of a frame is.
 type Type byte
 
-// The frames. Request, Stdin, StdinEOF and Signal go to the machine, the others to the host.
+// The frames. Request, Stdin, StdinEOF, Signal and Nudge go to the machine, the others to the host.
 const (
 	Request  Type = 1  // JSON of Command, in as many frames as it takes, ended by an empty one
 	Stdin    Type = 2  // bytes for the command's standard input
 	StdinEOF Type = 3  // no payload: the standard input ends here
 	Signal   Type = 4  // uint32: the number of a signal for the command
+	Nudge    Type = 5  // no payload, no meaning: it comes with an interrupt; after Started, once in NudgeInterval
 	Started  Type = 16 // no payload: the command runs
 	Stdout   Type = 17 // bytes of the command's standard output
 	Stderr   Type = 18 // bytes of the command's standard error
@@ -41,6 +42,10 @@ const (
 
 // AliveInterval is how often the machine says that it still runs.
 const AliveInterval = 5 * time.Second
+
+// NudgeInterval is how often the host interrupts the machine, and so how long one at most stands still whose timer's
+// interrupt QEMU has lost: see "What does not work there" in package hwkvm.
+const NudgeInterval = time.Second
 
 // ResultTaken is how long the machine waits, after Exit, for the host to take what was sent and to end it.
 const ResultTaken = 10 * time.Minute
