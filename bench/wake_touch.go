@@ -218,7 +218,20 @@ func (w *wakeTouch) exchange(ctx context.Context, by string) (begin, end time.Ti
 	if err == nil && got != line {
 		err = fmt.Errorf("it answers %q, want %q", got, line)
 	}
+	if t, ok := c.(*net.TCPConn); ok && err == nil {
+		err = finish(t)
+	}
 	return begin, end, err
+}
+
+// finish ends a connection on both sides. A VM that sleeps before its program has heard of the end never hears of it: connections do not
+// survive a wake, and the program, which serves one at a time, would wait for more of this one.
+func finish(c *net.TCPConn) error {
+	if err := c.CloseWrite(); err != nil {
+		return err
+	}
+	_, err := io.Copy(io.Discard, c)
+	return err
 }
 
 // once has the VM sleep, touches it, and touches it again.
