@@ -49,7 +49,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	v := &supervisor{
-		store: s, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
+		store: s, stamps: noticed[map[string]time.Time]{read: s.Stamps}, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
 		doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	crashes := func() (n int) {

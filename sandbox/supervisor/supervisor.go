@@ -101,8 +101,9 @@ type supervisor struct {
 	o        Options
 	log      *slog.Logger
 
-	seen map[string]time.Time // stamps of the records that have been read
-	pids map[string]int       // processes of the VMs that ran then
+	stamps noticed[map[string]time.Time]
+	seen   map[string]time.Time // stamps of the records that have been read
+	pids   map[string]int       // processes of the VMs that ran then
 	// want are the ports that VMs publish, doors those that are listened at, and refused why one is not.
 	want    map[string][]port
 	doors   map[port]closer
@@ -138,6 +139,13 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 		store: s, launcher: l, o: o, log: o.Log,
 		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
+	watch, err := newNotice(filepath.Join(s.Dir(), "vms"))
+	if err != nil {
+		o.Log.Warn("all VMs are looked at again and again", "cause", err)
+	} else {
+		defer watch.close()
+	}
+	v.stamps = noticed[map[string]time.Time]{read: s.Stamps, n: watch}
 	if o.Pool > 0 {
 		p, err := s.NewPool(l, sandbox.PoolOptions{Processes: o.Pool, Follow: true, Log: o.Log})
 		if err != nil {
@@ -170,7 +178,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s, v.wake, v.launcher}, v.log.Warn)
+	timed := newTimers(launchedVMs{s, v.wake, v.launcher, &noticed[map[string]string]{read: s.FileStamps, n: watch}}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
@@ -217,7 +225,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 
 // look reads the records that have changed, and opens and closes doors.
 func (v *supervisor) look(ctx context.Context) error {
-	stamps, err := v.store.Stamps()
+	stamps, err := v.stamps.get()
 	if err != nil {
 		return err
 	}

@@ -36,7 +36,11 @@ type launchedVMs struct {
 	*sandbox.Store
 	up       func(ctx context.Context, name string) error
 	launcher sandbox.Launcher
+	stamps   *noticed[map[string]string]
 }
+
+// FileStamps are those of the store, which are read when something has changed.
+func (v launchedVMs) FileStamps() (map[string]string, error) { return v.stamps.get() }
 
 func (v launchedVMs) wake(ctx context.Context, name string) error { return v.up(ctx, name) }
 
