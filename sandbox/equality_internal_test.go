@@ -433,7 +433,7 @@ func (h *history) boot() *testMachine {
 	h.t.Helper()
 	in, err := begin(h.parts())
 	h.must(err)
-	if err := in.assemble(false); err != nil {
+	if err := in.assemble(netOpen); err != nil {
 		h.fatal(errors.Join(err, in.Close()))
 	}
 	m := h.adopt(in, nil, 0)

@@ -207,7 +207,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
-	if err := in.assemble(true); err != nil {
+	if err := in.assemble(netDown); err != nil {
 		return err
 	}
 	if err := in.machine.Import(fromPayloads(states)); err != nil {

@@ -164,8 +164,8 @@ func begin(p Parts) (in *Instance, err error) {
 }
 
 // assemble makes the machine with its devices, in the order in which the guest
-// finds them. linkDown keeps the network quiet until the guest has its identity.
-func (in *Instance) assemble(linkDown bool) (err error) {
+// finds them.
+func (in *Instance) assemble(net netStart) (err error) {
 	defer close(in.assembled)
 	p := in.parts
 	var devs []vmm.Device
@@ -203,7 +203,7 @@ func (in *Instance) assemble(linkDown bool) (err error) {
 	add(deviceBalloon, in.balloon)
 
 	if p.Spec.Network == NetworkTAP {
-		if in.net, err = in.connect(linkDown); err != nil {
+		if in.net, err = in.connect(net); err != nil {
 			return err
 		}
 		add(deviceNet, in.net)
@@ -292,7 +292,7 @@ func (in *Instance) boot(ctx context.Context) error {
 	if _, err := rand.Read(seed); err != nil {
 		return fmt.Errorf("making a random seed: %w", err)
 	}
-	if err := in.assemble(false); err != nil {
+	if err := in.assemble(netOpen); err != nil {
 		return err
 	}
 	err := in.machine.Boot(vmm.BootOptions{
@@ -399,7 +399,11 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) e
 		states, err = in.open(dir)
 		opened <- err
 	}()
-	err := in.assemble(true)
+	net := netHeld
+	if o.NewIdentity {
+		net = netDown
+	}
+	err := in.assemble(net)
 	if err := errors.Join(<-opened, err); err != nil {
 		return err
 	}
@@ -485,11 +489,12 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	}
 	in.machine.EndQuiet()
 	if in.net != nil {
-		// Its link is down until its policy is there and it has its identity.
+		// It is not heard until its policy is there and it has its identity.
 		if err := in.network.wait(ctx); err != nil {
 			return in.explain(ctx, err)
 		}
 		in.net.SetLink(true)
+		in.net.Release()
 	}
 	if resumed.Hooks {
 		in.hooks.Store(true)

@@ -86,17 +86,30 @@ type network struct {
 // tidies up after a killed process never means another one's.
 func tapName(id string) string { return hostnet.InterfacePrefix + id[:min(9, len(id))] }
 
+// netStart is how a guest finds its network at first.
+type netStart int
+
+const (
+	// netOpen: it boots when its policy is there.
+	netOpen netStart = iota
+	// netHeld: its link is as it was, and what it sends waits for its policy. A link that goes down and up again has a Linux drop what it sends until it
+	// has noticed both, also the answer to the packet that it was woken for.
+	netHeld
+	// netDown: what it sends is dropped, since it is what another machine would send, until it has its own identity.
+	netDown
+)
+
 // connect makes the VM's TAP device, which goes with this process, and the guest's end of
 // it. Its policy is put on it in the background, since the kernel looks at programs for
 // long; see network.wait.
-func (in *Instance) connect(down bool) (*virtionet.Device, error) {
+func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
 	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
 	if err != nil {
 		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
 	in.network = n
 	in.closers = append(in.closers, n)
-	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: down})
+	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: start == netDown, Held: start == netHeld})
 }
 
 func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, err error) {

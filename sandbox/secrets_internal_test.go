@@ -44,7 +44,7 @@ func loopingInstance(t *testing.T) *Instance {
 			t.Error(err)
 		}
 	})
-	if err := in.assemble(false); err != nil {
+	if err := in.assemble(netOpen); err != nil {
 		t.Fatal(err)
 	}
 	in.parts.Socket = filepath.Join(dir, "nobody")

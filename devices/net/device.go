@@ -88,6 +88,9 @@ type Config struct {
 	// imports the state of one whose link was up: a clone is not to be heard
 	// before it has its own identity. SetLink(true) ends it.
 	LinkDown bool
+	// Held makes the device pass nothing on, in either direction, until Release, whatever the link: what the guest sends waits in its
+	// queue. So a guest that wakes is not heard before its policy is there, and loses nothing, as it would while its link is down.
+	Held bool
 }
 
 // Device is a virtio network device. All methods may be called from any
@@ -98,6 +101,7 @@ type Device struct {
 	config  Config
 	stats   counters
 	link    atomic.Bool
+	held    atomic.Bool
 
 	mu     sync.Mutex // guards what follows
 	mac    MAC
@@ -124,6 +128,7 @@ func New(mem *guestmem.Memory, backend Backend, cfg Config) (*Device, error) {
 	}
 	d := &Device{mem: mem, backend: backend, config: cfg, mac: cfg.MAC, told: !cfg.LinkDown}
 	d.link.Store(!cfg.LinkDown)
+	d.held.Store(cfg.Held)
 	return d, nil
 }
 
@@ -224,6 +229,15 @@ func (d *Device) SetLink(up bool) {
 	defer d.mu.Unlock()
 	d.link.Store(up)
 	if d.engine != nil {
+		d.engine.loop.Do()
+	}
+}
+
+// Release has a device that was held pass on what waits, and what comes. Doing it again does nothing.
+func (d *Device) Release() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.held.CompareAndSwap(true, false) && d.engine != nil {
 		d.engine.loop.Do()
 	}
 }

@@ -456,6 +456,43 @@ func TestCloneKeepsItsLinkDownUntilTold(t *testing.T) {
 	}
 }
 
+// A guest that wakes hears and says nothing until it is released, loses nothing of either, and does not learn of it.
+func TestHeldDeviceKeepsFramesOfBothSidesUntilReleased(t *testing.T) {
+	n := start(t, Config{}, allButTSO)
+	for i := range 2 {
+		// The second time it sleeps while it is held.
+		held, err := New(n.Mem(), n.w, Config{MAC: testMAC, Held: true})
+		must(t, err)
+		must(t, n.Move(held))
+		if i == 0 {
+			n.transmit(nil, frame(1, 100))
+			n.w.send(t, frame(2, 100))
+			n.post(1600)
+		}
+		if _, got := n.w.receive(t, 5*time.Millisecond); got != nil {
+			t.Error("a frame got out")
+		}
+		if n.Queue(queueRX).InFlight() != 1 || n.Queue(queueTX).InFlight() != 1 || !held.Link() || n.ConfigChanges() != 0 {
+			t.Errorf("in flight %d and %d, link %v, %d changes", n.Queue(queueRX).InFlight(), n.Queue(queueTX).InFlight(), held.Link(), n.ConfigChanges())
+		}
+		if i == 1 {
+			held.Release()
+			held.Release()
+		}
+	}
+	if _, got := n.w.receive(t, 10*time.Second); serialOf(got) != 1 {
+		t.Error("the guest's frame is lost")
+	}
+	until(t, "the guest's frame", func() bool { return n.Queue(queueRX).InFlight() == 0 && n.Queue(queueTX).InFlight() == 0 })
+	n.transmit(nil, frame(3, 100)).Wait()
+	if _, got := n.w.receive(t, 10*time.Second); serialOf(got) != 3 {
+		t.Error("a frame after that is lost")
+	}
+	if n.ConfigChanges() != 0 {
+		t.Error("the guest was told of something")
+	}
+}
+
 func TestBackendThatFailsGivesTheDeviceUp(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.post(1600)

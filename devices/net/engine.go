@@ -176,8 +176,12 @@ func (e *engine) Settle() {
 	if e.failReason != nil {
 		return
 	}
-	err := e.pumpTX(queueSize)
-	if err == nil && e.dev.link.Load() {
+	var err error
+	held := e.dev.held.Load()
+	if !held {
+		err = e.pumpTX(queueSize)
+	}
+	if err == nil && e.dev.link.Load() && !held {
 		// The backend goes when the VM sleeps, and with it what the guest has not got. Nobody sends some of that again: a reset, or
 		// the last word of a connection whose other end has gone.
 		err = e.pumpRX(queueSize)
@@ -216,7 +220,13 @@ func (e *engine) Turn() time.Duration {
 		}
 	}
 	link := e.dev.link.Load()
-	if link != e.told || e.txReady && !e.blocked {
+	if link != e.told {
+		sooner(0)
+	}
+	if e.dev.held.Load() {
+		return wait // until Release
+	}
+	if e.txReady && !e.blocked {
 		sooner(0)
 	}
 	if e.blocked {
@@ -239,6 +249,9 @@ func (e *engine) turn() error {
 		if e.features&featureStatus != 0 {
 			e.irq.Config()
 		}
+	}
+	if e.dev.held.Load() {
+		return nil
 	}
 	if e.blocked && !time.Now().Before(e.retryAt) {
 		e.blocked = false
