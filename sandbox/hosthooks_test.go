@@ -72,7 +72,8 @@ func (h onHost) noted(file string, want ...string) {
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			h.e.T.Fatal(err)
 		}
-		if got = strings.Split(strings.TrimSpace(string(text)), "\n"); len(got) >= len(want) {
+		if got = strings.Split(string(text), "\n"); len(got) > len(want) { // each ends with a line feed
+			got = got[:len(got)-1]
 			break
 		}
 	}
