@@ -35,7 +35,9 @@ HARD_FLAGS ?= -timeout 25m -parallel 1
 
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
+# Built alike, so that what they have in common is compiled once.
 GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false
+GO_TEST := CGO_ENABLED=0 go test -trimpath
 LDFLAGS := -s -w -X main.buildVersion=$(VERSION) -X github.com/drowse-vm/drowse/bench.Commit=$(COMMIT)
 DROWSE := bin/drowse --state $(STATE)
 REPORT := bin/testreport
@@ -92,17 +94,17 @@ test: test-state $(REPORT)
 	@echo "== tests with the race detector" >&2
 	@go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests without it" >&2
-	@go test -json $(TEST_FLAGS) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
+	@$(GO_TEST) -json $(TEST_FLAGS) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
 
 # test-hard runs the tests that have guests on a KVM of the hardware kind, emulated if
 # need be.
 .PHONY: test-hard
 test-hard: test-state $(REPORT)
 	@scripts/deps test hard
-	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@echo "== tests on KVM of the hardware kind" >&2
-	@go test -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
+	@$(GO_TEST) -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 
 # test-workloads has git, pip, npm, a Go build, SQLite, a web server and a container sleep and
 # wake in one guest. Where the guest's kernel is interpreted that takes most of an hour, and
@@ -113,30 +115,30 @@ workloads-state: build kernel
 	@$(DROWSE) image build --from $(IMAGE_FROM) --include $(WORKLOADS_INCLUDE) --no-docs --tag $(WORKLOADS_TAG) --install-deps >&2
 
 test-workloads: workloads-state image
-	@go test -tags workloads -count 1 -run UnderLoad -v ./sandbox
-	@go test -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/workloads
+	@$(GO_TEST) -tags workloads -count 1 -run UnderLoad -v ./sandbox
+	@$(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/workloads
 
 # The program of the container is made outside, where the processor is not emulated.
 test-workloads-hard: workloads-state
 	@scripts/deps hard
-	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
-	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app go test -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
+	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app $(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
 
 # test-browser has a Chromium open the page of drowse serve, on VMs in memory and once before a guest. It is not a part of test: the browser is 130 MB to download and
 # 440 MB to install.
 .PHONY: test-browser
 test-browser: test-state $(REPORT)
 	@scripts/deps browser
-	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse go test -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
+	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse $(GO_TEST) -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
 .PHONY: agent-proofs
 agent-proofs: test-state
-	@go test -count 1 -v -run TestBulk ./guest -bulk-mib 1024
-	@go test -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
+	@$(GO_TEST) -count 1 -v -run TestBulk ./guest -bulk-mib 1024
+	@$(GO_TEST) -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
 
 # agent-proofs-hard shows it with a real guest, on a KVM of the hardware kind that is emulated if need be: copies of 1 GiB into it and out of it,
 # 100 commands at once, one that prints 1 GiB, and one that floods and stalls all streams. Half an hour. Less: make agent-proofs-hard BULK='-bulk-mib 64'.
@@ -144,16 +146,17 @@ BULK ?= -bulk-mib 1024
 .PHONY: agent-proofs-hard
 agent-proofs-hard: test-state
 	@scripts/deps hard
-	@go build -buildvcs=false -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
-	@go test -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/workloads $(BULK)
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/workloads $(BULK)
 
 # life-proofs has clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
 # and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.
+# Where the machine may stand still for minutes: add -life-patience 25m. Of a run that fails the logs are kept, and it says where.
 LIFE ?= -life-for 10m -life-asleep 200 -life-recorded 1000 -life-kills 300
 .PHONY: life-proofs
 life-proofs: test-state
-	@go test -tags workloads -count 1 -timeout 3h -v -run TestLifeOfManySandboxes ./sandbox $(LIFE)
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestLifeOfManySandboxes ./sandbox $(LIFE)
 
 # example runs the program in examples/embed.
 .PHONY: example
@@ -173,7 +176,7 @@ agentlife: build kernel
 
 .PHONY: $(REPORT)
 $(REPORT): check-go
-	@go build -buildvcs=false -o $@ ./internal/testreport
+	@$(GO_BUILD) -o $@ ./internal/testreport
 
 .PHONY: lint
 lint: check-go

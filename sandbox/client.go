@@ -234,7 +234,7 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 	case Running, Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
-	if err := s.notExpired(name); err != nil {
+	if _, err := s.lasting(name); err != nil {
 		return Report{}, err
 	}
 	switch r.Phase {
@@ -281,7 +281,11 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	if r.Phase == Running || r.Phase == Starting {
 		return s.awaitRunning(ctx, name)
 	}
-	if err := s.notExpired(name); err != nil {
+	label, err := s.lasting(name)
+	if err != nil {
+		return Report{}, err
+	}
+	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
 		return Report{}, err
 	}
 	if r.Snapshot == "" {

@@ -37,6 +37,8 @@ type Label struct {
 	Keep lifetime.Keep `json:"keep,omitzero"`
 	// Wake is when it is woken; the zero value is never.
 	Wake Timer `json:"wake,omitzero"`
+	// Rotate says at which wakes it begins anew, and from which snapshot; the zero value is never.
+	Rotate Rotation `json:"rotate,omitzero"`
 	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
 	// Asked is what of Expires and Wake the guest has asked for itself: SelfSpec.
@@ -77,17 +79,17 @@ func (l Label) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
-// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer and what its guest has asked for. What the
+// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer, its rotation and what its guest has asked for. What the
 // guest has put its expiry off by counts for the child as well.
 func (l Label) ForChild() Label {
-	l.Wake, l.Asked.Wake, l.Asked.Fork = Timer{}, time.Time{}, AskedFork{}
+	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
 	l.Tags = slices.Clone(l.Tags)
 	return l
 }
 
 // empty says that it is what a VM without one has.
 func (l Label) empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{}
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{}
 }
 
 // Check refuses what is out of bounds.
@@ -121,7 +123,7 @@ func (l Label) Check() error {
 			return err
 		}
 	}
-	if err := l.Wake.check(); err != nil {
+	if err := errors.Join(l.Wake.check(), l.Rotate.check()); err != nil {
 		return err
 	}
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {
@@ -223,6 +225,18 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
 	l.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
+	l.Rotate.At = l.Rotate.At.UTC().Truncate(time.Millisecond)
+	if l.Rotate.To != before.Rotate.To {
+		// A sweep either sees what is kept now, or is over.
+		release, err := s.lockImports(unix.LOCK_SH)
+		if err != nil {
+			return Label{}, err
+		}
+		defer func() { _ = release() }()
+		if err := s.checkRotation(r, &l.Rotate); err != nil {
+			return Label{}, err
+		}
+	}
 	if err := l.Check(); err != nil {
 		return Label{}, err
 	}
@@ -370,6 +384,9 @@ func (r *Record) setLabel(l *Label) error {
 	own.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
 	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, Asked{}
 	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
+	if own.Rotate != (Rotation{}) {
+		return fmt.Errorf("%w: it has no snapshot yet to begin anew from: update it once it has one", ErrLabel)
+	}
 	if err := own.Check(); err != nil {
 		return err
 	}
@@ -380,15 +397,6 @@ func (r *Record) setLabel(l *Label) error {
 	return nil
 }
 
-// notExpired fails with ErrExpired if a sandbox's time is over. A label that cannot be read is in nobody's way.
-func (s *Store) notExpired(name string) error {
-	l, err := s.Label(name)
-	if err != nil || !lifetime.Expired(l.Expires, time.Now()) {
-		return nil
-	}
-	return fmt.Errorf("%w: %s, at %s: extend it with `drowse update %s --ttl TIME`", ErrExpired, name, l.Expires.Format(time.RFC3339), name)
-}
-
 // lasts is what counts of a VM for how long it and its sleeps last.
 func (s *Store) lasts(r *Record) lifetime.Sandbox {
 	l, err := s.Label(r.Spec.Name)
@@ -397,7 +405,7 @@ func (s *Store) lasts(r *Record) lifetime.Sandbox {
 		Running: r.Phase == Running || r.Phase == Starting, Ended: r.Phase == Stopped || r.Phase == Crashed,
 		Unknown: err != nil,
 	}
-	for _, id := range []string{r.Snapshot, r.Previous, r.Base} {
+	for _, id := range []string{r.Snapshot, r.Previous, r.Base, l.Rotate.To} {
 		if id != "" {
 			out.Needs = append(out.Needs, id)
 		}

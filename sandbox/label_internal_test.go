@@ -127,7 +127,7 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 			if _, err := s.Label("a"); !errors.Is(err, ErrLabel) || !strings.Contains(err.Error(), "--reset") {
 				t.Errorf("got %v, want ErrLabel with the remedy", err)
 			}
-			if err := s.notExpired("a"); err != nil {
+			if _, err := s.lasting("a"); err != nil {
 				t.Errorf("it is not to be woken: %v", err)
 			}
 			if freed, err := s.Sweep(t.Context()); err != nil || freed.Snapshots != 0 {

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"io/fs"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -37,6 +36,7 @@ var (
 	lifeClients  = flag.Int("life-clients", 8, "how many clients there are")
 	lifeKills    = flag.Int("life-kills", 10, "how many processes are killed then")
 	lifeSeed     = flag.Uint64("life-seed", 1, "what chance begins with")
+	lifePatience = flag.Duration("life-patience", 3*time.Minute, "how long one operation may take: more where the machine may stand still")
 )
 
 // tally counts in the guest's memory and in a file, and says both: '+' is one more, '=' as it is.
@@ -117,8 +117,8 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
 	v := &life{Env: e, dir: lifeFiles(dir), rand: rand.New(rand.NewPCG(*lifeSeed, 0)), procs: map[string]*lifeProc{}}
+	t.Cleanup(v.keep)
 	e.Run(sandbox.Spec{Name: "base", MemoryMiB: 256, Network: sandbox.NetworkTAP})
 	if err := startTally(t.Context(), e.Store, "base"); err != nil {
 		t.Fatal(err)
@@ -126,7 +126,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	e.Sleep("base")
 	e.Wake("base")
 	snap := e.Sleep("base").Snapshot
-	v.run = lifeRun{Store: e.Store.Dir(), Agent: e.Launcher.Agent, Snapshot: snap, Sandboxes: *lifeAsleep, Seed: *lifeSeed}
+	v.run = lifeRun{Store: e.Store.Dir(), Agent: e.Launcher.Agent, Snapshot: snap, Sandboxes: *lifeAsleep, Seed: *lifeSeed, Patience: *lifePatience}
 	v.configure(false)
 	v.recordOthers(max(0, *lifeRecorded-*lifeAsleep))
 
@@ -190,6 +190,47 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	stopWatching()
 	<-watched
 	v.nothingLeft(snap)
+}
+
+// lifeLogs are the files of a VM that tell what became of it.
+var lifeLogs = []string{"vm.json", "vmm.log", "console.log"}
+
+// keep removes the files of the run. Of one that has failed it keeps them, with what the store has that tells what happened: the store
+// itself goes.
+func (v *life) keep() {
+	if !v.T.Failed() {
+		if err := os.RemoveAll(string(v.dir)); err != nil {
+			v.T.Error(err)
+		}
+		return
+	}
+	to := filepath.Join(string(v.dir), "kept")
+	for _, what := range append([]string{filepath.Join("events", "*")}, lifeLogs...) {
+		if !strings.HasPrefix(what, "events") {
+			what = filepath.Join("vms", "*", what)
+		}
+		files, err := filepath.Glob(filepath.Join(v.Store.Dir(), what))
+		if err != nil {
+			v.T.Error(err)
+		}
+		for _, path := range files {
+			rel, err := filepath.Rel(v.Store.Dir(), path)
+			var b []byte
+			if err == nil {
+				b, err = os.ReadFile(path)
+			}
+			if err == nil {
+				err = os.MkdirAll(filepath.Join(to, filepath.Dir(rel)), 0o700)
+			}
+			if err == nil {
+				err = os.WriteFile(filepath.Join(to, rel), b, 0o600)
+			}
+			if err != nil && !errors.Is(err, fs.ErrNotExist) {
+				v.T.Error(err)
+			}
+		}
+	}
+	v.T.Logf("the logs of VMs, the events, and what clients knew are kept in %s", v.dir)
 }
 
 func (v *life) configure(kills bool) {
@@ -273,7 +314,7 @@ func (v *life) stopAll() {
 	wait := func(role string, p *lifeProc) {
 		select {
 		case <-p.ended:
-		case <-time.After(lifeOpTime + time.Minute):
+		case <-time.After(*lifePatience + time.Minute):
 			_ = p.cmd.Process.Kill()
 			<-p.ended
 			v.T.Errorf("%s did not end by itself", role)
@@ -520,6 +561,10 @@ func (v *life) machines() map[string][]int {
 	return out
 }
 
+func newLifeLeft(store string) *lifeLeft {
+	return &lifeLeft{store: store, ids: map[string]string{}, proc: "/proc", cgroups: "/sys/fs/cgroup", pins: netpolicy.DefaultRoot, netns: "/run/netns"}
+}
+
 // nothingLeft removes all sandboxes, and looks for what nobody has any more.
 func (v *life) nothingLeft(snap string) {
 	t := v.T
@@ -529,9 +574,7 @@ func (v *life) nothingLeft(snap string) {
 		t.Fatal(err)
 	}
 	asleep := 0
-	ids := map[string]string{}
 	for _, r := range list {
-		ids[r.ID] = r.Spec.Name
 		if strings.HasPrefix(r.Spec.Name, "life-") {
 			if r.Phase != sandbox.Asleep || strings.HasSuffix(r.Spec.Name, "-f") {
 				t.Errorf("%s is %s", r.Spec.Name, r.Phase)
@@ -545,36 +588,23 @@ func (v *life) nothingLeft(snap string) {
 	if left := v.machines(); len(left) != 0 {
 		t.Errorf("all sleep, and these have processes: %v", left)
 	}
+	look := newLifeLeft(v.Store.Dir())
+	for _, r := range list {
+		look.ids[r.ID] = r.Spec.Name
+	}
+	if err := look.told(); err != nil {
+		t.Error(err)
+	}
+	// What was told to end may need a moment.
 	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
-		var left []string
-		lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-		for _, path := range lines {
-			if b, err := os.ReadFile(path); err == nil && bytes.Contains(b, []byte(v.Store.Dir())) {
-				left = append(left, filepath.Dir(path)+" "+string(bytes.ReplaceAll(b, []byte{0}, []byte{' '})))
-			}
-		}
-		if len(left) == 0 {
+		left, err := look.host()
+		if err == nil && len(left) == 0 {
 			break
 		}
 		if time.Now().After(end) {
-			t.Errorf("processes are left: %v", left)
+			t.Errorf("all sleep, and there are left: %q (%v)", left, err)
 			break
 		}
-	}
-	links, err := net.Interfaces()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, l := range links {
-		for id := range ids {
-			if l.Name == "drowse"+id[:9] {
-				t.Errorf("%s, which sleeps, has the device %s", ids[id], l.Name)
-			}
-		}
-	}
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil || bytes.Contains(mounts, []byte(v.Store.Dir())) {
-		t.Errorf("there are mounts in %s (%v)", v.Store.Dir(), err)
 	}
 	for _, r := range list {
 		if err := v.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
@@ -586,32 +616,8 @@ func (v *life) nothingLeft(snap string) {
 		t.Error(err)
 	}
 	t.Logf("after all were removed a sweep has freed %+v", freed)
-	for _, sub := range []string{"vms", "snapshots", "layers"} {
-		left, err := os.ReadDir(filepath.Join(v.Store.Dir(), sub))
-		// An empty file system of the size of a disk stays, for the next VM with such a disk.
-		left = slices.DeleteFunc(left, func(d fs.DirEntry) bool { return strings.HasPrefix(d.Name(), "ext4-") })
-		if err != nil || len(left) != 0 {
-			t.Errorf("in %s there are left %v (%v)", sub, left, err)
-		}
+	if left := look.all(t); len(left) != 0 {
+		t.Errorf("all were removed, and there are left: %q", left)
 	}
-	for id := range ids {
-		pins := filepath.Join(netpolicy.DefaultRoot, id)
-		if _, err := os.Stat(pins); !errors.Is(err, fs.ErrNotExist) {
-			t.Errorf("%s is left of %s (%v)", pins, ids[id], err)
-		}
-	}
-	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return nil // it has gone
-		}
-		for id := range ids {
-			if d.IsDir() && strings.Contains(d.Name(), id[:9]) {
-				t.Errorf("%s is left of %s", path, ids[id])
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		t.Error(err)
-	}
+	t.Logf("nothing is left of %d sandboxes", len(look.ids))
 }

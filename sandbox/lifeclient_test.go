@@ -33,6 +33,8 @@ type lifeRun struct {
 	// Kills says that processes are killed: operations may fail, and are tried again.
 	Kills bool
 	Seed  uint64
+	// Patience bounds one operation.
+	Patience time.Duration
 }
 
 func lifeName(i int) string { return "life-" + strconv.Itoa(i) }
@@ -90,16 +92,13 @@ type lifeClient struct {
 	rand  *rand.Rand
 }
 
-const (
-	// lifeOpTime bounds one operation, and lifeTries how often it is tried where something is killed all the time.
-	lifeOpTime = 3 * time.Minute
-	lifeTries  = 40
-)
+// lifeTries is how often an operation is tried where something is killed all the time.
+const lifeTries = 40
 
 // try does something that can be repeated. Where nothing is killed it has to be right at once.
 func (c *lifeClient) try(what string, do func(ctx context.Context) error) error {
 	for i := 1; ; i++ {
-		ctx, cancel := context.WithTimeout(context.Background(), lifeOpTime)
+		ctx, cancel := context.WithTimeout(context.Background(), c.Patience)
 		err := do(ctx)
 		cancel()
 		if err == nil {
@@ -120,7 +119,7 @@ func (c *lifeClient) once() error {
 	name := lifeName(c.rand.IntN(c.Sandboxes))
 	if c.rand.IntN(10) == 0 {
 		// Whatever another client does with it at this moment.
-		ctx, cancel := context.WithTimeout(context.Background(), lifeOpTime)
+		ctx, cancel := context.WithTimeout(context.Background(), c.Patience)
 		defer cancel()
 		_, err := c.store.Wake(ctx, c.l, name)
 		if err != nil && !errors.Is(err, sandbox.ErrNotFound) && !c.Kills && !c.busy(name) {

@@ -26,12 +26,20 @@ var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
 // time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it sleeps, the snapshot that it
 // sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped or was killed, what it has
 // written to its disk since its last sleep is given up. A snapshot of another VM is ErrForeignSnapshot, one without memory
-// ErrDiskOnly.
+// ErrDiskOnly; ErrLabel if the VM's Rotation would take it elsewhere at its next wake.
 func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
 		return nil, err
 	}
+	if err := s.notRotated(name, id); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	return s.restoreTo(ctx, name, id, func(*Record) {})
+}
+
+// restoreTo is RestoreTo with the whole id of a snapshot. note is called for the record before it is written.
+func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Record)) (*Record, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return nil, err
@@ -55,7 +63,11 @@ func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record
 		return nil, running
 	}
 	if r.Phase == Asleep && r.Snapshot == id {
-		return r, nil
+		before := r.Rotated
+		if note(r); r.Rotated.Equal(before) {
+			return r, nil
+		}
+		return r, s.save(r)
 	}
 	m, err := s.manifest(id)
 	if err != nil {
@@ -75,6 +87,7 @@ func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record
 	}
 	r.Snapshot = id
 	r.goBack(m)
+	note(r)
 	if err := s.save(r); err != nil {
 		return r, err
 	}

@@ -209,6 +209,9 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 		if r.Previous == id {
 			return fmt.Errorf("%w: snapshot %s is what VM %s slept in before it was taken back, and is kept until its next sleep", ErrSnapshotInUse, id, r.Spec.Name)
 		}
+		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To == id {
+			return fmt.Errorf("%w: snapshot %s is what VM %s begins anew from: see `drowse update --rotate-to`", ErrSnapshotInUse, id, r.Spec.Name)
+		}
 	}
 	if err := errors.Join(snapshot.Remove(s.snapshotDir(id)), s.unkeep(id)); err != nil {
 		return fmt.Errorf("removing snapshot %s: %w", id, err)

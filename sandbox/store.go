@@ -164,6 +164,8 @@ type Record struct {
 	Secrets []SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
+	// Rotated is the time of its Rotation at which it has last begun anew.
+	Rotated time.Time `json:"rotated,omitzero"`
 	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
 	Awake  time.Time     `json:"awake,omitzero"`
 	Sleeps []SleepRecord `json:"sleeps,omitempty"`

@@ -100,6 +100,9 @@ func (s *Store) Sweep(ctx context.Context) (Freed, error) {
 		}
 		last := s.lasts(r)
 		last.Running = live[r.ID]
+		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To != "" {
+			snapshots[l.Rotate.To] = true
+		}
 		lasting = append(lasting, last)
 		if r.Base != "" && live[r.ID] {
 			snapshots[r.Base] = true

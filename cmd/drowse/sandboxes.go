@@ -331,13 +331,17 @@ func (a *app) updateCommand() *cobra.Command {
 		policy, hooks string
 		never, reset  bool
 		untag         bool
+		rotate        rotateFlags
 	)
 	cmd := &cobra.Command{
 		Use: "update NAME", Short: "Change whose a sandbox is, how long it lasts, and what it is at its next wake", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		Long: `Change a sandbox. Owner, purpose, class, tags, time to live, what is kept and the network
 policy can be changed whether it runs or not, and hold at once. Hooks and the time after which it sleeps
 want one that does not run, and hold from its next wake; CPUs and memory want one that has
-stopped, and hold from its next boot.`,
+stopped, and hold from its next boot.
+
+With --rotate-to each wake begins anew from that snapshot of the sandbox, with the memory and disk of that time, and
+what was done since is left; with --rotate-every or --rotate-at only the first wake after each such time.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			set := cmd.Flags().Changed
 			if set("ttl") && never {
@@ -351,6 +355,9 @@ stopped, and hold from its next boot.`,
 				return err
 			}
 			c := fleet.Changes{Reset: reset}
+			if c.Rotate, err = rotate.rotation(time.Now()); err != nil {
+				return usageError{err}
+			}
 			if set("class") {
 				c.Class = &want.Class
 			}
@@ -425,6 +432,7 @@ stopped, and hold from its next boot.`,
 	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip")
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")
+	rotate.add(cmd)
 	return cmd
 }
 

@@ -68,28 +68,38 @@ func timer(now time.Time, at, in, every string, never bool) (t sandbox.Timer, er
 	if at != "" && in != "" {
 		return t, errors.New("--at does not go with --in")
 	}
-	first := in
-	if every != "" {
-		d, err := lifetime.ParseDuration(every)
+	return timerOf(now, timerFlags{at, in, every, [3]string{"--at", "--in", "--every"}})
+}
+
+// timerFlags are a time, a time from now on, and one after which it comes again, and what these flags are called.
+type timerFlags struct {
+	at, in, every string
+	names         [3]string
+}
+
+func timerOf(now time.Time, f timerFlags) (t sandbox.Timer, err error) {
+	first := f.in
+	if f.every != "" {
+		d, err := lifetime.ParseDuration(f.every)
 		if err != nil {
-			return t, fmt.Errorf("--every: %w", err)
+			return t, fmt.Errorf("%s: %w", f.names[2], err)
 		}
 		if t.Every = int64(d / time.Second); t.Every < sandbox.MinTimer {
-			return t, fmt.Errorf("--every %s: use %d s or more", every, sandbox.MinTimer)
+			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, sandbox.MinTimer)
 		}
-		if in == "" {
-			first = every
+		if f.in == "" {
+			first = f.every
 		}
 	}
-	if at != "" {
-		if t.At, err = time.Parse(time.RFC3339Nano, at); err != nil {
-			return t, fmt.Errorf("--at %q: use a time as 2026-11-22T13:25:42Z", at)
+	if f.at != "" {
+		if t.At, err = time.Parse(time.RFC3339Nano, f.at); err != nil {
+			return t, fmt.Errorf("%s %q: use a time as 2026-11-22T13:25:42Z", f.names[0], f.at)
 		}
 		return t, nil
 	}
 	d, err := lifetime.ParseDuration(first)
 	if err != nil {
-		return t, fmt.Errorf("--in: %w", err)
+		return t, fmt.Errorf("%s: %w", f.names[1], err)
 	}
 	t.At = now.Add(d)
 	return t, nil

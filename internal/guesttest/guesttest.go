@@ -188,9 +188,19 @@ func (e *Env) Run(spec sandbox.Spec) sandbox.Report {
 	return rep
 }
 
+// took notes in the test's log how long something in a guest has taken: what is slow there is seldom what is slow elsewhere.
+func (e *Env) took(what string) func() {
+	begin := time.Now()
+	return func() {
+		e.T.Helper()
+		e.T.Logf("%v %s", time.Since(begin).Round(time.Millisecond), what)
+	}
+}
+
 // Sleep puts a VM to sleep.
 func (e *Env) Sleep(name string) sandbox.SleepResult {
 	e.T.Helper()
+	defer e.took("sleep of " + name)()
 	res, err := e.Store.Sleep(e.T.Context(), name)
 	if err != nil {
 		e.T.Fatal(err)
@@ -201,6 +211,7 @@ func (e *Env) Sleep(name string) sandbox.SleepResult {
 // Wake brings it back.
 func (e *Env) Wake(name string) sandbox.Report {
 	e.T.Helper()
+	defer e.took("wake of " + name)()
 	rep, err := e.Store.Wake(e.T.Context(), e.Launcher, name)
 	if err != nil {
 		e.T.Fatal(err)
@@ -222,6 +233,7 @@ func (e *Env) Agent(name string) *guest.Client {
 // Sh runs a shell command in a VM and returns its output.
 func (e *Env) Sh(name, script string) string {
 	e.T.Helper()
+	defer e.took(name + ": " + script)()
 	c, err := e.Store.Agent(e.T.Context(), name)
 	if err != nil {
 		e.T.Fatal(err)

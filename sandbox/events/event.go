@@ -67,10 +67,11 @@ const (
 	Connection Cause = "connection"
 	Timer      Cause = "timer"
 	Expiry     Cause = "expiry"
-	Killed     Cause = "killed" // its process was killed, by whomever
+	Killed     Cause = "killed"   // its process was killed, by whomever
+	Rotation   Cause = "rotation" // it begins anew from a snapshot that is known to be good
 )
 
-var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, Expiry, Killed}
+var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, Expiry, Killed, Rotation}
 
 // ErrInvalid says that events are asked for that there cannot be.
 var ErrInvalid = errors.New("invalid request for events")

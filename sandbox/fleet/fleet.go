@@ -265,6 +265,8 @@ type Changes struct {
 	Keep    *lifetime.Keep
 	// Wake is when it is woken; the zero Timer is never.
 	Wake *sandbox.Timer
+	// Rotate says at which wakes it begins anew; the zero Rotation is never.
+	Rotate *sandbox.Rotation
 	// Reset begins with an empty label, for one that cannot be read.
 	Reset bool
 	Spec  sandbox.SpecChanges
@@ -300,6 +302,7 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		set(&l.Expires, c.Expires)
 		set(&l.Keep, c.Keep)
 		set(&l.Wake, c.Wake)
+		set(&l.Rotate, c.Rotate)
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
 			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
 		}

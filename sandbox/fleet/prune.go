@@ -150,7 +150,7 @@ func lasts(r *sandbox.Record, l sandbox.Label, unreadable error) lifetime.Sandbo
 	return lifetime.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
 		Running: r.Phase == sandbox.Running || r.Phase == sandbox.Starting, Ended: r.Phase == sandbox.Stopped || r.Phase == sandbox.Crashed,
-		Needs: []string{r.Snapshot, r.Previous, r.Base}, Unknown: unreadable != nil,
+		Needs: []string{r.Snapshot, r.Previous, r.Base, l.Rotate.To}, Unknown: unreadable != nil,
 	}
 }
 

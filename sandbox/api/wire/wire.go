@@ -151,7 +151,10 @@ type Changes struct {
 	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
 	Wake   *sandbox.Timer `json:"wake,omitempty"`
 	NoWake bool           `json:"no_wake,omitempty"`
-	Reset  bool           `json:"reset,omitempty"`
+	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away, and does not go with Rotate.
+	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
+	NoRotate bool              `json:"no_rotate,omitempty"`
+	Reset    bool              `json:"reset,omitempty"`
 
 	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
 	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
@@ -163,7 +166,7 @@ type Changes struct {
 // ChangesOf are changes as they are sent.
 func ChangesOf(c fleet.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
@@ -172,13 +175,16 @@ func ChangesOf(c fleet.Changes) Changes {
 	if c.Wake != nil && *c.Wake == (sandbox.Timer{}) {
 		out.Wake, out.NoWake = nil, true
 	}
+	if c.Rotate != nil && *c.Rotate == (sandbox.Rotation{}) {
+		out.Rotate, out.NoRotate = nil, true
+	}
 	return out
 }
 
 // Fleet are the changes as a Fleet takes them.
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
 		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
@@ -194,6 +200,14 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 		out.Wake = &sandbox.Timer{}
 	case c.Wake != nil && c.Wake.At.IsZero():
 		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", sandbox.ErrSpec)
+	}
+	switch {
+	case c.NoRotate && c.Rotate != nil:
+		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", sandbox.ErrSpec)
+	case c.NoRotate:
+		out.Rotate = &sandbox.Rotation{}
+	case c.Rotate != nil && c.Rotate.To == "":
+		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", sandbox.ErrSpec)
 	}
 	return out, nil
 }

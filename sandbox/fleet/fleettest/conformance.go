@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // Fleet is what Conformance asks for: a fleet.Fleet, or a client of one in another process.
@@ -185,6 +187,34 @@ func Conformance(t *testing.T, s Subject) {
 		s.Kill(t, name)
 		if _, err := f.Restore(ctx, name, left.Snapshot); err != nil {
 			t.Errorf("the snapshot that it left is gone: %v", err)
+		}
+	})
+	t.Run("its wakes begin anew from a snapshot, each or the first after a time, until they do not any more", func(t *testing.T) {
+		left, err := f.Get(ctx, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		rotate := func(rot sandbox.Rotation) {
+			t.Helper()
+			if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &rot}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, rot := range []sandbox.Rotation{{To: first}, {To: first, At: time.Now().Add(-time.Hour)}} {
+			rotate(rot)
+			got, err := f.Wake(ctx, name)
+			must(t, got, err, records.Running)
+			if got := s.Read(t, name); got != "first" {
+				t.Errorf("%+v: its memory says %q", rot, got)
+			}
+			s.Kill(t, name)
+			rotate(sandbox.Rotation{})
+			got, err = f.Restore(ctx, name, left.Snapshot)
+			must(t, got, err, records.Asleep)
+		}
+		none := strings.Repeat("0", 32)
+		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &sandbox.Rotation{To: none}}); !errors.Is(err, snapshot.ErrNotFound) {
+			t.Errorf("from a snapshot that is not there: %v, want ErrNotFound", err)
 		}
 	})
 	t.Run("what its process did after the last sleep is lost with it, and nothing else", func(t *testing.T) {

@@ -287,12 +287,51 @@ func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
 	if err := v.expired(m); err != nil {
 		return sandbox.Report{}, err
 	}
+	v.rotate(m)
 	if m.record.Snapshot == "" || m.record.Phase == sandbox.Stopped {
 		return sandbox.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
 	}
 	m.state = v.snaps[m.record.Snapshot].state
 	v.wakes++
 	return v.up(m), nil
+}
+
+// rotate takes a VM that is to be woken back to the snapshot of its rotation, if it is time. The mutex is held.
+func (v *VMs) rotate(m *vm) {
+	rot, r := m.label.Rotate, &m.record
+	if rot.To == "" || !rot.At.IsZero() && v.now().Before(rot.At) {
+		return
+	}
+	if r.Phase == sandbox.Asleep && r.Snapshot != rot.To {
+		r.Previous = r.Snapshot
+	}
+	r.Phase, r.Snapshot, r.Problem, r.Exit, r.Rotated = sandbox.Asleep, rot.To, "", nil, rot.At
+	switch step := time.Duration(rot.Every) * time.Second; {
+	case rot.At.IsZero():
+	case step == 0:
+		m.label.Rotate = sandbox.Rotation{}
+	default:
+		m.label.Rotate.At = rot.At.Add((v.now().Sub(rot.At)/step + 1) * step)
+	}
+	v.changed(m)
+}
+
+// checkRotation refuses a rotation that no wake could do, and completes the id of its snapshot. The mutex is held.
+func (v *VMs) checkRotation(m *vm, rot *sandbox.Rotation) error {
+	if rot.To == "" || rot.To == m.label.Rotate.To {
+		return nil
+	}
+	s, err := v.findSnap(rot.To)
+	switch {
+	case err != nil:
+		return err
+	case s.info.Owner != m.record.ID:
+		return fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
+	case s.info.Kind == "disk":
+		return fmt.Errorf("%w: %s", sandbox.ErrDiskOnly, s.info.ID)
+	}
+	rot.To = s.info.ID
+	return nil
 }
 
 // take makes a snapshot. The mutex is held.
@@ -387,6 +426,9 @@ func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.
 		return nil, fmt.Errorf("%w: %s", sandbox.ErrDiskOnly, s.info.ID)
 	case s.info.Owner != r.ID:
 		return nil, fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
+	}
+	if rot := m.label.Rotate; rot.To != "" && rot.To != s.info.ID && (rot.At.IsZero() || !v.now().Before(rot.At)) {
+		return nil, fmt.Errorf("%w: its next wake begins anew from snapshot %s", sandbox.ErrLabel, rot.To)
 	}
 	if r.Phase != sandbox.Asleep || r.Snapshot != s.info.ID {
 		if r.Phase == sandbox.Asleep {
@@ -603,6 +645,9 @@ func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.
 	if is == nil || v.vms[is.record.Spec.Name] != is {
 		return sandbox.Label{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
 	}
+	if err := v.checkRotation(is, &l.Rotate); err != nil {
+		return sandbox.Label{}, err
+	}
 	is.label = l
 	v.changed(is)
 	return l, nil
@@ -694,7 +739,7 @@ func (v *VMs) sweep() (freed sandbox.Freed) {
 	needed := map[string]bool{}
 	for _, m := range v.vms {
 		r := &m.record
-		needs := []string{r.Snapshot, r.Previous, r.Base}
+		needs := []string{r.Snapshot, r.Previous, r.Base, m.label.Rotate.To}
 		for _, id := range needs {
 			needed[id] = true
 		}

@@ -1,0 +1,43 @@
+package main
+
+import (
+	"errors"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// rotateFlags say at which wakes a sandbox begins anew.
+type rotateFlags struct {
+	to, at, every string
+	never         bool
+}
+
+func (r *rotateFlags) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringVar(&r.to, "rotate-to", "", "begin anew from this `snapshot` of the sandbox at each wake, or only at those that the next two flags say")
+	f.StringVar(&r.every, "rotate-every", "", "only at the first wake after this `time`, as 24h, and again and again after it; first at --rotate-at, or after this time")
+	f.StringVar(&r.at, "rotate-at", "", "only at the first wake after this `time`, as 2026-11-23T06:00:00Z")
+	f.BoolVar(&r.never, "no-rotate", false, "go on at each wake with what it slept with")
+}
+
+// rotation is what the flags say; nil is nothing.
+func (r *rotateFlags) rotation(now time.Time) (*sandbox.Rotation, error) {
+	timed := r.at != "" || r.every != ""
+	switch {
+	case r.never && (r.to != "" || timed):
+		return nil, errors.New("--no-rotate does not go with --rotate-to, --rotate-every and --rotate-at")
+	case r.never:
+		return &sandbox.Rotation{}, nil
+	case r.to == "" && timed:
+		return nil, errors.New("--rotate-every and --rotate-at go with --rotate-to, the snapshot to begin anew from")
+	case r.to == "":
+		return nil, nil //nolint:nilnil // no change is no error
+	case !timed:
+		return &sandbox.Rotation{To: r.to}, nil
+	}
+	t, err := timerOf(now, timerFlags{at: r.at, every: r.every, names: [3]string{"--rotate-at", "", "--rotate-every"}})
+	return &sandbox.Rotation{To: r.to, At: t.At, Every: t.Every}, err
+}
