@@ -55,9 +55,13 @@ func TestHooksInAGuest(t *testing.T) {
 
 	putHook(e, "h", "10-a", "")
 	putHook(e, "h", "20-b", `[ -e /root/fail-$1 ] || exit 0; echo not now; exit 3`)
+	host := newOnHost(e)
 	res = e.Sleep("h")
 	rep = e.Wake("h")
 	t.Logf("with two hooks: %v, %v", res.Stages, rep.Stages)
+	host.noted("notes", "sleep h", "wake h")
+	host.noted(funcNotes, "sleeping h", "woken h")
+	host.fds()
 	wantNotes(e, "h", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 
 	snap, err := e.Store.Snapshot(t.Context(), "h", "")
@@ -66,10 +70,14 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	clone(e, snap.Snapshot, "c")
+	host.noted("notes", "create c")
 	wantNotes(e, "c", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 
 	// The children of a fork find themselves between its hooks.
 	forks(e, "h", sandbox.ForkOptions{Count: 1, Name: "f"})
+	host.noted("notes", "fork h", "create f")
+	// Those of the host are asked first.
+	host.refuses("f")
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	wantNotes(e, "f", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 	shared.alsoIn("f")
@@ -84,6 +92,7 @@ func TestHooksInAGuest(t *testing.T) {
 		t.Errorf("failures %+v", told)
 	}
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+	host.noted("notes", "sleep c", "wake c")
 	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
@@ -112,4 +121,10 @@ func TestHooksInAGuest(t *testing.T) {
 	if got := e.Sh("c", "ls /root"); strings.Contains(got, "notes") {
 		t.Error("hooks that are to be skipped were run")
 	}
+	host.noted("notes", "sleep c", "wake c", "wake c") // once it was skipped
+	if err := e.Store.Remove(t.Context(), "c", true); err != nil {
+		t.Fatal(err)
+	}
+	host.noted("notes", "remove c")
+	host.complete()
 }

@@ -253,6 +253,7 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 
 // TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for others.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
+	var e events.Event
 	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return errNothingToTell
@@ -260,10 +261,13 @@ func (s *Store) TellExpired(ctx context.Context, name string) error {
 		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
 		return nil
 	}, func(r *Record, _, l Label, _ error) {
-		e := s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
+		e = s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
 		e.Details.Expires = l.Expires
-		s.tell(e)
 	})
+	if err == nil {
+		// Not with the label locked, which a hook may want to change.
+		s.announce(ctx, e)
+	}
 	return nothing(err)
 }
 

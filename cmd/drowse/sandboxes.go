@@ -429,7 +429,7 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 	f.BoolVar(&reset, "reset", false, "forget class, owner, purpose, tags, expiry and what is kept, also if they cannot be read, before they are set")
 	f.IntVar(&vcpus, "vcpus", 0, "number of CPUs, 1 to 8")
 	f.IntVar(&memory, "memory", 0, "RAM in MiB, 64 to 16384")
-	f.StringVar(&hooks, "hooks", "", "hooks in the guest: require, ignore or skip")
+	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip")
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")
 	rotate.add(cmd)

@@ -391,6 +391,8 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		switch name {
 		case "full":
 			return sandbox.ErrHooks
+		case "refused":
+			return &sandbox.HostHooksError{Failures: []sandbox.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 		case "late":
 			return context.DeadlineExceeded
 		}
@@ -408,6 +410,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Expires: expired}})), sandbox.ErrLabel, "label"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
+		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), sandbox.ErrHostHooks, "host-hooks"},
 		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
 		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), sandbox.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
@@ -425,6 +428,10 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		}
 		if e.Remedy == "" {
 			t.Errorf("%s: no remedy", name)
+		}
+		var hooks *sandbox.HostHooksError
+		if tc.code == "host-hooks" && (!errors.As(tc.err, &hooks) || len(hooks.Failures) != 1 || hooks.Failures[0].Output != "not now") {
+			t.Errorf("%s: without what they have said: %#v", name, tc.err)
 		}
 	}
 }

@@ -31,6 +31,7 @@ var remedies = map[Code]string{
 	"label":              "give it a label that is allowed",
 	"invalid":            "ask for something that is possible",
 	"hooks":              "see what its hooks say, or put it to sleep with other hook policy",
+	"host-hooks":         "see what the hooks of the host say, or put it to sleep with other hook policy",
 	"no-space":           "free space, for one with `drowse prune`, and try again",
 	"no-kvm":             "see `drowse doctor`",
 	"no-permission":      "run as root",

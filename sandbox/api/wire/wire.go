@@ -64,6 +64,8 @@ type Error struct {
 	Sandbox string     `json:"sandbox,omitempty"`
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	// HostHooks are those on the host that have refused, with code "host-hooks".
+	HostHooks []sandbox.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // ErrorOf describes an error.
@@ -74,12 +76,15 @@ func ErrorOf(err error) Error {
 		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
 	}
 	var he *sandbox.HooksError
+	var hhe *sandbox.HostHooksError
 	var re *sandbox.ErrorReport
 	switch {
 	case errors.As(err, &he):
 		out.Hooks = he.Failures
+	case errors.As(err, &hhe):
+		out.HostHooks = hhe.Failures
 	case errors.As(err, &re):
-		out.Hooks = re.Hooks
+		out.Hooks, out.HostHooks = re.Hooks, re.HostHooks
 	}
 	return out
 }
@@ -87,7 +92,7 @@ func ErrorOf(err error) Error {
 // Err makes it an error again: a *fleet.Error that wraps what its code stands for, for errors.Is.
 func (e Error) Err() error {
 	// The process of a VM tells its errors in the same way.
-	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks}
+	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
 	switch e.Code {
 	case fleet.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
@@ -95,6 +100,8 @@ func (e Error) Err() error {
 		cause = fmt.Errorf("%s: %w", e.Message, context.Canceled)
 	case "hooks":
 		cause = errors.Join(cause, &sandbox.HooksError{Failures: e.Hooks})
+	case "host-hooks":
+		cause = errors.Join(cause, &sandbox.HostHooksError{Failures: e.HostHooks})
 	}
 	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
