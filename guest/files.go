@@ -475,7 +475,20 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	if abs, err := filepath.Abs(dst); err == nil {
 		at = abs
 	}
-	defer func() { out.At = filepath.Join(dir, name) }()
+	out, err = c.copyOut(ctx, src, root, name, marker, at, o)
+	out.At = filepath.Join(dir, name)
+	return out, err
+}
+
+// CopyOutTo is CopyOut into an open directory of the host, in which the copy is called name. at is what the audit trail calls it.
+func (c *Client) CopyOutTo(ctx context.Context, src string, root *os.Root, name, at string, o CopyOptions) (CopyResult, error) {
+	out, err := c.copyOut(ctx, src, root, name, treetar.Marker(name), at, o)
+	out.At = at
+	return out, err
+}
+
+// copyOut copies to a name in a directory.
+func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, marker, at string, o CopyOptions) (out CopyResult, err error) {
 	p, err := c.record(ctx, "copy from "+src, audit.Action{Kind: audit.KindCopyOut, Path: src, HostPath: at})
 	if err != nil {
 		return CopyResult{}, err
