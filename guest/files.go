@@ -256,6 +256,8 @@ type CopyOptions struct {
 	// out of the tree. They are left out otherwise: whoever opens one later
 	// would be led where the guest wants.
 	KeepLinks bool
+	// OwnerWrites has CopyOut take from all but the owner of a file the right to write to it.
+	OwnerWrites bool
 	// Progress, when set, is called as bytes of the tree are moved, with their number so
 	// far: contents, names and what else describes files. It is called by one goroutine
 	// at a time, often, and holds up the copy.
@@ -506,7 +508,7 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	defer t.close()
 	to := treetar.Options{
 		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
-		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, Rename: name, Marker: marker,
+		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
 	if o.Resume {
 		var res treetar.Result

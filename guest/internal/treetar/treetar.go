@@ -51,6 +51,8 @@ type Options struct {
 	// KeepLinks keeps symbolic links that are absolute or lead out of the tree.
 	// They are left out otherwise.
 	KeepLinks bool
+	// OwnerWrites takes from all but the owner the right to write.
+	OwnerWrites bool
 	// Rename, when set, replaces the first element of every name.
 	Rename string
 	// Marker, when set, is the name of a file that the tree's top has, if that is a directory and was
@@ -341,6 +343,9 @@ func (u *unpacker) mode(h *tar.Header) fs.FileMode {
 	keep := fs.ModePerm | fs.ModeSticky
 	if u.o.KeepSetID {
 		keep |= fs.ModeSetuid | fs.ModeSetgid
+	}
+	if u.o.OwnerWrites {
+		keep &^= 0o022
 	}
 	return mode & keep
 }
