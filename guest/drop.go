@@ -90,7 +90,7 @@ func (c *Client) Look(ctx context.Context, paths []string) ([]Seen, error) {
 // Drop removes what is in directories of the guest, which stay themselves, and returns what has become of each. It follows no symbolic
 // links, also not above a path, and leaves alone what is mounted below. Files that are open, or mapped, go on without a name. What could not be
 // removed is no error of Drop. limit is the time for all of it, at most MaxDropTime. With trim the guest writes out
-// what is dirty afterwards, and tells its disk what it does not use any more.
+// what is dirty afterwards, and tells its disk what it does not use any more; if that fails, what has become of the paths is returned with the error.
 func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration, trim bool) ([]Dropped, error) {
 	m := &agentpb.DropRequest{LimitNanos: int64(limit), Trim: trim}
 	for _, p := range paths {
@@ -104,15 +104,15 @@ func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration
 	if err != nil {
 		return nil, err
 	}
-	if r.TrimProblem != "" {
-		return nil, fmt.Errorf("guest: %s: %s", opDrop, shortened(r.TrimProblem, agentpb.MaxDropProblem))
-	}
 	var out []Dropped
 	for _, p := range r.Paths {
 		out = append(out, Dropped{
 			State: dropState(p.State), Entries: p.Entries, Bytes: p.Bytes, Kept: p.Kept, Mounts: p.Mounts,
 			Problem: shortened(p.Problem, agentpb.MaxDropProblem),
 		})
+	}
+	if r.TrimProblem != "" {
+		return out, fmt.Errorf("guest: %s: %s", opDrop, shortened(r.TrimProblem, agentpb.MaxDropProblem))
 	}
 	return out, nil
 }

@@ -22,12 +22,14 @@ import (
 type Limits struct {
 	Bytes   int64 // content of all files
 	Entries int64
+	Names   int64 // bytes of the names of directories, which are kept until the end
 }
 
 // Defaults of Limits, and limits that are fixed.
 const (
 	DefaultBytes   = 64 << 30
 	DefaultEntries = 1 << 20
+	DefaultNames   = 64 << 20
 	MaxDepth       = 256  // elements of a name
 	MaxName        = 4095 // bytes of a name or link target
 	maxSkipped     = 100  // names kept of what was left out
@@ -211,6 +213,9 @@ func newUnpacker(ctx context.Context, root *os.Root, o Options) *unpacker {
 	if o.Entries <= 0 {
 		o.Entries = DefaultEntries
 	}
+	if o.Names <= 0 {
+		o.Names = DefaultNames
+	}
 	return &unpacker{ctx: ctx, root: root, o: o}
 }
 
@@ -252,6 +257,7 @@ type unpacker struct {
 	o    Options
 	res  Result
 	dirs []dirMeta // directories whose mode and time are set at the end
+	held int64     // bytes of their names
 	mark string    // the marker, if there is one
 
 	// For a copy that is resumed.
@@ -361,6 +367,9 @@ func (u *unpacker) owner(h *tar.Header) (uid, gid int, ok bool) {
 }
 
 func (u *unpacker) dir(name string, h *tar.Header) error {
+	if u.held += int64(len(name)); u.held > u.o.Names {
+		return fmt.Errorf("%w: directories with names of more than %d bytes", ErrLimit, u.o.Names)
+	}
 	made := false
 	fi, err := u.root.Lstat(name)
 	switch {

@@ -144,7 +144,9 @@ type Changes struct {
 	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
 	Wake   *sandbox.Timer `json:"wake,omitempty"`
 	NoWake bool           `json:"no_wake,omitempty"`
-	Reset  bool           `json:"reset,omitempty"`
+	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
+	Persist *lifetime.Persist `json:"persist,omitempty"`
+	Reset   bool              `json:"reset,omitempty"`
 
 	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
 	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
@@ -156,7 +158,7 @@ type Changes struct {
 // ChangesOf are changes as they are sent.
 func ChangesOf(c fleet.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Persist: c.Persist, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
@@ -171,7 +173,7 @@ func ChangesOf(c fleet.Changes) Changes {
 // Fleet are the changes as a Fleet takes them.
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Persist: c.Persist, Reset: c.Reset,
 		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
@@ -209,6 +211,11 @@ type Snapshot struct {
 	Note     string             `json:"note,omitempty"`
 	Hooks    sandbox.HookPolicy `json:"hooks,omitempty"`
 	DiskOnly bool               `json:"disk_only,omitempty"`
+}
+
+// Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
+type Promoted struct {
+	Promoted []sandbox.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.
