@@ -140,6 +140,9 @@ func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
 		Sandboxes []struct{ Persist lifetime.Persist }
 	}
 	code, stdout, stderr := drowse(t, state, "ls", "-o", "json")
+	if code != 0 {
+		t.Fatal(code, stderr)
+	}
 	decode(t, stdout, &listed)
 	if p := listed.Sandboxes[0].Persist; len(p.Drop) != 1 || p.Drop[0] != "/c" || len(p.Promote) != 1 || p.Promote[0].Path != "/d" ||
 		!filepath.IsAbs(p.Promote[0].To) || p.MaxBytes != 2<<30 {
