@@ -497,6 +497,8 @@ type SleepResult struct {
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have failed before a sleep and were ignored.
 	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	// Persist is what was done about what does not persist; nil if all does.
+	Persist *Persisted `json:"persist,omitempty"`
 }
 
 // take adds what the record of the sleep says.
@@ -585,12 +587,18 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	hooked := time.Since(begin)
+	shed, err := p.shed(ctx, policy)
+	if err != nil {
+		hooks.after(ctx)
+		return SleepResult{Hooks: hooks.failures, Persist: shed.result()}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
 	if still == nil {
 		p.holders.dismiss(dismissTime)
 	}
-	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = still })
-	res.Hooks = hooks.failures
+	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = shed.still(still) })
+	res.Hooks, res.Persist = hooks.failures, shed.result()
 	if err != nil {
+		p.tellLimit(ctx, err)
 		hooks.after(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -100,6 +101,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			if label.given(cmd) || len(label.tags) > 0 {
 				l, err := label.label(time.Now())
 				if err != nil {
+					return err
+				}
+				if l.Persist, err = label.persist.over(cmd, lifetime.Persist{}); err != nil {
 					return err
 				}
 				own = &l
@@ -296,7 +300,9 @@ func (a *app) sleepCommand() *cobra.Command {
 			}
 			a.warnHooks(res.Name, res.Hooks)
 			a.warnHostHooks(res.Name, res.HostHooks)
+			a.warnPersisted(res.Name, res.Persist)
 			return a.print(res, func(w io.Writer) {
+				printPersisted(w, res.Persist)
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
 			})
 		},

@@ -318,6 +318,27 @@ func (s *served) made(t *testing.T, name string) {
 	}
 }
 
+func TestPromote_and_sleep_say_what_was_copied(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work/out", To: "/srv/artifacts"}}}
+	got, err := s.client.Update(t.Context(), "a", fleet.Changes{Persist: &persist})
+	if err != nil || len(got.Persist.Promote) != 1 {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	copies, err := s.client.Promote(t.Context(), "a")
+	if err != nil || len(copies) != 1 || copies[0].Path != "/work/out" || !strings.HasPrefix(copies[0].At, "/srv/artifacts/a/") {
+		t.Errorf("promoted %+v, %v", copies, err)
+	}
+	res, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{})
+	if err != nil || res.Persist == nil || len(res.Persist.Promoted) != 1 {
+		t.Errorf("the sleep says %+v, %v", res.Persist, err)
+	}
+	if _, err := s.client.Promote(t.Context(), "a"); !errors.Is(err, sandbox.ErrNotRunning) {
+		t.Errorf("while it sleeps: got %v, want ErrNotRunning", err)
+	}
+}
+
 func TestExec_wakes_what_sleeps_and_gives_back_output_and_status(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")

@@ -34,6 +34,9 @@ const (
 	Crashed     Type = "sandbox.crashed"
 	HookFailed  Type = "sandbox.hook_failed" // in the guest
 	TimerFired  Type = "sandbox.timer_fired"
+	Promoted    Type = "sandbox.promoted" // a part of it was copied to the host
+	// PersistFailed: something could not be promoted or dropped, or it has more data than may persist.
+	PersistFailed Type = "sandbox.persist_failed"
 
 	HostHookFailed Type = "sandbox.host_hook_failed"
 
@@ -50,7 +53,7 @@ const (
 // Types are all types that a reader may get.
 var Types = []Type{
 	Created, Started, Woken, Slept, Snapshotted, Forked, Restored, Renamed, Updated, Extended, Expired, Removed, Stopped, Crashed,
-	HookFailed, HostHookFailed, TimerFired, PolicyChanged, Lost,
+	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Lost,
 }
 
 // Cause says who or what has brought it about.
@@ -135,6 +138,8 @@ type Details struct {
 	Hook    string `json:"hook,omitempty"`
 	Event   string `json:"event,omitempty"`
 	Problem string `json:"problem,omitempty"`
+	// Path is where a copy is, on the host.
+	Path string `json:"path,omitempty"`
 	// After and Before are the cursors between which events were Lost, and Reset that the journal ends before the
 	// cursor that the reader has: another one is in its place.
 	After  uint64 `json:"after,omitempty"`
@@ -155,7 +160,7 @@ const (
 func (e *Event) bound() {
 	for _, s := range []*string{
 		(*string)(&e.Type), &e.Sandbox, &e.SandboxID, &e.Owner, (*string)(&e.Cause), &e.Details.Snapshot, &e.Details.From, &e.Details.Parent,
-		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem,
+		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem, &e.Details.Path,
 	} {
 		*s = clip(*s, maxText)
 	}

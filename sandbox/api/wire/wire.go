@@ -154,7 +154,9 @@ type Changes struct {
 	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away, and does not go with Rotate.
 	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
 	NoRotate bool              `json:"no_rotate,omitempty"`
-	Reset    bool              `json:"reset,omitempty"`
+	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
+	Persist *lifetime.Persist `json:"persist,omitempty"`
+	Reset   bool              `json:"reset,omitempty"`
 
 	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
 	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
@@ -166,7 +168,7 @@ type Changes struct {
 // ChangesOf are changes as they are sent.
 func ChangesOf(c fleet.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
@@ -184,7 +186,7 @@ func ChangesOf(c fleet.Changes) Changes {
 // Fleet are the changes as a Fleet takes them.
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
@@ -230,6 +232,11 @@ type Snapshot struct {
 	Note     string             `json:"note,omitempty"`
 	Hooks    sandbox.HookPolicy `json:"hooks,omitempty"`
 	DiskOnly bool               `json:"disk_only,omitempty"`
+}
+
+// Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
+type Promoted struct {
+	Promoted []sandbox.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.
