@@ -311,3 +311,24 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 		t.Error("the address of a VM that is gone leads somewhere")
 	}
 }
+
+// A VM that wakes may sleep again before the supervisor looks once more, and a packet that comes then has to find the gate.
+func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.T) {
+	v := &supervisor{}
+	for name, tt := range map[string]struct {
+		r    sandbox.Record
+		want bool
+	}{
+		"asleep":                     {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
+		"running":                    {sandbox.Record{Phase: sandbox.Running, Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
+		"waking":                     {sandbox.Record{Phase: sandbox.Starting, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
+		"booting for the first time": {sandbox.Record{Phase: sandbox.Starting, Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
+		"stopped":                    {sandbox.Record{Phase: sandbox.Stopped, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
+		"crashed":                    {sandbox.Record{Phase: sandbox.Crashed, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
+		"without a network":          {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1"}, false},
+	} {
+		if _, ok := v.guardedOf(&tt.r); ok != tt.want {
+			t.Errorf("%s: guarded %v, want %v", name, ok, tt.want)
+		}
+	}
+}

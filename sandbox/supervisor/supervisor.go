@@ -382,7 +382,14 @@ func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.Hold, 
 
 // guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
 func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
-	if r.Spec.Network != sandbox.NetworkTAP || r.Phase != sandbox.Asleep && r.Phase != sandbox.Running {
+	if r.Spec.Network != sandbox.NetworkTAP {
+		return vm, false
+	}
+	switch {
+	case r.Phase == sandbox.Asleep, r.Phase == sandbox.Running:
+	case r.Phase == sandbox.Starting && r.Snapshot != "":
+		// It wakes, and may sleep again before it is looked at once more.
+	default:
 		return vm, false
 	}
 	in, err := hostnet.Range()
