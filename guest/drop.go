@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/audit"
 )
 
 // Limits of a drop.
@@ -91,9 +92,15 @@ func (c *Client) Look(ctx context.Context, paths []string) ([]Seen, error) {
 // links, also not above a path, and leaves alone what is mounted below. Files that are open, or mapped, go on without a name. What could not be
 // removed is no error of Drop. limit is the time for all of it, at most MaxDropTime. With trim the guest writes out
 // what is dirty afterwards, and tells its disk what it does not use any more; if that fails, what has become of the paths is returned with the error.
-func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration, trim bool) ([]Dropped, error) {
+// In the audit trail it is a removal of each path with all below it.
+func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration, trim bool) (_ []Dropped, err error) {
 	m := &agentpb.DropRequest{LimitNanos: int64(limit), Trim: trim}
 	for _, p := range paths {
+		noted, rerr := c.record(ctx, opDrop, audit.Action{Kind: audit.KindRemove, Path: p.Path, Recursive: true})
+		if rerr != nil {
+			return nil, rerr
+		}
+		defer func() { noted.End(audit.Outcome{Error: text(err)}) }()
 		dp := &agentpb.DropPath{Path: p.Path}
 		if p.Seen != nil {
 			dp.BeforeNanos, dp.Device, dp.Inode = p.Seen.at, p.Seen.device, p.Seen.inode

@@ -287,7 +287,8 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 		defer below.Close()
 		to = below
 	}
-	res, err := c.CopyOutTo(ctx, from, to, base, filepath.Join(s.dir, s.name, s.part, from), o)
+	// What it will be called there is not known before it is whole.
+	res, err := c.CopyOutTo(ctx, from, to, base, filepath.Join(s.dir, s.name), o)
 	if err != nil {
 		return res, err
 	}
