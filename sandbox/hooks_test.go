@@ -71,6 +71,7 @@ func TestHooksInAGuest(t *testing.T) {
 	host.fds()
 	wantNotes(e, "h", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 	persist.refused("h")
+	host.noted("notes", "sleep h", "wake h")
 
 	snap, err := e.Store.Snapshot(t.Context(), "h", "")
 	if err != nil {
