@@ -60,7 +60,7 @@ func (d Dir) run(ctx context.Context, name string, c call) (problem, output stri
 		t := time.NewTimer(killTime + outputDelay)
 		defer t.Stop()
 		select {
-		case <-ended:
+		case <-ended: //nolint:errcheck // its time was up
 			// It is late also if it has ended in this moment by itself.
 			return context.Cause(ctx).Error() + ": killed", out.text()
 		case <-t.C:
