@@ -256,6 +256,8 @@ type CopyOptions struct {
 	// out of the tree. They are left out otherwise: whoever opens one later
 	// would be led where the guest wants.
 	KeepLinks bool
+	// OwnerWrites has CopyOut take from all but the owner of a file the right to write to it.
+	OwnerWrites bool
 	// Progress, when set, is called as bytes of the tree are moved, with their number so
 	// far: contents, names and what else describes files. It is called by one goroutine
 	// at a time, often, and holds up the copy.
@@ -475,7 +477,20 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	if abs, err := filepath.Abs(dst); err == nil {
 		at = abs
 	}
-	defer func() { out.At = filepath.Join(dir, name) }()
+	out, err = c.copyOut(ctx, src, root, name, marker, at, o)
+	out.At = filepath.Join(dir, name)
+	return out, err
+}
+
+// CopyOutTo is CopyOut into an open directory of the host, in which the copy is called name. at is what the audit trail calls it.
+func (c *Client) CopyOutTo(ctx context.Context, src string, root *os.Root, name, at string, o CopyOptions) (CopyResult, error) {
+	out, err := c.copyOut(ctx, src, root, name, treetar.Marker(name), at, o)
+	out.At = at
+	return out, err
+}
+
+// copyOut copies to a name in a directory.
+func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, marker, at string, o CopyOptions) (out CopyResult, err error) {
 	p, err := c.record(ctx, "copy from "+src, audit.Action{Kind: audit.KindCopyOut, Path: src, HostPath: at})
 	if err != nil {
 		return CopyResult{}, err
@@ -493,7 +508,7 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	defer t.close()
 	to := treetar.Options{
 		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
-		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, Rename: name, Marker: marker,
+		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
 	if o.Resume {
 		var res treetar.Result

@@ -44,6 +44,9 @@ type fakeMachine struct {
 	// frozen counts Freeze without Thaw; freezeErr is what Freeze answers.
 	frozen    int
 	freezeErr error
+	// trims counts Trim; trimErr is what it answers.
+	trims   int
+	trimErr error
 }
 
 func (m *fakeMachine) Freeze() error {
@@ -61,6 +64,13 @@ func (m *fakeMachine) Thaw() error {
 	defer m.mu.Unlock()
 	m.frozen--
 	return nil
+}
+
+func (m *fakeMachine) Trim() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.trims++
+	return m.trimErr
 }
 
 func (m *fakeMachine) refuseFreeze(err error) {

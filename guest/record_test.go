@@ -12,6 +12,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
@@ -55,8 +56,8 @@ func only(t *testing.T, path string, seen *int) audit.Entry {
 // guest's commands and files but what is named here.
 func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
-		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService"},
-		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services", "Watch", "Changes", "WaitService"},
+		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService", "CopyOutTo", "Promote", "Drop"},
+		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services", "Watch", "Changes", "WaitService", "Look"},
 		"what a service has printed":   {"ServiceLog"},
 		"the machine, not its content": {"Ping", "Resume", "Handover", "SetClock", "AddEntropy", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "ServeSecrets", "Close"},
 	}
@@ -370,5 +371,27 @@ func TestRecord_what_cannot_be_recorded_is_not_done(t *testing.T) {
 	// What tells nothing of the content goes on.
 	if _, err := c.Ping(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestRecord_drops_and_promotions_by_what_went_and_where_to(t *testing.T) {
+	g, trail := recordedGuest(t)
+	c := g.Client(t)
+	in, host := t.TempDir(), t.TempDir()
+	if err := os.WriteFile(filepath.Join(in, "f"), []byte("text"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	seen := 0
+	if _, err := promote(t, c, guest.Promotion{Path: in, Dir: host}); err != nil {
+		t.Fatal(err)
+	}
+	if e := only(t, trail, &seen); e.Kind != audit.KindCopyOut || e.Path != in || e.HostPath != host+"/vm" || e.Outcome.Error != "" {
+		t.Errorf("a promotion is %+v", e)
+	}
+	if _, err := c.Drop(t.Context(), []guest.DropPath{{Path: in}}, time.Minute, false); err != nil {
+		t.Fatal(err)
+	}
+	if e := only(t, trail, &seen); e.Kind != audit.KindRemove || e.Path != in || !e.Recursive || e.Outcome.Error != "" {
+		t.Errorf("a drop is %+v", e)
 	}
 }

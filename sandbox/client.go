@@ -961,7 +961,7 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 	case errors.Is(err, ErrRecord) && force:
 		freed, gone, err := s.removeFreed(ctx, name)
 		if gone {
-			s.tell(events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
+			s.announce(ctx, events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
 		}
 		return freed, err
 	case err != nil:
@@ -979,7 +979,7 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 	freed, gone, err := s.removeFreed(ctx, name)
 	if gone {
 		e.Details.Bytes = freed.Bytes
-		s.tell(e)
+		s.announce(ctx, e)
 	}
 	return freed, err
 }

@@ -20,6 +20,8 @@ type ErrorReport struct {
 	Message string `json:"message"`
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	// HostHooks are those on the host that have refused, with code "host-hooks".
+	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // codes are the errors that keep their identity on that way, the more specific
@@ -56,6 +58,10 @@ var codes = []struct {
 	{"record", ErrRecord},
 	{"crashed", ErrCrashed},
 	{"hooks", ErrHooks},
+	{"host-hooks", ErrHostHooks},
+	{"promote", ErrPromote},
+	{"drop", ErrDrop},
+	{"persist-limit", ErrPersistLimit},
 	{"secrets", ErrSecrets},
 	{"disk-only", ErrDiskOnly},
 	{"share-unusable", ErrShare},
@@ -74,6 +80,10 @@ func reportError(err error) *ErrorReport {
 			var h *HooksError
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
+			}
+			var hh *HostHooksError
+			if errors.As(err, &hh) {
+				r.HostHooks = hh.Failures
 			}
 			return r
 		}

@@ -45,11 +45,13 @@ func (s *Store) whose(e *events.Event) {
 	e.Tags = slices.Compact(slices.Sorted(slices.Values(append(e.Tags, l.Tags...))))
 }
 
-// tell writes an event.
-func (s *Store) tell(e events.Event) {
-	if _, err := s.Events().Append(e); err != nil {
+// tell writes an event, and returns it as it was written.
+func (s *Store) tell(e events.Event) events.Event {
+	e, err := s.Events().Append(e)
+	if err != nil {
 		slog.Warn("an event is not in the journal", "type", string(e.Type), "sandbox", e.Sandbox, "error", err)
 	}
+	return e
 }
 
 // causeHeader tells the process of a VM on whose behalf it is asked for something.
@@ -71,22 +73,32 @@ const maxTold = 256
 type teller struct {
 	store *Store
 	log   *slog.Logger
-	in    chan events.Event
+	in    chan toTell
 	done  chan struct{}
 
 	mu     sync.Mutex // guards closed, and in against being closed
 	closed bool
 }
 
+// toTell is an event with what is called, if not nil, when it is written, or cannot be.
+type toTell struct {
+	events.Event
+	then func(events.Event)
+}
+
 func (s *Store) newTeller(log *slog.Logger) *teller {
-	t := &teller{store: s, log: log, in: make(chan events.Event, maxTold), done: make(chan struct{})}
+	t := &teller{store: s, log: log, in: make(chan toTell, maxTold), done: make(chan struct{})}
 	go func() {
 		defer close(t.done)
 		j := s.Events()
 		for e := range t.in {
-			s.whose(&e)
-			if _, err := j.Append(e); err != nil {
+			s.whose(&e.Event)
+			written, err := j.Append(e.Event)
+			if err != nil {
 				t.log.Warn("an event is not in the journal", "type", string(e.Type), "error", err)
+			}
+			if e.then != nil {
+				e.then(written)
 			}
 		}
 	}()
@@ -107,26 +119,34 @@ func (p *process) tell(ctx context.Context, t events.Type, d events.Details) {
 	p.tellAs(events.CauseOf(ctx), t, d)
 }
 
-func (p *process) tellAs(c events.Cause, t events.Type, d events.Details) {
+func (p *process) tellAs(c events.Cause, t events.Type, d events.Details) { p.tellThen(c, t, d, nil) }
+
+// tellThen is tellAs that calls then, if it is not nil, with what was written. then must not block.
+func (p *process) tellThen(c events.Cause, t events.Type, d events.Details, then func(events.Event)) {
 	if p.teller == nil {
 		return
 	}
-	p.teller.put(events.Event{
+	p.teller.putThen(events.Event{
 		Type: t, Cause: c, Details: d, Sandbox: p.r.Spec.Name, SandboxID: p.r.ID, Tags: slices.Clone(p.r.Spec.Tags),
-	})
+	}, then)
 }
 
-func (t *teller) put(e events.Event) {
+func (t *teller) put(e events.Event) { t.putThen(e, nil) }
+
+func (t *teller) putThen(e events.Event, then func(events.Event)) {
 	e.Time = time.Now().UTC()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.closed {
-		return
+	if !t.closed {
+		select {
+		case t.in <- toTell{e, then}:
+			return
+		default:
+			t.log.Warn("an event is not in the journal: too many wait to be written", "type", string(e.Type))
+		}
 	}
-	select {
-	case t.in <- e:
-	default:
-		t.log.Warn("an event is not in the journal: too many wait to be written", "type", string(e.Type))
+	if then != nil {
+		then(e)
 	}
 }
 

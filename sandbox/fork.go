@@ -164,7 +164,7 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	for _, c := range f.res.Children {
 		e.Details.Children = append(e.Details.Children, c.Name)
 	}
-	s.tell(e)
+	s.announce(ctx, e)
 	return f.res, nil
 }
 

@@ -9,6 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
 // putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
@@ -45,9 +47,14 @@ func TestHooksInAGuest(t *testing.T) {
 		Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}, Shares: shared.specs(),
 	})
 	shared.use("h")
+	persist := newPersistence(e)
+	persist.begin("h")
 	res := e.Sleep("h")
+	persist.slept(res)
 	rep := e.Wake("h")
 	shared.goesOn("h")
+	persist.woken("h")
+	setPersist(e, "h", lifetime.Persist{})
 	t.Logf("without hooks: %v, %v", res.Stages, rep.Stages)
 	if len(res.Hooks)+len(rep.Hooks) != 0 {
 		t.Errorf("without hooks: %v, %v failed", res.Hooks, rep.Hooks)
@@ -55,10 +62,16 @@ func TestHooksInAGuest(t *testing.T) {
 
 	putHook(e, "h", "10-a", "")
 	putHook(e, "h", "20-b", `[ -e /root/fail-$1 ] || exit 0; echo not now; exit 3`)
+	host := newOnHost(e)
 	res = e.Sleep("h")
 	rep = e.Wake("h")
 	t.Logf("with two hooks: %v, %v", res.Stages, rep.Stages)
+	host.noted("notes", "sleep h", "wake h")
+	host.noted(funcNotes, "sleeping h", "woken h")
+	host.fds()
 	wantNotes(e, "h", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+	persist.refused("h")
+	host.noted("notes", "sleep h", "wake h")
 
 	snap, err := e.Store.Snapshot(t.Context(), "h", "")
 	if err != nil {
@@ -66,10 +79,14 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	clone(e, snap.Snapshot, "c")
+	host.noted("notes", "create c")
 	wantNotes(e, "c", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 
 	// The children of a fork find themselves between its hooks.
 	forks(e, "h", sandbox.ForkOptions{Count: 1, Name: "f"})
+	host.noted("notes", "fork h", "create f")
+	// Those of the host are asked first.
+	host.refuses("f")
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	wantNotes(e, "f", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 	shared.alsoIn("f")
@@ -84,6 +101,7 @@ func TestHooksInAGuest(t *testing.T) {
 		t.Errorf("failures %+v", told)
 	}
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
+	host.noted("notes", "sleep c", "wake c")
 	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
@@ -95,7 +113,9 @@ func TestHooksInAGuest(t *testing.T) {
 		t.Errorf("an unknown policy: %v, want ErrSpec", err)
 	}
 
+	setPersist(e, "c", persist.nowhere())
 	res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksIgnore})
+	persist.ignored(res)
 	if err != nil || len(res.Hooks) != 1 || res.Hooks[0].Problem != "exit status 3" {
 		t.Errorf("ignoring it: %v, failures %v", err, res.Hooks)
 	}
@@ -105,11 +125,18 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 
+	persist.told("c", map[events.Type]int{events.PersistFailed: 1})
 	if res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksSkip}); err != nil || len(res.Hooks) != 0 {
 		t.Errorf("skipping them: %v, %v", err, res.Hooks)
 	}
 	e.Wake("c")
-	if got := e.Sh("c", "ls /root"); strings.Contains(got, "notes") {
-		t.Error("hooks that are to be skipped were run")
+	if got := strings.Fields(e.Sh("c", "ls /root /root/out")); slices.Contains(got, "notes") || !slices.Contains(got, "more") {
+		t.Errorf("hooks that are to be skipped were run, or what was not promoted was dropped: %q", got)
 	}
+	host.noted("notes", "sleep c", "wake c", "wake c") // once it was skipped
+	if err := e.Store.Remove(t.Context(), "c", true); err != nil {
+		t.Fatal(err)
+	}
+	host.noted("notes", "remove c")
+	host.complete()
 }

@@ -39,6 +39,8 @@ type Label struct {
 	Wake Timer `json:"wake,omitzero"`
 	// Rotate says at which wakes it begins anew, and from which snapshot; the zero value is never.
 	Rotate Rotation `json:"rotate,omitzero"`
+	// Persist says what of it does not persist over its sleeps.
+	Persist lifetime.Persist `json:"persist,omitzero"`
 	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
 	// Asked is what of Expires and Wake the guest has asked for itself: SelfSpec.
@@ -83,13 +85,13 @@ func (l Label) EffectiveClass() lifetime.Class {
 // guest has put its expiry off by counts for the child as well.
 func (l Label) ForChild() Label {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
-	l.Tags = slices.Clone(l.Tags)
+	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l
 }
 
 // empty says that it is what a VM without one has.
 func (l Label) empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{}
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
 }
 
 // Check refuses what is out of bounds.
@@ -107,6 +109,9 @@ func (l Label) Check() error {
 		return fmt.Errorf("%w: %w", ErrLabel, err)
 	}
 	if err := l.Keep.Check(); err != nil {
+		return fmt.Errorf("%w: %w", ErrLabel, err)
+	}
+	if err := l.Persist.Check(); err != nil {
 		return fmt.Errorf("%w: %w", ErrLabel, err)
 	}
 	if err := errors.Join(text("owner", l.Owner, MaxLabelOwner), text("purpose", l.Purpose, MaxLabelPurpose)); err != nil {
@@ -253,6 +258,7 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 
 // TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for others.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
+	var e events.Event
 	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return errNothingToTell
@@ -260,10 +266,13 @@ func (s *Store) TellExpired(ctx context.Context, name string) error {
 		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
 		return nil
 	}, func(r *Record, _, l Label, _ error) {
-		e := s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
+		e = s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
 		e.Details.Expires = l.Expires
-		s.tell(e)
 	})
+	if err == nil {
+		// Not with the label locked, which a hook may want to change.
+		s.announce(ctx, e)
+	}
 	return nothing(err)
 }
 
@@ -377,7 +386,7 @@ func (r *Record) setLabel(l *Label) error {
 		return nil
 	}
 	own := *l
-	own.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
+	own.Tags, own.Persist = slices.Compact(slices.Sorted(slices.Values(l.Tags))), l.Persist.Clone()
 	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, Asked{}
 	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	if own.Rotate != (Rotation{}) {

@@ -92,6 +92,7 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 		"an empty tag":         {Tags: []string{""}},
 		"a tag of two words":   {Tags: []string{"a b"}},
 		"a tag too long":       {Tags: []string{strings.Repeat("x", MaxLabelTag+1)}},
+		"drops no path":        {Persist: lifetime.Persist{Drop: []string{"x"}}},
 		"keeps too many":       {Keep: lifetime.Keep{Last: lifetime.MaxLast + 1}},
 		"expires in 300 years": {Expires: time.Now().AddDate(300, 0, 0)},
 	} {
@@ -109,6 +110,42 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	}
 	if _, err := s.SetLabel(t.Context(), "nobody", func(*Label, error) error { return nil }); !errors.Is(err, ErrNotFound) {
 		t.Errorf("nobody's: %v, want ErrNotFound", err)
+	}
+}
+
+func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
+	s := tempStore(t)
+	labelled(t, s, "a", Stopped, nil)
+	// Each of them takes six bytes in JSON.
+	wide := func(n int) string { return strings.Repeat("<", n) }
+	want := Label{Owner: wide(MaxLabelOwner), Purpose: wide(MaxLabelPurpose), Persist: lifetime.Persist{
+		Drop:    []string{"/" + wide(lifetime.MaxPersistPath-1), "/a" + wide(lifetime.MaxPersistPath-2)},
+		Promote: []lifetime.Promotion{{Path: "/" + wide(lifetime.MaxPersistPath-1), To: "/" + wide(lifetime.MaxPersistPath-1)}},
+	}}
+	for i := range MaxLabelTags {
+		want.Tags = append(want.Tags, wide(MaxLabelTag-2)+fmt.Sprintf("%02d", i))
+	}
+	got, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { *l = want; return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again, err := s.Label("a"); err != nil || !again.equal(got) {
+		t.Errorf("%v, of %d bytes of paths", err, lifetime.MaxPersistPaths)
+	}
+}
+
+func TestLabel_of_a_child_has_what_does_not_persist_and_shares_nothing_with_its_parents(t *testing.T) {
+	l := Label{Wake: Timer{At: time.Unix(1e9, 0)}, Persist: lifetime.Persist{Drop: []string{"/a"}, Promote: []lifetime.Promotion{{Path: "/b", To: "/c"}}, MaxBytes: 7}}
+	if l.empty() != false || (Label{Persist: lifetime.Persist{MaxBytes: 1}}).empty() {
+		t.Error("a label that says what does not persist counts as none")
+	}
+	c := l.ForChild()
+	if c.Wake != (Timer{}) || c.Persist.MaxBytes != 7 || !slices.Equal(c.Persist.Drop, l.Persist.Drop) || !slices.Equal(c.Persist.Promote, l.Persist.Promote) {
+		t.Errorf("the child's says %+v", c)
+	}
+	c.Persist.Drop[0], c.Persist.Promote[0].To = "/x", "/x"
+	if l.Persist.Drop[0] != "/a" || l.Persist.Promote[0].To != "/c" {
+		t.Errorf("the parent's says %+v now", l.Persist)
 	}
 }
 
@@ -479,4 +516,24 @@ func FuzzParseLabel(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// What every sleep pays for what does not persist: a look at its label.
+func BenchmarkLabel(b *testing.B) {
+	dir := b.TempDir()
+	s, err := OpenStore(dir)
+	if err != nil {
+		b.Fatal(err)
+	}
+	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: Stopped, label: &Label{Owner: "build"}}
+	lock, err := s.create(r)
+	if err != nil {
+		b.Fatal(err)
+	}
+	lock.release()
+	for b.Loop() {
+		if _, err := s.Label("a"); err != nil {
+			b.Fatal(err)
+		}
+	}
 }

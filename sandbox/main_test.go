@@ -5,11 +5,13 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 func TestMain(m *testing.M) {
 	if len(os.Args) == 4 && os.Args[1] == lifeArg {
 		os.Exit(lifeProcess(os.Args[2], os.Args[3]))
 	}
+	guesttest.Process.HostHooks = []sandbox.HostHook{{Name: "notes", Run: noteInProcess}}
 	guesttest.Main(m)
 }

@@ -74,6 +74,8 @@ type process struct {
 	cpuBefore time.Duration
 	// teller writes events; nil before the VM is there.
 	teller *teller
+	// welcomed is until hooks of the host have been told that the VM is there.
+	welcomed sync.WaitGroup
 	// ending is on whose behalf the VM ends.
 	ending atomic.Pointer[events.Cause]
 
@@ -171,6 +173,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	defer func() {
 		stop()
 		p.background.Wait()
+		p.welcomed.Wait()
 		p.teller.close()
 	}()
 	// Whatever is asked for from now on is told of after this beginning.
@@ -195,7 +198,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	o.Report(p.report())
 	begun, details := p.begun(before.Maker != 0, o)
-	p.tellAs(cmp.Or(o.Cause, events.Library), begun, details)
+	p.welcomed.Add(1)
+	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.hookFailures)
 	unlock()
 	if o.Shells != nil {
@@ -491,6 +495,10 @@ type SleepResult struct {
 	// Hooks are those in the guest that have failed and were ignored, or failed
 	// afterwards.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	// HostHooks are those on the host that have failed before a sleep and were ignored.
+	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	// Persist is what was done about what does not persist; nil if all does.
+	Persist *Persisted `json:"persist,omitempty"`
 }
 
 // take adds what the record of the sleep says.
@@ -559,7 +567,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 
 // sleep writes the VM to a snapshot and ends the process. When anything fails, still included, the
 // VM runs on. still, if not nil, is called when the guest stands still.
-func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() error) (SleepResult, error) {
+func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() error) (res SleepResult, err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	p.falling.Store(true)
@@ -568,18 +576,29 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 		return SleepResult{}, err
 	}
 	begin := time.Now()
+	host, err := p.hostBefore(ctx, policy)
+	if err != nil {
+		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
+	defer func() { res.HostHooks = host.settle(ctx, err) }()
 	hooks, err := p.in.before(ctx, guest.HookSleep, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	hooked := time.Since(begin)
+	shed, err := p.shed(ctx, policy)
+	if err != nil {
+		hooks.after(ctx)
+		return SleepResult{Hooks: hooks.failures, Persist: shed.result()}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+	}
 	if still == nil {
 		p.holders.dismiss(dismissTime)
 	}
-	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = still })
-	res.Hooks = hooks.failures
+	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = shed.still(still) })
+	res.Hooks, res.Persist = hooks.failures, shed.result()
 	if err != nil {
+		p.tellLimit(ctx, err)
 		hooks.after(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}

@@ -46,11 +46,14 @@ var (
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
 //	events/        what became of VMs: package events
+//	hooks.d/       the operator's, for what becomes of VMs: package hosthooks
 //	volumes/NAME/          volumes: package volume
 //	pages/                 pages of snapshots that were woken before: package pagecache
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
 	dir string
+	// hostHooks are not changed.
+	hostHooks []HostHook
 }
 
 // OpenStore opens or makes a store. dir is made absolute.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -123,7 +124,22 @@ func PauseGC() (resume func()) {
 // standard output and error go. It returns when the VM has ended or sleeps. When
 // ctx ends the VM is stopped as if its power were cut.
 func ServeProcess(ctx context.Context, args []string) error {
+	return ServeProcessWith(ctx, args, ProcessOptions{})
+}
+
+// ProcessOptions of ServeProcessWith. The zero value is ServeProcess.
+type ProcessOptions struct {
+	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see Store.WithHostHooks.
+	HostHooks []HostHook
+}
+
+// ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one that
+// stands by may become that of any VM.
+func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
 	PrepareProcess()
+	if err := unix.CloseRange(reportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return fmt.Errorf("keeping files from programs that the process of a VM starts: %w", err)
+	}
 	var (
 		dir     string
 		standby bool
@@ -152,6 +168,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
+	s = s.WithHostHooks(o.HostHooks...)
 	if standby {
 		return s.standBy(ctx, shape)
 	}

@@ -4,16 +4,24 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 // hooksFlag adds the flag of commands that run hooks in the guest first.
 func hooksFlag(cmd *cobra.Command, hooks *string) {
-	cmd.Flags().StringVar(hooks, "hooks", "", "hooks in the guest: require, ignore their failures, or skip them (default: as the VM was made)")
+	cmd.Flags().StringVar(hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore their failures, or skip them (default: as the VM was made)")
 }
 
 // warnHooks tells of hooks that have failed, each in one line.
 func (a *app) warnHooks(vm string, failures []guest.HookFailure) {
 	for _, f := range failures {
 		a.log.Warn("hook in the guest failed", "vm", vm, "hook", f.Name, "event", string(f.Event), "problem", f.Problem, "output", f.Output)
+	}
+}
+
+// warnHostHooks tells of hooks on the host that have failed, each in one line.
+func (a *app) warnHostHooks(vm string, failures []sandbox.HostHookFailure) {
+	for _, f := range failures {
+		a.log.Warn("hook on the host failed", "vm", vm, "hook", f.Name, "event", f.Event, "problem", f.Problem, "output", f.Output)
 	}
 }

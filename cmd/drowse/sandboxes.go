@@ -61,6 +61,7 @@ func (a *app) bareFleet() (*fleet.Fleet, error) {
 type labelFlags struct {
 	class, owner, purpose, keep, ttl string
 	tags                             []string
+	persist                          persistFlags
 }
 
 func (l *labelFlags) add(cmd *cobra.Command, ttl string) {
@@ -69,6 +70,7 @@ func (l *labelFlags) add(cmd *cobra.Command, ttl string) {
 	f.StringVar(&l.owner, "owner", "", "whose it is, to find it by")
 	f.StringVar(&l.purpose, "purpose", "", "what it is for, in words")
 	f.StringVar(&l.ttl, "ttl", "", ttl)
+	l.persist.add(cmd)
 	f.StringVar(&l.keep, "keep", "", "which of its sleeps are kept, and for how long it is itself when it has expired: last=N,for=TIME,expired=TIME")
 }
 
@@ -79,10 +81,10 @@ func (l *labelFlags) given(cmd *cobra.Command) bool {
 			return true
 		}
 	}
-	return false
+	return l.persist.given(cmd)
 }
 
-// label makes a label of the flags.
+// label makes a label of the flags, but for what does not persist.
 func (l *labelFlags) label(now time.Time) (sandbox.Label, error) {
 	out := sandbox.Label{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
 	var err error
@@ -335,7 +337,7 @@ func (a *app) updateCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "update NAME", Short: "Change whose a sandbox is, how long it lasts, and what it is at its next wake", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Change a sandbox. Owner, purpose, class, tags, time to live, what is kept and the network
+		Long: `Change a sandbox. Owner, purpose, class, tags, time to live, what is kept, what does not persist and the network
 policy can be changed whether it runs or not, and hold at once. Hooks and the time after which it sleeps
 want one that does not run, and hold from its next wake; CPUs and memory want one that has
 stopped, and hold from its next boot.
@@ -375,6 +377,17 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 			}
 			if set("keep") {
 				c.Keep = &want.Keep
+			}
+			if l.persist.given(cmd) {
+				before, err := a.persistOf(args[0])
+				if err != nil {
+					return err
+				}
+				is, err := l.persist.over(cmd, before)
+				if err != nil {
+					return err
+				}
+				c.Persist = &is
 			}
 			if c.Spec.Policy, err = policyFrom(policy); err != nil {
 				return err
@@ -425,11 +438,12 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 	f := cmd.Flags()
 	f.StringArrayVar(&l.tags, "tag", nil, "tags in place of those that it has, but for those of its network policy; may be given several times")
 	f.BoolVar(&untag, "no-tags", false, "take its tags away, but for those of its network policy")
+	f.BoolVar(&l.persist.all, flagPersistAll, false, "let all of it persist again: nothing is dropped and promoted, and there is no limit")
 	f.BoolVar(&never, "no-expiry", false, "let it never expire")
 	f.BoolVar(&reset, "reset", false, "forget class, owner, purpose, tags, expiry and what is kept, also if they cannot be read, before they are set")
 	f.IntVar(&vcpus, "vcpus", 0, "number of CPUs, 1 to 8")
 	f.IntVar(&memory, "memory", 0, "RAM in MiB, 64 to 16384")
-	f.StringVar(&hooks, "hooks", "", "hooks in the guest: require, ignore or skip")
+	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip")
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")
 	rotate.add(cmd)

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
 // writeVM puts the files of a VM that sleeps into a state directory.
@@ -121,7 +123,38 @@ func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
 			t.Fatalf("%s: exit status %d: %s", line, code, stderr)
 		}
 	}
+	for line, want := range map[string]string{
+		"update b --drop cache": "absolute", "update b --promote /a": "PATH=HOSTDIR", "update b --persist-all --drop /a": "--persist-all",
+		"promote b": "--promote PATH=HOSTDIR",
+	} {
+		if code, _, stderr := drowse(t, state, strings.Fields(line)...); code != exitUsage && line != "promote b" || code == 0 || !strings.Contains(stderr, want) {
+			t.Errorf("%s: exit status %d: %s", line, code, stderr)
+		}
+	}
+	for _, line := range []string{"update b --drop /a --drop /b --promote /b=/srv --persist-max 2GiB", "update b --drop /c", "update b --promote /d=out"} {
+		if code, _, stderr := drowse(t, state, strings.Fields(line)...); code != 0 {
+			t.Fatalf("%s: exit status %d: %s", line, code, stderr)
+		}
+	}
+	var listed struct {
+		Sandboxes []struct{ Persist lifetime.Persist }
+	}
 	code, stdout, stderr := drowse(t, state, "ls", "-o", "json")
+	if code != 0 {
+		t.Fatal(code, stderr)
+	}
+	decode(t, stdout, &listed)
+	if p := listed.Sandboxes[0].Persist; len(p.Drop) != 1 || p.Drop[0] != "/c" || len(p.Promote) != 1 || p.Promote[0].Path != "/d" ||
+		!filepath.IsAbs(p.Promote[0].To) || p.MaxBytes != 2<<30 {
+		t.Errorf("what does not persist is %+v", p)
+	}
+	if code, _, stderr := drowse(t, state, "update", "b", "--persist-all"); code != 0 {
+		t.Fatal(code, stderr)
+	}
+	code, stdout, stderr = drowse(t, state, "ls", "-o", "json")
+	if strings.Contains(stdout, "persist") {
+		t.Errorf("all of it is to persist: %s", stdout)
+	}
 	for _, want := range []string{`"name": "b"`, `"owner": "build"`, `"purpose": "words"`, `"tags": []`, `"last": 2`, `"for_seconds": 3600`, `"idle_seconds": 600`} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("exit status %d, %s: no %s in %s", code, stderr, want, stdout)

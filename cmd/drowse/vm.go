@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -102,6 +103,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 				if err != nil {
 					return err
 				}
+				if l.Persist, err = label.persist.over(cmd, lifetime.Persist{}); err != nil {
+					return err
+				}
 				own = &l
 			}
 			s, err := a.store()
@@ -154,7 +158,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 	label.add(cmd, "let it expire after this time, as 12h or 7d (default: never)")
 	f.StringArrayVar(&tags, "tag", nil, "to find it by; with a network also how rules of other VMs' policies (agents) name it; may be given several times")
 	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
-	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest: require, ignore or skip (default require)")
+	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip (default require)")
 	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
 	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
 	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
@@ -295,7 +299,10 @@ func (a *app) sleepCommand() *cobra.Command {
 				return err
 			}
 			a.warnHooks(res.Name, res.Hooks)
+			a.warnHostHooks(res.Name, res.HostHooks)
+			a.warnPersisted(res.Name, res.Persist)
 			return a.print(res, func(w io.Writer) {
+				printPersisted(w, res.Persist)
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
 			})
 		},

@@ -238,6 +238,7 @@ func (panicMachine) AddEntropy([]byte) error            { return nil }
 func (panicMachine) NewIdentity(string) (string, error) { return "", nil }
 func (panicMachine) Freeze() error                      { return nil }
 func (panicMachine) Thaw() error                        { return nil }
+func (panicMachine) Trim() error                        { return nil }
 func (panicMachine) Power(bool) error                   { return nil }
 
 func TestVsock_listener_turns_local_processes_away(t *testing.T) {

@@ -36,6 +36,7 @@ type AgentService interface {
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
 	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
+	Drop(context.Context, *DropRequest) (*DropResponse, error)
 	Watch(context.Context, Agent_WatchServer) error
 }
 
@@ -290,6 +291,13 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 				}
 				return svc.WaitService(ctx, &req)
 			},
+			"Drop": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req DropRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Drop(ctx, &req)
+			},
 		},
 		Streams: map[string]ttrpc.Stream{
 			"Exec": {
@@ -346,6 +354,7 @@ type AgentClient interface {
 	ServiceLog(context.Context, *ServiceLogRequest) (*ServiceLogResponse, error)
 	Changes(context.Context, *ChangesRequest) (*DiskChanges, error)
 	WaitService(context.Context, *WaitServiceRequest) (*ServiceState, error)
+	Drop(context.Context, *DropRequest) (*DropResponse, error)
 	Watch(context.Context) (Agent_WatchClient, error)
 }
 
@@ -630,6 +639,14 @@ func (c *agentClient) Changes(ctx context.Context, req *ChangesRequest) (*DiskCh
 func (c *agentClient) WaitService(ctx context.Context, req *WaitServiceRequest) (*ServiceState, error) {
 	var resp ServiceState
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "WaitService", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *agentClient) Drop(ctx context.Context, req *DropRequest) (*DropResponse, error) {
+	var resp DropResponse
+	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Drop", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

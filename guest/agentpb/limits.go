@@ -1,5 +1,7 @@
 package agentpb
 
+import "time"
+
 const (
 	// AgentPort is the vsock port on which the agent listens.
 	AgentPort = 1024
@@ -37,6 +39,11 @@ const (
 	// events of one message.
 	MaxWatchPaths  = 64
 	MaxWatchEvents = 128
+	// MaxDropPaths bounds the paths of one Drop, MaxDropTime the time that it may be given, and MaxDropProblem what it
+	// says of a failure, in bytes.
+	MaxDropPaths   = 64
+	MaxDropTime    = 10 * time.Minute
+	MaxDropProblem = 512
 	// MaxDirEntries is how many entries one ReadDir answer holds.
 	MaxDirEntries = 256
 	// DefaultOutputLimit and MaxOutputLimit bound the output kept for a
@@ -70,6 +77,17 @@ const (
 	HookClone    = "clone"
 	HookFreeze   = "freeze"
 	HookThaw     = "thaw"
+)
+
+// States of a path in an answer to Drop.
+const (
+	DropAbsent    = "absent"
+	DropEmpty     = "empty"
+	DropDirectory = "directory"
+	DropFile      = "file"
+	DropOther     = "other"
+	DropLink      = "link"
+	DropReplaced  = "replaced"
 )
 
 // SubsystemSFTP is the program of the agent's for file transfer.

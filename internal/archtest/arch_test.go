@@ -54,6 +54,7 @@ var rules = []rule{
 	{"sandbox/api", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
 	{"sandbox/events", nil},
+	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit"}},
@@ -73,7 +74,7 @@ var rules = []rule{
 	{"rootfs/...", []string{"rootfs/...", "internal/faultfs"}},
 	{"guest/...", []string{"guest/..."}},
 
-	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/..."}},
+	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	{"internal/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/hwkvm/..."}},
 	{"internal/hwkvm/...", []string{"internal/hwkvm/..."}},
 	{"internal/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},

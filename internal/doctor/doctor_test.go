@@ -194,11 +194,24 @@ func TestStateDirectory(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o644); err != nil {
 		t.Fatal(err)
 	}
+	// hooked is one with a hook on the host.
+	hooked := func(name string, mode os.FileMode) string {
+		dir := filepath.Join(t.TempDir(), "store")
+		path := filepath.Join(dir, "hooks.d", name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600), os.Chmod(path, mode)); err != nil {
+			t.Fatal(err)
+		}
+		return dir
+	}
 	tests := []struct {
 		name, dir, check string
 		want             Status
 		says             string
 	}{
+		{"without hooks on the host", t.TempDir(), "hooks.d", OK, "no hooks on the host"},
+		{"with one", hooked("10-x", 0o755), "hooks.d", OK, "10-x"},
+		{"with one that others may write", hooked("10-x", 0o757), "hooks.d", Degraded, "10-x: it is not run: others may write to it"},
+		{"with one that is not executable", hooked("10-x", 0o644), "hooks.d", Degraded, "no hooks on the host"},
 		{"one that is there", t.TempDir(), "state_dir", OK, ""},
 		{"one that will be made", filepath.Join(t.TempDir(), "a", "b"), "state_dir", OK, "not there yet"},
 		{"a file in its place", file, "state_dir", Missing, "not a directory"},

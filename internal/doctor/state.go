@@ -6,8 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 )
 
 const (
@@ -65,7 +68,26 @@ func (h host) state(dir string) []Check {
 	}
 	space(g, at)
 	features(g, at)
+	hooks(g, dir)
 	return g.checks
+}
+
+// hooks looks at the hooks of the host as whoever runs them does.
+func hooks(g *group, dir string) {
+	found, err := hosthooks.In(dir).Look()
+	if err != nil {
+		g.add(hosthooks.DirName, Degraded, oneLine(err.Error()), "no hook on the host is run, and no VM goes to sleep unless with --hooks ignore or skip")
+		return
+	}
+	detail := "no hooks on the host"
+	if len(found.Hooks) > 0 {
+		detail = strings.Join(found.Hooks, ", ")
+	}
+	if len(found.LeftOut) > 0 {
+		g.add(hosthooks.DirName, Degraded, oneLine(detail), oneLine(strings.Join(found.LeftOut, ", "))+": not executable, and not run")
+		return
+	}
+	g.add(hosthooks.DirName, OK, oneLine(detail), "")
 }
 
 // existing returns the nearest directory at or above dir that is there.

@@ -39,8 +39,11 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
+// Process are the options of the processes of VMs. They are set before Main is called.
+var Process sandbox.ProcessOptions
+
 func serve(args []string) int {
-	if err := sandbox.ServeProcess(context.Background(), args); err != nil {
+	if err := sandbox.ServeProcessWith(context.Background(), args, Process); err != nil {
 		slog.New(slog.NewTextHandler(os.Stderr, nil)).Error(err.Error())
 		return 1
 	}

@@ -340,6 +340,33 @@ func TestDiscardMasksLowerLayersAndGivesSpaceBack(t *testing.T) {
 	}
 }
 
+func TestDataCountsEachBlockOnceAndNoneThatWasDiscarded(t *testing.T) {
+	s, dir := mustCreate(t, 64*mib)
+	d := mustOpen(t, s)
+	want := func(n int64) {
+		t.Helper()
+		if got := d.Data(); got != n {
+			t.Errorf("the disk has %d bytes of data, want %d", got, n)
+		}
+	}
+	want(0)
+	mustWrite(t, d, 0, fillBlock(1, 8*mib))
+	mustWrite(t, d, 20*mib, fillBlock(1, 512)) // a part of a block is one
+	want(8*mib + BlockSize)
+	must(t, d.Flush())
+	_, err := d.Seal(t.Context(), filepath.Join(dir, "1"))
+	must(t, err)
+	mustWrite(t, d, 4*mib, fillBlock(2, 8*mib))
+	want(12*mib + BlockSize)
+	must(t, d.Discard(0, 6*mib))
+	want(6*mib + BlockSize)
+	must(t, d.Flush())
+	s = d.Stack()
+	must(t, d.Close())
+	d = mustOpen(t, s)
+	want(6*mib + BlockSize)
+}
+
 func TestWriteZeroesWithoutUnmapKeepsTheSpace(t *testing.T) {
 	s, _ := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)

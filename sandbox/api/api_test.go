@@ -318,6 +318,27 @@ func (s *served) made(t *testing.T, name string) {
 	}
 }
 
+func TestPromote_and_sleep_say_what_was_copied(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work/out", To: "/srv/artifacts"}}}
+	got, err := s.client.Update(t.Context(), "a", fleet.Changes{Persist: &persist})
+	if err != nil || len(got.Persist.Promote) != 1 {
+		t.Fatalf("got %+v, %v", got, err)
+	}
+	copies, err := s.client.Promote(t.Context(), "a")
+	if err != nil || len(copies) != 1 || copies[0].Path != "/work/out" || !strings.HasPrefix(copies[0].At, "/srv/artifacts/a/") {
+		t.Errorf("promoted %+v, %v", copies, err)
+	}
+	res, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{})
+	if err != nil || res.Persist == nil || len(res.Persist.Promoted) != 1 {
+		t.Errorf("the sleep says %+v, %v", res.Persist, err)
+	}
+	if _, err := s.client.Promote(t.Context(), "a"); !errors.Is(err, sandbox.ErrNotRunning) {
+		t.Errorf("while it sleeps: got %v, want ErrNotRunning", err)
+	}
+}
+
 func TestExec_wakes_what_sleeps_and_gives_back_output_and_status(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
@@ -391,6 +412,8 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		switch name {
 		case "full":
 			return sandbox.ErrHooks
+		case "refused":
+			return &sandbox.HostHooksError{Failures: []sandbox.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 		case "late":
 			return context.DeadlineExceeded
 		}
@@ -408,6 +431,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Expires: expired}})), sandbox.ErrLabel, "label"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
+		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), sandbox.ErrHostHooks, "host-hooks"},
 		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
 		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), sandbox.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
@@ -425,6 +449,10 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		}
 		if e.Remedy == "" {
 			t.Errorf("%s: no remedy", name)
+		}
+		var hooks *sandbox.HostHooksError
+		if tc.code == "host-hooks" && (!errors.As(tc.err, &hooks) || len(hooks.Failures) != 1 || hooks.Failures[0].Output != "not now") {
+			t.Errorf("%s: without what they have said: %#v", name, tc.err)
 		}
 	}
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
@@ -161,6 +162,13 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	shares := []sandbox.ShareSpec{{Source: "/etc", Path: "/mnt"}}
 	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Shares: shares}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("a directory of the host is shared over TCP: %v", err)
+	}
+	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work", To: "/etc"}}}
+	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Persist: persist}}); fleet.CodeOf(err) != "invalid" {
+		t.Errorf("one is made that promotes to a directory of the host over TCP: %v", err)
+	}
+	if _, err := as(write).Update(ctx, "a", fleet.Changes{Persist: &persist}); fleet.CodeOf(err) != "invalid" {
+		t.Errorf("a directory of the host is promoted to over TCP: %v", err)
 	}
 	if err := tokens.Remove("writer"); err != nil {
 		t.Fatal(err)

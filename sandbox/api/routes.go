@@ -108,6 +108,9 @@ func routes() []route {
 		})},
 		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: fleet.Sandbox{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
 			c, err := r.body.(*wire.Changes).Fleet()
+			if err == nil {
+				err = mayPromote(r, c.Persist)
+			}
 			if err != nil {
 				return fleet.Sandbox{}, err
 			}
@@ -177,6 +180,17 @@ func lifecycle() []route {
 			takes: wire.Snapshot{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
 				b := r.body.(*wire.Snapshot)
 				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
+			}),
+		},
+		{
+			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
+			takes: wire.Empty{}, gives: wire.Promoted{}, limit: sandbox.PromoteTime + writeTime,
+			serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
+				copies, err := f.Promote(ctx, r.name())
+				if copies == nil {
+					copies = []sandbox.Promoted{}
+				}
+				return wire.Promoted{Promoted: copies}, err
 			}),
 		},
 		sure(act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
@@ -340,6 +354,9 @@ func create(s *Server, r *request) (int, any, error) {
 		// So would be what is in a directory, to read and to write.
 		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
 	}
+	if err := mayPromote(r, &b.Label.Persist); err != nil {
+		return 0, nil, err
+	}
 	want := fleet.Request{Spec: b.Spec, Label: b.Label}
 	if b.GetOrCreate {
 		is, made, err := f.GetOrCreate(r.Context(), want)
@@ -350,6 +367,14 @@ func create(s *Server, r *request) (int, any, error) {
 	}
 	is, err := f.Create(r.Context(), want)
 	return http.StatusCreated, is, err
+}
+
+// mayPromote refuses directories of the host to those who have no right to its files.
+func mayPromote(r *request, p *lifetime.Persist) error {
+	if p == nil || len(p.Promote) == 0 || CallerOf(r.Context()).Local {
+		return nil
+	}
+	return fmt.Errorf("%w: directories of the host to promote to: ask by the Unix socket", sandbox.ErrSpec)
 }
 
 func stop(s *Server, r *request) (int, any, error) {

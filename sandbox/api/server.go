@@ -325,6 +325,8 @@ var statuses = map[fleet.Code]int{
 	"not-found": http.StatusNotFound, "snapshot-not-found": http.StatusNotFound, "volume-not-found": http.StatusNotFound,
 	"exists": http.StatusConflict, "running": http.StatusConflict, "not-running": http.StatusConflict, "expired": http.StatusConflict,
 	"snapshot-in-use": http.StatusConflict, "foreign-snapshot": http.StatusConflict, "disk-only": http.StatusConflict, "hooks": http.StatusConflict,
+	"host-hooks": http.StatusConflict,
+	"promote":    http.StatusConflict, "drop": http.StatusConflict, "persist-limit": http.StatusConflict,
 	"disk-in-use": http.StatusConflict, "volume-in-use": http.StatusConflict, "volume-stale": http.StatusConflict, "volume-dirty": http.StatusConflict,
 	"secrets": http.StatusConflict, "not-frozen": http.StatusConflict, "foreign": http.StatusConflict,
 	"no-space": http.StatusInsufficientStorage, "host-memory": http.StatusServiceUnavailable, "addresses-full": http.StatusServiceUnavailable,

@@ -32,19 +32,28 @@ const (
 	Removed     Type = "sandbox.removed"
 	Stopped     Type = "sandbox.stopped"
 	Crashed     Type = "sandbox.crashed"
-	HookFailed  Type = "sandbox.hook_failed"
+	HookFailed  Type = "sandbox.hook_failed" // in the guest
 	TimerFired  Type = "sandbox.timer_fired"
+	Promoted    Type = "sandbox.promoted" // a part of it was copied to the host
+	// PersistFailed: something could not be promoted or dropped, or it has more data than may persist.
+	PersistFailed Type = "sandbox.persist_failed"
+
+	HostHookFailed Type = "sandbox.host_hook_failed"
 
 	PolicyChanged Type = "policy.changed"
+
+	// Sleeping and SleepFailed are in no file: hooks of the host get them before a sleep, and when it has not come about.
+	Sleeping    Type = "sandbox.sleeping"
+	SleepFailed Type = "sandbox.sleep_failed"
 
 	// Lost is in no file: a reader gets it in place of events that were deleted before it had read them.
 	Lost Type = "events.lost"
 )
 
-// Types are all types.
+// Types are all types that a reader may get.
 var Types = []Type{
 	Created, Started, Woken, Slept, Snapshotted, Forked, Restored, Renamed, Updated, Extended, Expired, Removed, Stopped, Crashed,
-	HookFailed, TimerFired, PolicyChanged, Lost,
+	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Lost,
 }
 
 // Cause says who or what has brought it about.
@@ -124,11 +133,13 @@ type Details struct {
 	Parent   string    `json:"parent,omitempty"`
 	Children []string  `json:"children,omitempty"`
 	Expires  time.Time `json:"expires,omitzero"`
-	// Reason and Detail are how a guest has ended; Hook and Event which hook in the guest has failed, and Problem how.
+	// Reason is how a guest has ended, or the code of why it does not sleep; Hook and Event are which hook has failed, and Problem how.
 	Reason  string `json:"reason,omitempty"`
 	Hook    string `json:"hook,omitempty"`
 	Event   string `json:"event,omitempty"`
 	Problem string `json:"problem,omitempty"`
+	// Path is where a copy is, on the host.
+	Path string `json:"path,omitempty"`
 	// After and Before are the cursors between which events were Lost, and Reset that the journal ends before the
 	// cursor that the reader has: another one is in its place.
 	After  uint64 `json:"after,omitempty"`
@@ -149,7 +160,7 @@ const (
 func (e *Event) bound() {
 	for _, s := range []*string{
 		(*string)(&e.Type), &e.Sandbox, &e.SandboxID, &e.Owner, (*string)(&e.Cause), &e.Details.Snapshot, &e.Details.From, &e.Details.Parent,
-		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem,
+		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem, &e.Details.Path,
 	} {
 		*s = clip(*s, maxText)
 	}

@@ -166,6 +166,13 @@ func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOpt
 	return res, fail("snapshot", name, err)
 }
 
+// Promote copies what the label of a running sandbox names to the host, and says where it is: sandbox.Store.Promote. It is done before each
+// sleep by itself.
+func (f *Fleet) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+	copies, err := f.vms.Promote(ctx, name)
+	return copies, fail("promote", name, err)
+}
+
 // Restore takes a sandbox that does not run back to one of its snapshots, in which it sleeps then: sandbox.Store.RestoreTo.
 func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, error) {
 	if _, err := f.vms.RestoreTo(ctx, name, snapshot); err != nil {
@@ -267,6 +274,8 @@ type Changes struct {
 	Wake *sandbox.Timer
 	// Rotate says at which wakes it begins anew; the zero Rotation is never.
 	Rotate *sandbox.Rotation
+	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
+	Persist *lifetime.Persist
 	// Reset begins with an empty label, for one that cannot be read.
 	Reset bool
 	Spec  sandbox.SpecChanges
@@ -303,6 +312,9 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		set(&l.Keep, c.Keep)
 		set(&l.Wake, c.Wake)
 		set(&l.Rotate, c.Rotate)
+		if c.Persist != nil {
+			l.Persist = c.Persist.Clone()
+		}
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
 			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
 		}

@@ -157,6 +157,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 	f, vms, c := rig(t)
 	create(t, f, "runs", sandbox.Label{})
 	create(t, f, "short", sandbox.Label{Class: lifetime.Ephemeral})
+	create(t, f, "sleeps", sandbox.Label{Persist: lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/out", To: "/srv"}}}})
 	full := errors.New("no space left on device")
 	vms.Fail = func(op, name string) error {
 		if name == "full" {
@@ -195,7 +196,15 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		}, "invalid", sandbox.ErrSpec},
 		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "label", sandbox.ErrLabel},
 		"removing one that runs":            {func(ctx context.Context) error { _, err := f.Remove(ctx, "runs", false); return err }, "running", sandbox.ErrRunning},
-		"removing nobody":                   {func(ctx context.Context) error { _, err := f.Remove(ctx, "nobody", true); return err }, "not-found", sandbox.ErrNotFound},
+		"promoting of one that sleeps": {func(ctx context.Context) error {
+			if _, err := f.Sleep(ctx, "sleeps", sandbox.SleepOptions{}); err != nil {
+				return err
+			}
+			_, err := f.Promote(ctx, "sleeps")
+			return err
+		}, "not-running", sandbox.ErrNotRunning},
+		"promoting of nobody": {func(ctx context.Context) error { _, err := f.Promote(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
+		"removing nobody":     {func(ctx context.Context) error { _, err := f.Remove(ctx, "nobody", true); return err }, "not-found", sandbox.ErrNotFound},
 		"changing one that runs": {func(ctx context.Context) error {
 			_, err := f.Update(ctx, "runs", fleet.Changes{Spec: sandbox.SpecChanges{Idle: &sandbox.IdleSpec{SleepSeconds: 5}}})
 			return err

@@ -27,7 +27,7 @@ func describe(r *sandbox.Record, l sandbox.Label, unreadable error) Sandbox {
 		Image: r.Spec.Image, ImageID: r.Boot.ImageID, Kernel: r.Boot.KernelID,
 		VCPUs: r.Spec.VCPUs, Memory: r.Spec.MemoryMiB, Disk: r.Spec.DiskMiB, Network: r.Spec.Network,
 		Hooks: string(r.Spec.Hooks.Policy), IdleSeconds: r.Spec.Idle.SleepSeconds,
-		Created: r.Created, Expires: l.Expires, Keep: l.Keep, NextWake: l.Wake.At,
+		Created: r.Created, Expires: l.Expires, Keep: l.Keep, NextWake: l.Wake.At, Persist: l.Persist.Clone(),
 		ForkPoint: r.Parent, Snapshot: r.Snapshot, Problem: r.Problem, Status: status(r),
 	}
 	if s.Tags == nil {
@@ -260,9 +260,9 @@ func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
 			page, lerr := f.db.List(ctx, filter, f.now())
 			if lerr == nil {
 				for i, s := range page.Sandboxes {
-					// It is in the label alone.
+					// They are in the label alone.
 					if l, err := f.vms.Label(s.Name); err == nil {
-						page.Sandboxes[i].NextWake = l.Wake.At
+						page.Sandboxes[i].NextWake, page.Sandboxes[i].Persist = l.Wake.At, l.Persist
 					}
 				}
 				out.Page = page

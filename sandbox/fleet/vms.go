@@ -17,6 +17,8 @@ type VMs interface {
 	Wake(ctx context.Context, name string) (sandbox.Report, error)
 	SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
 	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error)
+	// Promote copies what the label names to the host: Store.Promote.
+	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
 	RestoreTo(ctx context.Context, name, snapshot string) (*sandbox.Record, error)
 	Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error)
 	Rename(ctx context.Context, name, to string) error

@@ -70,6 +70,8 @@ type Sandbox struct {
 	Keep    lifetime.Keep `json:"keep,omitzero"`
 	// NextWake is when it is woken by a timer. It is not in the database.
 	NextWake time.Time `json:"next_wake,omitzero"`
+	// Persist says what of it does not persist over its sleeps. It is not in the database.
+	Persist lifetime.Persist `json:"persist,omitzero"`
 	// Removed is when it was found to be gone. Only a history has such ones.
 	Removed time.Time `json:"removed,omitzero"`
 

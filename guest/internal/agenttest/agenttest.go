@@ -30,6 +30,7 @@ func (machine) NewIdentity(string) (string, error) { return "", nil }
 func (machine) Power(bool) error                   { return nil }
 func (machine) Freeze() error                      { return nil }
 func (machine) Thaw() error                        { return nil }
+func (machine) Trim() error                        { return nil }
 
 // listener hands connections of one port to the agent.
 type listener struct {

@@ -62,6 +62,9 @@ func isPart(base string) bool {
 	return err == nil
 }
 
+// Unfinished says of a name's last element that it is one of an unfinished file, which no copy has.
+func Unfinished(base string) bool { return isPart(base) }
+
 // part is an unfinished file. Until it is closed nobody else writes to it.
 type part struct {
 	*os.File

@@ -414,3 +414,26 @@ func FuzzUnpackResumed(f *testing.F) {
 		}
 	})
 }
+
+func TestUnpack_keeps_no_more_names_of_directories_than_it_may(t *testing.T) {
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for range 3 {
+		if err := w.WriteHeader(&tar.Header{Name: "d/" + strings.Repeat("x", 98), Typeflag: tar.TypeDir, Mode: 0o755}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for limit, want := range map[int64]error{300: nil, 299: ErrLimit} {
+		root, err := os.OpenRoot(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer root.Close()
+		if _, err := Unpack(t.Context(), bytes.NewReader(b.Bytes()), root, Options{Limits: Limits{Names: limit}}); !errors.Is(err, want) {
+			t.Errorf("with %d bytes: got %v, want %v", limit, err, want)
+		}
+	}
+}

@@ -22,12 +22,14 @@ import (
 type Limits struct {
 	Bytes   int64 // content of all files
 	Entries int64
+	Names   int64 // bytes of the names of directories, which are kept until the end
 }
 
 // Defaults of Limits, and limits that are fixed.
 const (
 	DefaultBytes   = 64 << 30
 	DefaultEntries = 1 << 20
+	DefaultNames   = 64 << 20
 	MaxDepth       = 256  // elements of a name
 	MaxName        = 4095 // bytes of a name or link target
 	maxSkipped     = 100  // names kept of what was left out
@@ -51,6 +53,8 @@ type Options struct {
 	// KeepLinks keeps symbolic links that are absolute or lead out of the tree.
 	// They are left out otherwise.
 	KeepLinks bool
+	// OwnerWrites takes from all but the owner the right to write.
+	OwnerWrites bool
 	// Rename, when set, replaces the first element of every name.
 	Rename string
 	// Marker, when set, is the name of a file that the tree's top has, if that is a directory and was
@@ -209,6 +213,9 @@ func newUnpacker(ctx context.Context, root *os.Root, o Options) *unpacker {
 	if o.Entries <= 0 {
 		o.Entries = DefaultEntries
 	}
+	if o.Names <= 0 {
+		o.Names = DefaultNames
+	}
 	return &unpacker{ctx: ctx, root: root, o: o}
 }
 
@@ -250,6 +257,7 @@ type unpacker struct {
 	o    Options
 	res  Result
 	dirs []dirMeta // directories whose mode and time are set at the end
+	held int64     // bytes of their names
 	mark string    // the marker, if there is one
 
 	// For a copy that is resumed.
@@ -342,6 +350,9 @@ func (u *unpacker) mode(h *tar.Header) fs.FileMode {
 	if u.o.KeepSetID {
 		keep |= fs.ModeSetuid | fs.ModeSetgid
 	}
+	if u.o.OwnerWrites {
+		keep &^= 0o022
+	}
 	return mode & keep
 }
 
@@ -356,6 +367,9 @@ func (u *unpacker) owner(h *tar.Header) (uid, gid int, ok bool) {
 }
 
 func (u *unpacker) dir(name string, h *tar.Header) error {
+	if u.held += int64(len(name)); u.held > u.o.Names {
+		return fmt.Errorf("%w: directories with names of more than %d bytes", ErrLimit, u.o.Names)
+	}
 	made := false
 	fi, err := u.root.Lstat(name)
 	switch {

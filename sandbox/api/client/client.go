@@ -218,6 +218,12 @@ func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOp
 	return act[sandbox.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 }
 
+// Promote is fleet.Fleet.Promote.
+func (c *Client) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+	p, err := act[wire.Promoted](ctx, c, "promote", name, nil)
+	return p.Promoted, err
+}
+
 // Restore is fleet.Fleet.Restore.
 func (c *Client) Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error) {
 	return act[fleet.Sandbox](ctx, c, "restore", name, wire.Restore{Snapshot: snapshot})

@@ -64,6 +64,8 @@ type Error struct {
 	Sandbox string     `json:"sandbox,omitempty"`
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	// HostHooks are those on the host that have refused, with code "host-hooks".
+	HostHooks []sandbox.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // ErrorOf describes an error.
@@ -74,12 +76,15 @@ func ErrorOf(err error) Error {
 		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
 	}
 	var he *sandbox.HooksError
+	var hhe *sandbox.HostHooksError
 	var re *sandbox.ErrorReport
 	switch {
 	case errors.As(err, &he):
 		out.Hooks = he.Failures
+	case errors.As(err, &hhe):
+		out.HostHooks = hhe.Failures
 	case errors.As(err, &re):
-		out.Hooks = re.Hooks
+		out.Hooks, out.HostHooks = re.Hooks, re.HostHooks
 	}
 	return out
 }
@@ -87,7 +92,7 @@ func ErrorOf(err error) Error {
 // Err makes it an error again: a *fleet.Error that wraps what its code stands for, for errors.Is.
 func (e Error) Err() error {
 	// The process of a VM tells its errors in the same way.
-	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks}
+	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
 	switch e.Code {
 	case fleet.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
@@ -95,6 +100,8 @@ func (e Error) Err() error {
 		cause = fmt.Errorf("%s: %w", e.Message, context.Canceled)
 	case "hooks":
 		cause = errors.Join(cause, &sandbox.HooksError{Failures: e.Hooks})
+	case "host-hooks":
+		cause = errors.Join(cause, &sandbox.HostHooksError{Failures: e.HostHooks})
 	}
 	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
@@ -147,7 +154,9 @@ type Changes struct {
 	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away, and does not go with Rotate.
 	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
 	NoRotate bool              `json:"no_rotate,omitempty"`
-	Reset    bool              `json:"reset,omitempty"`
+	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
+	Persist *lifetime.Persist `json:"persist,omitempty"`
+	Reset   bool              `json:"reset,omitempty"`
 
 	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
 	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
@@ -159,7 +168,7 @@ type Changes struct {
 // ChangesOf are changes as they are sent.
 func ChangesOf(c fleet.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
@@ -177,7 +186,7 @@ func ChangesOf(c fleet.Changes) Changes {
 // Fleet are the changes as a Fleet takes them.
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Reset: c.Reset,
+		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
@@ -223,6 +232,11 @@ type Snapshot struct {
 	Note     string             `json:"note,omitempty"`
 	Hooks    sandbox.HookPolicy `json:"hooks,omitempty"`
 	DiskOnly bool               `json:"disk_only,omitempty"`
+}
+
+// Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
+type Promoted struct {
+	Promoted []sandbox.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.

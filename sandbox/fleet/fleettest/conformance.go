@@ -25,6 +25,7 @@ type Fleet interface {
 	Start(ctx context.Context, name string) (fleet.Sandbox, error)
 	Wake(ctx context.Context, name string) (fleet.Sandbox, error)
 	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
+	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
 	Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error)
 	Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error)
 	Rename(ctx context.Context, name, to string) (fleet.Sandbox, error)
@@ -229,6 +230,37 @@ func Conformance(t *testing.T, s Subject) {
 		must(t, got, err, records.Running)
 		if got := s.Read(t, name); got != "second" {
 			t.Errorf("its memory says %q", got)
+		}
+	})
+	t.Run("it does not sleep with more than may persist, and sleeps when that may", func(t *testing.T) {
+		little := lifetime.Persist{MaxBytes: 1}
+		got, err := f.Update(ctx, name, fleet.Changes{Persist: &little})
+		if must(t, got, err, records.Running); got.Persist.MaxBytes != 1 {
+			t.Errorf("it is %+v", got)
+		}
+		list, err := f.List(ctx, records.Filter{Owner: "build"})
+		if err != nil || len(list.Sandboxes) != 1 || list.Sandboxes[0].Persist.MaxBytes != 1 {
+			t.Errorf("the list says %+v (%v)", list, err)
+		}
+		var e *fleet.Error
+		// Without the guest, which would be asked to trim its disk first.
+		skip := sandbox.SleepOptions{Hooks: sandbox.HooksSkip}
+		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, sandbox.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
+			t.Errorf("got %v, want ErrPersistLimit with code and remedy", err)
+		}
+		if got := s.Read(t, name); got != "second" {
+			t.Errorf("after the refusal its memory says %q", got)
+		}
+		bad := lifetime.Persist{Drop: []string{"cache"}}
+		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, sandbox.ErrLabel) {
+			t.Errorf("a relative path to drop: got %v, want ErrLabel", err)
+		}
+		got, err = f.Update(ctx, name, fleet.Changes{Persist: &lifetime.Persist{}})
+		if must(t, got, err, records.Running); !got.Persist.Empty() {
+			t.Errorf("it is %+v", got)
+		}
+		if _, err := f.Promote(ctx, name); !errors.Is(err, sandbox.ErrLabel) {
+			t.Errorf("promoting nothing: got %v, want ErrLabel", err)
 		}
 	})
 	t.Run("it is renamed while it sleeps, and only then", func(t *testing.T) {

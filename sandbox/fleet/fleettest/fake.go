@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"maps"
+	"path"
 	"regexp"
 	"slices"
 	"strconv"
@@ -25,7 +26,7 @@ import (
 type VMs struct {
 	// Now is the clock; New sets it to the host's. It must not be changed while the VMs are used.
 	Now func() time.Time
-	// Fail, if it is not nil, is asked before each operation ("run", "start", "wake", "sleep", "snapshot", "restore", "fork",
+	// Fail, if it is not nil, is asked before each operation ("run", "start", "wake", "sleep", "snapshot", "promote", "restore", "fork",
 	// "rename", "remove") on a VM; an error of it is that of the operation, which has done nothing then. It must
 	// not be changed while the VMs are used, and may be called from several goroutines.
 	Fail func(op, name string) error
@@ -234,7 +235,7 @@ func check(spec sandbox.Spec, label sandbox.Label) error {
 
 // normal is a label as it is kept.
 func normal(l sandbox.Label) sandbox.Label {
-	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
+	l.Tags, l.Persist = slices.Compact(slices.Sorted(slices.Values(l.Tags))), l.Persist.Clone()
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
 	return l
 }
@@ -345,8 +346,9 @@ func (v *VMs) take(m *vm, kind, note string) *snap {
 	return s
 }
 
-// SleepWith implements fleet.VMs.
-func (v *VMs) SleepWith(ctx context.Context, name string, _ sandbox.SleepOptions) (sandbox.SleepResult, error) {
+// SleepWith implements fleet.VMs. Of what does not persist it has copies that are told of and are nowhere, and the limit, which is on the length of
+// the text.
+func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
 	if err := v.asked(ctx, "sleep", name); err != nil {
 		return sandbox.SleepResult{}, err
 	}
@@ -357,6 +359,7 @@ func (v *VMs) SleepWith(ctx context.Context, name string, _ sandbox.SleepOptions
 		return sandbox.SleepResult{}, err
 	}
 	r := &m.record
+	var persisted *sandbox.Persisted
 	switch {
 	case r.Phase == sandbox.Asleep:
 	case r.Phase != sandbox.Running:
@@ -364,6 +367,17 @@ func (v *VMs) SleepWith(ctx context.Context, name string, _ sandbox.SleepOptions
 	case m.label.Class == lifetime.Ephemeral:
 		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", sandbox.ErrLabel, name)
 	default:
+		if persist := m.label.Persist; !persist.Empty() {
+			persisted = &sandbox.Persisted{}
+			if o.Hooks != sandbox.HooksSkip {
+				persisted.Promoted = v.promote(m)
+			}
+			if n := int64(len(m.state)); persist.MaxBytes > 0 {
+				if persisted.DiskBytes = n; n > persist.MaxBytes {
+					return sandbox.SleepResult{}, fmt.Errorf("putting %s to sleep: %w", name, &sandbox.PersistLimitError{Bytes: n, Max: persist.MaxBytes})
+				}
+			}
+		}
 		s := v.take(m, "sleep", "")
 		r.Phase, r.PID, r.Snapshot, r.Previous = sandbox.Asleep, 0, s.info.ID, ""
 		r.Sleeps = append(slices.Clone(r.Sleeps), sandbox.SleepRecord{
@@ -372,13 +386,43 @@ func (v *VMs) SleepWith(ctx context.Context, name string, _ sandbox.SleepOptions
 		v.changed(m)
 		v.sweep()
 	}
-	res := sandbox.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+	res := sandbox.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}, Persist: persisted}
 	for _, s := range r.Sleeps {
 		if s.Snapshot == r.Snapshot {
 			res.BytesRaw, res.BytesStored, res.Awake, res.Asleep, res.CPUSeconds = s.Raw, s.Stored, s.Awake, s.Asleep, s.CPUSeconds
 		}
 	}
 	return res, nil
+}
+
+// promote says what the copies of a VM would be. The mutex is held.
+func (v *VMs) promote(m *vm) []sandbox.Promoted {
+	var out []sandbox.Promoted
+	at := v.now().Format("20060102T150405.000000000Z")
+	for _, p := range m.label.Persist.Promote {
+		out = append(out, sandbox.Promoted{Path: p.Path, At: path.Join(p.To, m.record.Spec.Name, at, p.Path), Entries: 1, Bytes: int64(len(m.state))})
+	}
+	return out
+}
+
+// Promote implements fleet.VMs, as SleepWith does.
+func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+	if err := v.asked(ctx, "promote", name); err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m, err := v.find(name)
+	if err != nil {
+		return nil, err
+	}
+	if len(m.label.Persist.Promote) == 0 {
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted", sandbox.ErrLabel, name)
+	}
+	if m.record.Phase != sandbox.Running {
+		return nil, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	}
+	return v.promote(m), nil
 }
 
 // SnapshotWith implements fleet.VMs.
@@ -615,7 +659,7 @@ func (v *VMs) Label(name string) (sandbox.Label, error) {
 		return sandbox.Label{}, err
 	}
 	l := m.label
-	l.Tags = slices.Clone(l.Tags)
+	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l, nil
 }
 

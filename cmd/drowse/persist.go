@@ -1,0 +1,179 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+// persistFlags say what of a sandbox does not persist over its sleeps.
+type persistFlags struct {
+	drop, promote []string
+	max           byteSize
+	all           bool
+}
+
+// names of the flags.
+const (
+	flagDrop       = "drop"
+	flagPromote    = "promote"
+	flagPersistMax = "persist-max"
+	flagPersistAll = "persist-all"
+)
+
+func (p *persistFlags) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringArrayVar(&p.drop, flagDrop, nil, "directory in the guest that is emptied before each sleep; may be given several times")
+	f.StringArrayVar(&p.promote, flagPromote, nil, "PATH=HOSTDIR: file or directory in the guest that is copied to HOSTDIR/NAME/TIME before each sleep; may be given several times")
+	f.Var(&p.max, flagPersistMax, "refuse to sleep with more data than this on the writable disk, as 512MiB or 2GiB; 0 is no limit")
+}
+
+// given says whether any of the flags is.
+func (p *persistFlags) given(cmd *cobra.Command) bool {
+	for _, name := range []string{flagDrop, flagPromote, flagPersistMax, flagPersistAll} {
+		if cmd.Flags().Changed(name) {
+			return true
+		}
+	}
+	return false
+}
+
+// over is what was said before with what the flags say.
+func (p *persistFlags) over(cmd *cobra.Command, before lifetime.Persist) (lifetime.Persist, error) {
+	out, set := before.Clone(), cmd.Flags().Changed
+	if p.all {
+		if set(flagDrop) || set(flagPromote) || set(flagPersistMax) {
+			return out, usageError{fmt.Errorf("--%s does not go with --%s, --%s and --%s", flagPersistAll, flagDrop, flagPromote, flagPersistMax)}
+		}
+		return lifetime.Persist{}, nil
+	}
+	if set(flagDrop) {
+		out.Drop = p.drop
+	}
+	if set(flagPromote) {
+		out.Promote = nil
+		for _, text := range p.promote {
+			m, err := lifetime.ParsePromotion(text)
+			if err != nil {
+				return out, usageError{err}
+			}
+			if m.To, err = filepath.Abs(m.To); err != nil {
+				return out, fmt.Errorf("--%s %s: %w", flagPromote, text, err)
+			}
+			out.Promote = append(out.Promote, m)
+		}
+	}
+	if set(flagPersistMax) {
+		out.MaxBytes = int64(p.max)
+	}
+	if err := out.Check(); err != nil {
+		return out, usageError{err}
+	}
+	return out, nil
+}
+
+// byteSize is a flag: a number of bytes.
+type byteSize int64
+
+func (b *byteSize) String() string {
+	if *b == 0 {
+		return ""
+	}
+	return strconv.FormatInt(int64(*b), 10)
+}
+
+// Set parses a number with a unit or without.
+func (b *byteSize) Set(s string) error {
+	digits := strings.TrimRight(s, "KMGTiB")
+	shift, ok := map[string]int{"": 0, "B": 0, "K": 10, "KiB": 10, "M": 20, "MiB": 20, "G": 30, "GiB": 30, "T": 40, "TiB": 40}[s[len(digits):]]
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if !ok || err != nil || n < 0 || n > math.MaxInt64>>shift {
+		return fmt.Errorf("%q: use a number of bytes, or one as 512MiB or 2GiB", s)
+	}
+	*b = byteSize(n << shift)
+	return nil
+}
+
+// Type is what the help calls it.
+func (*byteSize) Type() string { return "bytes" }
+
+func (a *app) promoteCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "promote NAME", Short: "Copy what is to be promoted of a sandbox to the host now", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Copy the files and directories that "drowse run --promote" and "drowse update --promote" name to
+the host now, while the sandbox runs, as is done before each sleep: to HOSTDIR/NAME/TIME, where they are
+whole or not at all. Nothing is dropped. One that sleeps has been promoted then.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			fl, err := a.bareFleet()
+			if err != nil {
+				return err
+			}
+			copies, err := fl.Promote(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			if copies == nil {
+				copies = []sandbox.Promoted{}
+			}
+			return a.print(wire.Promoted{Promoted: copies}, func(w io.Writer) { printPromoted(w, copies) })
+		},
+	}
+}
+
+func printPromoted(w io.Writer, copies []sandbox.Promoted) {
+	for _, c := range copies {
+		skipped := ""
+		if c.SkippedCount > 0 {
+			skipped = fmt.Sprintf(", without %d links out of it", c.SkippedCount)
+		}
+		fmt.Fprintf(w, "%s promoted to %s (%d files and directories, %s%s)\n", c.Path, c.At, c.Entries, bytesText(c.Bytes), skipped)
+	}
+}
+
+// printPersisted says what a sleep has done about what does not persist.
+func printPersisted(w io.Writer, p *sandbox.Persisted) {
+	if p == nil {
+		return
+	}
+	printPromoted(w, p.Promoted)
+	for _, d := range p.Dropped {
+		stays := ""
+		if n := d.Kept + d.Mounts; n > 0 {
+			stays = fmt.Sprintf("; %d stay", n)
+		}
+		fmt.Fprintf(w, "%s dropped (%d files and directories, %s%s)\n", d.Path, d.Entries, bytesText(int64(min(d.Bytes, math.MaxInt64))), stays)
+	}
+}
+
+// warnPersisted tells of what has failed and was ignored.
+func (a *app) warnPersisted(vm string, p *sandbox.Persisted) {
+	if p == nil {
+		return
+	}
+	for _, problem := range p.Problems {
+		a.log.Warn("not all was promoted or dropped", "vm", vm, "cause", printable(problem))
+	}
+}
+
+// persistOf is what a sandbox's label says.
+func (a *app) persistOf(name string) (lifetime.Persist, error) {
+	s, err := a.store()
+	if err != nil {
+		return lifetime.Persist{}, err
+	}
+	l, err := s.Label(name)
+	if errors.Is(err, sandbox.ErrLabel) {
+		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
+	}
+	return l.Persist, err
+}

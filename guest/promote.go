@@ -1,0 +1,356 @@
+package guest
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Limits of a promotion.
+const (
+	// MaxPromoteBytes and MaxPromoteEntries bound what one call of Promote copies, all paths together.
+	MaxPromoteBytes   = 16 << 30
+	MaxPromoteEntries = 1 << 18
+	// MaxPromoteCopies is how many copies a directory NAME has at most: one more is refused.
+	MaxPromoteCopies = 1000
+	// maxPromoteTries bounds how often a name is tried that somebody else has.
+	maxPromoteTries = 16
+	// partCopy begins the names of copies that are not whole.
+	partCopy = ".part-"
+	// copyTime is what a copy is called: names sort by time.
+	copyTime = "20060102T150405.000000000Z"
+)
+
+var (
+	// ErrPromoteDir says that the host's directory is none to copy to.
+	ErrPromoteDir = errors.New("the directory of the host cannot be promoted to")
+	// ErrNotPromotable says that what is to be promoted is neither a file nor a directory.
+	ErrNotPromotable = errors.New("only files and directories are promoted, and not by way of a symbolic link")
+)
+
+// Promotion is what is copied to the host: Path, a file or directory of the guest, to Dir/NAME/TIME/Path, where Dir is a directory of
+// the host that exists.
+type Promotion struct{ Path, Dir string }
+
+// Promoted is a copy that was made.
+type Promoted struct {
+	Path string `json:"path"`
+	// At is where the copy is, on the host.
+	At      string `json:"at"`
+	Entries int64  `json:"entries"`
+	Bytes   int64  `json:"bytes"`
+	// Skipped are the names of links out of the tree, which are left out, the first 100 of SkippedCount. Devices, pipes and sockets are
+	// left out as well.
+	Skipped      []string `json:"skipped,omitempty"`
+	SkippedCount int64    `json:"skipped_count,omitempty"`
+}
+
+// Promote copies files and directories of the guest to the host, below directories of the name. What Look has found of them is
+// seen, in the same order; those that are absent or empty are left out. All copies are made, and on disk, before the first gets its name: each Dir/NAME/TIME is whole or
+// not there, also after a crash or a loss of power. The guest, which may be hostile, decides what is in it and no more: no devices, no links out of the tree, no setuid bits,
+// nothing that others may write to, and no more than MaxPromoteBytes and MaxPromoteEntries.
+func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen) (copies []Promoted, err error) {
+	stages := map[string]*stage{}
+	var order []*stage
+	defer func() {
+		for _, s := range order {
+			err = errors.Join(err, s.close())
+		}
+	}()
+	bytes, entries := int64(MaxPromoteBytes), int64(MaxPromoteEntries)
+	var of []*stage
+	for i, item := range items {
+		switch seen[i].State {
+		case DropAbsent, DropEmpty:
+			continue
+		case DropDirectory, DropFile:
+		default:
+			return nil, fmt.Errorf("guest: promote %s: %w", item.Path, ErrNotPromotable)
+		}
+		s := stages[item.Dir]
+		if s == nil {
+			if s, err = openStage(item.Dir, name); err != nil {
+				return nil, fmt.Errorf("guest: promote %s: %w", item.Path, err)
+			}
+			stages[item.Dir], order = s, append(order, s)
+		}
+		if bytes <= 0 || entries <= 0 {
+			return nil, fmt.Errorf("guest: promote %s: %w: more than %d bytes or %d entries", item.Path, ErrLimit, int64(MaxPromoteBytes), MaxPromoteEntries)
+		}
+		res, err := s.copy(ctx, c, item.Path, CopyOptions{MaxBytes: bytes, MaxEntries: entries, OwnerWrites: true})
+		if err != nil {
+			return nil, fmt.Errorf("guest: promote %s to %s: %w", item.Path, item.Dir, err)
+		}
+		bytes, entries = bytes-res.Bytes, entries-res.Entries
+		of = append(of, s)
+		copies = append(copies, Promoted{
+			Path: item.Path, Entries: res.Entries, Bytes: res.Bytes, Skipped: res.Skipped, SkippedCount: res.SkippedCount,
+		})
+	}
+	for _, s := range order {
+		if err := s.sync(); err != nil {
+			return nil, fmt.Errorf("guest: promote to %s: %w", s.dir, err)
+		}
+	}
+	for _, s := range order {
+		if err := s.commit(); err != nil {
+			return nil, fmt.Errorf("guest: promote to %s: %w", s.dir, err)
+		}
+	}
+	for i := range copies {
+		copies[i].At = filepath.Join(of[i].at, copies[i].Path)
+	}
+	return copies, nil
+}
+
+// stage is a copy on its way into a directory of the host. Its lock says that somebody works on it.
+type stage struct {
+	dir  string   // of the host
+	host *os.Root // dir/NAME
+	own  *os.File // the same
+	name string
+	part string // what it is called in host until it is whole
+	root *os.Root
+	lock *os.File
+	at   string // the whole copy; empty before
+}
+
+// openStage begins a copy in a directory of the host.
+func openStage(dir, name string) (_ *stage, err error) {
+	if name == "" || name != filepath.Base(name) || strings.HasPrefix(name, ".") {
+		return nil, fmt.Errorf("%w: %q cannot be the name of a directory in it", ErrPromoteDir, name)
+	}
+	d, err := os.OpenRoot(dir)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w: make it, or name another one", ErrPromoteDir, err)
+	}
+	defer d.Close()
+	s := &stage{dir: dir, name: name}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, s.close())
+		}
+	}()
+	if err := s.openHost(d); err != nil {
+		return nil, err
+	}
+	if err := s.tidy(); err != nil {
+		return nil, err
+	}
+	for range maxPromoteTries {
+		done, err := s.begin()
+		if err != nil {
+			return nil, err
+		}
+		if done {
+			return s, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: %s: others remove what is begun in it", ErrPromoteDir, filepath.Join(dir, name))
+}
+
+// openHost opens dir/NAME, which nobody else may change, and makes it if need be.
+func (s *stage) openHost(d *os.Root) (err error) {
+	whole := filepath.Join(s.dir, s.name)
+	err = d.Mkdir(s.name, 0o755)
+	if err == nil {
+		err = syncDir(d)
+	} else if errors.Is(err, fs.ErrExist) {
+		err = nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	}
+	fi, err := d.Lstat(s.name)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	}
+	if !fi.IsDir() {
+		return fmt.Errorf("%w: %s is no directory", ErrPromoteDir, whole)
+	}
+	if s.host, err = d.OpenRoot(s.name); err != nil {
+		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	}
+	if s.own, err = s.host.Open("."); err != nil {
+		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(s.own.Fd()), &st); err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrPromoteDir, whole, err)
+	}
+	if int(st.Uid) != os.Geteuid() || st.Mode&0o022 != 0 {
+		return fmt.Errorf("%w: %s belongs to user %d and has mode %#o, so others could change what is in it: it has to belong to user %d, who alone may write to it",
+			ErrPromoteDir, whole, st.Uid, st.Mode&0o7777, os.Geteuid())
+	}
+	return nil
+}
+
+// tidy removes what was left behind by those that were killed, and refuses a directory with too many copies.
+func (s *stage) tidy() error {
+	names, err := s.own.Readdirnames(2 * MaxPromoteCopies)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	copies := 0
+	for _, n := range names {
+		if !strings.HasPrefix(n, partCopy) {
+			copies++
+			continue
+		}
+		if err := s.removeLeft(n); err != nil {
+			return err
+		}
+	}
+	if copies >= MaxPromoteCopies {
+		return fmt.Errorf("%w: %s has %d entries: take some away", ErrPromoteDir, filepath.Join(s.dir, s.name), copies)
+	}
+	return nil
+}
+
+// removeLeft removes a copy that nobody works on.
+func (s *stage) removeLeft(part string) error {
+	f, err := s.host.Open(part)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return s.host.RemoveAll(part)
+}
+
+// begin makes the directory of a copy that is not whole, and locks it. It is not done if somebody was faster to remove it.
+func (s *stage) begin() (done bool, err error) {
+	var random [8]byte
+	_, _ = rand.Read(random[:]) // never fails
+	part := partCopy + hex.EncodeToString(random[:])
+	if err := s.host.Mkdir(part, 0o700); err != nil {
+		return false, err
+	}
+	f, err := s.host.Open(part)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if err != nil {
+		f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return false, nil
+		}
+		return false, err
+	}
+	at, aerr := s.host.Lstat(part)
+	is, ierr := f.Stat()
+	if aerr != nil || ierr != nil || !os.SameFile(at, is) {
+		f.Close()
+		return false, nil
+	}
+	s.part, s.lock = part, f
+	s.root, err = s.host.OpenRoot(part)
+	return true, err
+}
+
+// copy copies a path of the guest to where it is called the same.
+func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions) (CopyResult, error) {
+	dir, base := path.Split(strings.TrimPrefix(from, "/"))
+	to := s.root
+	if dir = strings.TrimSuffix(dir, "/"); dir != "" {
+		if err := s.root.MkdirAll(dir, 0o755); err != nil {
+			return CopyResult{}, err
+		}
+		below, err := s.root.OpenRoot(dir)
+		if err != nil {
+			return CopyResult{}, err
+		}
+		defer below.Close()
+		to = below
+	}
+	// What it will be called there is not known before it is whole.
+	res, err := c.CopyOutTo(ctx, from, to, base, filepath.Join(s.dir, s.name), o)
+	if err != nil {
+		return res, err
+	}
+	if _, err := to.Lstat(base); err != nil {
+		return res, fmt.Errorf("%w: the guest has sent nothing of it", ErrProtocol)
+	}
+	return res, nil
+}
+
+// sync has the copy on disk.
+func (s *stage) sync() error {
+	if err := s.lock.Chmod(0o755); err != nil {
+		return err
+	}
+	if err := unix.Syncfs(int(s.lock.Fd())); err != nil {
+		return fmt.Errorf("writing it to disk: %w", err)
+	}
+	return nil
+}
+
+// commit gives the copy its name.
+func (s *stage) commit() error {
+	host := int(s.own.Fd())
+	for range maxPromoteTries {
+		name := time.Now().UTC().Format(copyTime)
+		err := unix.Renameat2(host, s.part, host, name, unix.RENAME_NOREPLACE)
+		if errors.Is(err, unix.EEXIST) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("naming it %s: %w", name, err)
+		}
+		s.at, s.part = filepath.Join(s.dir, s.name, name), ""
+		return s.own.Sync()
+	}
+	return fmt.Errorf("naming it: %w", fs.ErrExist)
+}
+
+// close removes what is not whole.
+func (s *stage) close() (err error) {
+	if s.root != nil {
+		err = s.root.Close()
+	}
+	if s.part != "" {
+		err = errors.Join(err, s.host.RemoveAll(s.part))
+	}
+	if s.lock != nil {
+		err = errors.Join(err, s.lock.Close())
+	}
+	if s.own != nil {
+		err = errors.Join(err, s.own.Close())
+	}
+	if s.host != nil {
+		err = errors.Join(err, s.host.Close())
+	}
+	return err
+}
+
+func syncDir(root *os.Root) error {
+	d, err := root.Open(".")
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

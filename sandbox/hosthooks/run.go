@@ -1,0 +1,237 @@
+package hosthooks
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
+)
+
+// Words by which hooks are told what they are run for: their only argument.
+const (
+	Create = "create"
+	Sleep  = "sleep"
+	Wake   = "wake"
+	Fork   = "fork"
+	Expire = "expire"
+	Remove = "remove"
+)
+
+// Word is what hooks are run for when a type of event is told; empty is nothing.
+func Word(t events.Type) string {
+	switch t {
+	case events.Created:
+		return Create
+	case events.Sleeping:
+		return Sleep
+	case events.Woken, events.SleepFailed:
+		return Wake
+	case events.Forked:
+		return Fork
+	case events.Expired:
+		return Expire
+	case events.Removed:
+		return Remove
+	}
+	return ""
+}
+
+// backwards says that hooks are run in the reverse order, so that what was stopped last goes on first.
+func backwards(word string) bool { return word == Wake || word == Remove }
+
+// Bounds of hooks.
+const (
+	// DefaultEach is the time for one hook, and DefaultAll for all of one event together.
+	DefaultEach = 10 * time.Second
+	DefaultAll  = 30 * time.Second
+	// MaxOutput is how much of the end of what a hook has printed is kept, in bytes.
+	MaxOutput = 1 << 10
+	// maxProblem bounds what is said of a failure, in bytes.
+	maxProblem = 1 << 10
+)
+
+// Failure is one hook that has not done what it should.
+type Failure struct {
+	// Name is its file's, or the one that its program has given it; "*" is all.
+	Name string `json:"name"`
+	// Event is what it was run for: a word such as Sleep.
+	Event   string `json:"event"`
+	Problem string `json:"problem"`          // at most 1 KiB
+	Output  string `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
+}
+
+// String is one line.
+func (f Failure) String() string {
+	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
+	if f.Output != "" {
+		s += ": " + f.Output
+	}
+	return s
+}
+
+// Func is a hook that is a function of the program.
+type Func struct {
+	// Name is what it is called in reports.
+	Name string
+	// Run is told of events, which hooks are run for: events.Created, Sleeping, Woken, SleepFailed, Forked, Expired and Removed. It must return when ctx
+	// ends, and may be called from several goroutines, of different sandboxes at once. An error stands against a sleep, and is
+	// reported otherwise. What does not return is left behind, and has failed; so has what panics.
+	Run func(ctx context.Context, e events.Event) error
+}
+
+// Hooks are those that are there at one time.
+type Hooks struct {
+	all []hook
+	// each and all are the times that they have.
+	each, limit time.Duration
+}
+
+// hook is one of them.
+type hook struct {
+	name string
+	run  func(ctx context.Context, c call) (problem, output string)
+}
+
+// call is what a hook is told.
+type call struct {
+	word  string
+	event events.Event
+	input []byte // the event
+	env   []string
+}
+
+// None says that there are no hooks.
+func (h Hooks) None() bool { return len(h.all) == 0 }
+
+// Find returns the functions, and the hooks of a directory after them.
+func Find(d Dir, funcs []Func) (Hooks, error) {
+	h := Hooks{each: DefaultEach, limit: DefaultAll}
+	for _, f := range funcs {
+		h.all = append(h.all, hook{f.Name, f.call})
+	}
+	found, err := d.Look()
+	for _, name := range found.Hooks {
+		h.all = append(h.all, hook{name, func(ctx context.Context, c call) (problem, output string) { return d.run(ctx, name, c) }})
+	}
+	return h, err
+}
+
+// Before runs the hooks for something that is about to be. The first failure ends it, unless ignore is set. It returns those that
+// were started, which are to be told if it is not, and what has failed.
+func (h Hooks) Before(ctx context.Context, e events.Event, ignore bool) (started Hooks, failures []Failure) {
+	return h.tell(ctx, e, func() bool { return !ignore })
+}
+
+// After runs the hooks for something that has been, all of them, whatever fails.
+func (h Hooks) After(ctx context.Context, e events.Event) []Failure {
+	_, failures := h.tell(ctx, e, func() bool { return false })
+	return failures
+}
+
+func (h Hooks) tell(ctx context.Context, e events.Event, stop func() bool) (started Hooks, failures []Failure) {
+	started = Hooks{each: h.each, limit: h.limit}
+	if h.None() {
+		return started, nil
+	}
+	word := Word(e.Type)
+	fail := func(name, problem, output string) {
+		failures = append(failures, Failure{Name: name, Event: word, Problem: line(problem, maxProblem), Output: line(output, MaxOutput)})
+	}
+	input, err := json.Marshal(e)
+	if err != nil {
+		fail("*", err.Error(), "")
+		return started, failures
+	}
+	c := call{word: word, event: e, input: append(input, '\n'), env: []string{"DROWSE_SANDBOX=" + e.Sandbox, "DROWSE_SANDBOX_ID=" + e.SandboxID}}
+	ctx, cancel := context.WithTimeoutCause(ctx, h.limit, fmt.Errorf("the %v for all hooks are over", h.limit))
+	defer cancel()
+	all := h.all
+	if backwards(word) {
+		all = slices.Clone(all)
+		slices.Reverse(all)
+	}
+	for _, one := range all {
+		if ctx.Err() != nil {
+			fail(one.name, "not run: "+context.Cause(ctx).Error(), "")
+		} else {
+			started.all = append(started.all, one)
+			limited, done := context.WithTimeoutCause(ctx, h.each, fmt.Errorf("not done within %v", h.each))
+			problem, output := one.run(limited, c)
+			done()
+			if problem == "" {
+				continue
+			}
+			fail(one.name, problem, output)
+		}
+		if stop() {
+			break
+		}
+	}
+	if backwards(word) {
+		slices.Reverse(started.all)
+	}
+	return started, failures
+}
+
+// call runs a function.
+func (f Func) call(ctx context.Context, c call) (problem, _ string) {
+	ended := make(chan string, 1)
+	go func() {
+		problem := "it has ended its goroutine"
+		defer func() {
+			if v := recover(); v != nil {
+				problem = fmt.Sprintf("it has panicked: %v", v)
+			}
+			ended <- problem
+		}()
+		err := f.Run(ctx, c.event)
+		if problem = ""; err != nil {
+			problem = "it has failed: " + err.Error()
+		}
+	}()
+	select {
+	case problem := <-ended:
+		return problem, ""
+	case <-ctx.Done():
+	}
+	t := time.NewTimer(killTime)
+	defer t.Stop()
+	select {
+	case <-ended:
+	case <-t.C:
+		return context.Cause(ctx).Error() + ", and has not returned", ""
+	}
+	return context.Cause(ctx).Error(), ""
+}
+
+// killTime is how long something that is late is waited for. A variable, so that tests need not wait as long.
+var killTime = 2 * time.Second
+
+// line makes a text fit for a line of a log, and cuts its beginning.
+func line(s string, n int) string {
+	s = strings.TrimSpace(strings.Map(func(r rune) rune {
+		switch {
+		case r == '\n' || r == '\t':
+			return ' '
+		case !unicode.IsPrint(r):
+			return '?'
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?")))
+	if len(s) > n {
+		s = strings.ToValidUTF8(s[len(s)-n:], "")
+	}
+	return s
+}
+
+// program is the file of a hook.
+func (d Dir) program(name string) string { return filepath.Join(d.path, name) }
+
+var errNoHook = errors.New("it is not executable any more")
