@@ -8,6 +8,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -212,13 +213,28 @@ func (i *Image) SetNote(p []byte) error {
 	return err
 }
 
-// Seal makes that nobody can change the image any more, this process included.
+// The kernel refuses to seal a file against writes while any of its pages is in use by more than the file, by EBUSY after some tenths
+// of a second (memfd_wait_for_pins in mm/memfd.c): a page that is being moved or reclaimed is, too, for a moment.
+const (
+	sealTries = 20
+	sealPause = 50 * time.Millisecond
+)
+
+// Seal makes that nobody can change the image any more, this process included. It may take a second and more on a host that is short of memory.
 func (i *Image) Seal() error {
-	if _, err := unix.FcntlInt(i.f.Fd(), unix.F_ADD_SEALS, guestmem.ImageSeals); err != nil {
-		return fmt.Errorf("sealing the image of guest RAM: %w", os.NewSyscallError("fcntl(F_ADD_SEALS)", err))
+	var err error
+	for try := 1; ; try++ {
+		_, err = unix.FcntlInt(i.f.Fd(), unix.F_ADD_SEALS, guestmem.ImageSeals)
+		if err == nil {
+			i.sealed = true
+			return nil
+		}
+		if !errors.Is(err, unix.EBUSY) || try == sealTries {
+			break
+		}
+		time.Sleep(sealPause)
 	}
-	i.sealed = true
-	return nil
+	return fmt.Errorf("sealing the image of guest RAM: %w", os.NewSyscallError("fcntl(F_ADD_SEALS)", err))
 }
 
 // Pages is how many pages of the image are not zeros.

@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -101,6 +103,31 @@ func TestAnImageOfChangingRAMIsRAMAtTheMomentOfTheFreeze(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// Pages that somebody else uses for a moment do not fail a fork; a mapping through which the file could be written stands for them.
+func TestSealWaitsForPagesThatAreInUse(t *testing.T) {
+	for name, ends := range map[string]bool{"for a moment": true, "for ever": false} {
+		t.Run(name, func(t *testing.T) {
+			i := newImage(t, newMemory(t, frozenSize))
+			used, err := unix.Mmap(int(i.File().Fd()), 0, pageSize, unix.PROT_READ, unix.MAP_SHARED)
+			if err != nil {
+				t.Fatal(err)
+			}
+			unmap := sync.OnceValue(func() error { return unix.Munmap(used) })
+			defer func() {
+				if err := unmap(); err != nil {
+					t.Error(err)
+				}
+			}()
+			if ends {
+				time.AfterFunc(2*sealPause, func() { _ = unmap() })
+			}
+			if err := i.Seal(); (err == nil) != ends || err != nil && !errors.Is(err, unix.EBUSY) {
+				t.Errorf("sealed: %v", err)
+			}
+		})
 	}
 }
 
