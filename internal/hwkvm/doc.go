@@ -54,10 +54,10 @@
 //     ended with a triple fault in a guest that had done nothing special, or with both processors standing still, the
 //     outer kernel silent. QEMU runs each in a thread of its own (thread=multi); with thread=single nothing gets done.
 //     One processor is the default. Guests with two vCPUs share it.
-//   - Timers, by themselves. In target/i386/tcg, QEMU 7.2 changes the processor's pending interrupts (interrupt_request) at each entry into and exit from a
-//     guest without its big lock, and loses what another thread sets at that moment: the interrupt of the local APIC's timer.
-//     A Linux whose timer does not fire sets it no more, so an outer kernel that had nothing else to do stood still for ever: one run in some
-//     of minutes, with one processor as well. Any other interrupt makes up for it, and the runner sends one each second.
+//   - Timers, by themselves. An outer kernel with nothing else to do has stood still for ever, its processor halted, in a few runs of minutes, with one
+//     processor as well. The likely cause: in target/i386/tcg, QEMU changes the processor's pending interrupts (interrupt_request) at entries into a
+//     guest without its big lock, and so may lose what another thread sets at that moment, as the interrupt of the local APIC's timer, and
+//     a Linux whose timer does not fire sets it no more. Any other interrupt would make up for that, and the runner sends one each second.
 //   - Kernel 6.1 has no TCX (6.6; use clsact), no PAGEMAP_SCAN (6.7; the ioctl says ENOTTY), no guest_memfd (6.8), and of
 //     userfaultfd the features up to WP_HUGETLBFS_SHMEM (mask 0x1fff): no WP_UNPOPULATED, POISON, WP_ASYNC or MOVE. Code
 //     has its fall-backs tested there.
