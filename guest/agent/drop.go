@@ -81,18 +81,19 @@ func (s *Server) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Dro
 	return out, nil
 }
 
-// nextTick waits for the clock that the kernel gives files their times from, and returns its time. All that has changed
-// before the call has an earlier one.
+// nextTick waits until the coarse clock, which lags by a tick or more, is later than now, and returns its time. All that has
+// changed before the call has an earlier time: a file has its times from that clock or, since Linux 6.13, from the one
+// that does not lag (multigrain timestamps). All that changes after it has that time or a later one.
 func nextTick(ctx context.Context) (int64, error) {
 	var first, now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &first); err != nil {
+	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &first); err != nil {
 		return 0, fmt.Errorf("read the clock: %w", err)
 	}
 	for end := time.Now().Add(coarseWait); time.Now().Before(end); {
 		if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now); err != nil {
 			return 0, fmt.Errorf("read the clock: %w", err)
 		}
-		if now != first {
+		if now.Nano() > first.Nano() {
 			return now.Nano(), nil
 		}
 		select {

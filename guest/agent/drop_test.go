@@ -264,14 +264,28 @@ func TestDrop_refuses_what_is_out_of_bounds(t *testing.T) {
 	}
 }
 
-func TestNextTick_is_later_than_what_was_written_before(t *testing.T) {
-	for range 20 {
-		p := filepath.Join(t.TempDir(), "f")
-		if err := os.WriteFile(p, nil, 0o600); err != nil {
+func TestNextTick_is_between_what_was_written_before_and_after(t *testing.T) {
+	p := filepath.Join(t.TempDir(), "f")
+	for i := range 200 {
+		// A file that is looked at between changes has finer times (multigrain timestamps).
+		for range i % 3 {
+			if err := os.WriteFile(p, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			ctime(t, p)
+		}
+		if err := os.WriteFile(p, []byte("before"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if at := ctime(t, p); later(t) <= at {
-			t.Fatal("a file that was written before a look may count as written since")
+		at := later(t)
+		if before := ctime(t, p); before >= at {
+			t.Fatalf("round %d: a file that was written %v before a look may count as written since", i, time.Duration(before-at))
+		}
+		if err := os.WriteFile(p, []byte("after"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if after := ctime(t, p); after < at {
+			t.Fatalf("round %d: a file that was written %v after a look may count as written before", i, time.Duration(at-after))
 		}
 	}
 }
