@@ -59,6 +59,7 @@ export DROWSE_TEST_DEBIAN ?= bookworm
 build: check-go
 	@$(GO_BUILD) -ldflags '$(LDFLAGS)' -o bin/drowse ./cmd/drowse >&2
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-agent ./cmd/drowse-agent >&2
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-peer-guest ./cmd/drowse-peer-guest >&2
 
 .PHONY: check-go
 check-go:

@@ -72,7 +72,7 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_
 	if f.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
 		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
 	}
-	if f.initrd, err = peerInitramfs(ctx, f.dir); err == nil {
+	if f.initrd, err = e.peerInitramfs(ctx, f.dir); err == nil {
 		err = f.save(ctx)
 	}
 	if err != nil {
@@ -85,7 +85,7 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_
 // without "--", since Firecracker appends parameters of the kernel's, which would be the program's behind it; words that the kernel
 // does not know are given to the program.
 func fcWords(usedMiB int) string {
-	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init bench guest --used %d --vsock %d", usedMiB, fcPort)
+	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init --used %d --vsock %d", usedMiB, fcPort)
 }
 
 func (f *firecracker) close() error { return os.RemoveAll(f.dir) }

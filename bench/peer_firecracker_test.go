@@ -80,7 +80,7 @@ func fakeFirecracker(how string, args []string) error {
 		asked[path] = in
 		switch method + " " + path {
 		case "PUT /boot-source":
-			if str("kernel_image_path") != "/kernel/vmlinux" || !strings.HasSuffix(str("boot_args"), " rdinit=/init bench guest --used 7 --vsock 5000") {
+			if str("kernel_image_path") != "/kernel/vmlinux" || !strings.HasSuffix(str("boot_args"), " rdinit=/init --used 7 --vsock 5000") {
 				return fmt.Errorf("boot source %v", in)
 			}
 			_, err := os.Stat(str("initrd_path"))

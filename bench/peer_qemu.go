@@ -63,7 +63,7 @@ func (q *qemu) state() string   { return filepath.Join(q.dir, "state") }
 func (q *qemu) console() string { return filepath.Join(q.dir, "console") }
 
 // newQEMU boots a guest and migrates it to a file. The guest has drowse's own kernel and
-// command line, and this program as its first process.
+// command line, and the program of Env.PeerGuest as its first process.
 func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error) {
 	q := &qemu{mib: mib, usedMiB: usedMiB}
 	if q.path, err = exec.LookPath(qemuProgram); err != nil {
@@ -74,11 +74,11 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 	}
 	// QEMU saves all pages that are not zeros. Without init_on_free those of the unpacked
 	// initramfs would be among them, which no user of QEMU would have there.
-	q.cmdline += " init_on_free=1 rdinit=/init -- bench guest --used " + strconv.Itoa(usedMiB)
+	q.cmdline += " init_on_free=1 rdinit=/init -- --used " + strconv.Itoa(usedMiB)
 	if q.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
 		return nil, fmt.Errorf("making a directory for QEMU: %w", err)
 	}
-	if q.initrd, err = peerInitramfs(ctx, q.dir); err != nil {
+	if q.initrd, err = e.peerInitramfs(ctx, q.dir); err != nil {
 		return nil, errors.Join(err, q.close())
 	}
 	var tried []error
@@ -123,13 +123,15 @@ func (e Env) peerKernel() (image, params string, err error) {
 	return image, p.String(), nil
 }
 
-// peerInitramfs has this program as its first.
-func peerInitramfs(ctx context.Context, dir string) (string, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return "", fmt.Errorf("finding this program: %w", err)
+// PeerReady is what the program of Env.PeerGuest writes once, when its memory is filled.
+const PeerReady = 'R'
+
+// peerInitramfs has the program of peers' guests as its first.
+func (e Env) peerInitramfs(ctx context.Context, dir string) (string, error) {
+	if _, err := os.Stat(e.PeerGuest); err != nil {
+		return "", fmt.Errorf("finding the program for guests of other monitors: %w: build it with `make build`, and put it beside drowse", err)
 	}
-	return initramfs.Ensure(ctx, dir, initramfs.Spec{Init: self})
+	return initramfs.Ensure(ctx, dir, initramfs.Spec{Init: e.PeerGuest})
 }
 
 func (q *qemu) close() error { return os.RemoveAll(q.dir) }

@@ -248,9 +248,10 @@ func TestBeside_peer_that_fails_gives_row_that_says_why(t *testing.T) {
 	}
 }
 
-func TestPeerGuest_that_is_no_first_process_gives_error(t *testing.T) {
-	if err := PeerGuest(t.Context(), 0, 0); err == nil {
-		t.Error("it ran")
+func TestNewQEMU_without_the_program_for_its_guest_gives_error(t *testing.T) {
+	e := Env{PeerGuest: filepath.Join(t.TempDir(), "none")}
+	if _, err := e.peerInitramfs(t.Context(), t.TempDir()); !errors.Is(err, os.ErrNotExist) || !strings.Contains(err.Error(), "make build") {
+		t.Errorf("got %v", err)
 	}
 }
 

@@ -20,6 +20,8 @@ type Env struct {
 	Launcher sandbox.Launcher
 	Image    string
 	Kernel   string // as in sandbox.Spec
+	// PeerGuest is the path of drowse-peer-guest, which the guests of other monitors run.
+	PeerGuest string
 	// Progress is told what is going on, if not nil.
 	Progress func(string)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -32,7 +33,7 @@ func (a *app) benchCommand() *cobra.Command {
 		m.concurrent(), m.touch(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
 	)
 	// It knows those above.
-	cmd.AddCommand(m.everything(), a.benchReport(), a.benchGuest(), a.benchAttach())
+	cmd.AddCommand(m.everything(), a.benchReport(), a.benchAttach())
 	return cmd
 }
 
@@ -112,8 +113,11 @@ func (m *benches) prepare(guests bool) (err error) {
 	if m.env.Store, err = m.app.store(); err != nil {
 		return err
 	}
-	m.env.Launcher, err = m.app.launcher()
-	return err
+	if m.env.Launcher, err = m.app.launcher(); err != nil {
+		return err
+	}
+	m.env.PeerGuest = filepath.Join(filepath.Dir(m.env.Launcher.Command[0]), "drowse-peer-guest")
+	return nil
 }
 
 // benchstat is the output format of that name, which commands with asBenchstat have.

@@ -172,15 +172,3 @@ func (m *benches) blk() *cobra.Command {
 	f.IntVar(&o.Requests, "requests", 1000, "requests of a run at random")
 	return cmd
 }
-
-func (a *app) benchGuest() *cobra.Command {
-	var used int
-	var vsock uint32
-	cmd := &cobra.Command{
-		Use: "guest", Short: "Be the first process of a peer's guest", Hidden: true, Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return bench.PeerGuest(cmd.Context(), used, vsock) },
-	}
-	cmd.Flags().IntVar(&used, "used", 0, "memory to keep in use, in MiB")
-	cmd.Flags().Uint32Var(&vsock, "vsock", 0, "port of vsock to answer at, instead of a virtio-serial port")
-	return cmd
-}

@@ -88,14 +88,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 		t.Errorf("%d benchmarks of %d, %d quick ones, %d weights", seen, len(m.all), len(quick), len(usualMinutes))
 	}
 	// All that there are, and what is none.
-	if got := len((&app{}).benchCommand().Commands()); got != seen+4 {
+	if got := len((&app{}).benchCommand().Commands()); got != seen+3 {
 		t.Errorf("bench has %d commands, want %d", got, seen+4)
-	}
-}
-
-func TestBenchGuest_that_is_no_first_process_gives_error(t *testing.T) {
-	code, _, stderr := drowse(t, t.TempDir(), "bench", "guest")
-	if code != exitFailed || !strings.Contains(stderr, "first process") {
-		t.Errorf("exit status %d: %s", code, stderr)
 	}
 }

@@ -32,6 +32,7 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
+	{"cmd/drowse-peer-guest", nil},
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/..."}},
 
 	// As programs elsewhere use the library.

@@ -1,8 +1,10 @@
-package bench
+// Command drowse-peer-guest is the first process of the guests of other monitors that drowse is compared with, see `drowse bench
+// resume_ready --peer`. It does nothing but answer, and is small: what it takes of a guest's memory a peer has to load.
+package main
 
 import (
-	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -16,22 +18,33 @@ import (
 // 5.3): the console of number 0 is not there.
 const peerPort = "/dev/vport0p1"
 
-// PeerReady is what the guest of a peer writes once, when its memory is filled.
-const PeerReady = 'R'
+// ready is what it writes once, when its memory is filled: bench.PeerReady.
+const ready = 'R'
 
 // portWait bounds how long a guest waits for its port: its driver learns of it from the
 // device some time after it was found.
 const portWait = 10 * time.Minute
 
-// PeerGuest is the first process of a guest of another monitor: it keeps usedMiB of
-// memory in use, writes PeerReady to its port, and then answers each byte with the same
-// byte. With a port of vsock it does so for each connection to that. It returns only with
-// an error; the kernel of the guest panics then, and says so
-// on its console. It refuses to be anything but a first process.
+func main() {
+	used := flag.Int("used", 0, "memory to keep in use, in MiB")
+	vsock := flag.Uint("vsock", 0, "port of vsock to answer at, instead of a virtio-serial port")
+	flag.Parse()
+	err := fmt.Errorf("%q is one argument too many", flag.Arg(0))
+	if flag.NArg() == 0 {
+		err = serve(*used, uint32(*vsock))
+	}
+	// The kernel panics now, and says so on its console.
+	fmt.Fprintln(os.Stderr, "drowse-peer-guest:", err)
+	os.Exit(1)
+}
+
+// serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same
+// byte. With a port of vsock it does so for each connection to that. It returns only with an error. It refuses to be anything
+// but a first process.
 //
 // It waits in a read(2) of its own, not in Go's poller, so that an answer costs two
 // system calls.
-func PeerGuest(ctx context.Context, usedMiB int, vsockPort uint32) error {
+func serve(usedMiB int, vsockPort uint32) error {
 	if os.Getpid() != 1 {
 		return errors.New("this is the first process of a guest, and nothing else")
 	}
@@ -49,13 +62,13 @@ func PeerGuest(ctx context.Context, usedMiB int, vsockPort uint32) error {
 		defer runtime.KeepAlive(memory)
 		return answerVsock(vsockPort)
 	}
-	port, err := openPort(ctx)
+	port, err := openPort()
 	if err != nil {
 		return err
 	}
 	defer unix.Close(port)
 	memory := fill(usedMiB)
-	b := []byte{PeerReady}
+	b := []byte{ready}
 	for {
 		if _, err := unix.Write(port, b); err != nil {
 			return fmt.Errorf("answering: %w", err)
@@ -97,7 +110,7 @@ func answerVsock(port uint32) error {
 			return fmt.Errorf("waiting for a connection: %w", err)
 		}
 		// A connection ends when its other end does, or is gone after a resume.
-		b := []byte{PeerReady}
+		b := []byte{ready}
 		for {
 			if _, err := unix.Write(c, b); err != nil {
 				break
@@ -114,13 +127,13 @@ func answerVsock(port uint32) error {
 	}
 }
 
-func openPort(ctx context.Context) (int, error) {
+func openPort() (int, error) {
 	for begin := time.Now(); ; {
 		fd, err := unix.Open(peerPort, unix.O_RDWR|unix.O_CLOEXEC, 0)
 		if err == nil {
 			return fd, nil
 		}
-		if time.Since(begin) > portWait || ctx.Err() != nil {
+		if time.Since(begin) > portWait {
 			return -1, fmt.Errorf("opening %s: %w", peerPort, err)
 		}
 		time.Sleep(50 * time.Millisecond)
