@@ -16,7 +16,8 @@ import (
 //     program of the host's, through vsock; or somebody holds it ([Store.Hold]), or it itself does ([SelfSpec]).
 //     What the guest tells the VM's own process, of its services and hooks, does not count, nor does Watch;
 //   - a packet passes on its network, either way; those that its policy denies do not count;
-//   - its processors work: see CPUPercent;
+//   - its processors work, but for bursts that take less than CPUPercent of the time until it sleeps, and MaxIdleBurst: what a kernel
+//     and programs that wait do now and then. It does not go to sleep in the middle of one;
 //   - a snapshot or a fork of it is being made.
 //
 // What a guest merely waits for is no use: a program that sleeps for an hour goes on sleeping when the VM is woken.
@@ -30,10 +31,12 @@ type IdleSpec struct {
 	CPUPercent int `json:"cpu_percent,omitempty"`
 }
 
-// Default and limit of an IdleSpec.
+// Default and limits of an IdleSpec.
 const (
 	DefaultIdleCPUPercent = 10
 	MaxIdleSeconds        = 30 * 24 * 60 * 60
+	// MaxIdleBurst is the most processor time of bursts in the time until a VM sleeps that is no use of it.
+	MaxIdleBurst = 2 * time.Second
 )
 
 func (i IdleSpec) check() error {
@@ -77,6 +80,10 @@ type idleWatch struct {
 	looked      time.Time
 	last        uses
 	cpus        []cpuAt // the first is as old as a span, or as old as there are
+	// busy says that it worked when it was last looked, and burst how much it has worked since it was last used, of at most allowed; what is
+	// more is use until it works no more.
+	busy           bool
+	burst, allowed time.Duration
 }
 
 // cpuAt is how much processor time the VM's process had used at some time.
@@ -93,11 +100,15 @@ func newIdleWatch(s IdleSpec, now time.Time, u uses) *idleWatch {
 	w.every = min(max(s.after()/idleLooks, idleSoonest), idleLatest)
 	w.span = min(max(s.after()/idleSpans, idleSoonest), idleLatest)
 	w.cpus = []cpuAt{{now, u.cpu}}
+	w.allowed = min(s.after()*time.Duration(w.percent)/100, MaxIdleBurst)
 	return w
 }
 
 // next is when to look again, at the latest when it would sleep.
 func (w *idleWatch) next(now time.Time, after time.Duration) time.Duration {
+	if w.busy {
+		return w.every
+	}
 	return min(w.every, max(after-now.Sub(w.since), time.Millisecond))
 }
 
@@ -116,14 +127,23 @@ func (i IdleSpec) after() time.Duration { return time.Duration(i.SleepSeconds) *
 
 // look takes what is known now, and says for how long nobody has used the VM.
 func (w *idleWatch) look(now time.Time, u uses) time.Duration {
+	w.busy = w.computes(now, u.cpu)
+	if w.busy {
+		w.burst += u.cpu - w.last.cpu
+	}
+	since, tooLong := w.since, w.burst > w.allowed
 	switch {
-	case w.computes(now, u.cpu), u.busy, u.open > 0, u.made != w.last.made, w.last.open > 0:
+	case w.busy && tooLong, u.busy, u.open > 0, u.made != w.last.made, w.last.open > 0:
 		w.since = now
 	case now.Sub(w.looked) > 3*w.every:
 		// This process did not run, so it does not know.
 		w.since = now
 	case u.packet && now.Add(-u.quiet).After(w.since):
 		w.since = now.Add(-u.quiet)
+	}
+	// What has been too long counts until it ends.
+	if tooLong && !w.busy || !tooLong && w.since != since {
+		w.burst = 0
 	}
 	w.looked, w.last = now, u
 	return now.Sub(w.since)
@@ -147,7 +167,7 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 		case <-tick.C:
 		}
 		now := time.Now()
-		if w.look(now, p.uses()) < spec.after() {
+		if w.look(now, p.uses()) < spec.after() || w.busy {
 			tick.Reset(w.next(now, spec.after()))
 			continue
 		}

@@ -33,6 +33,8 @@ func TestIdleWatch(t *testing.T) {
 		u    uses
 		late time.Duration // more than a second
 		want time.Duration
+		// burst says that it is working right now, and so does not sleep.
+		burst bool
 	}
 	for name, tc := range map[string]struct {
 		spec  IdleSpec
@@ -49,18 +51,36 @@ func TestIdleWatch(t *testing.T) {
 			{u: uses{packet: true, quiet: 3 * second / 2}, want: 3 * second / 2}, {u: uses{packet: true, quiet: second}, want: second},
 		}},
 		"the only packet is old": {steps: []step{{u: uses{packet: true, quiet: 10 * second}, want: second}, {u: uses{packet: true, quiet: 11 * second}, want: 2 * second}}},
+		// In ten seconds, a tenth of a processor is a second of one.
 		"it computes": {steps: []step{
-			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + second/5}}, {u: uses{cpu: second/20 + second/5}, want: second},
+			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + 6*second/5}}, {u: uses{cpu: second/20 + 6*second/5}, want: second},
 		}},
 		"it computes no more than it may": {spec: IdleSpec{CPUPercent: 30}, steps: []step{
-			{u: uses{cpu: 3 * second / 10}, want: second}, {u: uses{cpu: 6 * second / 10}, want: 2 * second}, {u: uses{cpu: 91 * second / 100}},
+			{u: uses{cpu: 3 * second / 10}, want: second}, {u: uses{cpu: 6 * second / 10}, want: 2 * second}, {u: uses{cpu: 61 * second / 10}},
 		}},
-		"a short burst is no use": {span: 3 * second, steps: []step{
+		"bursts that are short": {steps: []step{
+			{u: uses{cpu: second / 2}, want: second, burst: true}, {u: uses{cpu: second / 2}, want: 2 * second},
+			{u: uses{cpu: second}, want: 3 * second, burst: true}, {u: uses{cpu: second}, want: 4 * second},
+		}},
+		"bursts that are too much together": {steps: []step{
+			{u: uses{cpu: second / 2}, want: second, burst: true}, {u: uses{cpu: second / 2}, want: 2 * second},
+			{u: uses{cpu: 11 * second / 10}, burst: true}, {u: uses{cpu: 11 * second / 10}, want: second},
+			{u: uses{cpu: 16 * second / 10}, want: 2 * second, burst: true}, {u: uses{cpu: 16 * second / 10}, want: 3 * second},
+		}},
+		"work that goes on is use as long as it does, however little it is": {steps: []step{
+			{u: uses{cpu: 11 * second / 10}, burst: true}, {u: uses{cpu: 13 * second / 10}, burst: true}, {u: uses{cpu: 15 * second / 10}, burst: true},
+			{u: uses{cpu: 15 * second / 10}, want: second},
+		}},
+		"a burst, a packet, and another": {steps: []step{
+			{u: uses{cpu: 9 * second / 10}, want: second, burst: true}, {u: uses{cpu: 9 * second / 10, packet: true}},
+			{u: uses{cpu: 18 * second / 10, packet: true, quiet: second}, want: second, burst: true},
+		}},
+		"what is little over a span is no burst": {span: 3 * second, steps: []step{
 			{want: second}, {want: 2 * second}, {want: 3 * second}, {u: uses{cpu: second / 5}, want: 4 * second}, {u: uses{cpu: second / 5}, want: 5 * second},
 		}},
 		"it computes for longer, and is unused from when it has ended": {span: 3 * second, steps: []step{
-			{want: second}, {want: 2 * second}, {u: uses{cpu: second / 5}, want: 3 * second}, {u: uses{cpu: 2 * second / 5}},
-			{u: uses{cpu: 2 * second / 5}, want: second}, {u: uses{cpu: 2 * second / 5}, want: 2 * second},
+			{want: second}, {want: 2 * second}, {u: uses{cpu: second / 5}, want: 3 * second}, {u: uses{cpu: 7 * second / 5}},
+			{u: uses{cpu: 7 * second / 5}, want: second}, {u: uses{cpu: 7 * second / 5}, want: 2 * second},
 		}},
 		"a snapshot is made":         {steps: []step{{want: second}, {u: uses{busy: true}}, {want: second}}},
 		"nobody has looked for long": {steps: []step{{want: second}, {late: 5 * second}, {want: second}}},
@@ -79,6 +99,9 @@ func TestIdleWatch(t *testing.T) {
 				now = now.Add(second + s.late)
 				if got := w.look(now, s.u); got != s.want {
 					t.Errorf("step %d: unused for %v, want %v", i, got, s.want)
+				}
+				if s.burst && !w.busy {
+					t.Errorf("step %d: it works, and could be put to sleep", i)
 				}
 			}
 		})
