@@ -37,8 +37,10 @@ type engine struct {
 	flows, pinned, counts, events, current *ebpf.Map
 	entries                                [2]*ebpf.Program // by direction
 
-	wg      sync.WaitGroup // for writers into the slot, who take some time to end
-	writers chan struct{}  // has as many elements as there are of those after the first
+	wg sync.WaitGroup // for writers into the slot, who take some time to end
+	// announced is closed when the maps of the agent are in its slot and their writers have ended; nil before announce.
+	announced chan struct{}
+	writers   chan struct{} // has as many elements as there are of those after the first
 
 	mu     sync.Mutex // guards what follows
 	gen    uint32
@@ -54,6 +56,31 @@ type engine struct {
 // eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
 const eventBytes = 32 << 10
 
+// ownMap is a map of an agent's own.
+type ownMap struct {
+	name       string
+	kind       ebpf.MapType
+	key, value any
+	entries    int
+	flags      uint32
+}
+
+func flowsOf(entries int) ownMap {
+	return ownMap{pinFlows, ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, entries, 0}
+}
+
+func (m ownMap) make() (*ebpf.Map, error) {
+	spec := &ebpf.MapSpec{Name: m.name, Type: m.kind, MaxEntries: uint32(m.entries), Flags: m.flags}
+	if m.key != nil {
+		spec.KeySize, spec.ValueSize = uint32(binary.Size(m.key)), uint32(binary.Size(m.value))
+	}
+	out, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("making the map of an agent's %s: %w", m.name, err)
+	}
+	return out, nil
+}
+
 // newEngine makes the maps of an agent and puts them into its slot. It takes over the
 // programs, also if it fails. With a policy, start has to follow; without, everything is denied.
 func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
@@ -64,25 +91,17 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 		}
 	}()
 	for _, m := range []struct {
-		to         **ebpf.Map
-		name       string
-		kind       ebpf.MapType
-		key, value any
-		entries    int
-		flags      uint32
+		to **ebpf.Map
+		ownMap
 	}{
-		{&e.flows, "flows", ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, flows, 0},
-		{&e.pinned, "pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * maxPins, unix.BPF_F_NO_PREALLOC},
-		{&e.counts, "counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0},
-		{&e.events, "events", ebpf.RingBuf, nil, nil, eventBytes, 0},
-		{&e.current, "current", ebpf.Array, uint32(0), uint32(0), 1, 0},
+		{&e.flows, flowsOf(flows)},
+		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * maxPins, unix.BPF_F_NO_PREALLOC}},
+		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0}},
+		{&e.events, ownMap{"events", ebpf.RingBuf, nil, nil, eventBytes, 0}},
+		{&e.current, ownMap{"current", ebpf.Array, uint32(0), uint32(0), 1, 0}},
 	} {
-		spec := &ebpf.MapSpec{Name: m.name, Type: m.kind, MaxEntries: uint32(m.entries), Flags: m.flags}
-		if m.key != nil {
-			spec.KeySize, spec.ValueSize = uint32(binary.Size(m.key)), uint32(binary.Size(m.value))
-		}
-		if *m.to, err = ebpf.NewMap(spec); err != nil {
-			return nil, fmt.Errorf("making the map of an agent's %s: %w", m.name, err)
+		if *m.to, err = m.make(); err != nil {
+			return nil, err
 		}
 	}
 	for d := range e.entries {
@@ -111,12 +130,35 @@ func (e *engine) close() error {
 	return errors.Join(errs...)
 }
 
-// start puts the agent's maps and its first table into its slot. Nothing is judged
+// announce puts the agent's maps into its slot. Without a table, every packet is denied.
+func (e *engine) announce() error {
+	p := e.shared
+	wait, err := publish([]slotMap{
+		{p.flows, e.place.slot, e.flows}, {p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts}, {p.stream, e.place.slot, e.events},
+	})
+	if err != nil {
+		return err
+	}
+	e.announced = make(chan struct{})
+	e.wg.Go(func() {
+		defer close(e.announced)
+		// What the writers have to say was said when their maps were seen to be there.
+		_ = wait()
+	})
+	return nil
+}
+
+// start puts the agent's first table into its slot, after its maps if announce has not. Nothing is judged
 // before, so no packet is waited for. With keep, all that agents share stays open; otherwise only
 // what is needed from now on: the tables, and the use of limits.
 func (e *engine) start(s *Spec, keep bool) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.announced == nil {
+		if err := e.announce(); err != nil {
+			return err
+		}
+	}
 	if err := e.clearSpare(); err != nil {
 		return err
 	}
@@ -125,10 +167,7 @@ func (e *engine) start(s *Spec, keep bool) error {
 		return err
 	}
 	p := e.shared
-	wait, err := publish([]slotMap{
-		{p.flows, e.place.slot, e.flows}, {p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts},
-		{p.stream, e.place.slot, e.events}, {p.policies, e.place.table(e.which), t.m},
-	})
+	wait, err := publish([]slotMap{{p.policies, e.place.table(e.which), t.m}})
 	if err != nil {
 		return errors.Join(err, t.close())
 	}
@@ -136,13 +175,34 @@ func (e *engine) start(s *Spec, keep bool) error {
 	e.told.judges(e.gen, s.names)
 	e.tables[e.which], e.spec = t, s
 	e.wg.Go(func() {
-		// What the writers have to say was said when their maps were seen to be there.
 		_ = wait()
+		<-e.announced
 		if !keep {
 			_ = p.closeShared()
 		}
 	})
 	return nil
+}
+
+// track gives the agent another table of flows, in which there are none, before start.
+func (e *engine) track(flows int) (old *ebpf.Map, err error) {
+	m, err := flowsOf(flows).make()
+	if err != nil {
+		return nil, err
+	}
+	wait, err := publish([]slotMap{{e.shared.flows, e.place.slot, m}})
+	if err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	before := e.announced
+	e.announced = make(chan struct{})
+	e.wg.Go(func() {
+		defer close(e.announced)
+		_ = wait()
+		<-before
+	})
+	old, e.flows = e.flows, m
+	return old, nil
 }
 
 // mapID is the kernel's number of a map.

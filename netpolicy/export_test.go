@@ -311,3 +311,6 @@ func (g *FlowLog) Held() (flows, denied, records int) {
 
 // Generation is that of the table that is installed.
 func (e *Engine) Generation() uint32 { return e.gen }
+
+// Abandon is what the end of its process does to a Reserved, but for the device.
+func (r *Reserved) Abandon() error { return r.link.Close() }

@@ -85,76 +85,15 @@ var pinEntries = [2]string{"from_guest", "to_guest"}
 // pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
 // agent's name is removed. If Attach fails, the interface stays down. The first call on
 // a host has the kernel verify the programs that all agents share.
-func Attach(cfg LinkConfig, spec *Spec) (_ *Link, err error) {
+func Attach(cfg LinkConfig, spec *Spec) (*Link, error) {
 	if err := CheckTags(cfg.Tags); err != nil {
 		return nil, err
 	}
-	if err := prepare(cfg); err != nil {
-		return nil, err
-	}
-	nl, err := findInterface(cfg.Interface)
+	r, err := reserve(cfg, spec.flows)
 	if err != nil {
 		return nil, err
 	}
-	if nl.Attrs().Flags&net.FlagUp != 0 {
-		return nil, fmt.Errorf("attaching a policy to %q: %w: set it down first, so that nothing passes before the policy is there", cfg.Interface, ErrUp)
-	}
-	l := &Link{cfg: cfg, index: nl.Attrs().Index}
-	if err := os.MkdirAll(cfg.dir(), bpffsMode); err != nil {
-		return nil, fmt.Errorf("making the directory of an agent's pins: %w", err)
-	}
-	if l.lock, err = lockDir(cfg.dir()); err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, l.Remove())
-		}
-	}()
-	if err := clearAgent(cfg); err != nil {
-		return nil, err
-	}
-	if err := netlink.LinkSetHardwareAddr(nl, TheWire.GatewayMAC[:]); err != nil {
-		return nil, fmt.Errorf("giving %q the gateway's MAC: %w", cfg.Interface, err)
-	}
-	if err := l.load(spec); err != nil {
-		return nil, err
-	}
-	if err := l.attach(nl); err != nil {
-		return nil, err
-	}
-	return l, nil
-}
-
-// load takes a slot of the host's programs, fills it and pins what has to outlive the process.
-func (l *Link) load(spec *Spec) error {
-	p, at, err := l.place(spec.ident)
-	if err != nil {
-		return err
-	}
-	if l.eng, err = newEngine(p, at, spec.flows); err != nil {
-		return err
-	}
-	// The map of calls is pinned for its own sake: the kernel empties it when nobody has it.
-	// Pin would move the pin of one that is pinned.
-	calls, err := p.calls.Clone()
-	if err != nil {
-		return fmt.Errorf("pinning the programs for agent %s: %w", l.cfg.Agent, err)
-	}
-	defer calls.Close()
-	for name, x := range l.eng.own(calls) {
-		if err := x.Pin(filepath.Join(l.cfg.dir(), name)); err != nil {
-			return fmt.Errorf("pinning %s of agent %s: %w", name, l.cfg.Agent, err)
-		}
-	}
-	// The use of others' limits is nothing that this process should be able to change.
-	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
-	if err != nil {
-		return err
-	}
-	err = p.usages.Close()
-	p.usages = usages
-	return errors.Join(err, l.eng.start(spec, false))
+	return r.Attach(cfg.Tags, spec)
 }
 
 func openUsages(dir string) (*ebpf.Map, error) {
@@ -168,34 +107,9 @@ func openUsages(dir string) (*ebpf.Map, error) {
 // own is what is pinned for an agent, by the names of the pins.
 func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
 	return map[string]pinnable{
-		pinCalls: calls, "flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events,
+		pinCalls: calls, pinFlows: e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events,
 		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
 	}
-}
-
-// place takes a slot, and tells others of the agent.
-func (l *Link) place(id Identity) (*programs, place, error) {
-	s, err := lockShared(l.cfg.root(), digest())
-	if err != nil {
-		return nil, place{}, err
-	}
-	p, first, err := s.openOrLoad()
-	var at place
-	if err == nil {
-		if at, err = s.take(l.cfg.Agent); err == nil {
-			err = s.introduce(p, l.cfg.Agent, id, at.claim, l.cfg.Tags)
-		}
-		if err != nil {
-			err = errors.Join(err, p.close())
-		}
-	}
-	s.unlock()
-	if err == nil && first {
-		// What other versions of drowse have left, and nobody uses. If that fails, this agent
-		// is none the worse; Sweep tries again, and tells.
-		_ = unloadIdle(l.cfg.root(), digest())
-	}
-	return p, at, err
 }
 
 // pinnable is a map or a program.
@@ -409,7 +323,7 @@ func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
 		}
 	}()
 	for name, m := range map[string]**ebpf.Map{
-		"flows": &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
+		pinFlows: &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
 	} {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
 			return nil, err

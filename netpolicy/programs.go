@@ -50,6 +50,7 @@ const (
 	pinPolicies    = "policies"
 	pinUsages      = "usages"
 	pinAgents      = "agents"
+	pinFlows       = "flows"
 	knownPrefix    = "known-"
 )
 
@@ -69,7 +70,7 @@ type programs struct {
 func (p *programs) byName() map[string]**ebpf.Map {
 	return map[string]**ebpf.Map{
 		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages, pinAgents: &p.agents,
-		"flows": &p.flows, "pins": &p.pins, "counters": &p.counters, "events": &p.stream,
+		pinFlows: &p.flows, "pins": &p.pins, "counters": &p.counters, "events": &p.stream,
 	}
 }
 

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -46,7 +47,7 @@ type NetworkInfo struct {
 // policy is there: until then the TAP device is down and has no address.
 type network struct {
 	log     *slog.Logger
-	agent   string       // the name of its pins
+	agent   string       // the name of its pins: the VM's id, unless the network was made before the VM was known
 	agents  netip.Prefix // and agents6 are the ranges of all VMs of the host
 	agents6 netip.Prefix
 	address *hostnet.Address
@@ -130,10 +131,14 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
 		return nil, err
 	}
+	var reserved *netpolicy.Reserved
 	defer func() {
 		if err != nil {
 			if n.cancel != nil {
 				n.cancel()
+			}
+			if reserved != nil {
+				err = errors.Join(err, reserved.Remove())
 			}
 			err = errors.Join(err, n.release())
 		}
@@ -146,7 +151,13 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	if n.host, err = netpolicy.HostAddresses(); err != nil {
 		return nil, err
 	}
-	if n.tap, err = tap.Create(tap.Config{Name: tapName(id), Down: true}); err != nil {
+	ahead, aerr := p.Shells.network()
+	if aerr != nil {
+		log.Warn("the VM's network was not made ahead", "error", aerr)
+	}
+	if ahead != nil {
+		n.agent, n.tap, reserved = ahead.id, ahead.tap, ahead.link
+	} else if n.tap, err = tap.Create(tap.Config{Name: tapName(id), Down: true}); err != nil {
 		return nil, err
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
@@ -164,7 +175,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(spec, p.Spec.Tags, ln)
+		n.err = n.attach(reserved, spec, p.Spec.Tags, ln)
 		n.took = time.Since(begin)
 	})
 	return n, nil
@@ -178,7 +189,7 @@ func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Sp
 
 // attach puts the policy on the device and raises it. If the policy has names that are checked,
 // ln is where that is done.
-func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+func (n *network) attach(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
 	if ln != nil {
 		defer func() {
 			if err != nil && n.tls == nil {
@@ -187,8 +198,7 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListene
 		}()
 	}
 	begin := uptime()
-	n.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
-	if err != nil {
+	if n.link, err = n.enforce(reserved, spec, tags); err != nil {
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
@@ -231,6 +241,19 @@ func (n *network) attach(spec *netpolicy.Spec, tags []string, ln *net.TCPListene
 	n.wg.Go(n.watchHost)
 	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
 	return nil
+}
+
+// enforce puts the policy on the device.
+func (n *network) enforce(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string) (*netpolicy.Link, error) {
+	if reserved != nil {
+		link, err := reserved.Attach(tags, spec)
+		if err == nil {
+			return link, nil
+		}
+		// It has stood for long, and somebody may have tidied it away.
+		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
+	}
+	return netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 }
 
 // settle6 has the host say nothing of its own on a device that is not up yet: it would only be
@@ -586,7 +609,8 @@ func removeLeftNetwork(r *Record) error {
 	if r.Spec.Network != NetworkTAP {
 		return nil
 	}
-	err := netpolicy.Remove(netpolicy.LinkConfig{Agent: r.ID, Interface: tapName(r.ID)})
+	id := cmp.Or(r.NetworkID, r.ID)
+	err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: tapName(id)})
 	if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}

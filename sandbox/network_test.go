@@ -93,9 +93,10 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 		}
 		return rep.Network.TAP
 	}
-	rep := e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP, Policy: mustPolicy(t, `
+	policy := mustPolicy(t, `
 rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
-`)})
+`)
+	rep := e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP, Policy: policy})
 	if err := e.Agent("net").WriteFile(t.Context(), "/root/sender.py", strings.NewReader(sender), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -177,6 +178,50 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	}
 	if sockets, err := filepath.Glob(filepath.Join(filepath.Dir(e.Store.VsockPath("net")), "*.sock")); err != nil || len(sockets) != 0 {
 		t.Errorf("the killed VM has left the sockets %v (%v)", sockets, err)
+	}
+
+	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
+	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	if err := pool.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ahead := taps(t)
+	if len(ahead) != before+1 {
+		t.Fatalf("with a pool of one there are the TAP devices %v", ahead)
+	}
+	if _, err := e.Store.SetPolicy(t.Context(), "net", policy); err != nil {
+		t.Fatal(err)
+	}
+	if rep, err = e.Store.Wake(t.Context(), pool.Launcher(), "net"); err != nil {
+		t.Fatal(err)
+	}
+	if !rep.Pooled || !slices.Contains(ahead, rep.Network.TAP) {
+		t.Errorf("the VM has %s, and there was %v", rep.Network.TAP, ahead)
+	}
+	exchange("net", "pooled", rep.Network.TAP)
+	if err := pool.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if names := taps(t); len(names) != before+2 {
+		t.Errorf("with the next of the pool there are %v", names)
+	}
+	if err := pool.Close(); err != nil {
+		t.Error(err)
+	}
+	one(rep, 1)
+	if r, err = e.Store.Get("net"); err != nil || !strings.HasSuffix(rep.Network.TAP, r.NetworkID[:9]) {
+		t.Fatalf("its record says %q, %v", r.NetworkID, err)
+	}
+	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	e.WaitPhase("net", sandbox.Crashed, time.Minute)
+	if names, err := netpolicy.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
+		t.Errorf("killed, it has left %v of %v, %v", taps(t), names, err)
 	}
 }
 

@@ -455,7 +455,7 @@ func (p *Pool) popIf(shape Shape, of *program) *standby {
 		p.shapes = append(p.shapes[1:], shape)
 	}
 	// The one that has waited least: what it needs is most likely to be in caches.
-	found := -1
+	found, fits := -1, false
 	for i, s := range slices.Backward(p.ready) {
 		if of != nil && !s.what.equal(*of) {
 			continue
@@ -464,8 +464,8 @@ func (p *Pool) popIf(shape Shape, of *program) *standby {
 			found = i
 			break
 		}
-		if found < 0 {
-			found = i
+		if same := s.shape.machine() == shape.machine(); found < 0 || same && !fits {
+			found, fits = i, same
 		}
 	}
 	if found < 0 {

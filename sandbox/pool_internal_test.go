@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -47,6 +48,32 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			}
 			if err := p.Close(); err != nil {
 				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestPool_gives_the_process_that_fits_best(t *testing.T) {
+	small, linked := Shape{MemoryMiB: 256, VCPUs: 1}, Shape{MemoryMiB: 256, VCPUs: 1, Network: true}
+	large, largeLinked := Shape{MemoryMiB: 512, VCPUs: 1}, Shape{MemoryMiB: 512, VCPUs: 1, Network: true}
+	for name, tc := range map[string]struct {
+		ready      []Shape
+		want, gets Shape
+	}{
+		"the same":                            {[]Shape{large, linked, small, largeLinked}, linked, linked},
+		"the same machine, with a network":    {[]Shape{large, linked, largeLinked}, small, linked},
+		"the same machine, without a network": {[]Shape{largeLinked, small, largeLinked}, linked, small},
+		"another machine: the one made last":  {[]Shape{small, linked}, large, linked},
+		"the same, of two with that machine":  {[]Shape{linked, small}, small, small},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := &Pool{}
+			for _, s := range tc.ready {
+				p.ready = append(p.ready, &standby{shape: s})
+			}
+			got := p.pop(tc.want)
+			if got == nil || got.shape != tc.gets || len(p.ready) != len(tc.ready)-1 || slices.Contains(p.ready, got) {
+				t.Errorf("got %+v, want %+v; %d are left", got, tc.gets, len(p.ready))
 			}
 		})
 	}

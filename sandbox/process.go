@@ -257,6 +257,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
 	r.Awake = time.Now().UTC()
+	if r.NetworkID = ""; r.Spec.Network == NetworkTAP {
+		r.NetworkID = o.Shells.nextNetwork()
+	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
 	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
 	begun := make(chan error, 1)

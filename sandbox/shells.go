@@ -15,9 +15,16 @@ import (
 type Shape struct {
 	MemoryMiB int `json:"memory_mib"`
 	VCPUs     int `json:"vcpus"`
+	// Network says that it has a link to the host.
+	Network bool `json:"network,omitempty"`
 }
 
-func (s Spec) shape() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
+func (s Spec) shape() Shape {
+	return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs, Network: s.Network == NetworkTAP}
+}
+
+// machine is what a machine of that shape has for KVM.
+func (s Shape) machine() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
 
 // check refuses what no VM can be.
 func (s Shape) check() error {
@@ -49,31 +56,40 @@ func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Shell, error)
 func (s shell) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }
 
 // Shells are made ahead of the VMs that will need them, so that a restore finds the part
-// of it done that takes KVM longest. An empty one takes no memory of the guest's and some
+// of it done that takes KVM longest, and its link to the host if it has one. An empty one takes no memory of the guest's and some
 // 100 KiB of KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page
-// tables. The methods may be called from any goroutine.
+// tables; a link takes some 850 KiB of the kernel's. The methods may be called from any goroutine.
 type Shells struct {
-	want map[Shape]int
+	want  map[Shape]int // without networks
+	links int           // how many networks are wanted
 
-	mu     sync.Mutex
-	ready  map[Shape][]shell
-	closed bool
+	mu       sync.Mutex
+	ready    map[Shape][]shell
+	networks []*spareNetwork
+	// failure is why a network could not be made: a VM that needs one makes it itself.
+	failure error
+	closed  bool
 	// filling serialises Fill.
 	filling sync.Mutex
 }
 
 // NewShells keeps so many shells of each shape, once Fill has made them.
 func NewShells(want map[Shape]int) (*Shells, error) {
-	for s := range want {
+	out := &Shells{want: map[Shape]int{}, ready: map[Shape][]shell{}}
+	for s, n := range want {
 		if err := s.check(); err != nil {
 			return nil, err
 		}
+		out.want[s.machine()] += n
+		if s.Network {
+			out.links += n
+		}
 	}
-	return &Shells{want: want, ready: map[Shape][]shell{}}, nil
+	return out, nil
 }
 
 // Fill makes the shells that are missing, and returns when they are there. Nothing else
-// does: whoever has the Shells knows when a processor has time for it.
+// does: whoever has the Shells knows when a processor has time for it. It is no error that a network cannot be made.
 func (s *Shells) Fill() error {
 	s.filling.Lock()
 	defer s.filling.Unlock()
@@ -84,7 +100,63 @@ func (s *Shells) Fill() error {
 			}
 		}
 	}
+	s.link()
 	return nil
+}
+
+// link makes the networks that are missing.
+func (s *Shells) link() {
+	for {
+		s.mu.Lock()
+		enough := s.closed || len(s.networks) >= s.links
+		s.mu.Unlock()
+		if enough {
+			return
+		}
+		n, err := newSpareNetwork()
+		s.mu.Lock()
+		s.failure = err
+		if err == nil && !s.closed {
+			s.networks = append(s.networks, n)
+			n = nil
+		}
+		s.mu.Unlock()
+		if n != nil {
+			err = errors.Join(err, n.close())
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// nextNetwork is the id of the network that network returns next; empty if there is none.
+func (s *Shells) nextNetwork() string {
+	if s == nil {
+		return ""
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.networks) == 0 {
+		return ""
+	}
+	return s.networks[len(s.networks)-1].id
+}
+
+// network returns a network, or nil; and why there is none if one could not be made.
+func (s *Shells) network() (*spareNetwork, error) {
+	if s == nil {
+		return nil, nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.networks) == 0 {
+		return nil, s.failure
+	}
+	last := len(s.networks) - 1
+	n := s.networks[last]
+	s.networks = s.networks[:last]
+	return n, nil
 }
 
 func (s *Shells) missing(shape Shape, n int) bool {
@@ -122,6 +194,7 @@ func (s *Shells) take(shape Shape) (shell, bool) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	shape = shape.machine()
 	all := s.ready[shape]
 	if len(all) == 0 {
 		return shell{}, false
@@ -144,5 +217,9 @@ func (s *Shells) Close() error {
 		}
 	}
 	clear(s.ready)
+	for _, n := range s.networks {
+		errs = append(errs, n.close())
+	}
+	s.networks = nil
 	return errors.Join(errs...)
 }

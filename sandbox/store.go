@@ -143,6 +143,8 @@ type Record struct {
 	NextLayer int `json:"next_layer"`
 	// Snapshot is the last one that it can be brought back from, or empty.
 	Snapshot string `json:"snapshot,omitempty"`
+	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was known.
+	NetworkID string `json:"network_id,omitempty"`
 	// Exit says how it ended, when it is stopped.
 	Exit *ExitRecord `json:"exit,omitempty"`
 	// Problem is why it is crashed, or what is wrong with the guest; one line.

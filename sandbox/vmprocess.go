@@ -77,7 +77,11 @@ func (o order) args(dir string) []string {
 
 // standbyArgs are the arguments of a process that waits for an order.
 func standbyArgs(dir string, s Shape) []string {
-	return []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
+	args := []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
+	if s.Network {
+		args = append(args, "--net")
+	}
+	return args
 }
 
 // goMaxProcsEnv is read by the Go runtime.
@@ -158,6 +162,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
 	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
 	f.IntVar(&shape.VCPUs, "vcpus", 0, "vCPUs to prepare for")
+	f.BoolVar(&shape.Network, "net", false, "prepare for a link to the host")
 	if err := f.Parse(args); err != nil {
 		return fmt.Errorf("the arguments of a VM's process: %w", err)
 	}
