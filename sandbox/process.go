@@ -147,6 +147,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return err
 	}
 	before := *p.r
+	// While the guest takes its time.
+	made := make(chan *http.Server, 1)
+	go func() { made <- p.control() }()
 	if err := p.start(ctx, o); err != nil {
 		top := p.r.Disk
 		// As it was before, but for a VM that was only just being made, which
@@ -180,8 +183,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	p.op.Lock()
 	unlock := sync.OnceFunc(p.op.Unlock)
 	defer unlock()
-	control, err := p.listen()
-	if err != nil {
+	control := <-made
+	if err := p.listen(control); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
 	defer control.Close()
@@ -700,12 +703,21 @@ func (p *process) info() Info {
 }
 
 // listen opens the control socket: HTTP with JSON, for this host's root only.
-func (p *process) listen() (*http.Server, error) {
-	path := p.store.controlSocket(p.r.Spec.Name)
-	l, err := listenUnix(path)
+func (p *process) listen(srv *http.Server) error {
+	l, err := listenUnix(p.store.controlSocket(p.r.Spec.Name))
 	if err != nil {
-		return nil, fmt.Errorf("opening the control socket: %w", err)
+		return fmt.Errorf("opening the control socket: %w", err)
 	}
+	go func() {
+		if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			p.log.Error("control socket", "error", err)
+		}
+	}()
+	return nil
+}
+
+// control makes what answers on the control socket, once the VM is there.
+func (p *process) control() *http.Server {
 	mux := http.NewServeMux()
 	handle := func(pattern string, f func(*http.Request) (any, error), after func()) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
@@ -758,13 +770,7 @@ func (p *process) listen() (*http.Server, error) {
 		p.in.Machine().Fail(ErrStopped)
 		return struct{}{}, nil
 	}, nil)
-	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10}
-	go func() {
-		if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			p.log.Error("control socket", "error", err)
-		}
-	}()
-	return srv, nil
+	return &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10}
 }
 
 // writeError answers a request with what is wrong.

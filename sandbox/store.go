@@ -348,18 +348,24 @@ func (s *Store) load(name string) (*Record, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading VM %s: %w", name, err)
 	}
-	var r Record
-	d := json.NewDecoder(strings.NewReader(string(data)))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&r); err != nil {
+	r, err := decodeRecord(data)
+	if err != nil {
 		return nil, fmt.Errorf("reading VM %s: %w: %w: it was written by another version, or is damaged", name, ErrRecord, err)
 	}
 	r.adoptName(name)
 	if r.Version != recordVersion || r.Spec.Name != name {
 		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, ErrRecord, r.Version, recordVersion)
 	}
-	s.adoptFork(&r)
-	return &r, nil
+	s.adoptFork(r)
+	return r, nil
+}
+
+// decodeRecord is the other way round of encodeRecord.
+func decodeRecord(data []byte) (*Record, error) {
+	r := &Record{}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	return r, d.Decode(r)
 }
 
 // Get returns a VM's record. What a killed process has left behind is tidied up

@@ -1,0 +1,10 @@
+package sandbox
+
+import "testing"
+
+func TestRehearse_does_all_of_it(t *testing.T) {
+	t.Parallel()
+	if err := rehearse(); err != nil {
+		t.Error(err)
+	}
+}
