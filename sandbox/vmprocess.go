@@ -232,6 +232,8 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 	// What a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
 	_ = rehearse() // if it fails, so does the wake, and says why
+	beUrgent()()
+	PauseGC()()
 	runtime.GC()
 	conn, err := fileConn(os.NewFile(poolFD, "pool"))
 	if err != nil {
