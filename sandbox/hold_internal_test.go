@@ -165,7 +165,7 @@ func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.
 			}
 			ready := *r
 			ready.Phase = Running
-			a, err := s.ahead(&ready)()
+			a, err := s.ahead(&ready)
 			if err != nil {
 				t.Fatal(err)
 			}

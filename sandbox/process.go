@@ -14,6 +14,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -61,6 +62,8 @@ type process struct {
 	op     sync.Mutex
 	r      *Record
 	asleep bool // the record says so, and the instance is closed
+	// replaced is the file of the record from before, open until the report: see aheadRecord.
+	replaced *os.File
 	// ended is closed when the process is to end.
 	ended   chan struct{}
 	endOnce sync.Once
@@ -200,6 +203,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 	}
 	o.Report(p.report())
+	if p.replaced != nil {
+		p.replaced.Close()
+	}
 	begun, details := p.begun(before.Maker != 0, o)
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
@@ -265,21 +271,19 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
 	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
-	begun := make(chan error, 1)
-	save, ahead := p.store.saveBy(writeFileAtomic, r), &aheadRecord{}
+	begun, ahead := make(chan error, 1), &aheadRecord{}
 	if waking {
-		ready := *r
+		starting, ready := *r, *r
 		ready.Phase = Running
-		write := p.store.ahead(&ready)
 		go func() {
-			err := save()
+			err := p.store.save(&starting)
 			if err == nil {
-				ahead, err = write()
+				ahead, err = p.store.ahead(&ready)
 			}
 			begun <- err
 		}()
 	} else {
-		begun <- save()
+		begun <- p.store.save(r)
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
 	// Nothing else may be written to the record's file before.
@@ -330,6 +334,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if done, err := ahead.commit(r); err != nil {
 		return errors.Join(err, p.in.Close())
 	} else if done {
+		p.replaced, ahead.before = ahead.before, nil
 		return nil
 	}
 	if err := p.store.saveBy(replaceFile, r)(); err != nil {
@@ -785,7 +790,11 @@ func listenUnix(path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	old := unix.Umask(0o177)
-	defer unix.Umask(old)
-	return net.Listen("unix", path)
+	// A socket's file has its mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which others may use it, and the
+	// umask is that of the whole process.
+	private := func(_, _ string, c syscall.RawConn) error {
+		var err error
+		return errors.Join(c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }), err)
+	}
+	return (&net.ListenConfig{Control: private}).Listen(context.Background(), "unix", path)
 }

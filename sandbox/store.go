@@ -263,21 +263,25 @@ func writeTemp(path string, data []byte) (temp string, err error) {
 type aheadRecord struct {
 	path, temp string
 	data       []byte
+	// before is the file whose place it takes: as long as it is open, the kernel need not give back what it has on the disk, which
+	// takes longer than all else of a rename.
+	before *os.File
 }
 
-// ahead makes of a record, as it is now, what writes it beside its file.
-func (s *Store) ahead(r *Record) func() (*aheadRecord, error) {
+// ahead writes a record beside its file. What it returns is to be discarded, also after an error.
+func (s *Store) ahead(r *Record) (*aheadRecord, error) {
 	data, err := encodeRecord(r)
 	a := &aheadRecord{path: s.recordPath(r.Spec.Name), data: data}
-	return func() (*aheadRecord, error) {
-		if err == nil {
-			a.temp, err = writeTemp(a.path, a.data)
-		}
-		if err != nil {
-			return a, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
-		}
-		return a, nil
+	if err == nil {
+		a.temp, err = writeTemp(a.path, a.data)
 	}
+	if err == nil {
+		a.before, err = os.Open(a.path)
+	}
+	if err != nil {
+		return a, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	return a, nil
 }
 
 // commit has it take the file's place if the record is the one that was written.
@@ -299,8 +303,11 @@ func (a *aheadRecord) commit(r *Record) (done bool, err error) {
 	return true, nil
 }
 
-// discard removes what was not committed. Whatever a killed process leaves goes with its sockets.
+// discard removes what was not committed, and lets go of what was before. Whatever a killed process leaves goes with its sockets.
 func (a *aheadRecord) discard() {
+	if a.before != nil {
+		a.before.Close()
+	}
 	if a.temp != "" {
 		_ = os.Remove(a.temp)
 	}
