@@ -172,6 +172,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 		return errors.Join(err, p.store.save(p.r))
 	}
+	defer p.letGo()
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
 	p.teller = p.store.newTeller(p.log)
@@ -203,9 +204,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 	}
 	o.Report(p.report())
-	if p.replaced != nil {
-		p.replaced.Close()
-	}
+	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
@@ -243,6 +242,14 @@ func (p *process) stillMeant(o ServeOptions) error {
 		return fmt.Errorf("starting %s: %w: it has run since it was looked at, and is %s: try again", r.Spec.Name, ErrRunning, r.Phase)
 	}
 	return nil
+}
+
+// letGo closes the file of the record from before the VM ran.
+func (p *process) letGo() {
+	if p.replaced != nil {
+		p.replaced.Close()
+		p.replaced = nil
+	}
 }
 
 // start boots or restores the guest.

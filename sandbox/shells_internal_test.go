@@ -1,76 +1,26 @@
 package sandbox
 
 import (
-	"net"
-	"os"
 	"slices"
 	"testing"
 
-	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/balloon"
+	"github.com/drowse-vm/drowse/devices/blk"
+	"github.com/drowse-vm/drowse/devices/net"
+	"github.com/drowse-vm/drowse/devices/rng"
+	"github.com/drowse-vm/drowse/devices/vsock"
 )
 
-func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
+// Or eventfds are made on the way of a wake, which nobody would notice.
+func TestQueuesAhead_are_those_of_the_devices_of_a_VM(t *testing.T) {
 	t.Parallel()
-	if _, err := os.Stat("/dev/kvm"); err != nil || os.Geteuid() != 0 {
-		t.Skipf("this host cannot run VMs with a network: %v, user %d", err, os.Geteuid())
+	disk := &blk.Device{}
+	var want []int
+	for _, d := range []devices.Device{disk, disk, disk, &vsock.Device{}, rng.New(rng.Options{}), balloon.New(nil, balloon.Options{}), &net.Device{}} {
+		want = append(want, len(d.QueueSizes()))
 	}
-	with := Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
-	s, err := NewShells(map[Shape]int{with: 2, with.machine(): 1})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
-	if err := s.Fill(); err != nil {
-		t.Fatal(err)
-	}
-	made := slices.Clone(s.networks)
-	if len(made) != 2 || len(s.ready[with.machine()]) != 3 {
-		t.Fatalf("%d links and %d machines, want 2 and 3: %v", len(made), len(s.ready[with.machine()]), s.failure)
-	}
-	for _, n := range made {
-		i, err := net.InterfaceByName(tapName(n.id))
-		if err != nil || i.Flags&net.FlagUp != 0 {
-			t.Errorf("the device of a link: %+v, %v", i, err)
-		}
-	}
-	// What a record says is what its VM gets.
-	id := s.nextNetwork()
-	taken, err := s.network()
-	if err != nil || taken == nil || taken.id != id {
-		t.Fatalf("got %+v, %v, want %s", taken, err, id)
-	}
-	defer taken.close()
-	for _, shape := range []Shape{with, with.machine(), with} {
-		sh, ok := s.take(shape)
-		if !ok {
-			t.Fatalf("no machine for %+v", shape)
-		}
-		defer sh.close()
-	}
-	if err := s.Close(); err != nil {
-		t.Error(err)
-	}
-	names, err := netpolicy.Agents("")
-	if err != nil || !slices.Contains(names, taken.id) {
-		t.Errorf("the link that was taken has gone: %v, %v", names, err)
-	}
-	for _, n := range made {
-		if n == taken {
-			continue
-		}
-		if _, err := net.InterfaceByName(tapName(n.id)); err == nil || slices.Contains(names, n.id) {
-			t.Errorf("a link that nobody has taken is left")
-		}
-	}
-	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
-		t.Errorf("a link after Close: %v, %v", n, err)
-	}
-}
-
-func TestShells_none_have_no_link(t *testing.T) {
-	t.Parallel()
-	var s *Shells
-	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
-		t.Errorf("got %v, %v", n, err)
+	if !slices.Equal(queuesAhead, want) {
+		t.Errorf("%v are made ahead, the devices have %v", queuesAhead, want)
 	}
 }

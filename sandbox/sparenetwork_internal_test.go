@@ -1,0 +1,76 @@
+package sandbox
+
+import (
+	"net"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+)
+
+func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
+	t.Parallel()
+	if _, err := os.Stat("/dev/kvm"); err != nil || os.Geteuid() != 0 {
+		t.Skipf("this host cannot run VMs with a network: %v, user %d", err, os.Geteuid())
+	}
+	with := Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
+	s, err := NewShells(map[Shape]int{with: 2, with.machine(): 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := s.Fill(); err != nil {
+		t.Fatal(err)
+	}
+	made := slices.Clone(s.networks)
+	if len(made) != 2 || len(s.ready[with.machine()]) != 3 {
+		t.Fatalf("%d links and %d machines, want 2 and 3: %v", len(made), len(s.ready[with.machine()]), s.failure)
+	}
+	for _, n := range made {
+		i, err := net.InterfaceByName(tapName(n.id))
+		if err != nil || i.Flags&net.FlagUp != 0 {
+			t.Errorf("the device of a link: %+v, %v", i, err)
+		}
+	}
+	// What a record says is what its VM gets.
+	id := s.nextNetwork()
+	taken, err := s.network()
+	if err != nil || taken == nil || taken.id != id {
+		t.Fatalf("got %+v, %v, want %s", taken, err, id)
+	}
+	defer taken.close()
+	for _, shape := range []Shape{with, with.machine(), with} {
+		sh, ok := s.take(shape)
+		if !ok {
+			t.Fatalf("no machine for %+v", shape)
+		}
+		defer sh.close()
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	names, err := netpolicy.Agents("")
+	if err != nil || !slices.Contains(names, taken.id) {
+		t.Errorf("the link that was taken has gone: %v, %v", names, err)
+	}
+	for _, n := range made {
+		if n == taken {
+			continue
+		}
+		if _, err := net.InterfaceByName(tapName(n.id)); err == nil || slices.Contains(names, n.id) {
+			t.Errorf("a link that nobody has taken is left")
+		}
+	}
+	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
+		t.Errorf("a link after Close: %v, %v", n, err)
+	}
+}
+
+func TestShells_none_have_no_link(t *testing.T) {
+	t.Parallel()
+	var s *Shells
+	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
+		t.Errorf("got %v, %v", n, err)
+	}
+}
