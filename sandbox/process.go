@@ -800,8 +800,9 @@ func listenUnix(path string) (net.Listener, error) {
 	// A socket's file has its mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which others may use it, and the
 	// umask is that of the whole process.
 	private := func(_, _ string, c syscall.RawConn) error {
-		var err error
-		return errors.Join(c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }), err)
+		var changed error
+		err := c.Control(func(fd uintptr) { changed = unix.Fchmod(int(fd), 0o600) })
+		return errors.Join(err, changed)
 	}
 	return (&net.ListenConfig{Control: private}).Listen(context.Background(), "unix", path)
 }
