@@ -205,6 +205,7 @@ func (h *history) pages() uint64 { return h.spec.memory() / guestmem.PageSize }
 // and after it, and whether captures between fail or not. RAM is one slot, or two. Threads
 // run as they like, so a seed gives the same course of events, not the same bytes.
 func TestEveryPageOfARestoredMachineEqualsThatOfTheCapturedOne(t *testing.T) {
+	t.Parallel()
 	needMachines(t)
 	n := *equalitySeeds
 	if n == 0 {

@@ -31,6 +31,7 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 		install bool
 		tarball string
 		config  string
+		shared  string
 	)
 	cmd := &cobra.Command{
 		Use:   "build",
@@ -58,7 +59,7 @@ images that need what it has; the others keep the usual one. docs/KERNELS.md say
 			}
 			p := a.newProgress("kernel build", downloads)
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
-				CacheDir: s.KernelDir(), Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
+				CacheDir: s.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
 				Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
@@ -70,6 +71,7 @@ images that need what it has; the others keep the usual one. docs/KERNELS.md say
 	f.BoolVar(&install, "install-deps", false, "install missing build tools with apt-get, as root")
 	f.StringVar(&tarball, "source", "", "linux-*.tar.xz to build from instead of Debian's package")
 	f.StringVar(&config, "config", "", "file with further options of the kernel, or -")
+	f.StringVar(&shared, "share", "", "directory through which other state directories get the kernel, or have it already")
 	return cmd
 }
 

@@ -350,7 +350,7 @@ func TestRealDebianImageEqualsWhatTheToolMade(t *testing.T) {
 		s = must(OpenStore(keep))
 	}
 	began, last := time.Now(), ""
-	img, err := Build(t.Context(), Options{Store: s, From: "debian:" + suite, Include: []string{"python3,git,ca-certificates"}, NoCache: true,
+	img, err := Build(t.Context(), Options{Store: s, From: "debian:" + suite, Include: []string{"python3,ca-certificates"}, NoCache: true,
 		Progress: func(stage string, _, _ int64) {
 			if stage != last {
 				t.Logf("%6.2f s %s", time.Since(began).Seconds(), stage)

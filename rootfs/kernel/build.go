@@ -37,6 +37,10 @@ type BuildOptions struct {
 	// for the source package unless that is installed.
 	CacheDir string
 
+	// SharedDir, if set, is a folder that the caches of a user have in common, as those of several checkouts: a kernel of the same inputs is
+	// copied from it if it is whole, and one that was built is copied to it. The newest four are kept.
+	SharedDir string
+
 	// Jobs is how many compilers run at once; 0 means one for each CPU.
 	Jobs int
 
@@ -166,6 +170,9 @@ func (b *builder) build(ctx context.Context) (*Kernel, error) {
 		return nil, err
 	}
 	defer logFile.Close()
+	if k, err := b.takeShared(ctx, hash); k != nil || err != nil {
+		return k, err
+	}
 	work, err := artifact.StagingDir(filepath.Join(b.opts.CacheDir, workDir), "build-"+hash[:idHashLength])
 	if err != nil {
 		return nil, err
@@ -184,7 +191,12 @@ func (b *builder) build(ctx context.Context) (*Kernel, error) {
 	if err := b.compile(ctx, tree); err != nil {
 		return nil, err
 	}
-	return b.collect(ctx, tree, inputs, hash)
+	k, err := b.collect(ctx, tree, inputs, hash)
+	if err != nil {
+		return nil, err
+	}
+	b.share(ctx, k)
+	return k, nil
 }
 
 // openLog makes the log file of this build, and sends all output there from now on.
