@@ -153,8 +153,11 @@ func (b *builder) build(ctx context.Context) (*Kernel, error) {
 	hash := hashInputs(inputs)
 
 	// Without the lock first: a finished kernel needs no writable cache.
-	if k, err := findInputs(b.opts.CacheDir, Built, hash); k != nil || err != nil {
-		return k, err
+	if k, err := findInputs(b.opts.CacheDir, Built, hash); err != nil {
+		return nil, err
+	} else if k != nil {
+		b.offer(ctx, k)
+		return k, nil
 	}
 	unlock, err := lockKernel(ctx, b.opts.CacheDir, Built, hash)
 	if err != nil {

@@ -34,6 +34,16 @@ func (b *builder) takeShared(ctx context.Context, hash string) (*Kernel, error) 
 	return k, nil
 }
 
+// offer shares a kernel that this cache has had, unless it is shared.
+func (b *builder) offer(ctx context.Context, k *Kernel) {
+	if b.opts.SharedDir == "" {
+		return
+	}
+	if there, err := findInputs(b.opts.SharedDir, Built, k.InputsHash); there == nil && err == nil {
+		b.share(ctx, k)
+	}
+}
+
 // share gives a copy of a kernel that was built to other caches. That it cannot is no reason to fail.
 func (b *builder) share(ctx context.Context, k *Kernel) {
 	if b.opts.SharedDir == "" {

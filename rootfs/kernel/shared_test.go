@@ -58,8 +58,15 @@ func TestBuild_shares_what_it_made_with_other_caches(t *testing.T) {
 	}
 	build("fourth", 2)
 
+	// One that was there before the folder is shared as well.
+	if err := os.RemoveAll(shared); err != nil {
+		t.Fatal(err)
+	}
+	build("first", 2)
+	build("fifth", 2)
+
 	// A folder that cannot be used is none.
-	o := in("fifth")
+	o := in("sixth")
 	o.SharedDir = filepath.Join(first.Image, "no folder")
 	if _, err := Build(t.Context(), o); err != nil {
 		t.Error(err)
