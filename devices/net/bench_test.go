@@ -133,7 +133,7 @@ func BenchmarkFromGuest(b *testing.B) {
 	go func() {
 		p := make([]byte, 2048)
 		for range b.N {
-			if _, err := unix.Read(w.peer, p); err != nil {
+			if _, err := w.read(p); err != nil {
 				done <- err
 				return
 			}

@@ -71,12 +71,22 @@ func (w *wire) receive(t testing.TB, wait time.Duration) (header, frame []byte) 
 	tv := unix.NsecToTimeval(int64(wait))
 	must(t, unix.SetsockoptTimeval(w.peer, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv))
 	p := make([]byte, HeaderSize+maxFrame+1)
-	n, err := unix.Read(w.peer, p)
+	n, err := w.read(p)
 	if errors.Is(err, unix.EAGAIN) {
 		return nil, nil
 	}
 	must(t, err)
 	return p[:HeaderSize], p[HeaderSize:n]
+}
+
+// read reads one packet. A receive with a time limit is not begun again by Linux after a signal (signal(7)), such as those
+// by which Go's scheduler preempts.
+func (w *wire) read(p []byte) (int, error) {
+	for {
+		if n, err := unix.Read(w.peer, p); !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
 }
 
 func frame(seed, n int) []byte {
@@ -606,7 +616,7 @@ func collect(w *wire) *collector {
 		defer close(c.done)
 		p := make([]byte, HeaderSize+maxFrame)
 		for {
-			n, err := unix.Read(w.peer, p)
+			n, err := w.read(p)
 			if n <= 0 || err != nil {
 				return
 			}
