@@ -207,10 +207,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
-	if err := in.assemble(netDown); err != nil {
-		return err
-	}
-	if err := in.machine.Import(fromPayloads(states)); err != nil {
+	if err := in.putTogether(netDown, func() ([]snapshot.Payload, error) { return states, nil }); err != nil {
 		return err
 	}
 	return in.goOn(ctx, o)

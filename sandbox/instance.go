@@ -391,26 +391,43 @@ func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions)
 }
 
 func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) error {
-	// The state is read while the machine is put together. The latter takes longer, so it does not wait for another thread to wake up.
-	var states []snapshot.Payload
-	opened := make(chan error, 1)
-	go func() {
-		var err error
-		states, err = in.open(dir)
-		opened <- err
-	}()
 	net := netHeld
 	if o.NewIdentity {
 		net = netDown
 	}
-	err := in.assemble(net)
-	if err := errors.Join(<-opened, err); err != nil {
-		return err
-	}
-	if err := in.machine.Import(fromPayloads(states)); err != nil {
+	if err := in.putTogether(net, func() ([]snapshot.Payload, error) { return in.open(dir) }); err != nil {
 		return err
 	}
 	return in.goOn(ctx, o)
+}
+
+// putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state, on another
+// thread: that takes less time, so that nobody waits for a thread to wake up.
+func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, error)) error {
+	ready := in.shell.Ready()
+	opened := make(chan struct{})
+	assembled := make(chan error, 1)
+	go func() {
+		err := in.assemble(net)
+		assembled <- err
+		if <-opened; err == nil && ready && in.pager != nil {
+			// Not before: it would take a processor from what the guest waits for.
+			in.pager.LoadWorkingSet()
+		}
+	}()
+	payloads, err := open()
+	close(opened)
+	if err == nil && !ready && in.pager != nil {
+		go in.pager.LoadWorkingSet() // while KVM prepares
+	}
+	states := fromPayloads(payloads)
+	if err == nil {
+		err = in.shell.Load(states)
+	}
+	if err := errors.Join(err, <-assembled); err != nil {
+		return err
+	}
+	return in.machine.Import(states)
 }
 
 // open opens the snapshot in a directory, makes a pager for RAM, and returns the states of

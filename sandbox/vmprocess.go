@@ -20,6 +20,8 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
 // Files that the process of a VM finds open when it is started: where it writes its
@@ -231,7 +233,8 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 	}
 	// What a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
-	_ = rehearse() // if it fails, so does the wake, and says why
+	_ = rehearse()                                          // if it fails, so does the wake, and says why
+	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
 	beUrgent()()
 	PauseGC()()
 	runtime.GC()

@@ -180,7 +180,7 @@ func (c *canon) text() string {
 			s := string(c.b[:i])
 			c.b = c.b[i+1:]
 			if escapes > 0 {
-				s = unescaped.Replace(s)
+				s = unescape(s, escapes)
 			}
 			return s
 		case b == '\\':
@@ -197,8 +197,19 @@ func (c *canon) text() string {
 	return ""
 }
 
-// unescaped goes from left to right, so that a backslash that was escaped escapes nothing.
-var unescaped = strings.NewReplacer(`\\`, `\`, `\"`, `"`)
+// unescape takes the backslash from before each of so many characters.
+func unescape(s string, escapes int) string {
+	var out strings.Builder
+	out.Grow(len(s) - escapes)
+	for ; escapes > 0; escapes-- {
+		i := strings.IndexByte(s, '\\')
+		out.WriteString(s[:i])
+		out.WriteByte(s[i+1])
+		s = s[i+2:]
+	}
+	out.WriteString(s)
+	return out.String()
+}
 
 // uint64 takes a number without a sign and without zeros in front.
 func (c *canon) uint64() (n uint64) {

@@ -52,11 +52,56 @@ type Decoder struct {
 
 var decoders = sync.Pool{}
 
+// prepared are the decoders of PrepareDecoders that nobody has got yet.
+var prepared = make(chan *Decoder, MaxPrepared)
+
+// MaxPrepared bounds the decoders that PrepareDecoders makes. Each takes 0.7 MiB.
+const MaxPrepared = 4
+
+// PrepareDecoders makes n decoders, MaxPrepared at most, that NewDecoder returns first, with their memory in place, for a process in
+// which a snapshot will be opened once, and fast. Those of earlier calls count.
+func PrepareDecoders(n int) error {
+	c, err := newCompressor(frameLevel)
+	if err != nil {
+		return err
+	}
+	page := make([]byte, guestmem.PageSize)
+	copy(page, "a page that is not all alike")
+	stored, frame := c.append(nil, page)
+	for len(prepared) < min(n, MaxPrepared) {
+		d, err := newDecoder()
+		if err != nil {
+			return err
+		}
+		// All of it is written to, and decoding makes its tables.
+		clear(d.in)
+		clear(d.out)
+		if _, wrong := d.decode(&frame, stored); wrong != "" {
+			return fmt.Errorf("trying a decoder: %w: %s", ErrCorrupt, wrong)
+		}
+		select {
+		case prepared <- d:
+		default:
+			d.Release() // somebody else has made them
+		}
+	}
+	return nil
+}
+
 // NewDecoder returns a decoder, perhaps one that was released before.
 func NewDecoder() (*Decoder, error) {
+	select {
+	case d := <-prepared:
+		return d, nil
+	default:
+	}
 	if d, ok := decoders.Get().(*Decoder); ok {
 		return d, nil
 	}
+	return newDecoder()
+}
+
+func newDecoder() (*Decoder, error) {
 	// The output is bounded by the capacity of the buffer, which is the size of
 	// the frame as the index states it: a frame that expands to more is refused
 	// when it reaches that, however much it would have expanded to.
@@ -67,6 +112,9 @@ func NewDecoder() (*Decoder, error) {
 	}
 	return &Decoder{zstd: z, in: make([]byte, maxFrameBytes), out: make([]byte, maxFrameBytes)}, nil
 }
+
+// Buffer has room for the pages of any frame, MaxFramePages. ReadFrame writes to it.
+func (d *Decoder) Buffer() []byte { return d.out }
 
 // Release gives the decoder back. What ReadFrame returned is not valid any more.
 func (d *Decoder) Release() { decoders.Put(d) }

@@ -2,10 +2,9 @@ package vmm
 
 import "github.com/drowse-vm/drowse/vmm/guestmem"
 
-// FirstPages are the pages of RAM that restoring the machine takes before its guest runs:
-// KVM looks for that of each vCPU's paravirtual clock when its MSR is set, and disks look
+// FirstPages are the pages of RAM that starting the restored machine takes before its guest runs: disks look
 // at their queues. They are linear page numbers, as package guestmem counts them. It is for
-// loading them early: they may be too many or too few, and repeat. The machine must be
+// loading them early: they may be too many or too few, and repeat. What KVM itself wants, Shell.Load loads. The machine must be
 // paused.
 func (m *Machine) FirstPages() []uint64 {
 	m.life.Lock()
@@ -17,11 +16,6 @@ func (m *Machine) FirstPages() []uint64 {
 	add := func(gpa guestmem.GPA) {
 		if offset, err := m.mem.Linear(gpa); err == nil {
 			pages = append(pages, offset/guestmem.PageSize)
-		}
-	}
-	for _, c := range m.cpus {
-		if gpa, ok := c.kvm.ClockPage(); ok {
-			add(guestmem.GPA(gpa))
 		}
 	}
 	for _, t := range m.virtio {

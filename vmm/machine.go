@@ -92,8 +92,6 @@ type Machine struct {
 	vm    *kvm.VM
 	mem   *guestmem.Memory
 	cpus  []*cpu
-	// tscKHz is the frequency of the guest's time stamp counter.
-	tscKHz uint64
 
 	mmioBus   devices.Bus
 	pioBus    devices.Bus
@@ -143,7 +141,7 @@ func New(shell *Shell, cfg Config) (*Machine, error) {
 	if err := m.build(); err != nil {
 		return nil, errors.Join(err, m.release())
 	}
-	// They wait at the gate; to make their threads takes longer than to wake them.
+	// They wait; to make their threads takes longer than to wake them.
 	for _, c := range m.cpus {
 		m.wg.Go(c.loop)
 	}
@@ -176,10 +174,13 @@ func (m *Machine) build() error {
 	}
 	m.stages.mark(StageShell)
 	m.vm = m.shell.vm
-	for id, v := range m.shell.vcpus {
-		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, cpuid: m.shell.cpuid[id]})
+	for _, v := range m.shell.vcpus {
+		begin, err := devices.NewEvent()
+		if err != nil {
+			return err
+		}
+		m.cpus = append(m.cpus, &cpu{m: m, kvm: v, begin: begin})
 	}
-	m.readTSC()
 	if err := m.buildDevices(); err != nil {
 		return err
 	}
@@ -273,7 +274,7 @@ type BootOptions struct {
 func (m *Machine) Boot(o BootOptions) error {
 	m.life.Lock()
 	defer m.life.Unlock()
-	if m.state != empty {
+	if m.state != empty || !m.shell.empty() {
 		return fmt.Errorf("booting: %w: the machine already has something to run", ErrConfig)
 	}
 	c := boot.Config{
@@ -296,7 +297,7 @@ func (m *Machine) Boot(o BootOptions) error {
 		return err
 	}
 	for i, c := range m.cpus {
-		if err := c.kvm.SetCPUID(c.cpuid); err != nil {
+		if err := c.kvm.SetCPUID(m.shell.cpuid[i]); err != nil {
 			return err
 		}
 		if err := c.resetState(); err != nil {
@@ -326,6 +327,9 @@ func (m *Machine) Start() error {
 	m.state = running
 	m.limitQuiet()
 	m.openGate()
+	for _, c := range m.cpus {
+		c.begin.Signal()
+	}
 	m.wg.Go(m.watch)
 	if m.imported {
 		// The devices of a saved machine go on while its vCPUs are on their way into the guest, but for those that may wait. What a
@@ -500,6 +504,7 @@ func (m *Machine) finish(x Exit) {
 	g.stopped = true
 	for _, c := range m.cpus {
 		_ = c.callOut()
+		c.begin.Signal()
 	}
 	g.cond.Broadcast()
 	close(m.ended)
@@ -559,6 +564,9 @@ func (m *Machine) Close() error {
 func (m *Machine) release() error {
 	m.wg.Wait()
 	var errs []error
+	for _, c := range m.cpus {
+		errs = append(errs, c.begin.Close())
+	}
 	for _, t := range m.virtio {
 		errs = append(errs, t.Close(), t.irq.Close())
 	}

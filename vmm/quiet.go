@@ -39,18 +39,6 @@ type quiet struct {
 	before, looked time.Duration
 }
 
-// quietCycles is quietMost in cycles of the guest's TSC; 0 if there is to be no quiet.
-func (c *cpu) quietCycles() uint64 {
-	if !c.m.quiet.on {
-		return 0
-	}
-	khz, err := c.kvm.TSCKHz()
-	if err != nil {
-		return 0
-	}
-	return khz * uint64(quietMost/time.Millisecond)
-}
-
 // mayWait says that a device has nothing to do while the machine is quiet.
 func (m *Machine) mayWait(t *transport) bool { return m.quiet.on && t.Device().ID() != blockDevice }
 

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -31,19 +32,29 @@ type ShellConfig struct {
 // vCPUs, without devices and with nothing to run. It is made in the background, since the
 // time for it follows the size of RAM (KVM allocates its records of all pages at once, on
 // hosts that shadow the guest's page tables), and who wants a machine has other things to
-// do meanwhile. It belongs to one goroutine, which gives it to New or closes it.
+// do meanwhile. It belongs to one goroutine, which gives it to New or closes it; Load may go on beside that.
 type Shell struct {
 	cfg      ShellConfig
 	sys      *kvm.System
 	vm       *kvm.VM
 	vcpus    []*kvm.VCPU
-	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows, as long as nothing else is wanted of it
+	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows
 	msrIndex []uint32
-	wires    []wires // by place
+	// tscKHz is the frequency of the guest's time stamp counter; 0 if the host cannot tell, as with one whose own is unstable.
+	tscKHz uint64
+	wires  []wires // by place
 	// took is what each step took.
-	took map[Stage]time.Duration
-	done sync.WaitGroup
-	err  error
+	took  map[Stage]time.Duration
+	done  sync.WaitGroup
+	ready atomic.Bool
+	err   error
+
+	// loading is held by Load and Close, and guards what follows.
+	loading sync.Mutex
+	closed  bool
+	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the shell, nil if that has failed.
+	begun  bool
+	loaded *loadedState
 }
 
 // NewShell begins to make a shell and does not wait for it.
@@ -58,7 +69,10 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 		return nil, err
 	}
 	s := &Shell{cfg: cfg, took: map[Stage]time.Duration{}}
-	s.done.Go(func() { s.err = s.build() })
+	s.done.Go(func() {
+		s.err = s.build()
+		s.ready.Store(true)
+	})
 	return s, nil
 }
 
@@ -68,9 +82,15 @@ func (s *Shell) Wait() error {
 	return s.err
 }
 
+// Ready says whether the shell is complete, so that Wait returns at once.
+func (s *Shell) Ready() bool { return s.ready.Load() }
+
 // Close gives the shell back.
 func (s *Shell) Close() error {
 	s.done.Wait()
+	s.loading.Lock()
+	defer s.loading.Unlock()
+	s.closed = true
 	var errs []error
 	for i := range s.wires {
 		errs = append(errs, s.wires[i].close())
@@ -139,8 +159,8 @@ func (s *Shell) build() (err error) {
 		if err := v.SetCPUID(s.cpuid[id]); err != nil {
 			return err
 		}
-		_, _ = v.TSCKHz() // it is asked for again; not every host can tell
 	}
+	s.tscKHz, _ = s.vcpus[0].TSCKHz()
 	mark(StageVCPUs)
 	return nil
 }

@@ -16,6 +16,8 @@ const (
 	StageMemory
 	StageIRQChip
 	StageVCPUs
+	// Of a saved machine, while its devices are put together.
+	StageKVMState
 
 	StageShell // what New has waited for it
 	StageDevices
@@ -31,12 +33,12 @@ const (
 )
 
 var stageNames = [stageCount]string{
-	"create_vm", "memory", "irqchip", "vcpus", "shell", "devices", "load", "import", "entry", "pause",
+	"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "shell", "devices", "load", "import", "entry", "pause",
 	"agent_reached", "agent_answer",
 }
 
 // Background says that the step took place while other things were done.
-func (s Stage) Background() bool { return s <= StageVCPUs }
+func (s Stage) Background() bool { return s <= StageKVMState }
 
 // InGuest says that the step is the guest's own, after its first instruction.
 func (s Stage) InGuest() bool { return s == StageAgentReached || s == StageAgentAnswer }

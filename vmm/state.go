@@ -3,8 +3,11 @@ package vmm
 import (
 	"encoding/binary"
 	"fmt"
+	"time"
 
 	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/handover"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
@@ -40,7 +43,7 @@ func (m *Machine) Export() ([]State, error) {
 		out = append(out, State{Name: name, Payload: devices.Payload{Kind: kind, Version: stateVersion, Data: data}})
 	}
 	for _, c := range m.cpus {
-		data, err := c.kvm.Export(nil, c.cpuid, m.shell.msrIndex)
+		data, err := c.kvm.Export(nil, m.shell.cpuid[c.kvm.ID()], m.shell.msrIndex)
 		if err != nil {
 			return nil, fmt.Errorf("saving vCPU %d: %w", c.kvm.ID(), err)
 		}
@@ -85,15 +88,185 @@ func (m *Machine) Export() ([]State, error) {
 // Facts says what the guest depends on of this host. It asks KVM nothing, which would
 // have to wait for a vCPU that is in the guest to leave it: for ever, if that is idle.
 func (m *Machine) Facts() HostFacts {
-	return hostFacts(m.cpus[0].cpuid, m.tscKHz)
+	return hostFacts(m.shell.cpuid[0], m.shell.tscKHz)
 }
 
-// readTSC notes the frequency of the guest's time stamp counter; 0 if the host cannot
-// tell, as with one whose own is unstable.
-func (m *Machine) readTSC() { m.tscKHz, _ = m.cpus[0].kvm.TSCKHz() }
+// savedParts are the parts of a saved machine that nothing has taken yet.
+type savedParts map[string]devices.Payload
 
-// Import loads a saved machine into an empty one. RAM must have been given its content,
-// or a pager that has it. Every part must be known, used and there exactly once;
+func partsOf(states []State) (savedParts, error) {
+	parts := make(savedParts, len(states))
+	for _, s := range states {
+		if _, twice := parts[s.Name]; twice {
+			return nil, fmt.Errorf("%w: %s is there twice", devices.ErrPayload, s.Name)
+		}
+		parts[s.Name] = s.Payload
+	}
+	return parts, nil
+}
+
+func (parts savedParts) take(name string) (devices.Payload, error) {
+	p, ok := parts[name]
+	if !ok {
+		return p, fmt.Errorf("%w: %s is missing: the snapshot is of a machine with other devices or vCPUs", devices.ErrPayload, name)
+	}
+	delete(parts, name)
+	return p, nil
+}
+
+func (parts savedParts) data(name, kind string) ([]byte, error) {
+	p, err := parts.take(name)
+	if err != nil {
+		return nil, err
+	}
+	return p.Data, p.Check(kind, stateVersion)
+}
+
+// loadedState is what a shell has taken of a saved machine.
+type loadedState struct {
+	// rest is for the devices.
+	rest savedParts
+	// quiet says that the machine is to be quiet at first, and putOff what that has done to the timer of each vCPU.
+	quiet  bool
+	putOff []kvm.PutOff
+	took   time.Duration
+}
+
+// Load gives an empty shell that part of a saved machine which KVM has: its interrupt controllers, timers, clock and vCPUs. What is
+// left is for Machine.Import. It waits for the shell, and may run while New makes a machine of it and devices are made; the machine
+// must not do anything before Load has returned. RAM must have its content before, or a pager that has it. After an error the shell
+// can only be closed.
+func (s *Shell) Load(states []State) error {
+	if err := s.Wait(); err != nil {
+		return err
+	}
+	s.loading.Lock()
+	defer s.loading.Unlock()
+	return s.load(states)
+}
+
+// saved returns what Load has taken of a saved machine, and has it take it if it has not been called.
+func (s *Shell) saved(states []State) (*loadedState, error) {
+	s.loading.Lock()
+	defer s.loading.Unlock()
+	if s.loaded != nil {
+		return s.loaded, nil
+	}
+	err := s.load(states)
+	return s.loaded, err
+}
+
+// empty says that nothing has been loaded, or begun to be.
+func (s *Shell) empty() bool {
+	s.loading.Lock()
+	defer s.loading.Unlock()
+	return !s.begun
+}
+
+// load is Load with the lock held.
+func (s *Shell) load(states []State) error {
+	if s.closed || s.begun {
+		return fmt.Errorf("restoring: %w: what KVM has of it is closed, or has had a state loaded", ErrConfig)
+	}
+	s.begun = true
+	begin := time.Now()
+	l, err := s.loadState(states)
+	if err != nil {
+		return fmt.Errorf("restoring: %w", err)
+	}
+	l.took = time.Since(begin)
+	s.loaded = l
+	return nil
+}
+
+func (s *Shell) loadState(states []State) (*loadedState, error) {
+	parts, err := partsOf(states)
+	if err != nil {
+		return nil, err
+	}
+	l := &loadedState{rest: parts}
+	for _, chip := range []uint32{kvm.ChipPICMaster, kvm.ChipPICSlave, kvm.ChipIOAPIC} {
+		b, err := parts.data(irqchipName(chip), kindIRQChip)
+		if err != nil {
+			return nil, err
+		}
+		if err := s.vm.SetIRQChip(chip, b); err != nil {
+			return nil, err
+		}
+	}
+	b, err := parts.data("pit", kindPIT)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.vm.SetPIT(b); err != nil {
+		return nil, err
+	}
+	// Before the vCPUs: their TSCs are matched with each other as they are set.
+	if b, err = parts.data("clock", kindClock); err != nil {
+		return nil, err
+	}
+	if len(b) != 8 {
+		return nil, fmt.Errorf("the clock: %w", devices.ErrPayload)
+	}
+	if err := s.vm.SetClock(binary.LittleEndian.Uint64(b)); err != nil {
+		return nil, err
+	}
+	// Older versions have saved none.
+	if p, ok := parts["handover"]; ok {
+		if l.quiet, err = handover.Standing(p); err != nil {
+			return nil, err
+		}
+	}
+	var quiet uint64
+	if l.quiet {
+		quiet = s.tscKHz * uint64(quietMost/time.Millisecond)
+	}
+	for id, v := range s.vcpus {
+		b, err := parts.data(vcpuName(id), kindVCPU)
+		if err != nil {
+			return nil, err
+		}
+		if s.cpuid[id], err = kvm.SavedCPUID(b); err != nil {
+			return nil, err
+		}
+		off, err := restoreVCPU(v, b, quiet)
+		if err != nil {
+			return nil, err
+		}
+		l.putOff = append(l.putOff, off)
+	}
+	for _, v := range s.vcpus {
+		for _, gpa := range v.SavedClockPages() {
+			// KVM wants it in the end. Here a pager loads it at once; there this thread would wait for one of its others. Where
+			// it cannot be had, KVM says so.
+			_ = s.cfg.Memory.Read(guestmem.GPA(gpa), make([]byte, 1))
+		}
+	}
+	s.tscKHz, _ = s.vcpus[0].TSCKHz()
+	return l, nil
+}
+
+func restoreVCPU(v *kvm.VCPU, b []byte, quiet uint64) (kvm.PutOff, error) {
+	off, err := v.Import(b, quiet)
+	if err == nil && emulatedByTCG() {
+		err = makeTSSAvailable(v)
+	}
+	return off, err
+}
+
+// restoreClock is the last of a restore: KVM wants pages of RAM for it, which a pager loads meanwhile.
+func restoreClock(v *kvm.VCPU) error {
+	if err := v.ImportClock(); err != nil {
+		return err
+	}
+	// So that the guest's soft-lockup watchdog does not take the sleep for a
+	// lockup (api.rst 4.69). A guest without kvmclock refuses, and does not need it.
+	_ = v.KVMClockCtrl()
+	return nil
+}
+
+// Import loads a saved machine into an empty one: all of states, unless the shell has been given its part of them before. RAM must
+// have been given its content, or a pager that has it. Every part must be known, used and there exactly once;
 // otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine
 // can only be closed.
 func (m *Machine) Import(states []State) error {
@@ -102,116 +275,57 @@ func (m *Machine) Import(states []State) error {
 	if m.state != empty {
 		return fmt.Errorf("restoring: %w: the machine already has something to run", ErrConfig)
 	}
-	parts := make(map[string]devices.Payload, len(states))
-	for _, s := range states {
-		if _, twice := parts[s.Name]; twice {
-			return fmt.Errorf("restoring: %w: %s is there twice", devices.ErrPayload, s.Name)
-		}
-		parts[s.Name] = s.Payload
-	}
-	take := func(name string) (devices.Payload, error) {
-		p, ok := parts[name]
-		if !ok {
-			return p, fmt.Errorf("restoring: %w: %s is missing: the snapshot is of a machine with other devices or vCPUs", devices.ErrPayload, name)
-		}
-		delete(parts, name)
-		return p, nil
-	}
-	data := func(name, kind string) ([]byte, error) {
-		p, err := take(name)
-		if err != nil {
-			return nil, err
-		}
-		return p.Data, p.Check(kind, stateVersion)
-	}
-	for _, chip := range []uint32{kvm.ChipPICMaster, kvm.ChipPICSlave, kvm.ChipIOAPIC} {
-		b, err := data(irqchipName(chip), kindIRQChip)
-		if err != nil {
-			return err
-		}
-		if err := m.vm.SetIRQChip(chip, b); err != nil {
-			return err
-		}
-	}
-	b, err := data("pit", kindPIT)
+	saved, err := m.shell.saved(states)
 	if err != nil {
 		return err
 	}
-	if err := m.vm.SetPIT(b); err != nil {
-		return err
+	if err := m.importDevices(saved.rest); err != nil {
+		return fmt.Errorf("restoring: %w", err)
 	}
-	// Before the vCPUs: their TSCs are matched with each other as they are set.
-	if b, err = data("clock", kindClock); err != nil {
-		return err
-	}
-	if len(b) != 8 {
-		return fmt.Errorf("restoring the clock: %w", devices.ErrPayload)
-	}
-	if err := m.vm.SetClock(binary.LittleEndian.Uint64(b)); err != nil {
-		return err
-	}
-	// Older versions have saved none.
-	if _, ok := parts["handover"]; ok {
-		p, err := take("handover")
-		if err != nil {
-			return err
-		}
-		if err := m.handover.Import(p); err != nil {
+	m.quiet.on = saved.quiet
+	for i, c := range m.cpus {
+		c.putOff = saved.putOff[i]
+		if err := restoreClock(c.kvm); err != nil {
 			return fmt.Errorf("restoring: %w", err)
 		}
 	}
-	m.quiet.on = m.handover.StandingBy()
-	for _, c := range m.cpus {
-		b, err := data(vcpuName(c.kvm.ID()), kindVCPU)
-		if err != nil {
-			return err
-		}
-		if err := c.restore(b); err != nil {
-			return fmt.Errorf("restoring: %w", err)
-		}
-	}
-	p, err := take("serial")
-	if err != nil {
-		return err
-	}
-	if err := m.serial.Import(p); err != nil {
-		return fmt.Errorf("restoring the serial port: %w", err)
-	}
-	for _, t := range m.virtio {
-		p, err := take(deviceName(t.name))
-		if err != nil {
-			return err
-		}
-		if err := t.Import(p); err != nil {
-			return fmt.Errorf("restoring %s: %w", t.name, err)
-		}
-	}
-	for name := range parts {
-		return fmt.Errorf("restoring: %w: nothing takes %s: the snapshot is of a machine with other devices or vCPUs", devices.ErrPayload, name)
-	}
-	m.readTSC()
+	m.stages.set(StageKVMState, saved.took)
 	m.stages.mark(StageImport)
 	m.imported = true
 	m.state = loaded
 	return nil
 }
 
-func (c *cpu) restore(b []byte) error {
-	cpuid, err := kvm.SavedCPUID(b)
-	if err != nil {
-		return err
-	}
-	c.cpuid = cpuid
-	if c.putOff, err = c.kvm.Import(b, c.quietCycles()); err != nil {
-		return err
-	}
-	if emulatedByTCG() {
-		if err := makeTSSAvailable(c.kvm); err != nil {
+// importDevices loads the state of everything but what KVM has.
+func (m *Machine) importDevices(parts savedParts) error {
+	// Older versions have saved none.
+	if _, ok := parts["handover"]; ok {
+		p, err := parts.take("handover")
+		if err != nil {
+			return err
+		}
+		if err := m.handover.Import(p); err != nil {
 			return err
 		}
 	}
-	// So that the guest's soft-lockup watchdog does not take the sleep for a
-	// lockup (api.rst 4.69). A guest without kvmclock refuses, and does not need it.
-	_ = c.kvm.KVMClockCtrl()
+	p, err := parts.take("serial")
+	if err != nil {
+		return err
+	}
+	if err := m.serial.Import(p); err != nil {
+		return fmt.Errorf("the serial port: %w", err)
+	}
+	for _, t := range m.virtio {
+		p, err := parts.take(deviceName(t.name))
+		if err != nil {
+			return err
+		}
+		if err := t.Import(p); err != nil {
+			return fmt.Errorf("%s: %w", t.name, err)
+		}
+	}
+	for name := range parts {
+		return fmt.Errorf("%w: nothing takes %s: the snapshot is of a machine with other devices or vCPUs", devices.ErrPayload, name)
+	}
 	return nil
 }

@@ -21,9 +21,10 @@ const (
 // that of this row alone.
 var kinds = map[string]kind{
 	// Of a restore. The first four are those of a shell, which is made in the background:
-	// what is waited for is the stage shell.
+	// what is waited for is the stage shell. The next goes on while devices are made, and what is waited for is import.
 	"create_vm": beside, "memory": beside, "irqchip": beside, "vcpus": beside,
-	"guest": guest, "agent_reached": within, "agent_answer": within, "dial": guest, "attach": guest, "command": guest,
+	"kvm_state": beside,
+	"guest":     guest, "agent_reached": within, "agent_answer": within, "dial": guest, "attach": guest, "command": guest,
 	"policy_attach/attach": host, "fork_density/guest": host,
 	"child": guest, "answer": guest,
 	"snapshot_pause/save": beside, "fork_ready/save": beside, "fork_ready/durable": beside, "policy_swap/compile": beside, "policy_swap/cpu": beside,

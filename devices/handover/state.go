@@ -18,15 +18,24 @@ func (d *Device) Export() (devices.Payload, error) {
 	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
 }
 
-// Import implements [devices.Stateful].
-func (d *Device) Import(p devices.Payload) error {
+// Standing says of a saved state whether the agent stood by.
+func Standing(p devices.Payload) (bool, error) {
 	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
+		return false, err
 	}
 	dec := devices.NewDecoder(p.Data)
 	at := dec.Bool()
 	if err := dec.Finish(); err != nil {
-		return fmt.Errorf("importing the handover ports: %w", err)
+		return false, fmt.Errorf("importing the handover ports: %w", err)
+	}
+	return at, nil
+}
+
+// Import implements [devices.Stateful].
+func (d *Device) Import(p devices.Payload) error {
+	at, err := Standing(p)
+	if err != nil {
+		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -26,7 +26,7 @@ var buckets = []float64{0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 
 // stages are those of a resume that have a histogram: a name that is not here would be a label that somebody else chooses.
 var stages = map[string]bool{
-	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "shell": true, "devices": true, "load": true, "import": true, "entry": true,
+	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "kvm_state": true, "shell": true, "devices": true, "load": true, "import": true, "entry": true,
 	"agent_reached": true, "agent_answer": true, "resume_entry": true, "resume_ready": true, "network": true,
 }
 

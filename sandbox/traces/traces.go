@@ -209,7 +209,7 @@ func upAttributes(rep sandbox.Report) []attribute.KeyValue {
 var (
 	inline     = []string{"shell", "devices", "load", "import", "entry"}
 	inGuest    = []string{"agent_reached", "agent_answer"}
-	background = []string{"create_vm", "memory", "irqchip", "vcpus", "network"}
+	background = []string{"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "network"}
 )
 
 func beside(rep sandbox.Report) (out []attribute.KeyValue) {

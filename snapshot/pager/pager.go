@@ -58,7 +58,7 @@ const (
 
 // Options of a Pager. The zero value is good.
 type Options struct {
-	// WorkingSet are the pages that Start loads ahead of the faults, in this
+	// WorkingSet are the pages that LoadWorkingSet loads ahead of the faults, in this
 	// order: what WorkingSet of an earlier pager has returned. Numbers that are
 	// out of range are ignored.
 	WorkingSet []uint64
@@ -116,6 +116,7 @@ type Pager struct {
 	failure  atomic.Pointer[error]
 	loaded   atomic.Bool // nothing but zeros is missing any more
 	detached atomic.Bool // and nothing is registered
+	loading  atomic.Bool // the working set is, or has been, loaded
 
 	mu      sync.Mutex // guards started and closed, and wg.Add against wg.Wait
 	started bool
@@ -160,8 +161,7 @@ func (c *chunk) setPresent(first, n int) {
 // A worker has what one goroutine needs to fill pages.
 type worker struct {
 	fill filler
-	dec  *snapshot.Decoder
-	buf  []byte // for Options.Cache, nil without
+	dec  *snapshot.Decoder // nil of one that nobody uses
 }
 
 // New makes mem the RAM of the snapshot: pages get their content when they are
@@ -290,7 +290,7 @@ func (p *Pager) closeFDs() {
 	}
 }
 
-// Start begins to answer faults, and to load Options.WorkingSet. It does
+// Start begins to answer faults. It does
 // nothing when called again or after Close.
 func (p *Pager) Start() {
 	p.mu.Lock()
@@ -303,12 +303,16 @@ func (p *Pager) Start() {
 	for range p.opts.Handlers {
 		p.wg.Go(p.serve)
 	}
-	if len(p.opts.WorkingSet) > 0 {
-		p.wg.Go(func() {
-			// A failure has been reported by fail, and Close wants no report.
-			_ = p.Prefetch(p.ctx, p.opts.WorkingSet)
-		})
+}
+
+// LoadWorkingSet loads Options.WorkingSet, on this thread. It returns when that is done, or the pager closed. Only the first call
+// does something.
+func (p *Pager) LoadWorkingSet() {
+	if len(p.opts.WorkingSet) == 0 || p.loading.Swap(true) {
+		return
 	}
+	// A failure has been reported by fail, and Close wants no report.
+	_ = p.Prefetch(p.ctx, p.opts.WorkingSet)
 }
 
 // Err says why the restore has failed, nil if it has not.
@@ -481,21 +485,26 @@ func (p *Pager) leafOf(c *chunk, n uint64) (*snapshot.Leaf, error) {
 
 // getWorker returns a worker; putWorker takes it back.
 func (p *Pager) getWorker() (*worker, error) {
-	if w, ok := p.workers.Get().(*worker); ok {
-		return w, nil
-	}
 	d, err := snapshot.NewDecoder()
 	if err != nil {
 		return nil, err
 	}
-	w := &worker{fill: filler{fd: p.uffd}, dec: d}
-	if p.opts.Cache != nil {
-		w.buf = make([]byte, snapshot.MaxFramePages*pageSize)
+	w, ok := p.workers.Get().(*worker)
+	if !ok {
+		w = &worker{fill: filler{fd: p.uffd}}
 	}
+	w.dec = d
 	return w, nil
 }
 
-func (p *Pager) putWorker(w *worker) { p.workers.Put(w) }
+// putWorker gives the decoder to whoever needs one next, of any pager.
+func (p *Pager) putWorker(w *worker) {
+	if w.dec != nil {
+		w.dec.Release()
+		w.dec = nil
+	}
+	p.workers.Put(w)
+}
 
 // Ensure implements guestmem.Residency. Discard must be held off by the caller
 // until it has finished with the range, as the methods of guestmem.Memory do.
@@ -598,7 +607,7 @@ func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 // readFrame returns the pages of a frame, from the cache if it has them.
 func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
 	if p.opts.Cache != nil {
-		if raw, ok := p.opts.Cache.Read(f, w.buf); ok && len(raw) == f.Pages()*pageSize {
+		if raw, ok := p.opts.Cache.Read(f, w.dec.Buffer()); ok && len(raw) == f.Pages()*pageSize {
 			p.count.cached.Add(1)
 			return raw, nil
 		}

@@ -145,6 +145,7 @@ func restore(t testing.TB, dir string, opts Options) (*Pager, *guestmem.Memory) 
 	t.Helper()
 	p, mem := newPagerFor(t, openSnapshot(t, dir), opts)
 	p.Start()
+	go p.LoadWorkingSet()
 	return p, mem
 }
 
@@ -922,11 +923,35 @@ func (c *someFrames) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	return buf[:copy(buf, raw)], err == nil
 }
 
+func TestWorkingSetIsLoadedWhenThatIsWantedAndOnce(t *testing.T) {
+	p, _ := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{WorkingSet: []uint64{2000, 100, 1 << 40}})
+	p.Start()
+	time.Sleep(20 * time.Millisecond)
+	if st := p.Stats(); st.Prefetched != 0 {
+		t.Errorf("%d frames were loaded before anybody wanted them", st.Prefetched)
+	}
+	for range 2 {
+		p.LoadWorkingSet()
+		if st := p.Stats(); st.Prefetched != 2 || st.Frames != 2 {
+			t.Errorf("%d loads of %d frames, want 2 of 2", st.Prefetched, st.Frames)
+		}
+	}
+	closed, _ := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{WorkingSet: []uint64{2000}})
+	if err := closed.Close(); err != nil {
+		t.Fatal(err)
+	}
+	closed.LoadWorkingSet()
+	if st := closed.Stats(); st.Prefetched != 0 {
+		t.Error("a closed pager has loaded something")
+	}
+}
+
 func TestWithACacheThatHasSomeFramesAllPagesAreRight(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	cache := &someFrames{mem: s.Memory()}
 	p, mem := newPagerFor(t, s, Options{Cache: cache, WorkingSet: []uint64{2000, 100, 2999}})
 	p.Start()
+	go p.LoadWorkingSet()
 	o := newToucher(t)
 	got, want := make([]byte, pageSize), make([]byte, pageSize)
 	for page := range mem.Size() / pageSize {

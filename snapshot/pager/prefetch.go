@@ -57,8 +57,9 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 	}
 	c.mu.Lock()
 	leaf, err := p.leafOf(c, page/chunkPages)
+	missing := c.missing(i) // somebody who had the mutex may have loaded it
 	c.mu.Unlock()
-	if err != nil {
+	if err != nil || !missing {
 		return err
 	}
 	var raw []byte

@@ -35,9 +35,17 @@ const (
 	MSRMiscEnable  = 0x1a0
 	MSRMTRRDefType = 0x2ff
 	msrTSCDeadline = 0x6e0
-	msrClock       = 0x12       // MSR_KVM_SYSTEM_TIME (Documentation/virt/kvm/x86/msr.rst)
-	msrClockNew    = 0x4b564d01 // MSR_KVM_SYSTEM_TIME_NEW
+	// Documentation/virt/kvm/x86/msr.rst: MSR_KVM_WALL_CLOCK, MSR_KVM_SYSTEM_TIME, and the two as they are called now.
+	msrWallClock    = 0x11
+	msrClock        = 0x12
+	msrWallClockNew = 0x4b564d00
+	msrClockNew     = 0x4b564d01
 )
+
+// ofClock says whether an MSR is of the paravirtual clock.
+func ofClock(index uint32) bool {
+	return index == msrWallClock || index == msrClock || index == msrWallClockNew || index == msrClockNew
+}
 
 func record(p []byte, tag uint32, data []byte) []byte {
 	p = binary.LittleEndian.AppendUint32(p, tag)
@@ -114,7 +122,7 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 // guest's TSC. The zero value is none.
 type PutOff struct{ From, To uint64 }
 
-// Import loads what Export has returned into a fresh vCPU. It fails with ErrState
+// Import loads what Export has returned into a fresh vCPU, but for the guest's paravirtual clock: see ImportClock. It fails with ErrState
 // when p is damaged or incomplete, and with the kernel's error when this host
 // cannot take it. If the LAPIC's timer is in TSC-deadline mode, and would interrupt
 // the guest earlier than after so many cycles of quiet, it is put off until then.
@@ -126,6 +134,35 @@ func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	var off PutOff
 	err = c.importRecords(rec, quiet, &off)
 	return off, err
+}
+
+// ImportClock loads what Import has left: the MSRs of the guest's paravirtual clock. When they are set KVM reads and writes the pages
+// of RAM that they name, and waits for those if they have to be loaded.
+func (c *VCPU) ImportClock() error {
+	refused, err := c.setMSRs(c.clock)
+	if err != nil {
+		return fmt.Errorf("vCPU %d: %w", c.id, err)
+	}
+	c.clock = nil
+	return refusal(refused)
+}
+
+// SavedClockPages are the pages of RAM that ImportClock will wait for, as addresses in them; they may repeat.
+func (c *VCPU) SavedClockPages() (gpas []uint64) {
+	for _, m := range c.clock {
+		const on = 1
+		switch m.Index {
+		case msrClock, msrClockNew:
+			if m.Value&on != 0 {
+				gpas = append(gpas, m.Value&^on)
+			}
+		case msrWallClock, msrWallClockNew:
+			if m.Value != 0 {
+				gpas = append(gpas, m.Value)
+			}
+		}
+	}
+	return gpas
 }
 
 func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) error {
@@ -287,20 +324,6 @@ func (c *VCPU) importSregs(b2, b []byte) error {
 	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
 }
 
-// ClockPage is where the guest has its paravirtual clock of this vCPU, if it has one. The
-// vCPU must not run.
-func (c *VCPU) ClockPage() (gpa uint64, ok bool) {
-	// Both are one register by two names. A KVM without it has no such page.
-	for _, index := range []uint32{msrClockNew, msrClock} {
-		msrs, err := c.MSRs([]uint32{index})
-		const on = 1
-		if err == nil && len(msrs) == 1 && msrs[0].Value&on != 0 {
-			return msrs[0].Value &^ on, true
-		}
-	}
-	return 0, false
-}
-
 // Undo gives a timer that was put off its own deadline again, unless it has fired or the
 // guest has set another. The vCPU must not run.
 func (c *VCPU) Undo(off PutOff) error {
@@ -333,15 +356,19 @@ func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
 		return fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
 	}
 	msrs := make([]MSR, 0, len(b)/size)
+	c.clock = nil
 	var deadline *MSR
 	for ; len(b) > 0; b = b[size:] {
 		var m MSR
 		copy(bytesOf(&m), b)
-		if m.Index == msrTSCDeadline {
+		switch {
+		case m.Index == msrTSCDeadline:
 			deadline = &m
-			continue
+		case ofClock(m.Index):
+			c.clock = append(c.clock, m)
+		default:
+			msrs = append(msrs, m)
 		}
-		msrs = append(msrs, m)
 	}
 	refused, err := c.setMSRs(msrs)
 	if err != nil {
@@ -360,10 +387,14 @@ func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
 		}
 		refused = append(refused, more...)
 	}
-	if refused != nil {
-		return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
+	return refusal(refused)
+}
+
+func refusal(refused []uint32) error {
+	if refused == nil {
+		return nil
 	}
-	return nil
+	return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
 }
 
 // setMSRs returns the indices of those that the host refuses and that matter.

@@ -36,6 +36,7 @@ type VCPU struct {
 	// What KVM has been told, and has said; nil and 0 before.
 	cpuid  []CPUIDEntry
 	tscKHz uint64
+	clock  []MSR // of the guest's paravirtual clock, for ImportClock
 
 	// Heap memory for calls that go through gokvm; see the package comment.
 	sregs2  gokvm.SRegs2

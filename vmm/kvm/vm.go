@@ -8,7 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// VM is a KVM virtual machine. Set-up calls are made from one goroutine.
+// VM is a KVM virtual machine. Calls that set it up or load its state are made from one goroutine at a time; interrupts and
+// events may be connected beside them.
 type VM struct {
 	fd      int
 	runSize int

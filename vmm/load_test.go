@@ -1,0 +1,145 @@
+package vmm
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/rng"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// saved boots a guest that counts, stops it, and returns its state and RAM.
+func saved(t *testing.T) (*Machine, []State) {
+	t.Helper()
+	m := newMachine(t, testConfig{VCPUs: 2, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
+	start(t, m, counting...)
+	waitCount(t, m, 10)
+	if err := m.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	states, err := m.Export()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m, states
+}
+
+// loadBeside makes a machine while its shell is given a saved state.
+func loadBeside(t *testing.T, mem *guestmem.Memory, states []State) (m *Machine, loading, making error) {
+	t.Helper()
+	shell, err := NewShell(ShellConfig{VCPUs: 2, Memory: mem})
+	if err != nil {
+		t.Fatal(err)
+	}
+	made := make(chan error, 1)
+	go func() {
+		var err error
+		m, err = New(shell, Config{Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
+		made <- err
+	}()
+	loading = shell.Load(states)
+	return m, loading, <-made
+}
+
+func TestStateIsLoadedWhileTheMachineIsMade(t *testing.T) {
+	a, states := saved(t)
+	mem, err := guestmem.New(64 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page := make([]byte, 1<<20)
+	for gpa := guestmem.GPA(0); gpa < 64<<20; gpa += 1 << 20 {
+		if err := errors.Join(a.Memory().Read(gpa, page), mem.Write(gpa, page)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b, loading, making := loadBeside(t, mem, states)
+	if err := errors.Join(loading, making); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(b.Close(), mem.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := b.Boot(BootOptions{Kernel: program(t, counting...)}); !errors.Is(err, ErrConfig) {
+		t.Errorf("booting what has a saved state: got %v, want ErrConfig", err)
+	}
+	if err := b.Import(states); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.Stages().Durations(); got[StageKVMState] == 0 || got[StageImport] == 0 {
+		t.Errorf("stages %v", got)
+	}
+	if a, b := a.Facts(), b.Facts(); a.TSCKHz != b.TSCKHz || len(a.CPUID) != len(b.CPUID) {
+		t.Errorf("the guest has come to another host: %d kHz and %d leaves of CPUID, %d and %d before", b.TSCKHz, len(b.CPUID), a.TSCKHz, len(a.CPUID))
+	}
+	before := counter(t, a)
+	if err := b.Start(); err != nil {
+		t.Fatal(err)
+	}
+	waitCount(t, b, before+10)
+}
+
+func TestLoadRefusesWhatItCannotTakeAndTheMachineCanBeClosed(t *testing.T) {
+	_, states := saved(t)
+	before := openFiles(t)
+	without := func(name string) []State {
+		var out []State
+		for _, s := range states {
+			if s.Name != name {
+				out = append(out, s)
+			}
+		}
+		return out
+	}
+	damaged := without("vcpu/1")
+	damaged = append(damaged, State{Name: "vcpu/1", Payload: devices.Payload{Kind: kindVCPU, Version: stateVersion, Data: []byte{1}}})
+	for name, states := range map[string][]State{
+		"nothing": nil, "no clock": without("clock"), "a vCPU too few": without("vcpu/1"), "a damaged vCPU": damaged, "a part twice": append(without(""), states[0]),
+	} {
+		mem, err := guestmem.New(64 << 20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m, loading, making := loadBeside(t, mem, states)
+		if loading == nil || making != nil {
+			t.Errorf("%s: loading says %v, making the machine %v", name, loading, making)
+		}
+		if err := m.Import(states); !errors.Is(err, ErrConfig) {
+			t.Errorf("%s: importing after that: got %v, want ErrConfig", name, err)
+		}
+		if err := errors.Join(m.Close(), mem.Close()); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if after := openFiles(t); after != before {
+		t.Errorf("%d open files before, %d after", before, after)
+	}
+}
+
+func TestShellTakesOneState(t *testing.T) {
+	_, states := saved(t)
+	mem, err := guestmem.New(64 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem.Close()
+	s, err := NewShell(ShellConfig{VCPUs: 2, Memory: mem})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Load(states); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Load(states); !errors.Is(err, ErrConfig) {
+		t.Errorf("a second state: got %v, want ErrConfig", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := s.Load(states); !errors.Is(err, ErrConfig) {
+		t.Errorf("after Close: got %v, want ErrConfig", err)
+	}
+}
