@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"errors"
+	"slices"
 	"testing"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -23,6 +24,11 @@ func saved(t *testing.T) (*Machine, []State) {
 		t.Fatal(err)
 	}
 	return m, states
+}
+
+// without returns the states but for that of a name.
+func without(states []State, name string) []State {
+	return slices.DeleteFunc(slices.Clone(states), func(s State) bool { return s.Name == name })
 }
 
 // loadBeside makes a machine while its shell is given a saved state.
@@ -85,19 +91,10 @@ func TestStateIsLoadedWhileTheMachineIsMade(t *testing.T) {
 func TestLoadRefusesWhatItCannotTakeAndTheMachineCanBeClosed(t *testing.T) {
 	_, states := saved(t)
 	before := openFiles(t)
-	without := func(name string) []State {
-		var out []State
-		for _, s := range states {
-			if s.Name != name {
-				out = append(out, s)
-			}
-		}
-		return out
-	}
-	damaged := without("vcpu/1")
+	damaged := without(states, "vcpu/1")
 	damaged = append(damaged, State{Name: "vcpu/1", Payload: devices.Payload{Kind: kindVCPU, Version: stateVersion, Data: []byte{1}}})
 	for name, states := range map[string][]State{
-		"nothing": nil, "no clock": without("clock"), "a vCPU too few": without("vcpu/1"), "a damaged vCPU": damaged, "a part twice": append(without(""), states[0]),
+		"nothing": nil, "no clock": without(states, "clock"), "a vCPU too few": without(states, "vcpu/1"), "a damaged vCPU": damaged, "a part twice": append(without(states, ""), states[0]),
 	} {
 		mem, err := guestmem.New(64 << 20)
 		if err != nil {

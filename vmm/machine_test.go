@@ -364,23 +364,14 @@ func TestImportRefusesWhatDoesNotFit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	without := func(name string) []State {
-		var out []State
-		for _, s := range states {
-			if s.Name != name {
-				out = append(out, s)
-			}
-		}
-		return out
-	}
 	for name, tc := range map[string]struct {
 		vcpus  int
 		states []State
 	}{
-		"a missing vCPU":     {1, without("vcpu/0")},
-		"a missing device":   {1, without("device/rng")},
-		"a part twice":       {1, append(without(""), states[0])},
-		"an unknown part":    {1, append(without(""), State{Name: "device/other"})},
+		"a missing vCPU":     {1, without(states, "vcpu/0")},
+		"a missing device":   {1, without(states, "device/rng")},
+		"a part twice":       {1, append(without(states, ""), states[0])},
+		"an unknown part":    {1, append(without(states, ""), State{Name: "device/other"})},
 		"another vCPU count": {2, states},
 	} {
 		b := newMachine(t, testConfig{VCPUs: tc.vcpus, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
