@@ -273,6 +273,35 @@ func TestHostile_archives_do_not_leave_their_directory(t *testing.T) {
 	}
 }
 
+// The second link is named by way of the first, so that it leads higher than its name says.
+func linkThroughLink(top string) []byte {
+	dir := func(name string) *tar.Header {
+		return &tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: 0o755}
+	}
+	link := func(name, to string) *tar.Header {
+		return &tar.Header{Name: name, Typeflag: tar.TypeSymlink, Linkname: to}
+	}
+	return hostileTar(dir(top), dir(top+"/a"), dir(top+"/a/b"), link(top+"/a/b/x", "../.."), link(top+"/a/b/x/y", ".."),
+		&tar.Header{Name: top + "/y/mine", Typeflag: tar.TypeReg, Mode: 0o644})
+}
+
+func TestAttack_copy_out_overwrites_a_neighbour_by_a_link_through_a_link(t *testing.T) {
+	dest := t.TempDir()
+	write(t, dest+"/mine", "safe", 0o600)
+	c := hostileGuest(t,
+		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: linkThroughLink("x")}}),
+		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: &agentpb.TransferDone{}}}))
+	if _, err := c.CopyOut(t.Context(), "/x", dest, guest.CopyOptions{}); !errors.Is(err, guest.ErrUnsafe) {
+		t.Errorf("got %v, want ErrUnsafe", err)
+	}
+	if b, err := os.ReadFile(dest + "/mine"); err != nil || string(b) != "safe" {
+		t.Errorf("a file beside the copy is now %q, %v", b, err)
+	}
+	if got := entries(t, dest); len(got) != 2 {
+		t.Errorf("there is more beside the copy now: %q", got)
+	}
+}
+
 func TestHostile_archive_that_never_ends_is_cut_at_its_limit(t *testing.T) {
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)

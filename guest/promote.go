@@ -277,7 +277,7 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 	dir, base := path.Split(strings.TrimPrefix(from, "/"))
 	to := s.root
 	if dir = strings.TrimSuffix(dir, "/"); dir != "" {
-		if err := s.root.MkdirAll(dir, 0o755); err != nil {
+		if err := s.mkdirAll(dir); err != nil {
 			return CopyResult{}, err
 		}
 		below, err := s.root.OpenRoot(dir)
@@ -296,6 +296,26 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 		return res, fmt.Errorf("%w: the guest has sent nothing of it", ErrProtocol)
 	}
 	return res, nil
+}
+
+// mkdirAll makes the directories of a path that are missing. A link on the way, which a copy before may have made, is an error.
+func (s *stage) mkdirAll(dir string) error {
+	at := ""
+	for elem := range strings.SplitSeq(dir, "/") {
+		at = path.Join(at, elem)
+		err := s.root.Mkdir(at, 0o755)
+		if err == nil {
+			continue
+		}
+		fi, lerr := s.root.Lstat(at)
+		if lerr != nil {
+			return errors.Join(err, lerr)
+		}
+		if !fi.IsDir() {
+			return fmt.Errorf("%w: %s is no directory in what was promoted before it", ErrNotPromotable, at)
+		}
+	}
+	return nil
 }
 
 // sync has the copy on disk.

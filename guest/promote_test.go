@@ -247,3 +247,38 @@ func TestPromote_of_a_hostile_guest_makes_nothing_outside_and_no_half_copy(t *te
 		})
 	}
 }
+
+func TestAttack_promotion_makes_a_link_that_leads_out_of_its_tree(t *testing.T) {
+	host := t.TempDir()
+	c := hostileGuest(t,
+		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: linkThroughLink("out")}}),
+		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: &agentpb.TransferDone{}}}))
+	got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}})
+	if !errors.Is(err, guest.ErrUnsafe) {
+		t.Errorf("promoted %+v, %v; want ErrUnsafe", got, err)
+	}
+	if left := names(t, host); len(left) > 0 {
+		t.Errorf("these are there: %q", left)
+	}
+}
+
+// The guest says that the second path is a directory, and has made a link of its parent with the first.
+func TestAttack_promotion_goes_through_a_link_that_another_one_has_made(t *testing.T) {
+	host := t.TempDir()
+	sent := func(hs ...*tar.Header) [][]byte {
+		return [][]byte{
+			data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: hostileTar(hs...)}}),
+			data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: &agentpb.TransferDone{}}}),
+		}
+	}
+	c := hostileGuest(t, sent(&tar.Header{Name: "work", Typeflag: tar.TypeDir, Mode: 0o755}, &tar.Header{Name: "work/kept", Typeflag: tar.TypeDir, Mode: 0o755},
+		&tar.Header{Name: "work/kept/out", Typeflag: tar.TypeReg}, &tar.Header{Name: "work/a", Typeflag: tar.TypeSymlink, Linkname: "kept"})...)
+	items := []guest.Promotion{{Path: "/work", Dir: host}, {Path: "/work/a/out", Dir: host}}
+	got, err := c.Promote(t.Context(), "vm", items, []guest.Seen{{State: guest.DropDirectory}, {State: guest.DropDirectory}})
+	if !errors.Is(err, guest.ErrNotPromotable) {
+		t.Errorf("promoted %+v, %v; want ErrNotPromotable", got, err)
+	}
+	if left := names(t, host); len(left) > 0 {
+		t.Errorf("these are there: %q", left)
+	}
+}

@@ -10,7 +10,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path"
 	"strings"
 	"time"
 
@@ -38,11 +37,10 @@ const (
 // ErrBusy says that another copy writes the same file.
 var ErrBusy = errors.New("another copy writes the same file")
 
-// partName is what an unfinished file is called: the same for each copy of it.
-func partName(name string) string {
-	dir, base := path.Split(name)
+// partName is what an unfinished file is called in its directory: the same for each copy of it.
+func partName(base string) string {
 	sum := sha256.Sum256([]byte(base))
-	return dir + partPrefix + hex.EncodeToString(sum[:])[:partDigits]
+	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
 }
 
 // Marker is the name of a file that a directory has at its top while a tree is copied into it, if
@@ -68,41 +66,41 @@ func Unfinished(base string) bool { return isPart(base) }
 // part is an unfinished file. Until it is closed nobody else writes to it.
 type part struct {
 	*os.File
-	root *os.Root
-	name string // its own
-	kept bool   // it may stay, since it has the name that other copies look for
+	at   *spot // its own, open until it is closed
+	to   *spot // that of the whole file
+	kept bool  // it may stay, since it has the name that other copies look for
 }
 
-// openPart opens the unfinished file of a large one, alone. With create it is made if need be;
-// without it fails with fs.ErrNotExist if there is none.
-func openPart(ctx context.Context, root *os.Root, name string, create bool) (*part, error) {
-	at := partName(name)
-	flags := os.O_RDWR | openNoFollow
+// openPart opens the unfinished file of a large one, alone, and takes over the spot unless it fails. With
+// create it is made if need be; without it fails with fs.ErrNotExist if there is none.
+func openPart(ctx context.Context, to *spot, create bool) (*part, error) {
+	at := to.beside(partName(to.base))
+	flags := os.O_RDWR
 	if create {
 		flags |= os.O_CREATE
 	}
 	deadline := time.Now().Add(partWait)
 	for range maxPartTries {
-		if fi, err := root.Lstat(at); err == nil && !fi.Mode().IsRegular() {
-			return nil, fmt.Errorf("%s is not a file: %w", at, fs.ErrExist)
+		if st, err := at.stat(); err == nil && !isFile(&st) {
+			return nil, fmt.Errorf("%s is not a file: %w", at.base, fs.ErrExist)
 		}
-		f, err := root.OpenFile(at, flags, 0o600)
+		f, err := at.open(flags, 0o600)
 		if err != nil {
 			return nil, err
 		}
 		locked, err := tryLock(f)
-		if err == nil && locked && isAt(root, f, at) {
-			return &part{File: f, root: root, name: at, kept: true}, nil
+		if err == nil && locked && isAt(f, at) {
+			return &part{File: f, at: at, to: to, kept: true}, nil
 		}
 		f.Close()
 		if err != nil {
-			return nil, fmt.Errorf("lock %s: %w", at, err)
+			return nil, fmt.Errorf("lock %s: %w", at.base, err)
 		}
 		if locked {
 			continue // whoever had it has finished it, or removed it
 		}
 		if time.Now().After(deadline) {
-			return nil, fmt.Errorf("%w: %s", ErrBusy, at)
+			return nil, fmt.Errorf("%w: %s", ErrBusy, at.base)
 		}
 		select {
 		case <-time.After(partPoll):
@@ -110,19 +108,19 @@ func openPart(ctx context.Context, root *os.Root, name string, create bool) (*pa
 			return nil, ctx.Err()
 		}
 	}
-	return nil, fmt.Errorf("%w: %s comes and goes", ErrBusy, at)
+	return nil, fmt.Errorf("%w: %s comes and goes", ErrBusy, at.base)
 }
 
-// newPart makes an unfinished file that does not stay.
-func newPart(root *os.Root, name string) (*part, error) {
+// newPart makes an unfinished file that does not stay, and takes over the spot unless it fails.
+func newPart(to *spot) (*part, error) {
 	var random [partDigits / 2]byte
 	_, _ = rand.Read(random[:]) // never fails
-	at := path.Dir(name) + "/" + partPrefix + hex.EncodeToString(random[:])
-	f, err := root.OpenFile(at, os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o600)
+	at := to.beside(partPrefix + hex.EncodeToString(random[:]))
+	f, err := at.open(os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	return &part{File: f, root: root, name: at}, nil
+	return &part{File: f, at: at, to: to}, nil
 }
 
 // tryLock locks a file (flock(2)), if nobody else has.
@@ -142,30 +140,36 @@ func tryLock(f *os.File) (ok bool, err error) {
 }
 
 // isAt says that an open file still has a name.
-func isAt(root *os.Root, f *os.File, name string) bool {
-	at, err := root.Lstat(name)
+func isAt(f *os.File, at *spot) bool {
+	there, err := at.stat()
 	if err != nil {
 		return false
 	}
-	fi, err := f.Stat()
-	return err == nil && os.SameFile(at, fi)
+	var st unix.Stat_t
+	err = unix.Fstat(int(f.Fd()), &st)
+	return err == nil && sameFile(&there, &st)
 }
 
 // commit gives the file its name and closes it.
-func (p *part) commit(name string) error {
-	err := p.root.Rename(p.name, name)
+func (p *part) commit() error {
+	err := p.at.rename(p.to)
 	if err != nil {
-		_ = p.root.Remove(p.name)
+		_ = p.at.remove()
 	}
-	return errors.Join(err, p.Close())
+	return errors.Join(err, p.close())
 }
 
 // abandon closes the file. It stays if the copy was cut and there is enough of it.
 func (p *part) abandon(cut bool) {
 	if fi, err := p.Stat(); !cut || !p.kept || err != nil || fi.Size() < KeepPart {
-		_ = p.root.Remove(p.name)
+		_ = p.at.remove()
 	}
-	p.Close()
+	_ = p.close()
+}
+
+func (p *part) close() error {
+	p.to.close()
+	return p.Close()
 }
 
 // hashPrefix is the SHA-256 of the first n bytes of a file. It fails with io.ErrUnexpectedEOF if

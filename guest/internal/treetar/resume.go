@@ -328,8 +328,11 @@ const maxHeld = 16
 // UnpackResumed is Unpack for a tree of which some may be there, from PackResumed at the other end
 // of rw.
 func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Options) (Result, error) {
-	u := newUnpacker(ctx, root, o)
-	defer u.release()
+	u, err := newUnpacker(ctx, root, o)
+	if err != nil {
+		return Result{}, err
+	}
+	defer u.close()
 	u.rw = rw
 	a := &archiveReader{r: bufio.NewReaderSize(rw, archiveBuffer), offer: u.answer}
 	u.frames = a.r
@@ -438,10 +441,14 @@ func (u *unpacker) sum(h *has, name string) (sum [sha256.Size]byte, err error) {
 	if h.part != nil {
 		return hashPrefix(u.ctx, h.part, h.there)
 	}
-	f, err := u.root.OpenFile(name, os.O_RDONLY|openNoFollow, 0)
+	s, err := u.in.find(name)
 	if err == nil {
-		defer f.Close()
-		sum, err = hashPrefix(u.ctx, f, h.there)
+		defer s.close()
+		var f *os.File
+		if f, err = s.open(os.O_RDONLY, 0); err == nil {
+			defer f.Close()
+			sum, err = hashPrefix(u.ctx, f, h.there)
+		}
 	}
 	if u.ctx.Err() == nil && err != nil {
 		// The other end has zeros for what it does not have.
@@ -458,7 +465,12 @@ func (u *unpacker) find(name string, whole int64) *has {
 	if whole == 0 {
 		return &has{}
 	}
-	if fi, err := u.root.Lstat(name); err == nil && fi.Mode().IsRegular() && fi.Size() == whole {
+	s, err := u.in.find(name)
+	if err != nil {
+		return &has{}
+	}
+	if st, err := s.stat(); err == nil && isWhole(&st, whole) {
+		s.close()
 		return &has{there: whole}
 	}
 	held := 0
@@ -468,10 +480,12 @@ func (u *unpacker) find(name string, whole int64) *has {
 		}
 	}
 	if whole < KeepPart || held == maxHeld {
+		s.close()
 		return &has{}
 	}
-	p, err := openPart(u.ctx, u.root, name, false)
+	p, err := openPart(u.ctx, s, false)
 	if err != nil {
+		s.close()
 		return &has{} // writing it says what is wrong, if it is still so then
 	}
 	fi, err := p.Stat()

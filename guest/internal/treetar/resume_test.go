@@ -263,18 +263,32 @@ func TestUnfinishedFile_of_two_copies_at_once_is_written_by_one(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer root.Close()
-	first, err := openPart(t.Context(), root, "f", true)
+	in, err := openBeneath(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.close()
+	spot := func() *spot {
+		s, err := in.find("f")
+		if err != nil {
+			t.Error(err)
+		}
+		return s
+	}
+	first, err := openPart(t.Context(), spot(), true)
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 3*partPoll)
 	defer cancel()
-	if _, err := openPart(ctx, root, "f", true); !errors.Is(err, context.DeadlineExceeded) {
+	waiting := spot()
+	defer waiting.close()
+	if _, err := openPart(ctx, waiting, true); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a second copy at the same time: %v", err)
 	}
 	second := make(chan *part)
 	go func() {
-		p, err := openPart(t.Context(), root, "f", true)
+		p, err := openPart(t.Context(), spot(), true)
 		if err != nil {
 			t.Error(err)
 		}
@@ -283,14 +297,14 @@ func TestUnfinishedFile_of_two_copies_at_once_is_written_by_one(t *testing.T) {
 	if _, err := first.WriteString("first"); err != nil {
 		t.Fatal(err)
 	}
-	if err := first.commit("f"); err != nil {
+	if err := first.commit(); err != nil {
 		t.Fatal(err)
 	}
 	p := <-second
 	if p == nil {
 		return
 	}
-	defer p.Close()
+	defer p.close()
 	if _, err := p.WriteString("second"); err != nil {
 		t.Fatal(err)
 	}
@@ -400,17 +414,22 @@ func FuzzUnpackResumed(f *testing.F) {
 		}
 	}
 	f.Add(frames(byte(frameOffer), offer("d/f", 4), byte(frameArchive), archive(nil, "d/f", []byte("data"))))
+	f.Add(frames(byte(frameOffer), offer("r/linked", 4), byte(frameSums), make([]byte, 32), byte(frameArchive), entries(f, []string{"r/a/", "r/a/x -> ..", "r/a/x/bait"})))
+	s := newScene(f)
 	f.Fuzz(func(t *testing.T, said []byte) {
-		dir := t.TempDir()
-		put(t, dir+"/in/copy", []byte("here"))
-		root, err := os.OpenRoot(dir + "/in")
-		if err != nil {
-			t.Fatal(err)
+		s.again(t, len(said)%2 == 0)
+		if len(said)%2 == 1 {
+			put(t, s.dst+"/"+copied, []byte("here"))
 		}
-		defer root.Close()
-		_, _ = UnpackResumed(t.Context(), deaf{bytes.NewReader(said)}, root, Options{Limits: Limits{Bytes: 1 << 20, Entries: 100}})
-		if entries, _ := os.ReadDir(dir); len(entries) != 1 {
-			t.Errorf("something is outside: %v", entries)
+		_, wrong := unpackIn(t, s, Options{Limits: Limits{Bytes: 1 << 20, Entries: 100}}, func(root *os.Root, o Options) error {
+			res, err := UnpackResumed(t.Context(), deaf{bytes.NewReader(said)}, root, o)
+			if res.Bytes > o.Bytes {
+				t.Errorf("%d bytes were taken", res.Bytes)
+			}
+			return err
+		})
+		for _, w := range wrong {
+			t.Error(w)
 		}
 	})
 }

@@ -1,6 +1,7 @@
 // Package treetar turns a file tree into a tar stream and back, for copies
 // between host and guest. What it unpacks may come from an enemy: everything
-// it creates lies beneath the directory it was given, within limits.
+// it creates lies beneath the directory it was given, within limits, and has the
+// name that the archive gives it there: no link leads anywhere else on the way.
 package treetar
 
 import (
@@ -10,19 +11,23 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Limits bounds what Unpack accepts. Zero values mean the defaults.
 type Limits struct {
 	Bytes   int64 // content of all files
 	Entries int64
-	Names   int64 // bytes of the names of directories, which are kept until the end
+	Names   int64 // bytes of the names of directories and links, with their targets, which are kept until the end
 }
 
 // Defaults of Limits, and limits that are fixed.
@@ -38,7 +43,7 @@ const (
 // Errors of Unpack that a caller may want to tell apart.
 var (
 	ErrLimit  = errors.New("the tree exceeds a limit")
-	ErrUnsafe = errors.New("the archive names a file outside of its tree")
+	ErrUnsafe = errors.New("the archive names a file outside of its tree, or by way of a link")
 )
 
 // Options says how Unpack treats entries.
@@ -55,7 +60,8 @@ type Options struct {
 	KeepLinks bool
 	// OwnerWrites takes from all but the owner the right to write.
 	OwnerWrites bool
-	// Rename, when set, replaces the first element of every name.
+	// Rename, when set, replaces the first element of every name: nothing in the directory has changed
+	// then but what has that name. Of one file whose copy is cut there may be an unfinished one beside it.
 	Rename string
 	// Marker, when set, is the name of a file that the tree's top has, if that is a directory and was
 	// made, until all of it is there.
@@ -200,13 +206,24 @@ func packFile(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res
 
 // Unpack reads a tar stream and creates its tree beneath root. Files that
 // exist are replaced, by renaming: a file has its name only when it is whole. Directories are
-// merged. It stops at the first entry that is unsafe or beyond a limit; what was created before
-// stays. Of a large file whose copy is cut there is an unfinished one beside it, for UnpackResumed.
+// merged. No link is followed, whether of the archive or of what is there: an entry below one is
+// ErrUnsafe. Symbolic links are made when all else is there. It stops at the first entry that is unsafe or
+// beyond a limit; what was created before stays. Of a large file whose copy is cut there is an
+// unfinished one beside it, for UnpackResumed.
 func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result, error) {
-	return newUnpacker(ctx, root, o).unpack(r)
+	u, err := newUnpacker(ctx, root, o)
+	if err != nil {
+		return Result{}, err
+	}
+	defer u.close()
+	return u.unpack(r)
 }
 
-func newUnpacker(ctx context.Context, root *os.Root, o Options) *unpacker {
+func newUnpacker(ctx context.Context, root *os.Root, o Options) (*unpacker, error) {
+	in, err := openBeneath(root)
+	if err != nil {
+		return nil, fmt.Errorf("unpack into %s: %w", root.Name(), err)
+	}
 	if o.Bytes <= 0 {
 		o.Bytes = DefaultBytes
 	}
@@ -216,7 +233,13 @@ func newUnpacker(ctx context.Context, root *os.Root, o Options) *unpacker {
 	if o.Names <= 0 {
 		o.Names = DefaultNames
 	}
-	return &unpacker{ctx: ctx, root: root, o: o}
+	return &unpacker{ctx: ctx, in: in, o: o, links: make(map[string]link)}, nil
+}
+
+// close lets go of the tree, and of what a batch held and was not used.
+func (u *unpacker) close() {
+	u.release()
+	u.in.close()
 }
 
 func (u *unpacker) unpack(r io.Reader) (Result, error) {
@@ -252,13 +275,14 @@ func clip(s string) string {
 }
 
 type unpacker struct {
-	ctx  context.Context
-	root *os.Root
-	o    Options
-	res  Result
-	dirs []dirMeta // directories whose mode and time are set at the end
-	held int64     // bytes of their names
-	mark string    // the marker, if there is one
+	ctx   context.Context
+	in    *beneath
+	o     Options
+	res   Result
+	dirs  []dirMeta       // directories whose mode and time are set at the end
+	links map[string]link // symbolic links that are made at the end, by name
+	held  int64           // bytes of both
+	mark  string          // the marker, if there is one
 
 	// For a copy that is resumed.
 	rw       io.ReadWriter // to the sender
@@ -273,10 +297,20 @@ type dirMeta struct {
 	mtime time.Time
 }
 
+// link is a symbolic link that is to be made.
+type link struct {
+	target   string
+	owned    bool
+	uid, gid int
+}
+
 func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 	name, err := cleanName(h.Name, u.o.Rename)
 	if err != nil {
 		return err
+	}
+	if link, ok := u.behindLink(name); ok {
+		return fmt.Errorf("%w: %q is a link", ErrUnsafe, clip(link))
 	}
 	if isPart(path.Base(name)) {
 		u.res.skip(clip(name))
@@ -317,31 +351,57 @@ func cleanName(name, rename string) (string, error) {
 	return clean, nil
 }
 
-// vacate makes missing parents of a new file, and fails if its name is a directory's.
-func (u *unpacker) vacate(name string) (taken bool, err error) {
-	fi, err := u.root.Lstat(name)
+// behindLink says which of the links that are to be made a name leads through.
+func (u *unpacker) behindLink(name string) (link string, ok bool) {
+	if len(u.links) == 0 {
+		return "", false
+	}
+	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
+		if _, ok := u.links[dir]; ok {
+			return dir, true
+		}
+	}
+	return "", false
+}
+
+// hold counts bytes that are kept until the end.
+func (u *unpacker) hold(n int) error {
+	if u.held += int64(n); u.held > u.o.Names {
+		return fmt.Errorf("%w: directories and links with names of more than %d bytes", ErrLimit, u.o.Names)
+	}
+	return nil
+}
+
+// vacate opens the spot of a new file, makes missing parents, and fails if its name is a directory's.
+func (u *unpacker) vacate(name string) (s *spot, taken bool, err error) {
+	s, err = u.in.reach(name)
+	if err != nil {
+		return nil, false, err
+	}
+	st, err := s.stat()
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		if dir := path.Dir(name); dir != "." {
-			return false, u.root.MkdirAll(dir, 0o755)
-		}
-		return false, nil
-	case err != nil:
-		return false, err
-	case fi.IsDir():
-		return false, fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
+		return s, false, nil
+	case err == nil && isDir(&st):
+		err = fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
 	}
-	return true, nil
+	if err != nil {
+		s.close()
+		return nil, false, err
+	}
+	return s, true, nil
 }
 
 // replace makes way for what is not a file: it removes what has its name, unless that
 // is a directory, and creates missing parents.
-func (u *unpacker) replace(name string) error {
-	taken, err := u.vacate(name)
+func (u *unpacker) replace(name string) (*spot, error) {
+	s, taken, err := u.vacate(name)
 	if err == nil && taken {
-		err = u.root.Remove(name)
+		if err = s.remove(); err != nil {
+			s.close()
+		}
 	}
-	return err
+	return s, err
 }
 
 func (u *unpacker) mode(h *tar.Header) fs.FileMode {
@@ -367,29 +427,31 @@ func (u *unpacker) owner(h *tar.Header) (uid, gid int, ok bool) {
 }
 
 func (u *unpacker) dir(name string, h *tar.Header) error {
-	if u.held += int64(len(name)); u.held > u.o.Names {
-		return fmt.Errorf("%w: directories with names of more than %d bytes", ErrLimit, u.o.Names)
+	if err := u.hold(len(name)); err != nil {
+		return err
 	}
+	delete(u.links, name)
+	s, err := u.in.reach(name)
+	if err != nil {
+		return err
+	}
+	defer s.close()
 	made := false
-	fi, err := u.root.Lstat(name)
+	st, err := s.stat()
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		made = true
-		if err := u.root.MkdirAll(name, 0o700); err != nil {
-			return err
-		}
-	case err != nil:
-		return err
-	case !fi.IsDir():
-		if err := u.replace(name); err != nil {
-			return err
-		}
-		if err := u.root.Mkdir(name, 0o700); err != nil {
-			return err
+		err = s.mkdir(0o700)
+	case err == nil && !isDir(&st):
+		if err = s.remove(); err == nil {
+			err = s.mkdir(0o700)
 		}
 	}
+	if err != nil {
+		return err
+	}
 	if uid, gid, ok := u.owner(h); ok {
-		if err := u.root.Lchown(name, uid, gid); err != nil {
+		if err := s.chown(uid, gid); err != nil {
 			return err
 		}
 	}
@@ -398,16 +460,21 @@ func (u *unpacker) dir(name string, h *tar.Header) error {
 		return nil
 	}
 	// The top of the tree.
-	mark := name + "/" + u.o.Marker
+	mark := path.Join(name, u.o.Marker)
+	m, err := u.in.find(mark)
+	if err != nil {
+		return err
+	}
+	defer m.close()
 	if made {
-		f, err := u.root.OpenFile(mark, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		f, err := m.open(os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 		if err != nil {
 			return err
 		}
 		u.mark = mark
 		return f.Close()
 	}
-	if fi, err := u.root.Lstat(mark); err == nil && fi.Mode().IsRegular() {
+	if st, err := m.stat(); err == nil && isFile(&st) {
 		u.mark = mark // of the copy that was cut
 	}
 	return nil
@@ -418,40 +485,47 @@ func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
 	if err != nil {
 		return err
 	}
+	delete(u.links, name)
 	var p *part
 	var offset int64
 	if there != nil {
 		p, offset = there.part, there.there
 		u.res.Kept += offset
 	}
+	var s *spot
 	if h.Size < 0 || h.Size > u.o.Bytes-u.res.Bytes {
 		err = fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes)
 	} else {
-		_, err = u.vacate(name)
+		s, _, err = u.vacate(name)
 	}
 	switch {
 	case err != nil:
 	case there != nil && p == nil: // it is whole
+		defer s.close()
 		if h.Size > 0 {
 			return fmt.Errorf("%w: %d bytes more than there are", ErrFrames, h.Size)
 		}
-		return u.describe(name, h)
-	case p == nil && h.Size >= KeepPart:
-		p, err = openPart(u.ctx, u.root, name, true)
-	case p == nil:
-		p, err = newPart(u.root, name)
+		return u.describeWhole(s, offset, h)
+	case p != nil:
+		s.close() // the part has its own
+	case h.Size >= KeepPart:
+		p, err = openPart(u.ctx, s, true)
+	default:
+		p, err = newPart(s)
 	}
-	cut := false
-	if err == nil {
-		cut, err = u.fill(p, offset, h, r)
+	if err != nil {
+		if p != nil {
+			p.abandon(false)
+		} else if s != nil {
+			s.close()
+		}
+		return err
 	}
-	if err == nil {
-		return p.commit(name)
-	}
-	if p != nil {
+	if cut, err := u.fill(p, offset, h, r); err != nil {
 		p.abandon(cut)
+		return err
 	}
-	return err
+	return p.commit()
 }
 
 // fill writes the content of a file from an offset on, and what else describes it. It says whether
@@ -469,7 +543,7 @@ func (u *unpacker) fill(p *part, offset int64, h *tar.Header, r io.Reader) (cut 
 	n, err := io.Copy(p, in)
 	u.res.Bytes += n
 	if err == nil {
-		err = u.describe(p.name, h)
+		err = u.describe(p.File, p.at, h)
 	}
 	if err == nil && p.kept {
 		err = p.Sync() // so that a name never stands for less than all of it, after a crash as well
@@ -477,17 +551,40 @@ func (u *unpacker) fill(p *part, offset int64, h *tar.Header, r io.Reader) (cut 
 	return in.failed, err
 }
 
-// describe gives a file its owner, mode and time.
-func (u *unpacker) describe(name string, h *tar.Header) error {
+// describe gives an open file its owner, mode and time.
+func (u *unpacker) describe(f *os.File, s *spot, h *tar.Header) error {
 	if uid, gid, ok := u.owner(h); ok {
-		if err := u.root.Lchown(name, uid, gid); err != nil {
+		if err := f.Chown(uid, gid); err != nil {
 			return err
 		}
 	}
-	if err := u.root.Chmod(name, u.mode(h)); err != nil {
+	if err := f.Chmod(u.mode(h)); err != nil {
 		return err
 	}
-	return u.root.Chtimes(name, time.Time{}, h.ModTime)
+	return s.setTime(h.ModTime)
+}
+
+// describeWhole describes a file of which all is there.
+func (u *unpacker) describeWhole(s *spot, size int64, h *tar.Header) error {
+	f, err := s.open(os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return s.fail("fstat", err)
+	}
+	if !isWhole(&st, size) {
+		return fmt.Errorf("%w: the file is not the one that was compared", ErrFrames)
+	}
+	return u.describe(f, s, h)
+}
+
+// isWhole says that a file may be described in its place: one with other names has them elsewhere, too, where
+// no copy may change it.
+func isWhole(st *unix.Stat_t, size int64) bool {
+	return isFile(st) && st.Size == size && st.Nlink == 1
 }
 
 // ctxReader ends a long copy when its context ends.
@@ -515,20 +612,27 @@ func (u *unpacker) symlink(name string, h *tar.Header) error {
 		u.res.skip(clip(name))
 		return nil
 	}
-	if err := u.replace(name); err != nil {
+	if err := u.hold(len(name) + len(h.Linkname)); err != nil {
 		return err
 	}
-	if err := u.root.Symlink(h.Linkname, name); err != nil {
+	s, _, err := u.vacate(name)
+	if err != nil {
 		return err
 	}
-	if uid, gid, ok := u.owner(h); ok {
-		return u.root.Lchown(name, uid, gid)
-	}
+	s.close()
+	l := link{target: h.Linkname}
+	l.uid, l.gid, l.owned = u.owner(h)
+	u.links[name] = l
 	return nil
 }
 
 // leadsOut says that a link at name may lead out of the tree. Every ".." after
 // a name counts as leading out as well, since the name may be a link itself.
+//
+// Links for which that is false stay inside, however they are chained. The name says in which
+// directory the link really is, since no link is on its way. So the ".." that its target begins
+// with lead to a directory of the tree, and from there it only goes down: to what is there, or by
+// another link of the tree, of which the same is true.
 func leadsOut(name, target string) bool {
 	if path.IsAbs(target) {
 		return true
@@ -560,39 +664,95 @@ func (u *unpacker) hardlink(name string, h *tar.Header) error {
 	if from == name {
 		return nil
 	}
-	fi, err := u.root.Lstat(from)
+	if link, ok := u.behindLink(from); ok {
+		return fmt.Errorf("%w: %q is a link", ErrUnsafe, clip(link))
+	}
+	if _, ok := u.links[from]; ok || isPart(path.Base(from)) {
+		return fmt.Errorf("%w: a hard link to what is not a file", ErrUnsafe)
+	}
+	src, err := u.in.find(from)
 	if err != nil {
 		return err
 	}
-	if !fi.Mode().IsRegular() {
-		return fmt.Errorf("%w: a hard link to what is not a file", ErrUnsafe)
-	}
-	if err := u.replace(name); err != nil {
+	defer src.close()
+	st, err := src.stat()
+	if err != nil {
 		return err
 	}
-	return u.root.Link(from, name)
+	if !isFile(&st) {
+		return fmt.Errorf("%w: a hard link to what is not a file", ErrUnsafe)
+	}
+	delete(u.links, name)
+	s, err := u.replace(name)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	return s.link(src)
 }
 
-// finish sets what would have been in the way, or undone, while the
+// finish makes the links, and sets what would have been in the way, or undone, while the
 // directories were filled: deepest first.
 func (u *unpacker) finish() error {
+	for _, name := range slices.Sorted(maps.Keys(u.links)) {
+		if err := u.makeLink(name, u.links[name]); err != nil {
+			return fmt.Errorf("unpack link %q: %w", clip(name), err)
+		}
+	}
 	if u.mark != "" {
-		if err := u.root.Remove(u.mark); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := u.removeMark(); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
 	for i := len(u.dirs) - 1; i >= 0; i-- {
-		d := u.dirs[i]
-		fi, err := u.root.Lstat(d.name)
-		if err != nil || !fi.IsDir() {
-			continue // replaced by a later entry
-		}
-		if err := u.root.Chmod(d.name, d.mode); err != nil {
-			return err
-		}
-		if err := u.root.Chtimes(d.name, time.Time{}, d.mtime); err != nil {
-			return err
+		if err := u.dirs[i].set(u.in); err != nil {
+			return fmt.Errorf("unpack directory %q: %w", clip(u.dirs[i].name), err)
 		}
 	}
 	return nil
+}
+
+func (u *unpacker) makeLink(name string, l link) error {
+	if err := u.ctx.Err(); err != nil {
+		return err
+	}
+	s, err := u.replace(name)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	if err := s.symlink(l.target); err != nil || !l.owned {
+		return err
+	}
+	return s.chown(l.uid, l.gid)
+}
+
+func (u *unpacker) removeMark() error {
+	s, err := u.in.find(u.mark)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	return s.remove()
+}
+
+// set gives a directory its mode and time, if it has not been replaced by a later entry.
+func (d *dirMeta) set(in *beneath) error {
+	s, err := in.find(d.name)
+	if err != nil {
+		return nil
+	}
+	defer s.close()
+	if st, err := s.stat(); err != nil || !isDir(&st) {
+		return nil
+	}
+	f, err := s.openDir()
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := f.Chmod(d.mode); err != nil {
+		return err
+	}
+	return s.setTime(d.mtime)
 }
