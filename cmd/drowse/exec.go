@@ -118,7 +118,7 @@ are root, / and the least that a program needs.`,
 			if a.json() {
 				return a.execJSON(cmd.Context(), client, c)
 			}
-			c.Stdout, c.Stderr = a.stdout, a.stderr
+			c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
 			if interA {
 				c.Stdin = os.Stdin
 			}

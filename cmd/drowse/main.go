@@ -45,7 +45,7 @@ type app struct {
 	state   string
 	output  string
 	verbose bool
-	stdout  io.Writer
+	stdout  io.Writer // as stderr: a screen if it is a terminal; raw leads past that
 	stderr  io.Writer
 	log     *slog.Logger
 	// provider and spans are nil as long as nobody asks for traces: app.traces.
@@ -64,11 +64,12 @@ func main() {
 
 // run is main without the process around it.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	a := &app{stdout: stdout, stderr: stderr}
+	a := &app{stdout: onScreen(stdout), stderr: onScreen(stderr)}
+	defer endScreen(a.stdout)
 	root := a.root()
 	root.SetArgs(args)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
+	root.SetOut(a.stdout)
+	root.SetErr(a.stderr)
 	cmd, err := root.ExecuteContextC(events.WithCause(ctx, events.CLI))
 	a.endTraces(ctx)
 	var status statusError
@@ -208,7 +209,7 @@ func (a *app) launcher() (sandbox.Launcher, error) {
 	return sandbox.Launcher{Command: []string{self, "vmm"}, Agent: agent, Supervised: true}, nil
 }
 
-func isTerminal(w any) bool {
-	f, ok := w.(*os.File)
+func isTerminal(w io.Writer) bool {
+	f, ok := raw(w).(*os.File)
 	return ok && term.IsTerminal(int(f.Fd()))
 }

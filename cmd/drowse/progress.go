@@ -30,15 +30,15 @@ type progress struct {
 func (a *app) newProgress(what string, bytes func(stage string) bool) *progress {
 	p := &progress{what: what, bytes: bytes, log: a.stderr}
 	if hasWidth(a.stderr) {
-		p.bars = mpb.New(mpb.WithOutput(a.stderr))
-		p.log = p.bars
+		p.bars = mpb.New(mpb.WithOutput(raw(a.stderr)))
+		p.log = &screen{w: p.bars}
 	}
 	return p
 }
 
 // hasWidth says that w is a terminal that bars can be drawn on: some have no columns.
 func hasWidth(w io.Writer) bool {
-	f, ok := w.(*os.File)
+	f, ok := raw(w).(*os.File)
 	if !ok || !isTerminal(f) {
 		return false
 	}
@@ -85,7 +85,7 @@ func (p *progress) begin(total int64) {
 		return
 	}
 	p.total = total
-	name := decor.Name(p.what+": "+p.stage, decor.WCSyncSpaceR)
+	name := decor.Name(printable(p.what+": "+p.stage), decor.WCSyncSpaceR)
 	count := decor.CountersNoUnit("%d / %d", decor.WCSyncSpace)
 	known := total > 0
 	switch {

@@ -137,7 +137,7 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report,
 		}
 		return execResult(st, err)
 	}
-	c.Stdout, c.Stderr = a.stdout, a.stderr
+	c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
 	if m.interA {
 		c.Stdin = os.Stdin
 	}

@@ -327,9 +327,9 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 }
 
 func (a *app) serviceLogsCommand() *cobra.Command {
-	var follow bool
+	var follow, asIs bool
 	cmd := &cobra.Command{
-		Use: "logs NAME SERVICE", Short: "Print what a service has written", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "logs NAME SERVICE", Short: "Print what a service has written", Long: logsRaw("Print what a service has written."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -339,7 +339,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 				return err
 			}
 			if !a.json() {
-				err := s.ServiceLog(cmd.Context(), args[0], args[1], a.stdout, follow)
+				err := s.ServiceLog(cmd.Context(), args[0], args[1], a.logTo(asIs), follow)
 				if follow && errors.Is(err, context.Canceled) {
 					return nil // by Ctrl-C
 				}
@@ -356,5 +356,6 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
+	rawFlag(cmd, &asIs)
 	return cmd
 }

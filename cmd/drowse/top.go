@@ -83,7 +83,7 @@ prints one table, and ends.`,
 			if err != nil {
 				return err
 			}
-			out, isFile := a.stdout.(*os.File)
+			out, isFile := raw(a.stdout).(*os.File)
 			live := !once && !a.json() && isFile && term.IsTerminal(int(out.Fd()))
 			t := topper{vms: fleet.OfStoreLazily(s, a.launcher), networks: s, use: processUse, now: time.Now}
 			err = t.run(cmd.Context(), every, func(d topDoc) error {
@@ -93,7 +93,7 @@ prints one table, and ends.`,
 						rows = min(rows, max(height-3, 1))
 					}
 					// Home, and clear to the end of the screen (ECMA-48, CUP and ED).
-					fmt.Fprint(a.stdout, "\x1b[H\x1b[J")
+					fmt.Fprint(out, "\x1b[H\x1b[J")
 				}
 				if err := a.print(d, func(w io.Writer) { d.write(w, rows) }); err != nil || live {
 					return err

@@ -456,9 +456,9 @@ func (a *app) inspectCommand() *cobra.Command {
 }
 
 func (a *app) logsCommand() *cobra.Command {
-	var process bool
+	var process, asIs bool
 	cmd := &cobra.Command{
-		Use: "logs NAME", Short: "Print what a VM has written to its console", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "logs NAME", Short: "Print what a VM has written to its console", Long: logsRaw("Print what a VM has written to its console."), Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -479,10 +479,11 @@ func (a *app) logsCommand() *cobra.Command {
 				}
 				text = append(text, data...)
 			}
-			return a.print(map[string]string{"name": args[0], "log": string(text)}, func(w io.Writer) { _, _ = w.Write(text) })
+			return a.print(map[string]string{"name": args[0], "log": string(text)}, func(io.Writer) { _, _ = a.logTo(asIs).Write(text) })
 		},
 	}
 	cmd.Flags().BoolVar(&process, "vmm", false, "print the log of the VM's process instead")
+	rawFlag(cmd, &asIs)
 	return cmd
 }
 

@@ -1,0 +1,104 @@
+package main
+
+import (
+	"bytes"
+	"io"
+	"strings"
+	"sync"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+)
+
+// screen is a terminal that is shown text. Parts of that are chosen by guests, in logs, names, labels and errors, and
+// would move the cursor, change the title, answer for the user or hide what was written, if they came to it
+// as they are. Its methods may be called from any goroutine.
+type screen struct {
+	w io.Writer // the terminal
+
+	mu   sync.Mutex
+	held []byte // the beginning of a character, or one carriage return for several: fewer than utf8.UTFMax bytes
+}
+
+// onScreen is w, or a screen if that is a terminal.
+func onScreen(w io.Writer) io.Writer {
+	if isTerminal(w) {
+		return &screen{w: w}
+	}
+	return w
+}
+
+// raw is what is behind a screen: for what drives the terminal by right, as the output of a command that the user runs in a
+// guest does, as with ssh.
+func raw(w io.Writer) io.Writer {
+	if s, ok := w.(*screen); ok {
+		return s.w
+	}
+	return w
+}
+
+// lineEnds are those of a console, which is a terminal itself.
+var lineEnds = strings.NewReplacer("\r\r\n", "\n", "\r\n", "\n")
+
+// Write implements io.Writer: what a terminal takes for a command is replaced.
+func (s *screen) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	text := append(s.held, p...)
+	whole := len(text) - incomplete(text)
+	s.held = append([]byte(nil), text[whole:min(len(text), whole+utf8.UTFMax-1)]...)
+	if len(s.held) > 0 && s.held[0] == '\r' {
+		s.held = s.held[:1]
+	}
+	if _, err := io.WriteString(s.w, printable(lineEnds.Replace(string(text[:whole])))); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+// incomplete is how many bytes at the end of a text mean something only with what comes next.
+func incomplete(text []byte) int {
+	n := len(text)
+	if before := len(bytes.TrimRight(text, "\r")); before < n {
+		return n - before
+	}
+	for i := n - 1; i >= max(0, n-utf8.UTFMax+1); i-- {
+		if utf8.RuneStart(text[i]) {
+			if !utf8.FullRune(text[i:]) {
+				return n - i
+			}
+			break
+		}
+	}
+	return 0
+}
+
+// endScreen shows what a screen still holds.
+func endScreen(w io.Writer) {
+	if s, ok := w.(*screen); ok {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		_, _ = io.WriteString(s.w, printable(string(s.held)))
+		s.held = nil
+	}
+}
+
+// logTo is where a log of a guest goes.
+func (a *app) logTo(asIs bool) io.Writer {
+	if asIs {
+		return raw(a.stdout)
+	}
+	return a.stdout
+}
+
+func rawFlag(cmd *cobra.Command, asIs *bool) {
+	cmd.Flags().BoolVar(asIs, "raw", false, "pass on what drives a terminal, too")
+}
+
+// logsRaw is the long help of a command that prints what a guest has written.
+func logsRaw(what string) string {
+	return what + `
+
+On a terminal, control characters and what is no text are replaced by U+FFFD, since the guest
+chooses them. With --raw, and if stdout is no terminal, bytes come as they are.`
+}
