@@ -167,3 +167,40 @@ func evalSymlinks(t *testing.T, path string) string {
 	}
 	return path
 }
+
+// A state directory that is misspelt must not be taken for an empty one, and made.
+func TestAttack_misspelt_state_directory_is_made_and_nothing_said(t *testing.T) {
+	for _, args := range []string{
+		"ps", "ls", "top --once", "history a", "events", "inspect a", "logs a", "audit a", "stats a", "diff a", "watch a /x", "exec a true", "cp a:/x y", "cp x a:/y",
+		"ssh a", "ssh-config", "port-forward a 80:80", "start a", "stop a", "sleep a", "wake a", "promote a", "rename a b", "update a --owner b", "rm a", "restore s", "fork a",
+		"prune", "snapshot ls", "snapshot tree", "snapshot inspect s", "snapshot create a", "snapshot rm s", "snapshot export s", "snapshot compact s",
+		"image ls", "image inspect i", "image rm i", "image export i -", "image prune", "kernel ls", "kernel inspect built", "volume ls", "volume inspect v", "volume rm v",
+		"volume resize v 1", "policy show a", "policy flows a", "secret ls a", "secret rm a s", "service ls a", "service logs a s", "service rm a s", "token ls", "token rm t",
+	} {
+		t.Run(args, func(t *testing.T) {
+			state := filepath.Join(t.TempDir(), "typo")
+			code, stdout, stderr := drowse(t, state, strings.Fields(args)...)
+			if code == 0 || stdout != "" {
+				t.Errorf("exit status %d, stdout %q: want it to fail", code, stdout)
+			}
+			if !strings.Contains(stderr, state) || !strings.Contains(stderr, "--state") {
+				t.Errorf("stderr %q does not say what is missing", stderr)
+			}
+			if _, err := os.Lstat(state); err == nil {
+				t.Error("the directory was made")
+			}
+		})
+	}
+}
+
+func TestCommandsThatBeginSomethingMakeTheStateDirectory(t *testing.T) {
+	for args, want := range map[string]int{"volume create v --size 16": 0, "token create t": 0, "snapshot import /dev/null": exitFailed, "run --image none": exitUsage} {
+		state := filepath.Join(t.TempDir(), "new", "state")
+		if code, _, stderr := drowse(t, state, strings.Fields(args)...); code != want {
+			t.Errorf("%s: exit status %d, want %d: %s", args, code, want, stderr)
+		}
+		if _, err := os.Lstat(filepath.Join(state, "vms")); err != nil && want != exitUsage {
+			t.Errorf("%s: %v", args, err)
+		}
+	}
+}

@@ -57,7 +57,7 @@ while True:
 func (a *app) demoCommand() *cobra.Command {
 	var spec sandbox.Spec
 	cmd := &cobra.Command{
-		Use:   "demo",
+		Use: "demo", Annotations: makesState,
 		Short: "Show the main job: boot, run a program, sleep, wake, and find everything as it was",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -79,7 +79,7 @@ func (a *app) imageBuildCommand() *cobra.Command {
 		steps  stepFlags
 	)
 	cmd := &cobra.Command{
-		Use:   "build --from SOURCE | --file FILE --tag NAME",
+		Use: "build --from SOURCE | --file FILE --tag NAME", Annotations: makesState,
 		Short: "Make an image from Debian packages, a container image, a tar file, a directory or steps",
 		Long: `Make an image from Debian packages, a container image, a tar file or a directory,
 or of the steps of a build file. SOURCE is one of

@@ -34,7 +34,7 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 		shared  string
 	)
 	cmd := &cobra.Command{
-		Use:   "build",
+		Use: "build", Annotations: makesState,
 		Short: "Build the small guest kernel from Debian's kernel source",
 		Long: `Build the small guest kernel from Debian's kernel source, or find it in the cache if
 nothing that it is made from has changed. It runs on every kind of KVM.
@@ -109,7 +109,7 @@ func (a *app) kernelFetchCommand() *cobra.Command {
 		modules []string
 	)
 	cmd := &cobra.Command{
-		Use:   "fetch",
+		Use: "fetch", Annotations: makesState,
 		Short: "Fetch Debian's stock cloud kernel, which runs on hardware KVM",
 		Long: `Fetch Debian's stock cloud kernel, which runs on KVM with VMX or SVM. Its drivers are
 modules: those that a VM needs are loaded when it boots, and with --module others as well.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"os"
 	"os/signal"
@@ -51,6 +52,8 @@ type app struct {
 	// provider and spans are nil as long as nobody asks for traces: app.traces.
 	provider *sdktrace.TracerProvider
 	spans    *traces.Traces
+	// mayMake says that the command makes the state directory if there is none: makesState.
+	mayMake bool
 }
 
 const defaultState = "/var/lib/drowse"
@@ -119,6 +122,7 @@ func (a *app) root() *cobra.Command {
 			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
 				return usageError{fmt.Errorf("output format %q: use %s", a.output, strings.Join(formats, " or "))}
 			}
+			_, a.mayMake = cmd.Annotations[stateAnnotation]
 			level := slog.LevelInfo
 			if a.verbose {
 				level = slog.LevelDebug
@@ -159,7 +163,19 @@ func usageArgs(cmd *cobra.Command) {
 	}
 }
 
-func (a *app) store() (*sandbox.Store, error) { return sandbox.OpenStore(a.state) }
+const stateAnnotation = "state"
+
+// makesState annotates commands that put something new into a state directory, and so make one.
+var makesState = map[string]string{stateAnnotation: "made"}
+
+// store opens the store of the state directory. Only commands with makesState make one: any other would find it empty, and
+// leave it where its name is misspelt.
+func (a *app) store() (*sandbox.Store, error) {
+	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
+		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
+	}
+	return sandbox.OpenStore(a.state)
+}
 
 // formatAnnotation names a further output format that a command has.
 const formatAnnotation = "format"

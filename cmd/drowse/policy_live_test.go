@@ -150,7 +150,7 @@ func TestPolicyCommands_of_vms_that_are_not_there_or_files_that_are_wrong(t *tes
 		{"fork none --policy " + bad, exitUsage, "ruels"},
 	} {
 		var out, errs strings.Builder
-		code := run(t.Context(), append([]string{"--state", filepath.Join(dir, "state")}, strings.Fields(tt.args)...), &out, &errs)
+		code := run(t.Context(), append([]string{"--state", dir}, strings.Fields(tt.args)...), &out, &errs)
 		if code != tt.code || !strings.Contains(errs.String(), tt.says) || out.Len() != 0 {
 			t.Errorf("%s: status %d, want %d: %s%s", tt.args, code, tt.code, &out, &errs)
 		}

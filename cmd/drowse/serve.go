@@ -29,7 +29,7 @@ func (a *app) serveCommand() *cobra.Command {
 		hooks            webhookFlags
 	)
 	cmd := &cobra.Command{
-		Use: "serve", Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
+		Use: "serve", Annotations: makesState, Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
 		Long: `Keep processes ready in which VMs wake, with what KVM has of a VM, so that a wake, a
 restore or a fork need not start one. They are made for VMs of the sizes that were
 started last. Commands with the same --state find them, and do without when there are none.

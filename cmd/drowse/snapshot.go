@@ -247,7 +247,7 @@ is not in it.`,
 
 func (a *app) snapshotImportCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "import FILE", Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
+		Use: "import FILE", Annotations: makesState, Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {

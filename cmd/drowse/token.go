@@ -26,7 +26,7 @@ func (a *app) tokenCommand() *cobra.Command {
 	}
 	var scope string
 	create := &cobra.Command{
-		Use: "create NAME", Short: "Make a token and print it, once", Args: cobra.ExactArgs(1),
+		Use: "create NAME", Annotations: makesState, Short: "Make a token and print it, once", Args: cobra.ExactArgs(1),
 		Long: `Make a token and print it. It is not kept: the file has its hash. Whoever has it may use
 the HTTP API over TCP, from now on: to read, or with --scope write to do everything, which is
 as much as root may in the sandboxes.`,

@@ -36,7 +36,7 @@ func (a *app) runCommand() *cobra.Command {
 		tags     []string
 	)
 	cmd := &cobra.Command{
-		Use:   "run [flags] [IMAGE] [-- COMMAND [ARG...]]",
+		Use: "run [flags] [IMAGE] [-- COMMAND [ARG...]]", Annotations: makesState,
 		Short: "Make a VM from an image and boot it, and run a command in it",
 		Long: `Make a VM from an image and boot it. It runs in a process of its own and goes on
 when this command has ended. The VM's name is printed.

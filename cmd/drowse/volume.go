@@ -33,7 +33,7 @@ a volume as it left it; a snapshot whose guest had it for writing cannot be clon
 func (a *app) volumeCreateCommand() *cobra.Command {
 	size := int64(defaultVolumeMiB)
 	cmd := &cobra.Command{
-		Use: "create NAME", Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
+		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {
