@@ -27,7 +27,8 @@ const copied = "copy"
 // it, and in it from before.
 type scene struct {
 	top, dst string
-	broken   bool // something but the copy has changed
+	was      map[string]string // outside
+	broken   bool              // something but the copy has changed
 }
 
 func newScene(t testing.TB) *scene {
@@ -44,6 +45,7 @@ func (s *scene) begin(t testing.TB) {
 		put(t, s.top+f, []byte("safe"))
 	}
 	s.symlink(t, "../..", "/in/dst/up")
+	s.was = s.outside(t)
 }
 
 // again takes the last copy away, and with merged has something there that the next one is merged into.
@@ -231,7 +233,6 @@ var unpackers = map[string]func(t testing.TB, archive []byte, root *os.Root, o O
 // unpackIn unpacks an archive in a scene and says what it has done that it may not.
 func unpackIn(t testing.TB, s *scene, o Options, unpack func(root *os.Root, o Options) error) (err error, wrong []string) {
 	t.Helper()
-	before := s.outside(t)
 	root, err := os.OpenRoot(s.dst)
 	if err != nil {
 		t.Fatal(err)
@@ -239,7 +240,7 @@ func unpackIn(t testing.TB, s *scene, o Options, unpack func(root *os.Root, o Op
 	defer root.Close()
 	o.Rename = copied
 	err = unpack(root, o)
-	wrong = difference(before, s.outside(t))
+	wrong = difference(s.was, s.outside(t))
 	s.broken = len(wrong) > 0
 	return err, wrong
 }
