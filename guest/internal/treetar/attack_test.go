@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"maps"
 	"math/rand/v2"
@@ -417,5 +418,57 @@ func TestUnpack_links_come_last_and_the_last_entry_of_a_name_counts(t *testing.T
 		if fi, err := os.Lstat(path.Join(s.dst, copied, name)); err != nil || fi.Mode().Type() != want {
 			t.Errorf("%s: %v, %v; want %v", name, fi, err, want)
 		}
+	}
+}
+
+// swapper has a directory of a tree replaced by a link to elsewhere when its name is written: by a guest, say, that shares
+// the tree.
+type swapper struct {
+	b    bytes.Buffer
+	swap func()
+}
+
+func (s *swapper) Write(p []byte) (int, error) {
+	if s.swap != nil && bytes.Contains(p, []byte("copy/d/")) {
+		s.swap()
+		s.swap = nil
+	}
+	return s.b.Write(p)
+}
+
+func TestAttack_copy_of_a_tree_that_a_guest_changes_reads_what_is_elsewhere(t *testing.T) {
+	for name, pack := range map[string]func(t *testing.T, w *swapper, src string) error{
+		"in one go": func(t *testing.T, w *swapper, src string) error {
+			_, err := Pack(t.Context(), w, src, "copy")
+			return err
+		},
+		"resumed": func(t *testing.T, w *swapper, src string) error {
+			nothing := frames(byte(frameHave), []byte{0})
+			_, err := PackResumed(t.Context(), struct {
+				io.Reader
+				io.Writer
+			}{bytes.NewReader(nothing), w}, src, "copy")
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			top := t.TempDir()
+			put(t, top+"/elsewhere/f", []byte("secret"))
+			put(t, top+"/tree/d/f", []byte("shared"))
+			w := &swapper{swap: func() {
+				if err := errors.Join(os.Rename(top+"/tree/d", top+"/away"), os.Symlink(top+"/elsewhere", top+"/tree/d")); err != nil {
+					t.Error(err)
+				}
+			}}
+			if err := pack(t, w, top+"/tree"); !errors.Is(err, ErrUnsafe) && err != nil {
+				t.Errorf("got %v", err)
+			}
+			if w.swap != nil {
+				t.Error("the directory was not replaced")
+			}
+			if bytes.Contains(w.b.Bytes(), []byte("secret")) {
+				t.Error("a file beside the tree was packed")
+			}
+		})
 	}
 }

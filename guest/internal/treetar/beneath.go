@@ -109,6 +109,26 @@ func (s *spot) stat() (st unix.Stat_t, err error) {
 	return st, s.fail("fstatat", err)
 }
 
+// lstat is stat for those who want to know more.
+func (s *spot) lstat() (fs.FileInfo, error) {
+	f, err := s.open(unix.O_PATH, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return f.Stat()
+}
+
+// readlink is where a symbolic link leads.
+func (s *spot) readlink() (string, error) {
+	b := make([]byte, unix.PathMax)
+	n, err := unix.Readlinkat(s.fd(), s.base, b)
+	if err != nil {
+		return "", s.fail("readlinkat", err)
+	}
+	return string(b[:n]), nil
+}
+
 // open opens a file: a link is refused, and a pipe is not waited for.
 func (s *spot) open(flags int, perm uint32) (*os.File, error) {
 	for {

@@ -12,8 +12,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path"
-	"path/filepath"
 	"strconv"
 )
 
@@ -153,9 +151,9 @@ func (a *archiveReader) Read(p []byte) (int, error) {
 
 // offered is an entry of a batch, at its sender.
 type offered struct {
-	path, name string
-	fi         fs.FileInfo // as it was when it was offered
-	there      int64       // bytes that the receiver has
+	rel, name string      // at its source, and in the archive
+	fi        fs.FileInfo // as it was when it was offered
+	there     int64       // bytes that the receiver has
 }
 
 func (o *offered) file() bool { return o.fi.Mode().IsRegular() && o.fi.Size() > 0 }
@@ -163,27 +161,15 @@ func (o *offered) file() bool { return o.fi.Mode().IsRegular() && o.fi.Size() > 
 // PackResumed is Pack for a receiver that may have some of the tree: see UnpackResumed, to which
 // rw must lead.
 func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Result, error) {
+	from, err := openSource(src)
+	if err != nil {
+		return Result{}, fmt.Errorf("pack %s: %w", src, err)
+	}
+	defer from.close()
 	out := bufio.NewWriterSize(archiveWriter{rw}, archiveBuffer)
-	s := &sender{ctx: ctx, src: src, rw: rw, r: bufio.NewReader(rw), out: out, tw: tar.NewWriter(out)}
-	err := filepath.WalkDir(src, func(p string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return goneIsNot(src, p, err)
-		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		rel, err := filepath.Rel(src, p)
-		if err != nil {
-			return err
-		}
-		fi, err := d.Info()
-		if err != nil {
-			return goneIsNot(src, p, err)
-		}
-		if p != src && isPart(fi.Name()) {
-			return nil
-		}
-		return s.add(&offered{path: p, name: path.Join(name, filepath.ToSlash(rel)), fi: fi})
+	s := &sender{ctx: ctx, from: from, rw: rw, r: bufio.NewReader(rw), out: out, tw: tar.NewWriter(out)}
+	err = from.walk(ctx, func(rel string, _ *spot, fi fs.FileInfo) error {
+		return s.add(&offered{rel: rel, name: from.rename(rel, name), fi: fi})
 	})
 	if err == nil {
 		err = s.send()
@@ -202,7 +188,7 @@ func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Resul
 
 type sender struct {
 	ctx   context.Context
-	src   string
+	from  *source
 	rw    io.ReadWriter
 	r     io.Reader
 	out   *bufio.Writer // of the archive
@@ -227,12 +213,25 @@ func (s *sender) send() error {
 		return err
 	}
 	for _, o := range s.batch {
-		if err := goneIsNot(s.src, o.path, packOne(s.tw, o.path, o.name, o.there, o.fi, &s.res)); err != nil {
+		if err := s.from.goneIsNot(o.rel, s.pack(o)); err != nil {
 			return err
 		}
 	}
 	s.batch, s.names = s.batch[:0], 0
 	return nil
+}
+
+func (s *sender) pack(o *offered) error {
+	at, err := s.from.find(o.rel)
+	if err != nil {
+		return err
+	}
+	defer at.close()
+	fi, err := at.lstat()
+	if err != nil {
+		return err
+	}
+	return packOne(s.tw, at, fi, o.name, o.there, o.fi, &s.res)
 }
 
 // negotiate finds out what the receiver has of the batch.
@@ -304,9 +303,14 @@ func (s *sender) negotiate() error {
 
 // sum is that of the beginning of a file, or zero, which nothing has, if that is not there any more.
 func (s *sender) sum(o *offered, n int64) (none [sha256.Size]byte, err error) {
-	f, err := os.OpenFile(o.path, os.O_RDONLY|openNoFollow, 0)
+	at, err := s.from.find(o.rel)
 	if err != nil {
 		return none, nil // packing it says what is wrong, if it still matters then
+	}
+	defer at.close()
+	f, err := at.open(os.O_RDONLY, 0)
+	if err != nil {
+		return none, nil
 	}
 	defer f.Close()
 	sum, err := hashPrefix(s.ctx, f, n)

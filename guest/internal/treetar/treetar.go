@@ -14,7 +14,6 @@ import (
 	"maps"
 	"os"
 	"path"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -93,56 +92,38 @@ func (r *Result) skip(name string) {
 
 // Pack writes the tree at src, a file or directory, as a tar stream. Names
 // start with name. Devices, pipes and sockets are left out, as are unfinished files of
-// copies.
+// copies. Whoever changes the tree meanwhile, as a guest that shares it may, cannot have it pack what is elsewhere: no link
+// in it is followed.
 func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
+	from, err := openSource(src)
+	if err != nil {
+		return Result{}, fmt.Errorf("pack %s: %w", src, err)
+	}
+	defer from.close()
 	tw := tar.NewWriter(w)
 	var res Result
-	err := filepath.WalkDir(src, func(p string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return goneIsNot(src, p, err)
-		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		rel, err := filepath.Rel(src, p)
-		if err != nil {
-			return err
-		}
-		if p != src && isPart(d.Name()) {
-			return nil
-		}
-		return goneIsNot(src, p, packOne(tw, p, path.Join(name, filepath.ToSlash(rel)), 0, nil, &res))
+	err = from.walk(ctx, func(rel string, s *spot, fi fs.FileInfo) error {
+		return packOne(tw, s, fi, from.rename(rel, name), 0, nil, &res)
 	})
-	if err != nil {
-		return res, fmt.Errorf("pack %s: %w", src, err)
+	if err == nil {
+		err = tw.Close()
 	}
-	if err := tw.Close(); err != nil {
+	if err != nil {
 		return res, fmt.Errorf("pack %s: %w", src, err)
 	}
 	return res, nil
 }
 
-// goneIsNot takes it for no error that something is gone since its directory was read.
-func goneIsNot(src, p string, err error) error {
-	if p != src && errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return err
-}
-
 // packOne packs an entry, of a file without the bytes before the offset unless it is not as it was.
-func packOne(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res *Result) error {
-	fi, err := os.Lstat(p)
-	if err != nil {
-		return err
-	}
+func packOne(tw *tar.Writer, s *spot, fi fs.FileInfo, name string, offset int64, was fs.FileInfo, res *Result) error {
 	link := ""
 	switch fi.Mode().Type() {
 	case 0:
-		return packFile(tw, p, name, offset, was, res)
+		return packFile(tw, s, name, offset, was, res)
 	case fs.ModeDir:
 	case fs.ModeSymlink:
-		if link, err = os.Readlink(p); err != nil {
+		var err error
+		if link, err = s.readlink(); err != nil {
 			return err
 		}
 	default:
@@ -172,8 +153,8 @@ func writeHeader(tw *tar.Writer, fi fs.FileInfo, link, name string, offset int64
 	return tw.WriteHeader(h)
 }
 
-func packFile(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res *Result) error {
-	f, err := os.OpenFile(p, os.O_RDONLY|openNoFollow, 0)
+func packFile(tw *tar.Writer, s *spot, name string, offset int64, was fs.FileInfo, res *Result) error {
+	f, err := s.open(os.O_RDONLY, 0)
 	if err != nil {
 		return err
 	}
@@ -199,7 +180,7 @@ func packFile(tw *tar.Writer, p, name string, offset int64, was fs.FileInfo, res
 		return err
 	}
 	if n < fi.Size()-offset {
-		return fmt.Errorf("%s became shorter while it was read: %w", p, io.ErrUnexpectedEOF)
+		return fmt.Errorf("%s became shorter while it was read: %w", name, io.ErrUnexpectedEOF)
 	}
 	return nil
 }
