@@ -167,7 +167,7 @@ func FuzzMask(f *testing.F) {
 			if len(a[k]) != len(b[k]) || len(a[k]) != len(both[k]) {
 				t.Fatalf("piece %d of %q: %q for %q, %q for %q, %q for both", k, text, a[k], one, b[k], two, both[k])
 			}
-			for i := range a[k] {
+			for i := range len(a[k]) {
 				want := func(is bool) byte {
 					if is {
 						return '*'
