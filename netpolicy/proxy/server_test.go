@@ -59,7 +59,7 @@ const (
 
 // world is a proxy with servers that it may reach, or not.
 type world struct {
-	t       *testing.T
+	t       testing.TB
 	srv     *Server
 	at      string // where it listens
 	id      *Identity
@@ -156,7 +156,7 @@ func (w *world) got() string {
 	return strings.Join(w.log, "\n")
 }
 
-func newWorld(t *testing.T, edit ...func(*Config)) *world {
+func newWorld(t testing.TB, edit ...func(*Config)) *world {
 	t.Helper()
 	w := &world{
 		t: t, id: identity(t, 1, "lineage"), dialled: make(chan netip.AddrPort, 10000), pins: map[netip.Addr][]string{}, changed: make(chan struct{}),
