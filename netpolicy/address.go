@@ -32,7 +32,7 @@ var floor = prefixes(
 	"2001::/32", "2002::/16",
 )
 
-// private are addresses that have to be named.
+// private are addresses that have to be named, on any host.
 var private = prefixes("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "198.18.0.0/15", "fc00::/7")
 
 // wireFloor are the addresses of the wire but for the gateway's.
@@ -63,6 +63,8 @@ type classes struct {
 	host   map[netip.Addr]bool
 	agents []netip.Prefix
 	peers  map[netip.Addr]bool
+	// private are addresses that have to be named: those that are for everybody, and those on the host's links.
+	private []netip.Prefix
 }
 
 func (c *classes) of(a netip.Addr) class {
@@ -74,7 +76,7 @@ func (c *classes) of(a netip.Addr) class {
 		return classHost
 	case c.peers[a] || inside(one, c.agents):
 		return classAgent
-	case inside(one, private):
+	case inside(one, c.private):
 		return classPrivate
 	}
 	return classPublic
@@ -83,7 +85,7 @@ func (c *classes) of(a netip.Addr) class {
 // boundaries are all prefixes at whose edges the class may change.
 func (c *classes) boundaries() []netip.Prefix {
 	out := append([]netip.Prefix(nil), c.floor...)
-	out = append(out, private...)
+	out = append(out, c.private...)
 	out = append(out, c.agents...)
 	for a := range c.host {
 		out = append(out, netip.PrefixFrom(a, a.BitLen()))

@@ -101,6 +101,8 @@ func (id Identity) validate(env Environment) error {
 		return fmt.Errorf("%w: the agent has no IPv4 address", ErrIdentity)
 	case id.Address6 != (netip.Addr{}) && (!id.Address6.Is6() || id.Address6.Is4In6() || id.Address6.Zone() != ""):
 		return fmt.Errorf("%w: %v is no IPv6 address that an agent can have", ErrIdentity, id.Address6)
+	case len(env.OnLink) > MaxOnLink:
+		return fmt.Errorf("%w: %d ranges on the host's links: at most %d", ErrIdentity, len(env.OnLink), MaxOnLink)
 	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxHostAddresses || len(env.Peers) > MaxPeers:
 		return fmt.Errorf("%w: %d addresses of the host, %d ranges of agents, %d agents: at most %d, %d and %d",
 			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxHostAddresses, MaxPeers)
@@ -113,6 +115,11 @@ func (id Identity) validate(env Environment) error {
 	for _, p := range env.Agents {
 		if err := checkPrefix(p); err != nil {
 			return fmt.Errorf("%w: range of agents: %w", ErrIdentity, err)
+		}
+	}
+	for _, p := range env.OnLink {
+		if err := checkPrefix(p); err != nil {
+			return fmt.Errorf("%w: range on the host's links: %w", ErrIdentity, err)
 		}
 	}
 	tags := 0
@@ -148,6 +155,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	c := &compiler{rules: rules, classes: classes{
 		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
 		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
+		private: append(slices.Clone(private), env.OnLink...),
 	}, sets: map[bitset]uint32{}}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
@@ -474,7 +482,7 @@ func (c *compiler) addresses(six bool) uint32 {
 			mask := uint8(maskAll)
 			if r.Verdict == Allow {
 				mask = maskPublic
-				if inside(cidr.Prefix, private) {
+				if inside(cidr.Prefix, c.classes.private) {
 					mask |= maskPrivate
 				}
 			}

@@ -103,6 +103,9 @@ func (r *random) makePolicy() {
 			{netip.MustParseAddr("10.77.0.1"), []string{"eu"}},
 		},
 	}
+	if r.one(2) {
+		r.env.OnLink = []netip.Prefix{netip.MustParsePrefix("203.0.113.0/25"), netip.MustParsePrefix("8.0.0.0/8"), netip.MustParsePrefix("2606:4700::/32"), netip.MustParsePrefix("10.0.0.0/7")}
+	}
 	if r.one(6) {
 		r.env = Environment{}
 	}

@@ -89,7 +89,7 @@
 //
 // then host (the gateway, and Environment.Host), agent (Environment.Agents and the
 // addresses of Environment.Peers), private (10/8, 172.16/12, 192.168/16, 100.64/10,
-// 198.18/15, fc00::/7), and public, which is all the rest.
+// 198.18/15, fc00::/7, and Environment.OnLink), and public, which is all the rest.
 //
 // # Rules
 //

@@ -172,7 +172,7 @@ func (s *Spec) opensBeyond(peer netip.AddrPort, pinned []string, name string) (r
 		if r.Direction != Egress || !r.has(TCP) || !r.about(peer.Port()) {
 			continue
 		}
-		if r.addresses(peer.Addr(), k) || k == classPublic && r.named(peer.Port(), pinned, name) {
+		if r.addresses(peer.Addr(), k, s.class.private) || k == classPublic && r.named(peer.Port(), pinned, name) {
 			return i, r.Verdict == Allow
 		}
 	}
@@ -219,8 +219,8 @@ func contains(ranges []PortRange, port uint16) bool {
 	return slices.ContainsFunc(ranges, func(p PortRange) bool { return p.First <= port && port <= p.Last })
 }
 
-// addresses says whether a rule matches a public or private address for itself.
-func (r *flat) addresses(a netip.Addr, k class) bool {
+// addresses says whether a rule matches a public or private address for itself. private are the ranges of private ones.
+func (r *flat) addresses(a netip.Addr, k class, private []netip.Prefix) bool {
 	return r.always()&(1<<k) != 0 || r.only == nil && slices.ContainsFunc(r.CIDRs, func(c CIDR) bool {
 		return c.Contains(a) && (r.Verdict != Allow || k == classPublic || inside(c.Prefix, private))
 	})

@@ -50,6 +50,8 @@ type Environment struct {
 	// Host are addresses of the host, besides the gateway's; see HostAddresses. One
 	// that is left out counts as public or private.
 	Host []netip.Addr
+	// OnLink are the ranges in which the host has neighbours; see OnLink. They count as private.
+	OnLink []netip.Prefix
 	// Agents are the ranges in which agents have their addresses.
 	Agents []netip.Prefix
 	// Peers are other agents, whose addresses need not lie in these ranges. Their tags are
@@ -86,8 +88,9 @@ func HostAddresses() ([]netip.Addr, error) {
 	return out, nil
 }
 
-// MaxPeers bounds Environment.Peers, and MaxHostAddresses the other two lists.
+// MaxPeers bounds Environment.Peers, MaxOnLink is for OnLink, and MaxHostAddresses for the other two lists.
 const (
 	MaxPeers         = 4096
+	MaxOnLink        = 512
 	MaxHostAddresses = 256
 )

@@ -72,6 +72,7 @@ type network struct {
 	mu      sync.Mutex // guards what follows
 	policy  *netpolicy.Policy
 	host    []netip.Addr
+	onLink  []netip.Prefix // where the host has neighbours
 	history []installed
 	stopDNS func()          // nil while the resolver does not listen
 	tls     *tlsname.Server // nil while no policy has had names that are checked
@@ -151,6 +152,9 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	if n.host, err = netpolicy.HostAddresses(); err != nil {
 		return nil, err
 	}
+	if n.onLink, err = netpolicy.OnLink(); err != nil {
+		return nil, err
+	}
 	ahead, aerr := p.Shells.network()
 	if aerr != nil {
 		log.Warn("the VM's network was not made ahead", "error", aerr)
@@ -165,7 +169,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	if err != nil {
 		return nil, err
 	}
-	spec, err := n.compile(policy, n.host)
+	spec, err := n.compile(policy, n.host, n.onLink)
 	if err != nil {
 		if ln != nil {
 			err = errors.Join(err, ln.Close())
@@ -181,10 +185,10 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	return n, nil
 }
 
-// compile compiles a policy for the VM on a host with these addresses.
-func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Spec, error) {
+// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges.
+func (n *network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip.Prefix) (*netpolicy.Spec, error) {
 	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
-		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
+		netpolicy.Environment{Host: host, OnLink: onLink, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
 
 // attach puts the policy on the device and raises it. If the policy has names that are checked,
@@ -338,7 +342,7 @@ func (n *network) set(p *netpolicy.Policy) error {
 	if ln != nil {
 		n.serveTLS(ln)
 	}
-	spec, err := n.compile(p, n.host)
+	spec, err := n.compile(p, n.host, n.onLink)
 	if err != nil {
 		return err
 	}
@@ -532,7 +536,8 @@ func opensAgents(p *netpolicy.Policy) bool {
 const hostInterval = 30 * time.Second
 
 // watchHost compiles the policy again when the host gets or loses an address, since
-// addresses of the host are opened by group host alone.
+// addresses of the host are opened by group host alone. Ranges that come without an address, as that of a gateway, are
+// noticed within hostInterval.
 func (n *network) watchHost() {
 	updates := make(chan netlink.AddrUpdate, 64)
 	done := make(chan struct{})
@@ -578,9 +583,13 @@ func (n *network) watchHost() {
 	}
 }
 
-// refresh puts the policy on the link again if the host's addresses have changed.
+// refresh puts the policy on the link again if the host's addresses have changed, or the ranges of its neighbours.
 func (n *network) refresh() error {
 	host, err := netpolicy.HostAddresses()
+	if err != nil {
+		return err
+	}
+	onLink, err := netpolicy.OnLink()
 	if err != nil {
 		return err
 	}
@@ -588,17 +597,17 @@ func (n *network) refresh() error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	slices.SortFunc(n.host, netip.Addr.Compare)
-	if slices.Equal(host, n.host) {
+	if slices.Equal(host, n.host) && slices.Equal(onLink, n.onLink) {
 		return nil
 	}
-	spec, err := n.compile(n.policy, host)
+	spec, err := n.compile(n.policy, host, onLink)
 	if err != nil {
 		return err
 	}
 	if err := n.install(spec); err != nil {
 		return err
 	}
-	n.host = host
+	n.host, n.onLink = host, onLink
 	n.dns.SetPolicy(n.policy, spec)
 	return nil
 }

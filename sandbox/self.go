@@ -271,7 +271,7 @@ func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err
 	}
 	n := 0
 	for i := range all {
-		if all[i].VM == p.r.ID && strings.HasPrefix(all[i].Note, selfNote) {
+		if all[i].Owner == p.r.ID && strings.HasPrefix(all[i].Note, selfNote) {
 			n++
 		}
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
@@ -161,4 +162,60 @@ func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
 	held(1)
 	s.holders.dismiss(time.Minute)
 	held(0)
+}
+
+// TestAttack_guest_takes_more_snapshots_of_itself_than_it_may asks for one after another, as a guest does that wants to fill the disk.
+func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
+	t.Parallel()
+	s := tempStore(t)
+	r, other := labelled(t, s, "vm", Stopped, nil), labelled(t, s, "other", Stopped, nil)
+	// What a request leaves behind when it was served; see process.capture.
+	take := func(r *Record, note string) string {
+		t.Helper()
+		labels, err := r.labels(kindNamed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		labels[labelNote] = note
+		id := newID()
+		if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}}); err != nil {
+			t.Fatal(err)
+		}
+		return id
+	}
+	// A VM that sleeps takes none, so that a request which is not refused before fails with that.
+	p := &process{store: s, r: r, asleep: true}
+	ask := func() error {
+		t.Helper()
+		id, err := p.selfSnapshot(t.Context(), "again")
+		if id != "" {
+			t.Fatalf("a VM that sleeps has taken the snapshot %s", id)
+		}
+		return err
+	}
+	take(r, "of its owner")
+	take(other, selfNote)
+	var last string
+	for n := range MaxSelfSnapshots {
+		if err := ask(); !errors.Is(err, ErrNotRunning) || errors.Is(err, ErrSelfLimit) {
+			t.Fatalf("with %d snapshots: %v, want one more to be taken", n, err)
+		}
+		last = take(r, []string{selfNote, selfNote + ": again"}[n%2])
+	}
+	for range 3 {
+		if err := ask(); !errors.Is(err, ErrSelfLimit) {
+			t.Fatalf("with %d snapshots: %v, want ErrSelfLimit", MaxSelfSnapshots, err)
+		}
+	}
+	// Another name is no other VM.
+	r.Spec.Name = "renamed"
+	if err := ask(); !errors.Is(err, ErrSelfLimit) {
+		t.Errorf("under another name: %v, want ErrSelfLimit", err)
+	}
+	if err := s.RemoveSnapshot(t.Context(), last); err != nil {
+		t.Fatal(err)
+	}
+	if err := ask(); !errors.Is(err, ErrNotRunning) {
+		t.Errorf("after its owner has removed one: %v, want one more to be taken", err)
+	}
 }

@@ -57,6 +57,7 @@ func readPolicy(path string) (*netpolicy.Policy, error) {
 type surroundings struct {
 	address, address6 string
 	host, agents      []string
+	onLink            []string
 	peers             []string
 }
 
@@ -65,6 +66,7 @@ func (s *surroundings) flags(cmd *cobra.Command) {
 	f.StringVar(&s.address, "address", "10.200.0.2", "the VM's own IPv4 address")
 	f.StringVar(&s.address6, "address6", "", "the VM's own IPv6 address; without one there is no IPv6")
 	f.StringSliceVar(&s.host, "host", nil, "addresses of the host")
+	f.StringSliceVar(&s.onLink, "on-link", nil, "ranges in which the host has neighbours, which count as private")
 	f.StringSliceVar(&s.agents, "agents", []string{hostnet.DefaultRange.String(), hostnet.DefaultRange6.String()}, "ranges of the VMs' addresses")
 	f.StringArrayVar(&s.peers, "peer", nil, "another VM, as ADDRESS=TAG,TAG...")
 }
@@ -84,6 +86,13 @@ func (s *surroundings) parse() (id netpolicy.Identity, env netpolicy.Environment
 			return id, env, usageError{fmt.Errorf("--host: %w", err)}
 		}
 		env.Host = append(env.Host, addr)
+	}
+	for _, r := range s.onLink {
+		p, err := netip.ParsePrefix(r)
+		if err != nil {
+			return id, env, usageError{fmt.Errorf("--on-link: %w", err)}
+		}
+		env.OnLink = append(env.OnLink, p)
 	}
 	for _, r := range s.agents {
 		p, err := netip.ParsePrefix(r)

@@ -24,7 +24,8 @@
 // then the placeholder is replaced by the secret. Nothing else of a request is changed for it, and to all others the
 // placeholder goes as it is. The request is sent only after the host's certificate has been verified. In answers of
 // such hosts, the very bytes of a secret are replaced by asterisks, in fields and in bodies that are not
-// compressed; the server is asked not to compress.
+// compressed; the server is asked not to compress. When and in which pieces an answer is given on does not depend on the
+// secret, unless all of it is there: see ADR 0056.
 //
 // # What a client cannot do
 //

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -29,6 +30,8 @@ type exchange struct {
 	// injected are the names of secrets that are in it, and values those of all that its host may know.
 	injected []string
 	values   []string
+	// mask is for the answer's body; nil if its host may know nothing.
+	mask *mask
 	// own says that the answer is the proxy's.
 	own bool
 	// length is that of the answer's body, or -1; broken says that it was not all there.
@@ -104,11 +107,14 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 	if _, ok := out.Header["User-Agent"]; !ok {
 		out.Header["User-Agent"] = []string{""} // or the transport would add its own
 	}
-	s.forwarder.ServeHTTP(&answerer{ResponseWriter: w, x: x}, out)
+	a := &answerer{ResponseWriter: w, x: x, patience: s.cfg.heldTimeout}
+	defer a.end()
+	s.forwarder.ServeHTTP(a, out)
 	if x.broken {
 		// What has been sent so far must not look whole.
 		panic(http.ErrAbortHandler)
 	}
+	a.giveRest()
 }
 
 // inject puts secrets where their placeholders are, or answers the request itself.
@@ -214,7 +220,14 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 		if reason != 0 || secret != "" {
 			s.fail(x.target, err, reason, status, secret)
 		}
-		return x.refusal(r, status, fmt.Sprintf("asking %v: %v", x.target, err))
+		why := err.Error()
+		if m := newMask(x.values); m != nil {
+			// What a server has said may be in it, in quotation marks, in which a secret need not look as it is.
+			if why = m.hide(why); x.peer.Load() != nil && status == http.StatusBadGateway {
+				why = "its answer is not HTTP, or broke off"
+			}
+		}
+		return x.refusal(r, status, fmt.Sprintf("asking %v: %s", x.target, why))
 	}
 	for _, name := range x.injected {
 		s.injected.Add(1)
@@ -236,11 +249,8 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 	if resp.Uncompressed {
 		x.length = -1
 	}
-	var body io.ReadCloser = &watched{resp.Body, x}
-	for _, v := range x.values {
-		body = newMask(body, v)
-	}
-	out.Body = body
+	x.mask = newMask(x.values)
+	out.Body = &watched{resp.Body, x}
 	return &out
 }
 
@@ -259,10 +269,17 @@ func (b *watched) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// answerer writes an answer. It gives the body the length that it has, and one whose length is not known as it comes.
+// answerer writes an answer, with secrets masked. It gives the body the length that it has, and one whose length is not
+// known as it comes. What the mask holds back of such a one is given on when nothing has come for a time, so
+// that a client does not wait for the end of a line for ever.
 type answerer struct {
 	http.ResponseWriter
-	x *exchange
+	x        *exchange
+	patience time.Duration
+
+	mu    sync.Mutex // guards what follows, the mask, and the writer once there is a timer
+	timer *time.Timer
+	turn  uint64 // counts writes: a timer of an earlier one does nothing
 }
 
 // WriteHeader implements [http.ResponseWriter].
@@ -278,12 +295,67 @@ func (a *answerer) WriteHeader(status int) {
 
 // Write implements [io.Writer].
 func (a *answerer) Write(p []byte) (int, error) {
-	n, err := a.ResponseWriter.Write(p)
-	if err == nil && a.x.length < 0 {
-		a.Flush()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.x.mask == nil {
+		return len(p), a.give(p)
 	}
-	return n, err
+	a.stop()
+	err := a.give(a.x.mask.take(p))
+	if a.x.length < 0 {
+		turn := a.turn
+		a.timer = time.AfterFunc(a.patience, func() {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			if turn == a.turn {
+				_ = a.give(a.x.mask.rest()) // the next write fails as well
+			}
+		})
+	}
+	return len(p), err
+}
+
+// stop stops the timer of the last write.
+func (a *answerer) stop() {
+	a.turn++
+	if a.timer != nil {
+		a.timer.Stop()
+	}
+}
+
+// end is called when there will be no more writes.
+func (a *answerer) end() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.stop()
+}
+
+// giveRest writes what is held back of an answer that has ended.
+func (a *answerer) giveRest() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.stop(); a.x.mask != nil {
+		_ = a.give(a.x.mask.rest()) // whoever has asked is gone
+	}
+}
+
+// give writes, and flushes what has no length.
+func (a *answerer) give(p []byte) error {
+	if len(p) == 0 {
+		return nil
+	}
+	_, err := a.ResponseWriter.Write(p)
+	if err == nil && a.x.length < 0 {
+		a.flush()
+	}
+	return err
 }
 
 // Flush implements [http.Flusher].
-func (a *answerer) Flush() { _ = http.NewResponseController(a.ResponseWriter).Flush() }
+func (a *answerer) Flush() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.flush()
+}
+
+func (a *answerer) flush() { _ = http.NewResponseController(a.ResponseWriter).Flush() }

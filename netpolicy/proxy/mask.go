@@ -1,92 +1,148 @@
 package proxy
 
 import (
-	"io"
+	"math/bits"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 )
 
-// mask replaces each occurrence of a secret in a stream by as many asterisks. It holds back no more bytes than could
-// be the beginning of one, which are those of the secret itself.
+const (
+	// minMasked is the shortest secret that is masked, in bytes. A mask tells whoever chooses what a server says that
+	// one of the texts in it is the secret. At 100 MB/s a connection carries all texts of 8 digits in a second, all of
+	// 8 letters in 35 minutes, and all of 16 hexadecimal digits in 6,000 years.
+	minMasked = 16
+	// maxHeld is how many bytes a mask holds back at most: all but one of the longest secret.
+	maxHeld = MaxSecret - 1
+)
+
+// mask replaces secrets in a text that comes piece by piece by as many asterisks. A server, or a guest that
+// chooses what a server says, learns nothing of a secret from it but whether all of it was there: how much is held back,
+// and the work that is done for it, follow from the text alone.
+//
+// What is held back is the end of the text from the last byte on that no secret has (CheckSecret), at most maxHeld bytes:
+// lines are given on whole. The search compares sums of the last bytes (Rabin and Karp) with those of the secrets.
+// Each byte costs the same, whatever was found so far, which is not so for searches that compare bytes.
 type mask struct {
-	src    io.ReadCloser
-	secret string
-	// next is the longest proper prefix of the secret that ends its first i+1 bytes (Knuth, Morris and Pratt).
-	next []int
-	held int // so many bytes of the secret have been read and not given on
-	out  []byte
-	err  error
-	in   [4096]byte
+	needles []needle
+	raw     []byte // the last MaxSecret bytes of the text, as they came
+	// shown is the end of the text, with asterisks. gave bytes of it were given on, and what follows is held back.
+	shown []byte
+	gave  int
 }
 
-// newMask masks a secret, which is not empty.
-func newMask(src io.ReadCloser, secret string) *mask {
-	m := &mask{src: src, secret: secret, next: make([]int, len(secret))}
-	for i, k := 1, 0; i < len(secret); i++ {
-		for k > 0 && secret[i] != secret[k] {
-			k = m.next[k-1]
+// needle is a secret that is looked for. Sums are polynomials over the field of 2^61-1 elements, at a random base.
+type needle struct {
+	text      string
+	sum       uint64
+	base, out uint64 // out is base^len(text): the weight of the byte that leaves
+	now       uint64 // the sum of the last len(text) bytes
+}
+
+// newMask is a mask of those of some secrets that are long enough; nil if none is.
+func newMask(secrets []string) *mask {
+	m := &mask{}
+	base := 1<<32 + rand.Uint64N(field-1<<32)
+	for _, s := range secrets {
+		if len(s) < minMasked || len(s) > MaxSecret {
+			continue
 		}
-		if secret[i] == secret[k] {
-			k++
+		n := needle{text: s, base: base, out: 1}
+		for i := range len(s) {
+			n.sum = add(mul(n.sum, base), uint64(s[i]))
+			n.out = mul(n.out, base)
 		}
-		m.next[i] = k
+		m.needles = append(m.needles, n)
 	}
+	if m.needles == nil {
+		return nil
+	}
+	m.raw = make([]byte, MaxSecret) // zeros, which no secret has
 	return m
 }
 
-// Read implements [io.Reader].
-func (m *mask) Read(p []byte) (int, error) {
-	for len(m.out) == 0 {
-		if m.err != nil {
-			return 0, m.err
-		}
-		n, err := m.src.Read(m.in[:])
-		m.out = m.take(m.out[:0], m.in[:n])
-		if err != nil {
-			m.err = err
-			m.out = append(m.out, m.secret[:m.held]...) // it was the beginning of something else
-			m.held = 0
-		}
-	}
-	n := copy(p, m.out)
-	m.out = m.out[n:]
-	return n, nil
-}
-
-func (m *mask) take(out, in []byte) []byte {
-	for _, c := range in {
-		for m.held > 0 && c != m.secret[m.held] {
-			k := m.next[m.held-1]
-			out = append(out, m.secret[:m.held-k]...)
-			m.held = k
-		}
-		if c != m.secret[m.held] {
-			out = append(out, c)
-			continue
-		}
-		if m.held++; m.held == len(m.secret) {
-			out = append(out, stars(len(m.secret))...)
-			m.held = 0
+// take is given the next piece of the text, and returns what can be given on, until the next call.
+func (m *mask) take(p []byte) []byte {
+	m.raw = append(m.raw, p...)
+	m.shown = append(append(m.shown[:0], m.shown[m.gave:]...), p...)
+	first := len(m.raw) - len(m.shown) // shown[0] is raw[first]
+	for k := range m.needles {
+		n := &m.needles[k]
+		done := first
+		for i := MaxSecret; i < len(m.raw); i++ {
+			n.now = add(mul(n.now, n.base), uint64(m.raw[i]))
+			n.now = add(n.now, field-mul(n.out, uint64(m.raw[i-len(n.text)])))
+			if end := i + 1; n.now == n.sum && string(m.raw[end-len(n.text):end]) == n.text {
+				for done = max(done, end-len(n.text)); done < end; done++ {
+					m.shown[done-first] = '*'
+				}
+			}
 		}
 	}
-	return out
+	held := 0
+	for held < min(len(m.shown), maxHeld) && visible(m.raw[len(m.raw)-1-held]) {
+		held++
+	}
+	m.gave = len(m.shown) - held
+	m.raw = m.raw[:copy(m.raw, m.raw[len(m.raw)-MaxSecret:])]
+	return m.shown[:m.gave]
 }
 
-// Close implements [io.Closer].
-func (m *mask) Close() error { return m.src.Close() }
+// rest is what was held back, which is no longer. It is valid until the next call.
+func (m *mask) rest() []byte {
+	p := m.shown[m.gave:]
+	m.gave = len(m.shown)
+	return p
+}
 
-func stars(n int) string { return strings.Repeat("*", n) }
+// hide masks a text that is there as a whole.
+func (m *mask) hide(text string) string {
+	// No secret has a line break: nothing is held back, and what comes next has nothing to do with it.
+	p := m.take([]byte(text + "\n"))
+	return string(p[:len(p)-1])
+}
 
 // maskHeader masks secrets in fields. A field that has one in its name is taken away.
 func maskHeader(h http.Header, secrets []string) {
-	for name, values := range h {
-		for _, s := range secrets {
-			if strings.Contains(strings.ToLower(name), strings.ToLower(s)) {
-				delete(h, name)
-			}
-			for i, v := range values {
-				values[i] = strings.ReplaceAll(v, s, stars(len(s)))
-			}
+	values := newMask(secrets)
+	if values == nil {
+		return
+	}
+	lower := make([]string, len(secrets))
+	for i, s := range secrets {
+		lower[i] = strings.ToLower(s)
+	}
+	names := newMask(lower)
+	for name, list := range h {
+		if low := strings.ToLower(name); names.hide(low) != low {
+			delete(h, name)
+		}
+		for i, v := range list {
+			list[i] = values.hide(v)
 		}
 	}
+}
+
+// visible says whether a secret may have a byte.
+func visible(c byte) bool { return ' ' <= c && c <= '~' }
+
+func stars(n int) string { return strings.Repeat("*", n) }
+
+// field is the prime 2^61-1.
+const field = 1<<61 - 1
+
+// add adds two elements of the field.
+func add(a, b uint64) uint64 { return reduce(a + b) }
+
+// mul multiplies two elements of the field.
+func mul(a, b uint64) uint64 {
+	hi, lo := bits.Mul64(a, b)
+	return reduce(lo&field + (hi<<3 | lo>>61))
+}
+
+// reduce brings a number below 2^62 into the field.
+func reduce(a uint64) uint64 {
+	a = a&field + a>>61
+	_, below := bits.Sub64(a, field, 0)
+	return a - field&(below-1)
 }

@@ -5,13 +5,15 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"errors"
-	"io"
+	"math"
+	"math/rand/v2"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"slices"
 	"strings"
 	"testing"
-	"testing/iotest"
+	"testing/synctest"
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -78,67 +80,189 @@ func FuzzParseTarget(f *testing.F) {
 	})
 }
 
-func masked(t *testing.T, secret string, chunks ...string) string {
-	t.Helper()
-	var parts []io.Reader
+// pieces are what a mask gives on for each piece of a text, and then the rest.
+func pieces(secrets []string, chunks ...string) (given []string) {
+	m := newMask(secrets)
 	for _, c := range chunks {
-		parts = append(parts, strings.NewReader(c))
+		given = append(given, string(m.take([]byte(c))))
 	}
-	out, err := io.ReadAll(newMask(io.NopCloser(io.MultiReader(parts...)), secret))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(out)
+	return append(given, string(m.rest()))
 }
 
 func TestMask(t *testing.T) {
-	const secret = "abcabcabd"
-	for _, chunks := range [][]string{
-		{""}, {"nothing"}, {"abcabcabd"}, {"xabcabcabdy"}, {"abcabc", "abd"}, {"abcabcabcabd"}, {"abcabcabcabcabd!"}, {"abcabcab"}, {"abcabca", "bcabcabd"},
-		{"abcabcabdabcabcabd"}, {"a", "b", "c", "a", "b", "c", "a", "b", "d"}, {"abcabcabdabcabcab"},
+	const secret, longer, shorter = "abcabcabcabcabcabd", "abcabcabcabcabcabd, and more", "fifteen letters"
+	for name, c := range map[string]struct {
+		secrets []string
+		text    string
+		want    string
+	}{
+		"nothing":                  {[]string{secret}, "", ""},
+		"something else":           {[]string{secret}, "nothing here\n", "nothing here\n"},
+		"the secret alone":         {[]string{secret}, secret, stars(18)},
+		"within":                   {[]string{secret}, "x" + secret + "y", "x" + stars(18) + "y"},
+		"after its own beginning":  {[]string{secret}, "abcabc" + secret, "abcabc" + stars(18)},
+		"twice":                    {[]string{secret}, secret + secret + "!", stars(36) + "!"},
+		"all but its end":          {[]string{secret}, secret[:17], secret[:17]},
+		"a line break in it":       {[]string{secret}, secret[:9] + "\n" + secret[9:], secret[:9] + "\n" + secret[9:]},
+		"over itself":              {[]string{strings.Repeat("a", 16)}, strings.Repeat("a", 20) + "b", stars(20) + "b"},
+		"one that begins another":  {[]string{secret, longer}, "<" + longer + ">" + secret, "<" + stars(len(longer)) + ">" + stars(18)},
+		"one that ends another":    {[]string{"0123456789" + secret, secret}, "0123456789" + secret, stars(28)},
+		"one that is short":        {[]string{shorter, secret}, shorter + secret, shorter + stars(18)},
+		"the longest":              {[]string{strings.Repeat("k", MaxSecret)}, strings.Repeat("k", MaxSecret), stars(MaxSecret)},
+		"the longest but one byte": {[]string{strings.Repeat("k", MaxSecret)}, strings.Repeat("k", MaxSecret-1) + "l", strings.Repeat("k", MaxSecret-1) + "l"},
 	} {
-		all := strings.Join(chunks, "")
-		if got, want := masked(t, secret, chunks...), strings.ReplaceAll(all, secret, stars(len(secret))); got != want {
-			t.Errorf("%q: %q, want %q", chunks, got, want)
+		for _, step := range []int{1, 2, 7, 5000} {
+			var chunks []string
+			for c := range slices.Chunk([]byte(c.text), step) {
+				chunks = append(chunks, string(c))
+			}
+			if got := strings.Join(pieces(c.secrets, chunks...), ""); got != c.want {
+				t.Errorf("%s, %d at a time: %q, want %q", name, step, got, c.want)
+			}
 		}
 	}
-	// What there is comes at once, and with the error that ends it.
-	m := newMask(io.NopCloser(io.MultiReader(strings.NewReader("datum abc"), iotest.ErrReader(io.ErrUnexpectedEOF))), secret)
-	b := make([]byte, 64)
-	if n, err := m.Read(b); err != nil || string(b[:n]) != "datum " {
-		t.Errorf("%q, %v", b[:n], err)
+	if newMask(nil) != nil || newMask([]string{shorter}) != nil {
+		t.Error("there is a mask for nothing")
 	}
-	if rest, err := io.ReadAll(m); !errors.Is(err, io.ErrUnexpectedEOF) || string(rest) != "abc" {
-		t.Errorf("%q, %v", rest, err)
+}
+
+func TestMask_holds_back_what_no_line_has_ended_and_no_more_than_its_bound(t *testing.T) {
+	got := pieces([]string{apiKey}, "a line\n", "and an", "other\r\n\r\n", "data: \u00fc sk", strings.Repeat("s", 2*maxHeld), "k")
+	want := []string{"a line\n", "", "and another\r\n\r\n", "data: \u00fc", " sk" + strings.Repeat("s", maxHeld), "s", strings.Repeat("s", maxHeld-1) + "k"}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q,\nwant %q", got, want)
 	}
 }
 
 func FuzzMask(f *testing.F) {
-	f.Add("aab", []byte("aaab"), uint8(1))
-	f.Add("abcabcabd", []byte("abcabcabcabd"), uint8(3))
-	f.Fuzz(func(t *testing.T, secret string, text []byte, step uint8) {
-		if secret == "" {
-			return
+	f.Add("0123456789abcdef", "0123456789abcdeg", []byte("0123456789abcdef0123456789abcde\n0123456789abcde"), uint8(1))
+	f.Add("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbbbbbbbbbb", []byte("aaaaaaaaaaaaaaaaaaaaaabbbbbbbbb"), uint8(3))
+	f.Add("sk-abcabcabcabcabd", "sk-abcabcabcabcabdsk-", []byte("data: sk-abcabcabcabcabcabd\n\ndata: sk-abcabcabcabcabd"), uint8(16))
+	f.Fuzz(func(t *testing.T, one, two string, text []byte, step uint8) {
+		for _, s := range []string{one, two} {
+			if CheckSecret([]byte(s)) != nil || len(s) < minMasked || len(text) > 3*MaxSecret {
+				return
+			}
 		}
 		var chunks []string
 		for c := range slices.Chunk(text, int(step)+1) {
 			chunks = append(chunks, string(c))
 		}
-		if got, want := masked(t, secret, chunks...), strings.ReplaceAll(string(text), secret, stars(len(secret))); got != want {
-			t.Fatalf("%q in %q: %q, want %q", secret, text, got, want)
+		// What is given on, and when, is the same for both, but for asterisks where all of one is.
+		a, b, both := pieces([]string{one}, chunks...), pieces([]string{two}, chunks...), pieces([]string{one, two}, chunks...)
+		hidden := func(secret string) []bool {
+			is := make([]bool, len(text))
+			for i := range text {
+				if bytes.HasPrefix(text[i:], []byte(secret)) {
+					for j := range len(secret) {
+						is[i+j] = true
+					}
+				}
+			}
+			return is
+		}
+		isOne, isTwo := hidden(one), hidden(two)
+		at, came, held := 0, 0, 0
+		for k := range a {
+			if len(a[k]) != len(b[k]) || len(a[k]) != len(both[k]) {
+				t.Fatalf("piece %d of %q: %q for %q, %q for %q, %q for both", k, text, a[k], one, b[k], two, both[k])
+			}
+			for i := range len(a[k]) {
+				want := func(is bool) byte {
+					if is {
+						return '*'
+					}
+					return text[at]
+				}
+				if a[k][i] != want(isOne[at]) || b[k][i] != want(isTwo[at]) || both[k][i] != want(isOne[at] || isTwo[at]) {
+					t.Fatalf("byte %d of %q: %q for %q, %q for %q, %q for both", at, text, a[k][i], one, b[k][i], two, both[k][i])
+				}
+				at++
+			}
+			if k < len(chunks) {
+				came += len(chunks[k])
+			}
+			if held = came - at; held > maxHeld || held < 0 {
+				t.Fatalf("%d bytes are held back", held)
+			}
+		}
+		if held != 0 {
+			t.Fatalf("%d bytes of %d are missing", held, len(text))
 		}
 	})
 }
 
+// A client gets a line that does not end, a while after it has come, and no part of a secret before all of it could have come.
+func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rec := httptest.NewRecorder()
+		a := &answerer{ResponseWriter: rec, x: &exchange{length: -1, mask: newMask([]string{apiKey})}, patience: HeldTimeout}
+		write := func(text string) {
+			t.Helper()
+			if n, err := a.Write([]byte(text)); n != len(text) || err != nil {
+				t.Errorf("%q: %d, %v", text, n, err)
+			}
+		}
+		got := func(want string) {
+			t.Helper()
+			synctest.Wait()
+			if text := rec.Body.String(); text != want {
+				t.Errorf("%v: %q was given on, want %q", time.Now(), text, want)
+			}
+		}
+		write("one\ntwo " + apiKey[:10])
+		got("one\n")
+		time.Sleep(HeldTimeout - 1)
+		got("one\n")
+		write(apiKey[10:20]) // and it waits anew
+		time.Sleep(HeldTimeout - 1)
+		got("one\n")
+		write(apiKey[20:])
+		time.Sleep(HeldTimeout)
+		got("one\ntwo " + stars(len(apiKey)))
+		write(".")
+		a.giveRest()
+		got("one\ntwo " + stars(len(apiKey)) + ".")
+		time.Sleep(2 * HeldTimeout)
+		write("no more of this")
+		a.end()
+		time.Sleep(2 * HeldTimeout)
+		got("one\ntwo " + stars(len(apiKey)) + ".")
+	})
+}
+
+// TestAttack_time_of_a_search_does_not_tell_a_right_guess has a text of many beginnings of a secret, which a search that compares bytes
+// takes longer for.
+func TestAttack_time_of_a_search_does_not_tell_a_right_guess(t *testing.T) {
+	const secret = "sk-the-real-key-0123456789abcdef"
+	for _, k := range []int{1, 2, 8, 31} {
+		text := []byte(strings.Repeat(secret[:k], 32<<10/k))
+		var times [2][]float64
+		for range 400 {
+			for _, which := range rand.Perm(2) {
+				// The wrong one differs in the first byte.
+				m := newMask([]string{[]string{secret, "x" + secret[1:]}[which]})
+				begin := time.Now()
+				m.take(text)
+				times[which] = append(times[which], float64(time.Since(begin)))
+			}
+		}
+		if z := rankSum(times[0], times[1]); math.Abs(z) > 6 {
+			t.Errorf("%d bytes of a guess: right and wrong ones differ in time by %.1f standard deviations", k, z)
+		}
+	}
+}
+
 func TestMaskHeader(t *testing.T) {
-	h := http.Header{"X-A": {"the-secret!", "no"}, "X-The-Secret-Name": {"x"}, "Location": {"https://a/?k=the-secret!"}}
-	maskHeader(h, []string{"the-secret"})
-	if h.Get("X-A") != "**********!" || h["X-A"][1] != "no" || h.Get("Location") != "https://a/?k=**********!" || len(h) != 2 {
+	const secret = "the-secret-of-them-all"
+	h := http.Header{"X-A": {secret + "!", "no"}, "X-The-Secret-Of-Them-All-Name": {"x"}, "Location": {"https://a/?k=" + secret + "!"}}
+	maskHeader(h, []string{secret})
+	if h.Get("X-A") != stars(22)+"!" || h["X-A"][1] != "no" || h.Get("Location") != "https://a/?k="+stars(22)+"!" || len(h) != 2 {
 		t.Errorf("%v", h)
 	}
 }
 
-func identity(t *testing.T, key byte, lineage string) *Identity {
+func identity(t testing.TB, key byte, lineage string) *Identity {
 	t.Helper()
 	id, err := NewIdentity(bytes.Repeat([]byte{key}, KeyBytes), lineage)
 	if err != nil {

@@ -45,6 +45,9 @@ const (
 	ConnectTimeout = 30 * time.Second
 	// SecretTimeout is how long a request waits for a secret that is not there, as after a wake.
 	SecretTimeout = time.Minute
+	// HeldTimeout is how long bytes of an answer without a length that may be the beginning of a secret wait for more. It is
+	// long, so that a guest that is slow to read does not have a secret come in two parts.
+	HeldTimeout = 5 * time.Second
 
 	maxIdlePeers    = 16
 	idlePeer        = 30 * time.Second
@@ -128,7 +131,7 @@ type Config struct {
 	Event func(Event)
 
 	// For tests; 0 is the constant of that name.
-	HeaderTimeout, IdleTimeout, SecretTimeout, sweepInterval time.Duration
+	HeaderTimeout, IdleTimeout, SecretTimeout, heldTimeout, sweepInterval time.Duration
 }
 
 // Stats count what became of what was asked for.
@@ -180,6 +183,7 @@ func New(cfg Config) *Server {
 	def(&cfg.HeaderTimeout, HeaderTimeout)
 	def(&cfg.IdleTimeout, IdleTimeout)
 	def(&cfg.SecretTimeout, SecretTimeout)
+	def(&cfg.heldTimeout, HeldTimeout)
 	def(&cfg.sweepInterval, sweepInterval)
 	if cfg.Dial == nil {
 		cfg.Dial = tlsname.Dial

@@ -59,7 +59,7 @@ const (
 
 // world is a proxy with servers that it may reach, or not.
 type world struct {
-	t       *testing.T
+	t       testing.TB
 	srv     *Server
 	at      string // where it listens
 	id      *Identity
@@ -156,7 +156,7 @@ func (w *world) got() string {
 	return strings.Join(w.log, "\n")
 }
 
-func newWorld(t *testing.T, edit ...func(*Config)) *world {
+func newWorld(t testing.TB, edit ...func(*Config)) *world {
 	t.Helper()
 	w := &world{
 		t: t, id: identity(t, 1, "lineage"), dialled: make(chan netip.AddrPort, 10000), pins: map[netip.Addr][]string{}, changed: make(chan struct{}),
@@ -443,6 +443,39 @@ func TestServer_reflected_secret_does_not_come_back(t *testing.T) {
 	w.srv.transport.CloseIdleConnections()
 	if _, body, _ := w.get(c, "https://api.example.com/"); strings.Contains(body, apiKey) || body != stars(len(apiKey)) {
 		t.Errorf("without a placeholder: %q", body)
+	}
+}
+
+func TestServer_error_that_has_the_secret_in_it_does_not_say_it(t *testing.T) {
+	const secret = `a "quoted" secret \ with signs`
+	w := newWorld(t)
+	w.setSecret("API_KEY", secret)
+	for _, answer := range []string{secret + "\r\n\r\n", "HTTP/1.1 " + secret + "\r\n\r\n", "HTTP/1.1 200 OK\r\n" + secret + "\r\n\r\n", "HTTP/1.1 200 OK\r\nTransfer-Encoding: " + secret + "\r\n\r\n"} {
+		ln, err := tls.Listen("tcp4", "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{w.certificate("api.example.com")}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.mu.Lock()
+		w.routes[apiAddr+":443"] = ln.Addr().String()
+		w.mu.Unlock()
+		served := make(chan struct{})
+		go func() {
+			defer close(served)
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			defer c.Close()
+			if _, err := http.ReadRequest(bufio.NewReader(c)); err == nil {
+				_, _ = io.WriteString(c, answer)
+			}
+		}()
+		status, body, h := w.get(w.client(), "https://api.example.com/", "Authorization: Bearer "+w.placeholder("API_KEY"))
+		if text := fmt.Sprint(body, h); status != http.StatusBadGateway || strings.Contains(text, "quoted") {
+			t.Errorf("%q: %d %s", answer, status, text)
+		}
+		ln.Close()
+		<-served
 	}
 }
 

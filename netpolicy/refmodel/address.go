@@ -60,7 +60,8 @@ func (m *Model) findKind(a netip.Addr) kind {
 	case slices.ContainsFunc(m.env.Agents, func(p netip.Prefix) bool { return p.Contains(a) }),
 		slices.ContainsFunc(m.env.Peers, func(p netpolicy.Peer) bool { return p.Address == a }):
 		return isAgent
-	case slices.ContainsFunc(privateRanges, func(p netip.Prefix) bool { return p.Contains(a) }):
+	case slices.ContainsFunc(privateRanges, func(p netip.Prefix) bool { return p.Contains(a) }),
+		slices.ContainsFunc(m.env.OnLink, func(p netip.Prefix) bool { return p.Contains(a) }):
 		return isPrivate
 	}
 	return isPublic

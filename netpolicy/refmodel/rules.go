@@ -183,7 +183,7 @@ func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 			return true
 		}
 		if k == isPrivate {
-			for _, p := range privateRanges {
+			for _, p := range slices.Concat(privateRanges, m.env.OnLink) {
 				if p.Contains(c.Addr()) && c.Bits() >= p.Bits() {
 					return true
 				}

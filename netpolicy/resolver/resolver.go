@@ -361,11 +361,7 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 			return
 		}
 		if w.LocalAddr().Network() == "udp" {
-			size := dns.MinMsgSize
-			if o := q.IsEdns0(); o != nil {
-				size = min(max(int(o.UDPSize()), dns.MinMsgSize), maxUDP)
-			}
-			a.Truncate(size)
+			a.Truncate(udpSize(q))
 		}
 		// A guest that does not read its answers hurts itself alone.
 		_ = w.WriteMsg(a)
@@ -410,6 +406,15 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 		return fmt.Errorf("answering queries: %w", failed)
 	}
 	return nil
+}
+
+// udpSize is how many bytes the answer to a query may have over UDP (RFC 6891, 6.2.3).
+func udpSize(q *dns.Msg) int {
+	o := q.IsEdns0()
+	if o == nil {
+		return dns.MinMsgSize
+	}
+	return min(max(int(o.UDPSize()), dns.MinMsgSize), maxUDP)
 }
 
 // What can be wrong with a name that is looked up.

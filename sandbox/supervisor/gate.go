@@ -40,6 +40,7 @@ type gate struct {
 	resting map[netip.Addr]*resting
 	byName  map[string]guarded
 	host    []netip.Addr // of the host, as of hostAt
+	onLink  []netip.Prefix
 	hostAt  time.Time
 	judged  int // since second began
 	second  time.Time
@@ -184,11 +185,13 @@ func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
 		return false
 	}
 	if now.Sub(g.hostAt) >= hostFor {
-		if host, err := netpolicy.HostAddresses(); err == nil {
-			g.host, g.hostAt = host, now
+		host, err := netpolicy.HostAddresses()
+		onLink, err2 := netpolicy.OnLink()
+		if err == nil && err2 == nil {
+			g.host, g.onLink, g.hostAt = host, onLink, now
 		}
 	}
-	env := netpolicy.Environment{Host: g.host, Agents: []netip.Prefix{g.agents, g.agents6}}
+	env := netpolicy.Environment{Host: g.host, OnLink: g.onLink, Agents: []netip.Prefix{g.agents, g.agents6}}
 	for _, other := range g.byName {
 		if len(other.tags) == 0 || len(env.Peers) > netpolicy.MaxPeers-2 {
 			continue

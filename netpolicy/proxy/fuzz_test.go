@@ -1,0 +1,293 @@
+package proxy
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// backend is all servers that the proxy of a fuzz target can connect to. They answer without TLS, also where the proxy would speak it.
+type backend struct {
+	w *world
+	// answer is what each connection answers its first request with, before it is closed; nil is a right answer to each.
+	answer []byte
+
+	mu  sync.Mutex
+	got map[string][]byte // by the peer, all that its connections have brought
+	wg  sync.WaitGroup
+}
+
+// newBackend is a proxy with them.
+func newBackend(f *testing.F) *backend {
+	w := newWorld(f, func(c *Config) {
+		c.HeaderTimeout, c.SecretTimeout = 200*time.Millisecond, 10*time.Millisecond
+	})
+	b := &backend{w: w, got: map[string][]byte{}}
+	w.srv.transport.DialTLSContext = func(ctx context.Context, _, addr string) (net.Conn, error) {
+		t, err := ParseTarget(addr, 0)
+		if err != nil {
+			return nil, err
+		}
+		return w.srv.reach(ctx, t, true)
+	}
+	w.srv.transport.DisableKeepAlives = true // so that an input ends with what it has opened
+	w.srv.cfg.Dial = func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
+		ln, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
+		if err != nil {
+			return nil, err
+		}
+		defer ln.Close()
+		b.wg.Go(func() {
+			if c, err := ln.Accept(); err == nil {
+				b.serve(c, peer.String())
+			}
+		})
+		var d net.Dialer
+		c, err := d.DialContext(ctx, "tcp4", ln.Addr().String())
+		if err != nil {
+			return nil, err
+		}
+		return c.(*net.TCPConn), nil
+	}
+	return b
+}
+
+// serve answers one connection. It notes what has come until an answer was sent, or the connection has ended.
+func (b *backend) serve(c net.Conn, peer string) {
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	var seen bytes.Buffer
+	in := bufio.NewReader(io.TeeReader(c, &seen))
+	for {
+		r, err := http.ReadRequest(in)
+		if err == nil {
+			_, err = io.Copy(io.Discard, r.Body)
+		}
+		b.mu.Lock()
+		b.got[peer] = append(b.got[peer], seen.Bytes()...)
+		b.mu.Unlock()
+		seen.Reset()
+		if err != nil {
+			return
+		}
+		if b.answer != nil {
+			_, _ = c.Write(b.answer)
+			return
+		}
+		if _, err := io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"); err != nil {
+			return
+		}
+	}
+}
+
+// run gives the proxy what a guest sends, in a tunnel that ends there or as it comes, and returns what the guest gets and what
+// peers have got.
+func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got map[string][]byte) {
+	t.Helper()
+	w := b.w
+	w.mu.Lock()
+	w.events, w.log = nil, nil
+	clear(w.pins)
+	w.mu.Unlock()
+	b.mu.Lock()
+	b.got = map[string][]byte{}
+	b.mu.Unlock()
+	var c net.Conn
+	if inner {
+		ln, err := net.Listen("tcp4", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c, err = net.Dial("tcp4", ln.Addr().String()); err != nil {
+			t.Fatal(err)
+		}
+		is, err := ln.Accept()
+		ln.Close()
+		if err != nil || !w.srv.handed.put(&ended{is, Target{Host: "api.example.com", Port: 443}}) {
+			t.Fatal("the proxy takes no connection", err)
+		}
+	} else {
+		var err error
+		if c, err = net.Dial("tcp4", w.at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(20 * time.Second))
+	written := make(chan struct{})
+	go func() {
+		defer close(written)
+		_, _ = c.Write(data)
+		_ = c.(*net.TCPConn).CloseWrite()
+	}()
+	answer, err := io.ReadAll(c)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("%q: the connection stays open after %q", data, answer)
+	}
+	c.Close()
+	<-written
+	b.wg.Wait()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return answer, b.got
+}
+
+// FuzzRequest is what a guest sends to its proxy. What comes out at the other side is requests that were judged, each to the host that it
+// names, with the secret where it belongs and nowhere else.
+func FuzzRequest(f *testing.F) {
+	b := newBackend(f)
+	holder := b.w.placeholder("API_KEY")
+	for _, s := range []string{
+		"GET http://web.example.com/ HTTP/1.1\r\nHost: web.example.com\r\n\r\n",
+		"POST http://web.example.com/ HTTP/1.1\r\nHost: web.example.com\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET http://never.example.com/ HTTP/1.1\r\nHost: never.example.com\r\n\r\n",
+		"GET http://web.example.com/ HTTP/1.1\r\nHost: inside.example.com\r\nConnection: Host, close\r\n\r\nGET http://127.0.0.1/ HTTP/1.1\r\nHost: x\r\n\r\n",
+		"CONNECT blind.example.com:443 HTTP/1.1\r\nHost: blind.example.com\r\n\r\n\x16\x03\x01",
+		"CONNECT 10.9.0.1:80 HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHost: 10.9.0.1\r\n\r\n",
+		"CONNECT api.example.com:443 HTTP/1.1\r\nHost: api.example.com\r\n\r\n",
+		"GET http://0x7f.1/ HTTP/1.0\r\nProxy-Authorization: x\r\nKeep-Alive: 1\r\n\r\n",
+		"GET http://api.example.com/ HTTP/1.1\r\nHost: api.example.com\r\nAuthorization: Bearer " + holder + "\r\n\r\n",
+	} {
+		f.Add([]byte(s), false)
+	}
+	for _, s := range []string{
+		"GET /v1?k=" + holder + " HTTP/1.1\r\nHost: api.example.com\r\nAuthorization: Bearer " + holder + "\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: api.example.com\r\nauthorization:  Bearer " + holder + " \r\nX-Key: " + holder + "\r\n\r\nGET / HTTP/1.1\r\nHost: api2.example.com\r\nAuthorization: Bearer " + holder + "\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: api.example.com\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\nTrailer: Authorization\r\n\r\n3\r\nabc\r\n0\r\nAuthorization: Bearer " + holder + "\r\n\r\n",
+		"TRACE https://api.example.com/ HTTP/1.1\r\nHost: web.example.com\r\nUpgrade: x\r\nConnection: upgrade\r\nAuthorization: Bearer " + holder + "\r\nAuthorization: x\r\n\r\n",
+	} {
+		f.Add([]byte(s), true)
+	}
+	f.Fuzz(func(t *testing.T, data []byte, inner bool) {
+		before := b.w.srv.Stats()
+		answer, got := b.run(t, data, inner)
+		after := b.w.srv.Stats()
+		if bytes.Contains(answer, []byte(apiKey)) {
+			t.Fatalf("the guest gets the secret: %q", answer)
+		}
+		forwarded := uint64(0)
+		for peer, all := range got {
+			at := netip.MustParseAddrPort(peer)
+			if a := at.Addr().String(); !slices.Contains([]string{apiAddr, blindAddr, webAddr, "93.184.216.50"}, a) && !strings.HasPrefix(a, "10.9.") {
+				t.Fatalf("%s was connected to", peer)
+			}
+			if inner && peer != apiAddr+":443" {
+				t.Fatalf("a tunnel to %s:443 leads to %s", apiAddr, peer)
+			}
+			if !inner && after.Tunnels > before.Tunnels {
+				continue // bytes of the guest's own
+			}
+			in := bufio.NewReader(bytes.NewReader(all))
+			for {
+				r, err := http.ReadRequest(in)
+				if errors.Is(err, io.EOF) {
+					break
+				}
+				if err != nil {
+					t.Fatalf("%s has got %q: %v", peer, all, err)
+				}
+				body, err := io.ReadAll(r.Body)
+				if err != nil {
+					break // of a request that has broken off
+				}
+				forwarded++
+				host := r.Host
+				if h, p, err := net.SplitHostPort(host); err == nil {
+					if host = h; p != strconv.Itoa(int(at.Port())) {
+						t.Fatalf("%s is asked for %s", peer, r.Host)
+					}
+				}
+				b.w.mu.Lock()
+				is := strings.Contains(" "+b.w.zone[host]+" ", " "+at.Addr().String()+" ")
+				b.w.mu.Unlock()
+				if !is && host != at.Addr().String() {
+					t.Fatalf("%s is asked for %s", peer, r.Host)
+				}
+				for _, name := range oneConnection {
+					if name != "Connection" && r.Header[name] != nil {
+						t.Fatalf("%s has got the field %s: %q", peer, name, all)
+					}
+				}
+				if r.Trailer != nil {
+					t.Fatalf("%s has got trailers: %q", peer, all)
+				}
+				for name, values := range r.Header {
+					for _, v := range values {
+						if strings.Contains(v, apiKey) && (!inner || name != "Authorization" || v != "Bearer "+apiKey) {
+							t.Fatalf("%s has got the secret in %s: %q", peer, name, v)
+						}
+					}
+				}
+				if strings.Contains(r.RequestURI, apiKey) || bytes.Contains(body, []byte(apiKey)) {
+					t.Fatalf("%s has got the secret in %q", peer, all)
+				}
+			}
+		}
+		if judged := after.Requests - before.Requests; forwarded > judged {
+			t.Fatalf("%d requests were judged, and servers have got %d: %q", judged, forwarded, got)
+		}
+	})
+}
+
+// FuzzServerAnswer is what a server says to a request with a secret. The guest gets an answer of HTTP that ends, or a connection that breaks
+// off, and no secret.
+func FuzzServerAnswer(f *testing.F) {
+	b := newBackend(f)
+	request := []byte("GET / HTTP/1.1\r\nHost: api.example.com\r\nAuthorization: Bearer " + b.w.placeholder("API_KEY") + "\r\nConnection: close\r\n\r\n")
+	for _, s := range []string{
+		"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + apiKey,
+		"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X-T\r\n\r\n10\r\n" + apiKey[:16] + "\r\n10\r\n" + apiKey[16:] + "\r\n0\r\nX-T: " + apiKey + "\r\n\r\n",
+		"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\nLink: " + apiKey + "\r\n\r\nHTTP/1.1 302 " + apiKey + "\r\nLocation: https://x/?" + apiKey + "\r\n" + apiKey + ": 1\r\n\r\n" + apiKey[:20],
+		"HTTP/1.1 101 x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + apiKey,
+		"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n\r\ndata: " + apiKey + "\n\ndata: sk-the",
+		"HTTP/1.0 204 x\r\nContent-Length: 5\r\n\r\nhello", "HTTP/1.1 304 x\r\nTransfer-Encoding: chunked\r\n\r\n", "HTTP/1.1 099 x\r\n\r\n", apiKey + "\r\n\r\n",
+		"HTTP/1.1 200 OK\r\nContent-Length: 10\r\nContent-Length: 12\r\n\r\nhalf",
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, answer []byte) {
+		b.answer = answer
+		if b.answer == nil {
+			b.answer = []byte{}
+		}
+		got, _ := b.run(t, request, true)
+		if len(got) > 16*len(answer)+4096 {
+			t.Fatalf("%d bytes have become %d", len(answer), len(got))
+		}
+		if bytes.Contains(got, []byte(apiKey)) {
+			t.Fatalf("the guest gets the secret: %q", got)
+		}
+		in := bufio.NewReader(bytes.NewReader(got))
+		r, err := http.ReadResponse(in, &http.Request{Method: http.MethodGet})
+		if err != nil {
+			if len(got) > 0 && !errors.Is(err, io.ErrUnexpectedEOF) {
+				t.Fatalf("the guest gets %q: %v", got, err)
+			}
+			return // before anything of the answer was sent
+		}
+		body, err := io.ReadAll(r.Body)
+		if bytes.Contains(body, []byte(apiKey)) {
+			t.Fatalf("the guest gets the secret: %q", got)
+		}
+		if err != nil {
+			return // what has broken off is seen to have
+		}
+		if r.StatusCode < 200 || r.Header.Get("Upgrade") != "" || r.Trailer != nil {
+			t.Fatalf("the guest gets %q", got)
+		}
+		if _, err := in.ReadByte(); !errors.Is(err, io.EOF) {
+			t.Fatalf("there is more than one answer: %q", got)
+		}
+	})
+}
