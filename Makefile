@@ -109,6 +109,19 @@ test-hard: test-state $(REPORT)
 	@echo "== tests on KVM of the hardware kind" >&2
 	@$(GO_TEST) -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 
+# test-hostile has a guest attack every device, on this machine's KVM and then on one of the hardware kind: two hours. The last lines have the
+# figures. Less: make test-hostile HOSTILE='-hostile-for 10m'.
+HOSTILE ?= -hostile-for 1h
+.PHONY: test-hostile
+test-hostile: check-go
+	@scripts/deps hard
+	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@bin/hwkvm --prepare
+	@status=0; \
+	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/hostileguest $(HOSTILE) || status=1; \
+	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/hostileguest $(HOSTILE) || status=1; \
+	exit $$status
+
 # test-workloads has git, pip, npm, a Go build, SQLite, a web server and a container sleep and
 # wake in one guest. Where the guest's kernel is interpreted that takes most of an hour, and
 # test-workloads-hard, on a KVM of the hardware kind that is emulated, far less.

@@ -179,53 +179,90 @@ func (s *Shell) load(states []State) error {
 	return nil
 }
 
+// kvmState is that part of a saved machine which KVM has.
+type kvmState struct {
+	chips [chips][]byte
+	pit   []byte
+	clock uint64
+	vcpus [][]byte
+	// standing says that the guest's agent stands by.
+	standing bool
+}
+
+// chips is how many interrupt controllers have a state, numbered from 0.
+const chips = kvm.ChipIOAPIC + 1
+
+// kvmStateOf takes it from the parts, for a machine of so many vCPUs. All of it is there then, of the right kinds and sizes.
+func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
+	for chip := range k.chips {
+		if k.chips[chip], err = parts.data(irqchipName(uint32(chip)), kindIRQChip); err != nil {
+			return k, err
+		}
+		if len(k.chips[chip]) != kvm.ChipSize {
+			return k, fmt.Errorf("interrupt controller %d: %w", chip, devices.ErrPayload)
+		}
+	}
+	if k.pit, err = parts.data("pit", kindPIT); err != nil {
+		return k, err
+	}
+	if len(k.pit) != kvm.PITSize {
+		return k, fmt.Errorf("the PIT: %w", devices.ErrPayload)
+	}
+	clock, err := parts.data("clock", kindClock)
+	if err != nil {
+		return k, err
+	}
+	if len(clock) != 8 {
+		return k, fmt.Errorf("the clock: %w", devices.ErrPayload)
+	}
+	k.clock = binary.LittleEndian.Uint64(clock)
+	// Older versions have saved none.
+	if p, ok := parts["handover"]; ok {
+		if k.standing, err = handover.Standing(p); err != nil {
+			return k, err
+		}
+	}
+	for id := range vcpus {
+		b, err := parts.data(vcpuName(id), kindVCPU)
+		if err == nil {
+			err = kvm.CheckSaved(b)
+		}
+		if err != nil {
+			return k, err
+		}
+		k.vcpus = append(k.vcpus, b)
+	}
+	return k, nil
+}
+
 func (s *Shell) loadState(states []State) (*loadedState, error) {
 	parts, err := partsOf(states)
 	if err != nil {
 		return nil, err
 	}
-	l := &loadedState{rest: parts}
-	for _, chip := range []uint32{kvm.ChipPICMaster, kvm.ChipPICSlave, kvm.ChipIOAPIC} {
-		b, err := parts.data(irqchipName(chip), kindIRQChip)
-		if err != nil {
-			return nil, err
-		}
-		if err := s.vm.SetIRQChip(chip, b); err != nil {
-			return nil, err
-		}
-	}
-	b, err := parts.data("pit", kindPIT)
+	saved, err := kvmStateOf(parts, len(s.vcpus))
 	if err != nil {
 		return nil, err
 	}
-	if err := s.vm.SetPIT(b); err != nil {
+	l := &loadedState{rest: parts, quiet: saved.standing}
+	for chip, b := range saved.chips {
+		if err := s.vm.SetIRQChip(uint32(chip), b); err != nil {
+			return nil, err
+		}
+	}
+	if err := s.vm.SetPIT(saved.pit); err != nil {
 		return nil, err
 	}
 	// Before the vCPUs: their TSCs are matched with each other as they are set.
-	if b, err = parts.data("clock", kindClock); err != nil {
+	if err := s.vm.SetClock(saved.clock); err != nil {
 		return nil, err
-	}
-	if len(b) != 8 {
-		return nil, fmt.Errorf("the clock: %w", devices.ErrPayload)
-	}
-	if err := s.vm.SetClock(binary.LittleEndian.Uint64(b)); err != nil {
-		return nil, err
-	}
-	// Older versions have saved none.
-	if p, ok := parts["handover"]; ok {
-		if l.quiet, err = handover.Standing(p); err != nil {
-			return nil, err
-		}
 	}
 	var quiet uint64
 	if l.quiet {
 		quiet = s.tscKHz * uint64(quietMost/time.Millisecond)
 	}
 	for id, v := range s.vcpus {
-		b, err := parts.data(vcpuName(id), kindVCPU)
-		if err != nil {
-			return nil, err
-		}
+		b := saved.vcpus[id]
 		if s.cpuid[id], err = kvm.SavedCPUID(b); err != nil {
 			return nil, err
 		}

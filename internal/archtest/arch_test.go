@@ -78,6 +78,8 @@ var rules = []rule{
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	{"internal/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/hwkvm/..."}},
 	{"internal/hwkvm/...", []string{"internal/hwkvm/..."}},
+	// It stands where a VM's process does, with every device.
+	{"internal/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
 }
 

@@ -53,7 +53,7 @@ func loadKernel(mem *guestmem.Memory, path string) (loaded, error) {
 		return loaded{}, notKernel(path, "it is too short, too long, or no regular file")
 	}
 	if string(magic[:]) == elf.ELFMAG {
-		return loadELF(mem, path, f, f)
+		return loadELF(mem, path, f, st.Size(), f)
 	}
 	image := make([]byte, st.Size())
 	if _, err := io.ReadFull(f, image); err != nil {
@@ -63,7 +63,7 @@ func loadKernel(mem *guestmem.Memory, path string) (loaded, error) {
 	if err != nil {
 		return loaded{}, notKernel(path, err.Error())
 	}
-	l, err := loadELF(mem, path, bytes.NewReader(vmlinux), nil)
+	l, err := loadELF(mem, path, bytes.NewReader(vmlinux), int64(len(vmlinux)), nil)
 	l.header = header
 	return l, err
 }
@@ -72,9 +72,12 @@ func notKernel(path, why string) error {
 	return fmt.Errorf("kernel %s: %w: %s: give an ELF vmlinux or a bzImage for x86-64", path, ErrNotKernel, why)
 }
 
-// loadELF copies the PT_LOAD segments to their physical addresses. When file is
-// not nil the bytes go straight from it into the guest.
-func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, file *os.File) (loaded, error) {
+// maxSegments bounds the PT_LOAD segments of a kernel; Linux has five.
+const maxSegments = 64
+
+// loadELF copies the PT_LOAD segments to their physical addresses, once all of them are known to be sound. When file is
+// not nil the bytes go straight from it into the guest. size is how many bytes r has.
+func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, size int64, file *os.File) (loaded, error) {
 	e, err := elf.NewFile(r)
 	if err != nil {
 		return loaded{}, notKernel(path, err.Error())
@@ -84,6 +87,8 @@ func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, file *os.File) (l
 		return loaded{}, notKernel(path, fmt.Sprintf("it is an ELF %v for %v", e.Type, e.Machine))
 	}
 	l := loaded{entry: guestmem.GPA(e.Entry)}
+	var segments []*elf.Prog
+	var total uint64
 	for _, p := range e.Progs {
 		if p.Type != elf.PT_LOAD || p.Memsz == 0 {
 			continue
@@ -96,6 +101,21 @@ func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, file *os.File) (l
 			return loaded{}, fmt.Errorf("kernel %s: %w: it needs %d MiB, the guest has %d: give it more memory",
 				path, ErrNoRoom, (p.Paddr+p.Memsz)>>20, mem.Size()>>20)
 		}
+		if p.Off > uint64(size) || p.Filesz > uint64(size)-p.Off {
+			return loaded{}, notKernel(path, fmt.Sprintf("its segment at %#x reaches beyond the file: it is truncated", p.Paddr))
+		}
+		// Segments could all name the same bytes of the file.
+		if total += p.Filesz; total > maxKernel || len(segments) == maxSegments {
+			return loaded{}, notKernel(path, fmt.Sprintf("more than %d segments, or of more than %d MiB", maxSegments, maxKernel>>20))
+		}
+		segments = append(segments, p)
+		l.end = max(l.end, at+guestmem.GPA(p.Memsz))
+	}
+	if l.end == 0 || l.entry < highMemory || l.entry >= l.end {
+		return loaded{}, notKernel(path, fmt.Sprintf("entry point %#x is outside of its segments", e.Entry))
+	}
+	for _, p := range segments {
+		at := guestmem.GPA(p.Paddr)
 		if file != nil {
 			err = mem.FillFrom(at, int(p.Filesz), file, int64(p.Off))
 		} else {
@@ -104,10 +124,6 @@ func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, file *os.File) (l
 		if err != nil {
 			return loaded{}, fmt.Errorf("kernel %s: reading its segment at %#x: %w: the file is truncated or unreadable", path, p.Paddr, err)
 		}
-		l.end = max(l.end, at+guestmem.GPA(p.Memsz))
-	}
-	if l.end == 0 || l.entry < highMemory || l.entry >= l.end {
-		return loaded{}, notKernel(path, fmt.Sprintf("entry point %#x is outside of its segments", e.Entry))
 	}
 	return l, nil
 }
@@ -203,9 +219,15 @@ func unpack(p []byte) ([]byte, error) {
 	if size > maxKernel {
 		return nil, fmt.Errorf("it says that it unpacks to %d MiB, more than %d", size>>20, maxKernel>>20)
 	}
-	vmlinux := make([]byte, size)
-	if _, err := io.ReadFull(out, vmlinux); err != nil {
-		return nil, err
+	// What it says may be a lie: beyond what kernels expand to, memory is taken as it is filled.
+	const usual = 16
+	vmlinux := bytes.NewBuffer(make([]byte, 0, min(int(size), usual*len(p))+bytes.MinRead))
+	n, err := vmlinux.ReadFrom(io.LimitReader(out, int64(size)))
+	if n == int64(size) {
+		return vmlinux.Bytes(), nil // what follows the kernel in the payload is of no concern
 	}
-	return vmlinux, nil
+	if err == nil {
+		err = io.ErrUnexpectedEOF
+	}
+	return nil, fmt.Errorf("it says that it unpacks to %d bytes and has %d: %w", size, n, err)
 }

@@ -276,6 +276,11 @@ func bytesOf[T any](v *T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(v)), unsafe.Sizeof(*v))
 }
 
+func sizeOf[T any]() int {
+	var v T
+	return int(unsafe.Sizeof(v))
+}
+
 // load copies p over a struct without pointers; the size must fit.
 func load[T any](v *T, p []byte) error {
 	b := bytesOf(v)

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 
 	gokvm "github.com/bobuhiro11/gokvm/kvm"
 )
@@ -166,17 +167,15 @@ func (c *VCPU) SavedClockPages() (gpas []uint64) {
 }
 
 func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) error {
-	for _, tag := range []int{tagCPUID, tagMPState, tagRegs, tagSregs, tagXSave, tagDebug, tagEvents, tagLAPIC, tagMSRs} {
-		if rec[tag] == nil {
-			return fmt.Errorf("vCPU %d: %w: record %d is missing", c.id, ErrState, tag)
-		}
+	if err := complete(rec); err != nil {
+		return fmt.Errorf("vCPU %d: %w", c.id, err)
+	}
+	if len(rec[tagXSave]) > len(c.xsave) {
+		return fmt.Errorf("KVM_SET_XSAVE: %w: %d bytes, this host takes %d", ErrState, len(rec[tagXSave]), len(c.xsave))
 	}
 	cpuid, err := decodeCPUID(rec[tagCPUID])
 	if err != nil {
 		return err
-	}
-	if rec[tagXCRs] == nil && offersXSave(cpuid) {
-		return fmt.Errorf("vCPU %d: %w: it has XSAVE and no XCR0", c.id, ErrState)
 	}
 	if err := c.SetCPUID(cpuid); err != nil {
 		return err
@@ -195,9 +194,6 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 		}
 	}
 	clear(c.xsave)
-	if len(rec[tagXSave]) > len(c.xsave) {
-		return fmt.Errorf("KVM_SET_XSAVE: %w: %d bytes, this host takes %d", ErrState, len(rec[tagXSave]), len(c.xsave))
-	}
 	copy(c.xsave, rec[tagXSave])
 	if err := c.setXSave(); err != nil {
 		return err
@@ -236,6 +232,47 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 	return c.SetMPState(binary.LittleEndian.Uint32(rec[tagMPState]))
 }
 
+// checkRecord says whether a record has a possible size, so that nothing is loaded of a state that cannot be loaded whole.
+func checkRecord(tag uint32, b []byte) error {
+	of := func(n int) bool { return len(b) == n }
+	list := func(size, most int) bool { return len(b)%size == 0 && len(b)/size <= most }
+	var ok bool
+	switch tag {
+	case tagCPUID:
+		ok = list(sizeOf[CPUIDEntry](), maxCPUIDEntries)
+	case tagTSCKHz:
+		// KVM takes 32 bits of it, and would run the guest at the rest of a larger one (api.rst 4.55).
+		ok = of(8) && binary.LittleEndian.Uint64(b) <= math.MaxUint32
+	case tagMPState:
+		ok = of(4)
+	case tagRegs:
+		ok = of(sizeOf[Regs]())
+	case tagSregs2:
+		ok = of(sizeOf[gokvm.SRegs2]())
+	case tagSregs:
+		ok = of(sizeOf[Sregs]())
+	case tagXSave:
+		ok = len(b) <= maxXSave
+	case tagXCRs:
+		ok = of(sizeOf[gokvm.XCRS]())
+	case tagDebug:
+		ok = of(sizeOf[gokvm.DebugRegs]())
+	case tagEvents:
+		ok = of(sizeOf[gokvm.VCPUEvents]())
+	case tagLAPIC:
+		ok = of(sizeOf[gokvm.LAPICState]())
+	case tagMSRs:
+		ok = list(sizeOf[MSR](), maxMSRs)
+	}
+	if !ok {
+		return fmt.Errorf("%w: record %d of %d bytes", ErrState, tag, len(b))
+	}
+	return nil
+}
+
+// maxXSave bounds the XSAVE area of a saved vCPU in bytes; that of a host with AMX is 11 KiB.
+const maxXSave = 64 << 10
+
 func parseRecords(p []byte) (rec [tagCount][]byte, err error) {
 	for len(p) > 0 {
 		if len(p) < 8 {
@@ -247,8 +284,40 @@ func parseRecords(p []byte) (rec [tagCount][]byte, err error) {
 			return rec, fmt.Errorf("%w: record %d of %d bytes", ErrState, tag, n)
 		}
 		rec[tag], p = p[:n:n], p[n:]
+		if err := checkRecord(tag, rec[tag]); err != nil {
+			return rec, err
+		}
 	}
 	return rec, nil
+}
+
+// complete says whether a state that is to be imported has all that a vCPU needs.
+func complete(rec [tagCount][]byte) error {
+	for _, tag := range []int{tagCPUID, tagMPState, tagRegs, tagSregs, tagXSave, tagDebug, tagEvents, tagLAPIC, tagMSRs} {
+		if rec[tag] == nil {
+			return fmt.Errorf("%w: record %d is missing", ErrState, tag)
+		}
+	}
+	cpuid, err := decodeCPUID(rec[tagCPUID])
+	if err != nil {
+		return err
+	}
+	if rec[tagXCRs] == nil && offersXSave(cpuid) {
+		return fmt.Errorf("%w: it has XSAVE and no XCR0", ErrState)
+	}
+	return nil
+}
+
+// CheckSaved fails with ErrState unless p has all parts of a vCPU's state in their sizes. What they say is for KVM to judge.
+func CheckSaved(p []byte) error {
+	rec, err := parseRecords(p)
+	if err == nil {
+		err = complete(rec)
+	}
+	if err != nil {
+		return fmt.Errorf("state of a vCPU: %w", err)
+	}
+	return nil
 }
 
 // SavedCPUID returns what CPUID shows to the vCPU whose state Export has returned.
@@ -273,7 +342,7 @@ func offersXSave(cpuid []CPUIDEntry) bool {
 }
 
 func decodeCPUID(b []byte) ([]CPUIDEntry, error) {
-	size := len(bytesOf(new(CPUIDEntry)))
+	size := sizeOf[CPUIDEntry]()
 	if len(b)%size != 0 || len(b)/size > maxCPUIDEntries {
 		return nil, fmt.Errorf("CPUID of a vCPU: %w: %d bytes", ErrState, len(b))
 	}
@@ -350,14 +419,14 @@ func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
 	return off, nil
 }
 
-func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
-	size := len(bytesOf(new(MSR)))
+// sortMSRs takes saved MSRs apart: those that are loaded first, the deadline of the LAPIC's timer, and those of the paravirtual
+// clock.
+func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR, err error) {
+	size := sizeOf[MSR]()
 	if len(b)%size != 0 || len(b)/size > maxMSRs {
-		return fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
+		return nil, nil, nil, fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
 	}
-	msrs := make([]MSR, 0, len(b)/size)
-	c.clock = nil
-	var deadline *MSR
+	msrs = make([]MSR, 0, len(b)/size)
 	for ; len(b) > 0; b = b[size:] {
 		var m MSR
 		copy(bytesOf(&m), b)
@@ -365,11 +434,20 @@ func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
 		case m.Index == msrTSCDeadline:
 			deadline = &m
 		case ofClock(m.Index):
-			c.clock = append(c.clock, m)
+			clock = append(clock, m)
 		default:
 			msrs = append(msrs, m)
 		}
 	}
+	return msrs, deadline, clock, nil
+}
+
+func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
+	msrs, deadline, clock, err := sortMSRs(b)
+	if err != nil {
+		return err
+	}
+	c.clock = clock
 	refused, err := c.setMSRs(msrs)
 	if err != nil {
 		return err

@@ -133,8 +133,11 @@ func (v *VM) IRQChip(chip uint32, p []byte) ([]byte, error) {
 	return append(p, v.irqchip.Chip[:]...), nil
 }
 
-// ChipSize is the size of the state of one interrupt controller in bytes.
-const ChipSize = 512
+// ChipSize is the size of the state of one interrupt controller, PITSize that of the i8254, in bytes.
+const (
+	ChipSize = 512
+	PITSize  = 112
+)
 
 // SetIRQChip loads what IRQChip has returned.
 func (v *VM) SetIRQChip(chip uint32, p []byte) error {
