@@ -2,6 +2,7 @@ package api
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -26,8 +27,18 @@ type peer struct {
 	err error
 }
 
+// connKey is for a connection whose listener is bounded.
+type connKey struct{}
+
 // connContext notes who has connected: http.Server.ConnContext.
 func connContext(ctx context.Context, c net.Conn) context.Context {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	if l, ok := c.(*limitedConn); ok {
+		ctx = context.WithValue(ctx, connKey{}, l)
+		c = l.Conn
+	}
 	u, ok := c.(*net.UnixConn)
 	if !ok {
 		return ctx
