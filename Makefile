@@ -99,6 +99,12 @@ test: test-state $(REPORT)
 	@echo "== tests without it" >&2
 	@$(GO_TEST) -json $(TEST_FLAGS) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
 
+# test-attacks runs the tests alone that do what an attacker would do, and says of each what came of it. `make test` runs and lists them as well.
+.PHONY: test-attacks
+test-attacks: test-state $(REPORT)
+	@scripts/deps test
+	@$(GO_TEST) -json -count 1 $(TEST_FLAGS) -run '^TestAttack' $$(grep -rl --include='*_test.go' --exclude-dir=.cache '^func TestAttack' . | xargs -n 1 dirname | sort -u) | $(REPORT)
+
 # test-hard runs the tests that have guests on a KVM of the hardware kind, emulated if
 # need be.
 .PHONY: test-hard

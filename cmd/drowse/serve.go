@@ -114,7 +114,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 	server := api.New(api.Options{
 		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
-			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events())}),
+			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events()), Long: true}),
 		VMs: withSpans(spans, api.OfStore(s, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err

@@ -36,15 +36,15 @@ func (f *apiFlags) add(cmd *cobra.Command) {
 	fl.StringVar(&f.tcp.Cert, "tls-cert", "", "certificate for --listen, PEM")
 	fl.StringVar(&f.tcp.Key, "tls-key", "", "key of the certificate, PEM")
 	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "let --listen be without TLS at an address that others reach, since something else encrypts")
-	fl.StringArrayVar(&f.hosts, "host", nil, "name by which callers ask for --listen, besides addresses and localhost; may be given several times")
+	fl.StringArrayVar(&f.hosts, "host", nil, "name by which callers ask for this server, besides addresses and localhost; may be given several times")
 }
 
 func (f *apiFlags) check() error {
-	if f.tcp.Address == "" && (f.tcp.Cert != "" || f.tcp.Key != "" || f.tcp.Plain || len(f.hosts) > 0 || f.tokens != "") {
-		return usageError{errors.New("--token-file, --tls-cert, --tls-key, --no-tls and --host go with --listen")}
+	if f.tcp.Address == "" && (f.tcp.Cert != "" || f.tcp.Key != "" || f.tcp.Plain || f.tokens != "") {
+		return usageError{errors.New("--token-file, --tls-cert, --tls-key and --no-tls go with --listen")}
 	}
-	if f.off && f.tcp.Address != "" {
-		return usageError{errors.New("--listen does not go with --no-api")}
+	if f.off && (f.tcp.Address != "" || len(f.hosts) > 0) {
+		return usageError{errors.New("--listen and --host do not go with --no-api")}
 	}
 	return nil
 }

@@ -88,7 +88,7 @@ func TestServe_that_would_be_open_to_others_is_refused(t *testing.T) {
 	t.Setenv("DROWSE_AGENT", os.Args[0])
 	for name, args := range map[string][]string{
 		"TCP without a token":       {"--listen", "127.0.0.1:0"},
-		"a host without TCP":        {"--host", "example.org"},
+		"a host without the API":    {"--host", "example.org", "--no-api"},
 		"TCP without the API":       {"--listen", "127.0.0.1:0", "--no-api"},
 		"an end that nobody knows":  {"--on-exit", "kill"},
 		"no time for the end":       {"--exit-timeout", "0s"},

@@ -1,6 +1,7 @@
 // Command testreport turns the output of `go test -json` into what people read: a line
 // for each package as soon as it is done, and for each test that took long, all that was
-// printed by a package that has failed, and every test that was skipped, with its reason.
+// printed by a package that has failed, every test that was skipped, with its reason, and
+// how each test named TestAttack... has ended, which does what an attacker would do.
 // When the tests are ended from outside, it says what those that had not finished have
 // printed: it does not heed SIGINT and SIGTERM, but goes on to the end of its input.
 //
@@ -46,6 +47,11 @@ const (
 // slow is how long a test takes that gets a line of its own.
 const slow = 20 * time.Second
 
+// attack begins the names of tests that do what an attacker would do; attackEnds says what came of it.
+const attack = "TestAttack"
+
+var attackEnds = map[string]string{"pass": "attack held off", "fail": "ATTACK SUCCEEDED", "skip": "attack not tried"}
+
 type skip struct{ name, reason string }
 
 type report struct {
@@ -57,7 +63,8 @@ type report struct {
 	passed  int
 	failed  []string
 	skipped []skip
-	tested  int // packages with tests
+	attacks []string // how each has ended
+	tested  int      // packages with tests
 }
 
 func main() {
@@ -157,6 +164,9 @@ func (r *report) test(e event, key string) {
 	top := !strings.Contains(e.Test, "/")
 	if top {
 		r.tests[e.Package]++
+		if strings.HasPrefix(e.Test, attack) {
+			r.attacks = append(r.attacks, fmt.Sprintf("%s  %s", attackEnds[e.Action], key))
+		}
 		if e.elapsed() >= slow {
 			fmt.Fprintf(r.w, "%s  %s  %v\n", e.Action, key, e.elapsed())
 		}
@@ -197,6 +207,9 @@ func (r *report) finish(strict bool) int {
 	for _, key := range unfinished {
 		fmt.Fprintf(r.w, "UNFINISHED  %s\n", key)
 		r.print(key)
+	}
+	for _, a := range slices.Sorted(slices.Values(r.attacks)) {
+		fmt.Fprintln(r.w, a)
 	}
 	refused := 0
 	for _, s := range r.skipped {

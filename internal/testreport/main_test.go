@@ -27,6 +27,10 @@ func TestReport(t *testing.T) {
 		long = `{"Action":"run","Package":"p","Test":"TestL"}
 {"Action":"pass","Package":"p","Test":"TestL","Elapsed":90}
 `
+		attacks = `{"Action":"pass","Package":"p","Test":"TestAttack_a_link"}
+{"Action":"fail","Package":"p","Test":"TestAttack_b_loop"}
+{"Action":"fail","Package":"p","Elapsed":1}
+`
 		build = `{"ImportPath":"p","Action":"build-output","Output":"p.go:1:1: undefined: x\n"}
 {"ImportPath":"p","Action":"build-fail"}
 {"Action":"fail","Package":"p","Elapsed":0}
@@ -50,6 +54,7 @@ func TestReport(t *testing.T) {
 		{"lines of go itself pass through", "go: no module\n", "", false, 1, "go: no module"},
 		{"a test that never ended shows its output and fails", pass + cut, "", false, 1, "UNFINISHED  p.TestC\n    c_test.go:1: waiting"},
 		{"a test that took long is shown", long + done, "", false, 0, "pass  p.TestL  1m30s"},
+		{"attacks are listed by name", attacks, "", false, 1, "ATTACK SUCCEEDED  p.TestAttack_b_loop\nattack held off  p.TestAttack_a_link\n"},
 		{"a wrong regexp is refused", pass, "(", false, 2, "missing closing"},
 	}
 	for _, tt := range tests {

@@ -2,6 +2,7 @@ package api
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -26,8 +27,18 @@ type peer struct {
 	err error
 }
 
+// connKey is for a connection whose listener is bounded.
+type connKey struct{}
+
 // connContext notes who has connected: http.Server.ConnContext.
 func connContext(ctx context.Context, c net.Conn) context.Context {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	if l, ok := c.(*limitedConn); ok {
+		ctx = context.WithValue(ctx, connKey{}, l)
+		c = l.Conn
+	}
 	u, ok := c.(*net.UnixConn)
 	if !ok {
 		return ctx
@@ -82,11 +93,14 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 var errOrigin = errors.New("the request comes from a page of another origin")
 
 // checkOrigin refuses what a page of somebody else's has a browser send: by an Origin or Sec-Fetch-Site that is not this server's, and by a Host
-// that is a name which was made to lead here (DNS rebinding). On the Unix socket, where no browser comes by itself, a Host says nothing.
+// that is a name which was made to lead here (DNS rebinding). A browser reaches the Unix socket as well, through a port that ssh forwards to it; and
+// what a rebound page only reads has neither an Origin nor, over plain HTTP, a Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
 func (s *Server) checkOrigin(r *http.Request) error {
 	_, local := r.Context().Value(peerKey{}).(peer)
-	if !local && !s.ourHost(r.Host) {
-		return own(wire.CodeForbidden, "use an address or localhost, or name it with `drowse serve --host`", "%q is no name of this server", r.Host)
+	// Programs ask the Unix socket by any word, as http://drowse: one without a dot is no name that somebody could make to lead here.
+	word := local && !fromBrowser(r) && !strings.Contains(r.Host, ".")
+	if !word && !s.ourHost(r.Host) {
+		return own(wire.CodeForbidden, "use an address or localhost, or name it with `drowse serve --host`", "%.200q is no name of this server", r.Host)
 	}
 	if site := r.Header.Get("Sec-Fetch-Site"); site != "" && site != "same-origin" && site != "none" {
 		return own(wire.CodeForbidden, "", "%w: %s", errOrigin, site)
@@ -105,7 +119,18 @@ func (s *Server) checkOrigin(r *http.Request) error {
 	return nil
 }
 
-// ourHost says whether a Host is an address, localhost or one of those that were named.
+// fromBrowser says whether a request has what only browsers send, which pages cannot leave out.
+func fromBrowser(r *http.Request) bool {
+	for name := range r.Header {
+		if name == "Origin" || strings.HasPrefix(name, "Sec-Fetch-") {
+			return true
+		}
+	}
+	return false
+}
+
+// ourHost says whether a Host is an address, localhost or one of those that were named. Any address will do: a page can have a name lead elsewhere, but
+// what an address leads to is no page's to choose.
 func (s *Server) ourHost(host string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {

@@ -14,7 +14,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/net/netutil"
 	"golang.org/x/sys/unix"
 )
 
@@ -23,7 +22,8 @@ const SocketFile = "api.sock"
 
 // Bounds of connections.
 const (
-	maxConns      = 512 // at once, of one listener; those beyond wait
+	maxConns      = 1024 // at once, of one listener: more than all kinds of requests
+	maxConnsOfOne = 512  // of one address, by TCP
 	maxHeader     = 32 << 10
 	headerTime    = 10 * time.Second
 	idleTime      = 2 * time.Minute
@@ -81,7 +81,7 @@ func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
 		l.Close()
 		return nil, fmt.Errorf("%w: %s is reached by others, and tokens would pass in the clear: use --tls-cert and --tls-key, or --no-tls if something else encrypts", ErrListen, l.Addr())
 	}
-	l = netutil.LimitListener(l, maxConns)
+	l = limitConns(l)
 	if config != nil {
 		l = tls.NewListener(l, config)
 	}
@@ -170,6 +170,9 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	}
 	ended := make(chan error, len(listeners))
 	for _, l := range listeners {
+		if l.Addr().Network() == "unix" {
+			l = limitConns(l) // as TCP.Listen does
+		}
 		go func() {
 			err := h.Serve(l)
 			if errors.Is(err, http.ErrServerClosed) {

@@ -3,7 +3,6 @@ package api
 import (
 	"context"
 	_ "embed"
-	"errors"
 	"fmt"
 	"net/http"
 	"reflect"
@@ -44,8 +43,18 @@ type route struct {
 	// created says that 201 is a status of success as well, and unready that 503 has the same answer.
 	created, unready bool
 	limit            time.Duration // of a request, if not that of its scope
+	room             roomKind      // if not that of its scope
 	serve            func(*Server, *request) (status int, answer any, err error)
 }
+
+// roomKind says with what a route shares the bound of requests that are answered at once.
+type roomKind int
+
+const (
+	roomOfScope roomKind = iota
+	roomExecs            // with other commands
+	roomNone             // it has none
+)
 
 // param is one of a query.
 type param struct {
@@ -139,11 +148,11 @@ func routes() []route {
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
 			return http.StatusOK, rawText{"application/json", openAPI}, nil
 		}},
-		{method: get, path: "/healthz", op: "health", says: "Say whether the server works.", gives: wire.Health{}, unready: true, serve: func(s *Server, r *request) (int, any, error) {
-			return health(r, s.o.Live)
+		{method: get, path: "/healthz", op: "health", says: "Say whether the server works.", gives: wire.Health{}, unready: true, room: roomNone, serve: func(s *Server, r *request) (int, any, error) {
+			return s.health(r, s.o.Live)
 		}},
-		{method: get, path: "/readyz", op: "health", says: "Say whether sandboxes can be woken on this host.", gives: wire.Health{}, unready: true, serve: func(s *Server, r *request) (int, any, error) {
-			return health(r, s.o.Ready)
+		{method: get, path: "/readyz", op: "health", says: "Say whether sandboxes can be woken on this host.", gives: wire.Health{}, unready: true, room: roomNone, serve: func(s *Server, r *request) (int, any, error) {
+			return s.health(r, s.o.Ready)
 		}},
 	})
 }
@@ -219,7 +228,7 @@ func lifecycle() []route {
 		})),
 		{
 			method: http.MethodPost, path: onOne + "/exec", scope: ScopeWrite, op: "exec", says: "Run a command in a sandbox, and wake it first if it sleeps. A command that fails is no error.",
-			takes: wire.Exec{}, gives: wire.Executed{}, needsBody: true, limit: wire.MaxExecSeconds*time.Second + writeTime,
+			takes: wire.Exec{}, gives: wire.Executed{}, needsBody: true, limit: wire.MaxExecSeconds*time.Second + writeTime, room: roomExecs,
 			serve: func(s *Server, r *request) (int, any, error) {
 				return ok(execute(r.Context(), s.o.VMs, r.name(), r.body.(*wire.Exec)))
 			},
@@ -437,28 +446,41 @@ func flows(s *Server, r *request) (int, any, error) {
 	return ok(out, err)
 }
 
-// checkTime bounds one check.
+// checkTime bounds one check, and how long somebody waits for all of them.
 const checkTime = 10 * time.Second
 
-// health runs checks.
-func health(r *request, checks []Check) (int, any, error) {
-	out := wire.Health{OK: true, Checks: []wire.Check{}}
-	known := CallerOf(r.Context()).Scope.allows(ScopeRead)
-	for _, c := range checks {
-		ctx, cancel := context.WithTimeout(r.Context(), checkTime)
-		err := c.Do(ctx)
-		cancel()
-		is := wire.Check{Name: c.Name, OK: err == nil}
-		if err != nil {
-			out.OK = false
-			if known {
-				is.Problem = err.Error()
+// health says what checks say. Those who ask at once share one run of them: it costs the same however many ask.
+func (s *Server) health(r *request, checks []Check) (int, any, error) {
+	run := s.checking.DoChan(r.URL.Path, func() (any, error) {
+		out := wire.Health{OK: true, Checks: []wire.Check{}}
+		for _, c := range checks {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), checkTime)
+			err := c.Do(ctx)
+			cancel()
+			is := wire.Check{Name: c.Name, OK: err == nil}
+			if err != nil {
+				out.OK, is.Problem = false, err.Error()
 			}
+			out.Checks = append(out.Checks, is)
 		}
-		out.Checks = append(out.Checks, is)
-	}
-	if errors.Is(r.Context().Err(), context.Canceled) {
+		return out, nil
+	})
+	limit := time.NewTimer(checkTime)
+	defer limit.Stop()
+	var out wire.Health
+	select {
+	case done := <-run:
+		out = done.Val.(wire.Health)
+	case <-limit.C:
+		out.Checks = []wire.Check{{Name: "time", Problem: fmt.Sprintf("the checks have not ended within %v", checkTime)}}
+	case <-r.Context().Done():
 		return 0, nil, r.Context().Err()
+	}
+	if !CallerOf(r.Context()).Scope.allows(ScopeRead) {
+		out.Checks = slices.Clone(out.Checks) // others have them too
+		for i := range out.Checks {
+			out.Checks[i].Problem = ""
+		}
 	}
 	if !out.OK {
 		return http.StatusServiceUnavailable, out, nil

@@ -12,17 +12,12 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/singleflight"
+
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-)
-
-// MaxRequests is how many requests are answered at once; those beyond it are refused, with code "busy". Those of mounted handlers that go on for long
-// have a bound of their own, MaxStreams.
-const (
-	MaxRequests = 128
-	MaxStreams  = 64
 )
 
 // Times that a request may take.
@@ -69,6 +64,8 @@ type Mount struct {
 	Pattern string
 	Scope   Scope
 	Handler http.Handler
+	// Long says that it goes on until its client has enough: MaxStreams of them do at once.
+	Long bool
 }
 
 // Server answers requests. Make it with New.
@@ -76,25 +73,37 @@ type Server struct {
 	o        Options
 	log      *slog.Logger
 	mux      *http.ServeMux
-	requests chan struct{} // has as many elements as requests are answered
-	streams  chan struct{} // the same of mounted handlers
-	draining chan struct{} // closed when the server is to end
+	checking singleflight.Group // of checks of health, by path
+	draining chan struct{}      // closed when the server is to end
 }
 
 // New makes a Server.
 func New(o Options) *Server {
-	s := &Server{
-		o: o, log: o.Log, mux: http.NewServeMux(),
-		requests: make(chan struct{}, MaxRequests), streams: make(chan struct{}, MaxStreams), draining: make(chan struct{}),
-	}
+	s := &Server{o: o, log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
+	open, execs, streams := newRoom("requests without a token", MaxOpen), newRoom("commands", MaxExecs), newRoom("streams", MaxStreams)
+	byScope := map[Scope]*room{ScopeNone: open, ScopeRead: newRoom("requests that read", MaxReads), ScopeWrite: newRoom("changes", MaxChanges)}
 	for _, r := range routes() {
-		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, s.requests, s.answer(r)))
+		in := byScope[r.scope]
+		switch r.room {
+		case roomNone:
+			in = nil
+		case roomExecs:
+			in = execs
+		}
+		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, in, s.answer(r)))
 	}
 	for _, m := range o.Mounts {
-		s.mux.Handle(m.Pattern, s.bounded(m.Scope, s.streams, m.Handler))
+		in := byScope[m.Scope]
+		if m.Long {
+			in = streams
+		}
+		s.mux.Handle(m.Pattern, s.bounded(m.Scope, in, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			unread(w, r)
+			m.Handler.ServeHTTP(w, r)
+		})))
 	}
 	return s
 }
@@ -132,8 +141,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
+	if c, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
+		defer c.answering()()
+	}
 	if err := s.checkOrigin(r); err != nil {
-		s.fail(w, r, err)
+		s.refuse(w, r, err)
 		return
 	}
 	if _, pattern := s.mux.Handler(r); pattern != "" {
@@ -143,10 +155,10 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	if allow := s.methodsOf(r); len(allow) > 0 {
 		h.Set("Allow", strings.Join(allow, ", "))
-		s.fail(w, r, own(wire.CodeMethod, "use "+strings.Join(allow, " or "), "%s %s: the path has other methods", r.Method, r.URL.Path))
+		s.refuse(w, r, own(wire.CodeMethod, "use "+strings.Join(allow, " or "), "%s %s: the path has other methods", r.Method, r.URL.Path))
 		return
 	}
-	s.fail(w, r, own(wire.CodeNoRoute, "see /v1/openapi.json for what there is", "there is no %s", r.URL.Path))
+	s.refuse(w, r, own(wire.CodeNoRoute, "see /v1/openapi.json for what there is", "there is no %s", r.URL.Path))
 }
 
 // methodsOf are those that a path has.
@@ -161,17 +173,9 @@ func (s *Server) methodsOf(r *http.Request) (out []string) {
 	return out
 }
 
-// bounded lets a request through that may do what the route does, if there is room.
-func (s *Server) bounded(want Scope, room chan struct{}, next http.Handler) http.Handler {
+// bounded lets a request through that may do what the route does, if there is room; nil has no bound.
+func (s *Server) bounded(want Scope, in *room, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		select {
-		case room <- struct{}{}:
-			defer func() { <-room }()
-		default:
-			w.Header().Set("Retry-After", "1")
-			s.fail(w, r, own(wire.CodeBusy, "try again in a second", "%d requests are being answered", cap(room)))
-			return
-		}
 		c, err := s.caller(r)
 		if err == nil && !c.Scope.allows(want) {
 			err = refused(c, want)
@@ -180,8 +184,21 @@ func (s *Server) bounded(want Scope, room chan struct{}, next http.Handler) http
 			if fleet.CodeOf(err) == wire.CodeUnauthorized {
 				w.Header().Set("WWW-Authenticate", `Bearer realm="drowse"`)
 			}
-			s.fail(w, r, err)
+			s.refuse(w, r, err)
 			return
+		}
+		if in != nil {
+			who := c.Name
+			if want == ScopeNone {
+				who = sourceOf(r.RemoteAddr)
+			}
+			leave, err := in.enter(who)
+			if err != nil {
+				w.Header().Set("Retry-After", "1")
+				s.refuse(w, r, err)
+				return
+			}
+			defer leave()
 		}
 		if want == ScopeNone {
 			// Nobody who is not known keeps a place by reading slowly.
@@ -218,6 +235,11 @@ func (s *Server) answer(rt route) http.Handler {
 		// Not every writer of a test has deadlines.
 		_ = out.SetReadDeadline(time.Now().Add(bodyTime))
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+		if rt.scope == ScopeNone {
+			// Nor by a body that does not come.
+			unread(w, r)
+			r.Body = http.NoBody
+		}
 		body, err := readBody(r, rt)
 		if err != nil {
 			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
@@ -305,6 +327,12 @@ func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
 	s.write(w, r, StatusOf(e.Code), wire.ErrorDoc{Error: e})
 }
 
+// refuse answers with an error before the body of a request was read.
+func (s *Server) refuse(w http.ResponseWriter, r *http.Request, err error) {
+	unread(w, r)
+	s.fail(w, r, err)
+}
+
 // Fail answers with an error as this package does, for mounted handlers.
 func Fail(w http.ResponseWriter, err error) {
 	e := wire.ErrorOf(err)
@@ -334,7 +362,7 @@ var statuses = map[fleet.Code]int{
 	fleet.CodeTimeout: http.StatusGatewayTimeout, fleet.CodeCanceled: http.StatusServiceUnavailable, fleet.CodeNoRecords: http.StatusServiceUnavailable,
 	wire.CodeUnauthorized: http.StatusUnauthorized, wire.CodeForbidden: http.StatusForbidden, wire.CodeNoRoute: http.StatusNotFound,
 	wire.CodeMethod: http.StatusMethodNotAllowed, wire.CodeTooLarge: http.StatusRequestEntityTooLarge,
-	wire.CodeMediaType: http.StatusUnsupportedMediaType, wire.CodeBusy: http.StatusServiceUnavailable,
+	wire.CodeMediaType: http.StatusUnsupportedMediaType, wire.CodeBusy: http.StatusServiceUnavailable, wire.CodeTooMany: http.StatusTooManyRequests,
 }
 
 // StatusOf is the status of HTTP that an error of a code has.

@@ -48,6 +48,7 @@ const (
 	CodeTooLarge     fleet.Code = "too-large"    // the body has more than MaxBody bytes
 	CodeMediaType    fleet.Code = "media-type"   // the body is not application/json
 	CodeBusy         fleet.Code = "busy"         // too many requests at once
+	CodeTooMany      fleet.Code = "too-many"     // too many requests of this caller at once
 )
 
 // ErrorDoc is the answer to what failed.

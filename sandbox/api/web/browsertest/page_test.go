@@ -145,7 +145,7 @@ func (h *host) serve(t *testing.T) {
 		Mounts: []api.Mount{{Pattern: "GET /{$}", Handler: h.page}, {Pattern: "GET " + web.Prefix, Handler: h.page}},
 	}
 	if h.events {
-		o.Mounts = append(o.Mounts, api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: http.HandlerFunc(h.follow)})
+		o.Mounts = append(o.Mounts, api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: http.HandlerFunc(h.follow), Long: true})
 	}
 	s := httptest.NewServer(api.New(o))
 	t.Cleanup(func() {
