@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -345,6 +346,28 @@ func (r *random) frame() ([]byte, Direction, int) {
 	return f, d, r.gso(f)
 }
 
+// way is whose interface a frame has come to the host by: mostly that of its source.
+func (r *random) way(f []byte, d Direction) (by netip.Addr) {
+	if d == Egress {
+		return by
+	}
+	peers := []netip.Addr{netip.MustParseAddr("10.200.3.8"), netip.MustParseAddr("fd77::3:8"), netip.MustParseAddr("10.77.0.1")}
+	if r.one(5) {
+		return pick(r, netip.Addr{}, netip.MustParseAddr("192.0.2.99"), peers[0], peers[1], peers[2])
+	}
+	var src netip.Addr
+	switch {
+	case len(f) >= 34 && be.Uint16(f[12:]) == 0x0800:
+		src = netip.AddrFrom4([4]byte(f[26:30]))
+	case len(f) >= 54 && be.Uint16(f[12:]) == 0x86dd:
+		src = netip.AddrFrom16([16]byte(f[22:38]))
+	}
+	if slices.Contains(peers, src) {
+		return src
+	}
+	return by
+}
+
 func (r *random) gso(f []byte) int {
 	if r.one(12) {
 		return pick(r, 1, 7, 8, 100, 599, 600, 601, 1399, 1400, 1448)
@@ -570,8 +593,9 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 				t.Fatal(err)
 			}
 			f, d, gso := r.frame()
-			want := m.Judge(refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso}, int64(now))
-			ran, err := e.Run(d, f, gso)
+			by := r.way(f, d)
+			want := m.Judge(refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso, By: by}, int64(now))
+			ran, err := e.RunBy(d, f, gso, by)
 			if errors.Is(err, unix.EINVAL) && want.Reason == ReasonTruncated {
 				continue // BPF_PROG_RUN takes no frame whose IP header is cut off
 			}

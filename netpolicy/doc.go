@@ -51,7 +51,8 @@
 //  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).
 //  17. Floor: the peer is an address that no rule can open.
 //  18. ICMPType: neither echo, echo reply nor an error (3, 11, 12; ICMPv6: 1 to 4).
-//  19. Flows and rules, see below: Flow, Related, NoFlow, TCPState, Rule, Default; TLSOff.
+//  19. SrcInterface (ingress), see below: the source is not the sender's own. Flows and rules, see below: Flow, Related,
+//     NoFlow, TCPState, Rule, Default; TLSOff.
 //  20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one uses up
 //     none of them. ARP and ND count as well, but not for ConnRate.
 //  21. FlowTable: the flow could not be recorded, or has no port on the host. Internal: the
@@ -90,6 +91,17 @@
 // then host (the gateway, and Environment.Host), agent (Environment.Agents and the
 // addresses of Environment.Peers), private (10/8, 172.16/12, 192.168/16, 100.64/10,
 // 198.18/15, fc00::/7, and Environment.OnLink), and public, which is all the rest.
+//
+// # Where a packet came by
+//
+// A source address says who sent a packet only if nobody else can have it. A packet to the guest from an address of class host has to
+// be made by the host; one that has come by any interface is denied (SrcInterface), also if the host has translated its
+// source, as it may do for containers. One from an address of class agent has to have come by the device of the agent that has
+// the address, in the same network namespace. An ICMP error about a flow with the host or an agent has to be from one of these two. The kernel
+// notes by which interface a packet came, and forwarding does not change that; rp_filter has no part in it.
+//
+// What has waited at the gate for an agent to wake (GuardGate) is put on its device by the host. The gate lets in only what
+// the rules above would, and marks it with a number that the loader has chosen at random.
 //
 // # Rules
 //

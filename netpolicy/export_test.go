@@ -139,6 +139,7 @@ type Context [192]byte
 
 const (
 	ctxVLAN    = 20 // vlan_present
+	ctxIngress = 36 // ingress_ifindex
 	ctxCB      = 48
 	ctxGSOSize = 176
 )
@@ -152,9 +153,26 @@ type Ran struct {
 	Bytes   []byte
 }
 
-// Run runs a program on a frame.
+// Run runs a program on a frame, which has come to the host where its source says.
 func (e *Engine) Run(d Direction, frame []byte, gsoSize int) (Ran, error) {
+	var by netip.Addr
+	switch {
+	case d == Ingress && len(frame) >= 34 && frame[12] == 8 && frame[13] == 0:
+		by = netip.AddrFrom4([4]byte(frame[26:30]))
+	case d == Ingress && len(frame) >= 54 && frame[12] == 0x86:
+		by = netip.AddrFrom16([16]byte(frame[22:38]))
+	}
+	var there bpf.AgentTagged
+	if e.shared.agents.Lookup(by.As16(), &there) != nil {
+		by = netip.Addr{}
+	}
+	return e.RunBy(d, frame, gsoSize, by)
+}
+
+// RunBy runs a program on a frame that has come to the host by the interface of an address; none is that the host has made it.
+func (e *Engine) RunBy(d Direction, frame []byte, gsoSize int, by netip.Addr) (Ran, error) {
 	var in, out Context
+	binary.LittleEndian.PutUint32(in[ctxIngress:], interfaceOf(by))
 	binary.LittleEndian.PutUint32(in[ctxGSOSize:], uint32(gsoSize))
 	o := ebpf.RunOptions{Data: frame, DataOut: make([]byte, len(frame)+256), Context: in[:], ContextOut: out[:]}
 	action, err := e.Program(d).Run(&o)
@@ -265,6 +283,16 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	return nil
 }
 
+// interfaceOf is the number of the interface that an address has in tests.
+func interfaceOf(a netip.Addr) uint32 {
+	if !a.IsValid() {
+		return 0
+	}
+	h := fnv.New32a()
+	h.Write(a.AsSlice())
+	return h.Sum32()>>1 | 1
+}
+
 // SetPeer says which agent has an address, and by what claim; 0 is none. The same one may have other tags.
 func (e *Engine) SetPeer(p Peer, claim uint32) error {
 	if claim == 0 {
@@ -275,6 +303,11 @@ func (e *Engine) SetPeer(p Peer, claim uint32) error {
 		return err
 	}
 	v := tagged(claim, 0, p.Tags)
+	cookie, err := netnsCookie()
+	if err != nil {
+		return err
+	}
+	v.Netns, v.Ifindex = cookie, interfaceOf(p.Address)
 	if before.Claim == claim {
 		if v.Edition = before.Edition; v != before {
 			v.Edition++

@@ -371,7 +371,7 @@ func hostileFrames() (out []hostile) {
 				m = echo(128, 7)
 			}
 			add(Egress, ReasonDefault, sent(a, p.n, m), "%s to the agent %s", p.name, s)
-			add(Ingress, ReasonDefault, got(a, p.n, m), "%s from the agent %s", p.name, s)
+			add(Ingress, ReasonSrcInterface, got(a, p.n, m), "%s from the agent %s, which is not there", p.name, s)
 		}
 	}
 	for _, a := range []netip.Addr{netip.MustParseAddr("198.51.100.66"), netip.MustParseAddr("2001:db8::66")} {

@@ -31,7 +31,7 @@ const MaxAgents = 8192
 // Under the root of pins are the directories of agents and, for each version of the
 // programs, one that agents share. Its name is no agent's.
 //
-//	_programs-DIGEST/ready      a link that is made last: all that follows is there
+//	_programs-DIGEST/ready      a link that is made last: all that follows is there. It says DIGEST/MARK, the mark of answers
 //	_programs-DIGEST/MAP        the maps in which programs find those of an agent
 //	_programs-DIGEST/slot-N     a link: the name of the agent that has slot N
 //	AGENT/slot                  a link: DIGEST/N/CLAIM
@@ -56,7 +56,7 @@ const (
 
 // layout is the version of what the loader, apart from the objects, agrees on with itself:
 // rows of the table, sizes, names of pins.
-const layout = "3"
+const layout = "4"
 
 func digest() string { return bpf.Digest() + layout }
 
@@ -65,6 +65,7 @@ func digest() string { return bpf.Digest() + layout }
 type programs struct {
 	calls, policies, usages, agents *ebpf.Map
 	flows, pins, counters, stream   *ebpf.Map
+	mark                            uint32 // of answers; known to who has loaded them alone
 }
 
 func (p *programs) byName() map[string]**ebpf.Map {
@@ -128,8 +129,9 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 	}
 	p := &programs{
 		calls: o.Calls, policies: o.Policies, usages: o.Usages, agents: o.Agents,
-		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events,
+		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events, mark: mark,
 	}
+	err = o.ToGate.Close() // GuardGate loads another one
 	for i, prog := range []*ebpf.Program{o.FromGuest, o.ToGuest} {
 		err = errors.Join(err, p.calls.Put(uint32(i), prog), prog.Close())
 	}
@@ -272,7 +274,7 @@ func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
 			return nil, false, errors.Join(fmt.Errorf("pinning %s of the programs: %w", name, err), p.close())
 		}
 	}
-	if err := os.Symlink(s.digest, filepath.Join(s.dir, pinReady)); err != nil {
+	if err := os.Symlink(fmt.Sprintf("%s/%d", s.digest, p.mark), filepath.Join(s.dir, pinReady)); err != nil {
 		return nil, false, errors.Join(fmt.Errorf("pinning the programs: %w", err), p.close())
 	}
 	return p, true, nil
@@ -530,7 +532,7 @@ func (p *programs) empty(slot uint32) error {
 	return nil
 }
 
-// tagged is an agent as the programs of others see it.
+// tagged is an agent as the programs of others see it, but for its device.
 func tagged(claim, edition uint32, tags []string) bpf.AgentTagged {
 	v := bpf.AgentTagged{Claim: claim, Edition: edition}
 	for i, t := range tags {
@@ -542,8 +544,13 @@ func tagged(claim, edition uint32, tags []string) bpf.AgentTagged {
 // introduce tells other agents an agent's tags, before its device is up. Its directory says
 // first what forget has to take back. Others who have had its addresses are forgotten, in
 // programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
-func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32, tags []string) error {
+func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32, ifindex int, tags []string) error {
 	mine := tagged(claim, 0, tags)
+	cookie, err := netnsCookie()
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	mine.Ifindex, mine.Netns = uint32(ifindex), cookie
 	var keys [][16]byte
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
@@ -573,6 +580,21 @@ func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32,
 	return nil
 }
 
+// netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have their
+// numbers in one alone.
+func netnsCookie() (uint64, error) {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, fmt.Errorf("making a socket: %w", err)
+	}
+	defer unix.Close(fd)
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	if err != nil {
+		return 0, fmt.Errorf("asking for the network namespace: %w", err)
+	}
+	return cookie, nil
+}
+
 // retag changes the tags by which others know an agent, all at one moment for each of its addresses.
 func (s *shared) retag(agent string, claim uint32, tags []string) error {
 	keys, err := s.known(agent)
@@ -598,6 +620,7 @@ func (s *shared) retag(agent string, claim uint32, tags []string) error {
 			return fmt.Errorf("%w: others do not know %s by its address any more", ErrGone, agent)
 		}
 		next[i] = tagged(claim, v.Edition+1, tags)
+		next[i].Ifindex, next[i].Netns = v.Ifindex, v.Netns
 	}
 	for i, k := range keys {
 		if err := m.Update(k, &next[i], ebpf.UpdateExist); err != nil {

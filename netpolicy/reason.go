@@ -52,6 +52,7 @@ const (
 	ReasonInternal
 	ReasonIPv6Off
 	ReasonTLSOff
+	ReasonSrcInterface
 )
 
 // Reasons of connections that the programs have let through to where names are checked, and
@@ -81,7 +82,7 @@ var reasonNames = map[Reason]string{
 	ReasonDHCP: "dhcp", ReasonFloor: "floor", ReasonICMPType: "icmp-type", ReasonNoFlow: "no-flow", ReasonTCPState: "tcp-state",
 	ReasonPacketRate: "packet-rate", ReasonBitRate: "bit-rate", ReasonConnRate: "connection-rate", ReasonQuota: "quota",
 	ReasonFlowTable: "flow-table", ReasonGSO: "gso", ReasonChecksum: "checksum", ReasonInternal: "internal", ReasonIPv6Off: "ipv6-off",
-	ReasonTLSOff: "tls-off", ReasonTLSHello: "tls-hello", ReasonTLSNoName: "tls-no-name", ReasonTLSName: "tls-name", ReasonTLSECH: "tls-ech",
+	ReasonTLSOff: "tls-off", ReasonSrcInterface: "source-interface", ReasonTLSHello: "tls-hello", ReasonTLSNoName: "tls-no-name", ReasonTLSName: "tls-name", ReasonTLSECH: "tls-ech",
 	ReasonTLSTimeout: "tls-timeout", ReasonTLSBusy: "tls-busy", ReasonProxy: "proxy", ReasonInject: "inject",
 }
 

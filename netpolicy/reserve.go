@@ -160,7 +160,7 @@ func (l *Link) introduce(id Identity) error {
 	if err != nil {
 		return fmt.Errorf("attaching a policy for agent %s: %w", l.cfg.Agent, err)
 	}
-	return s.introduce(l.eng.shared, l.cfg.Agent, id, l.eng.place.claim, l.cfg.Tags)
+	return s.introduce(l.eng.shared, l.cfg.Agent, id, l.eng.place.claim, l.index, l.cfg.Tags)
 }
 
 // track gives the agent another table of flows, in which there are none.

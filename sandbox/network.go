@@ -488,6 +488,11 @@ func (n *network) lookOutside() {
 	if n.own6.IsValid() {
 		ranges = append(ranges, n.agents6)
 	}
+	for _, r := range ranges {
+		if err := hostnet.Own(r); err != nil {
+			warn("the host does not drop packets of others that have a VM's address as their source: " + err.Error())
+		}
+	}
 	if outside {
 		what = "addresses beyond the host"
 		for _, r := range ranges {

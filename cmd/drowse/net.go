@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -29,7 +30,8 @@ func (a *app) netSetupCommand() *cobra.Command {
 		Use: "setup", Short: "Translate the VMs' addresses into the host's, in a table of nftables of its own", Args: cobra.NoArgs,
 		Long: `Translate the VMs' addresses into the host's, in the table "ip drowse" of nftables. A
 VM whose policy allows addresses beyond the host does so by itself when it starts, and
-in "ip6 drowse" if it has IPv6. Doing it again changes nothing.
+in "ip6 drowse" if it has IPv6. It also has the host drop packets with a VM's address as
+their source that come by another device than a VM's. Doing it again changes nothing.
 
 With --forward, switch on net.ipv4.ip_forward if it is off. It lets a host route packets
 between all its interfaces; a rule is added first that drops those that are neither from
@@ -44,7 +46,7 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 			if err != nil {
 				return usageError{err}
 			}
-			if err := hostnet.Translate(in); err != nil {
+			if err := errors.Join(hostnet.Own(in), hostnet.Translate(in)); err != nil {
 				return err
 			}
 			changed, changed6 := false, false
@@ -58,7 +60,7 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 				if err != nil {
 					return usageError{err}
 				}
-				if err := hostnet.Translate(in6); err != nil {
+				if err := errors.Join(hostnet.Own(in6), hostnet.Translate(in6)); err != nil {
 					return err
 				}
 				if changed6, err = hostnet.Forward6(); err != nil {

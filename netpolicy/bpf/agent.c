@@ -46,7 +46,7 @@ enum {
 	R_NO_POLICY = 16, R_TRUNCATED, R_ETHERTYPE, R_VLAN, R_SRC_MAC, R_DST_MAC, R_ARP, R_IP_HEADER, R_IP_OPTIONS,
 	R_FRAGMENT, R_SRC_IP, R_DST_IP, R_EXT_HEADER, R_PROTOCOL, R_L4_HEADER, R_ND, R_DHCP, R_FLOOR, R_ICMP_TYPE,
 	R_NO_FLOW, R_TCP_STATE, R_PACKET_RATE, R_BIT_RATE, R_CONN_RATE, R_QUOTA, R_FLOW_TABLE, R_GSO, R_CHECKSUM,
-	R_INTERNAL, R_IPV6_OFF, R_TLS_OFF,
+	R_INTERNAL, R_IPV6_OFF, R_TLS_OFF, R_SRC_INTERFACE,
 	R_MAX = 64,
 };
 
@@ -145,6 +145,10 @@ struct table {
 struct tagged {
 	__u32 claim;
 	__u32 edition;
+	// Its device, and the network namespace of that: no packet of the agent's comes to the host otherwise.
+	__u64 netns;
+	__u32 ifindex;
+	__u32 pad;
 	__u64 tag[TAGS]; // hashes; 0 is none
 };
 
@@ -227,7 +231,8 @@ struct flow {
 	__u8 cut;    // it is not allowed any more, and only there for those who read the map
 	__be16 via;  // its name is checked: the guest's port on the host; else 0
 	__u32 edition; // of the peer's tags, if it is an agent
-	__u32 pad;
+	__u8 class;    // of the peer, by the table gen
+	__u8 pad[3];
 };
 
 _Static_assert(sizeof(struct flow) == 72, "size of a flow");
@@ -357,6 +362,10 @@ __u64 test_now = 0;
 // random; nobody but the host can mark frames.
 const volatile __u32 answer_mark = 0;
 
+// Frames with this mark are of the gate: packets that have waited for the agent to wake, and whose sources to_gate has
+// checked.
+#define vouched_mark (~answer_mark)
+
 // packet is what is known of one.
 struct packet {
 	__u64 now;
@@ -377,6 +386,7 @@ struct packet {
 	__u8 summed; // what is known of the checksum, if it is from the guest
 	__u8 check;  // the rules open it for its name, which is to be checked
 	__u8 class;
+	__u8 vouched; // the gate has seen which interface it came by
 	__be16 via;  // of its flow
 };
 
@@ -928,8 +938,21 @@ static __always_inline bool bad_flags(__u8 f)
 }
 
 // The kernel's sk_buff, as far as it is needed to see what checksum the guest asked
-// for: the program's own context does not tell.
+// for, and in which network namespace this is: the program's own context does not tell.
+struct net {
+	__u64 net_cookie;
+} __attribute__((preserve_access_index));
+
+typedef struct {
+	struct net *net;
+} __attribute__((preserve_access_index)) possible_net_t;
+
+struct net_device {
+	possible_net_t nd_net;
+} __attribute__((preserve_access_index));
+
 struct sk_buff {
+	struct net_device *dev;
 	unsigned char *head, *data;
 	__u8 ip_summed : 2;
 	__u16 csum_start, csum_offset;
@@ -1102,6 +1125,25 @@ static __noinline int classify(void *table, struct packet *p, const __u32 *a)
 	return p->class > CLASS_AGENT ? R_FLOOR : 0;
 }
 
+// strange says whether a packet to the guest has a source that is not its own: one of the host's addresses, and the host has not made
+// it; or that of another agent, and it has not come by that one's device. Who else can send packets to the host can put any source into
+// them, and the host's routes need not notice (rp_filter 0 and 2, and IPv6). The kernel sets ingress_ifindex when a device gives it a
+// packet, in each network namespace anew, and leaves it alone from there to here.
+static __noinline bool strange(struct __sk_buff *skb, const struct packet *p, const __u32 *peer, __u32 class)
+{
+	struct sk_buff *kernel = (void *)skb;
+	const struct tagged *t;
+
+	if (p->dir == EGRESS || p->vouched)
+		return false;
+	if (class == CLASS_HOST)
+		return skb->ingress_ifindex != 0;
+	if (class != CLASS_AGENT)
+		return false;
+	t = bpf_map_lookup_elem(&agents, peer);
+	return !t || t->ifindex != skb->ingress_ifindex || t->netns != BPF_CORE_READ(kernel, dev, nd_net.net, net_cookie);
+}
+
 // fresh finds the flow of a key, if it lives.
 static __always_inline struct flow *fresh(void *map, const struct packet *p, const struct flow_key *k)
 {
@@ -1143,6 +1185,7 @@ static __always_inline bool keep(void *table, const struct row *r0, struct packe
 	}
 	f->claim = p->claim;
 	f->edition = p->edition;
+	f->class = p->class;
 	f->rule = rule;
 	f->gen = r0->id.gen;
 	return true;
@@ -1289,6 +1332,9 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 		err = classify(table, p, k->peer);
 		if (err)
 			return R_NO_FLOW;
+		// On the way to the host or another agent there is nobody but the host and that one.
+		if (skb->ingress_ifindex && strange(skb, p, k->peer, p->class))
+			return R_NO_FLOW;
 	}
 	__builtin_memcpy(p->quoted, p->peer, 16);
 	__builtin_memcpy(p->peer, k->peer, 16);
@@ -1402,7 +1448,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
 		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
-		.via = p->via, .edition = p->edition,
+		.via = p->via, .edition = p->edition, .class = p->class,
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
@@ -1511,6 +1557,8 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 		if (err < 0)
 			return -err;
 		if (err) {
+			if (strange(skb, p, p->peer, p->class))
+				return R_SRC_INTERFACE;
 			reason = check_error(skb, table, r0, p, &k);
 			if (reason)
 				return reason;
@@ -1527,6 +1575,8 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	if (f && f->state == ALIAS) {
 		if (p->dir == EGRESS)
 			return R_NO_FLOW;
+		if (strange(skb, p, p->peer, CLASS_HOST))
+			return R_SRC_INTERFACE;
 		f = unalias(map, p, &k, f);
 		if (!f)
 			return R_NO_FLOW;
@@ -1543,8 +1593,12 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 			if (reason)
 				return reason;
 		}
+		if (!p->via && strange(skb, p, k.peer, p->class))
+			return R_SRC_INTERFACE;
 		if (f && !keep(table, r0, p, f, &k))
 			f = 0;
+	} else if (f->class != CLASS_PUBLIC && !p->via && strange(skb, p, k.peer, f->class)) {
+		return R_SRC_INTERFACE;
 	}
 	step = flow_step(p, f);
 	if (step < 0)
@@ -1994,6 +2048,10 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 
 	p.segments = 1;
 	p.bytes = skb->len;
+	if (dir == INGRESS && answer_mark && skb->mark == vouched_mark) {
+		p.vouched = 1;
+		skb->mark = 0;
+	}
 	if (table)
 		r0 = row(table, 0);
 	if (r0 && (r0->id.magic != MAGIC || r0->id.claim != claim))
@@ -2053,6 +2111,43 @@ int to_guest(struct __sk_buff *skb)
 		action = handle(skb, INGRESS);
 	leave(slot, which);
 	return action;
+}
+
+// The ranges in which agents have their addresses, for to_gate.
+const volatile __be32 range4 = 0, mask4 = 0;
+const volatile __u32 range6[2] = {}; // a prefix of 64 bits
+
+// to_gate sees what comes to the gate, the device that the addresses of agents lead to which sleep (GuardGate). What is held there reaches the agent
+// as if the host had made it, so this is where it is known which interface it came by. A source of the host's, or of an
+// agent's, has to be the sender's own. The gate's device has no link layer.
+SEC("tc")
+int to_gate(struct __sk_buff *skb)
+{
+	struct bpf_fib_lookup back = { .ifindex = skb->ingress_ifindex };
+	bool agent;
+	long err;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		back.family = 2; // AF_INET
+		if (bpf_skb_load_bytes(skb, 12, &back.ipv4_dst, 4))
+			return TC_ACT_SHOT;
+		agent = mask4 && (back.ipv4_dst & mask4) == range4;
+	} else if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		back.family = 10; // AF_INET6
+		if (bpf_skb_load_bytes(skb, 8, back.ipv6_dst, 16))
+			return TC_ACT_SHOT;
+		agent = back.ipv6_dst[0] == range6[0] && back.ipv6_dst[1] == range6[1];
+	} else {
+		return TC_ACT_SHOT;
+	}
+	if (!skb->ingress_ifindex)
+		return agent ? TC_ACT_SHOT : TC_ACT_OK;
+	err = bpf_fib_lookup(skb, &back, sizeof(back), 0);
+	// The way to an agent that is awake is its device; to one that sleeps, it is the gate.
+	if (agent)
+		return err == BPF_FIB_LKUP_RET_SUCCESS && back.ifindex == skb->ingress_ifindex ? TC_ACT_OK : TC_ACT_SHOT;
+	// An address of the host's is not one that packets are forwarded to.
+	return err == BPF_FIB_LKUP_RET_NOT_FWDED || err == BPF_FIB_LKUP_RET_FWD_DISABLED || err < 0 ? TC_ACT_SHOT : TC_ACT_OK;
 }
 
 // bpf_probe_read_kernel and others are for programs under the GPL only.

@@ -61,7 +61,8 @@ type AgentFlow struct {
 	Cut     uint8
 	Via     uint16
 	Edition uint32
-	Pad     uint32
+	Class   uint8
+	Pad     [3]uint8
 }
 
 type AgentFlowKey struct {
@@ -93,6 +94,9 @@ type AgentTagged struct {
 	_       structs.HostLayout
 	Claim   uint32
 	Edition uint32
+	Netns   uint64
+	Ifindex uint32
+	Pad     uint32
 	Tag     [8]uint64
 }
 
@@ -125,8 +129,12 @@ const (
 	AgentMapPolicies      = "policies"
 	AgentMapUsages        = "usages"
 	AgentProgFromGuest    = "from_guest"
+	AgentProgToGate       = "to_gate"
 	AgentProgToGuest      = "to_guest"
 	AgentVarAnswerMark    = "answer_mark"
+	AgentVarMask4         = "mask4"
+	AgentVarRange4        = "range4"
+	AgentVarRange6        = "range6"
 	AgentVarTestNow       = "test_now"
 	AgentVarTesting       = "testing"
 	AgentVarUnusedAlias   = "unused_alias"
@@ -182,6 +190,7 @@ type AgentSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentProgramSpecs struct {
 	FromGuest *ebpf.ProgramSpec `ebpf:"from_guest"`
+	ToGate    *ebpf.ProgramSpec `ebpf:"to_gate"`
 	ToGuest   *ebpf.ProgramSpec `ebpf:"to_guest"`
 }
 
@@ -204,6 +213,9 @@ type AgentMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type AgentVariableSpecs struct {
 	AnswerMark    *ebpf.VariableSpec `ebpf:"answer_mark"`
+	Mask4         *ebpf.VariableSpec `ebpf:"mask4"`
+	Range4        *ebpf.VariableSpec `ebpf:"range4"`
+	Range6        *ebpf.VariableSpec `ebpf:"range6"`
 	TestNow       *ebpf.VariableSpec `ebpf:"test_now"`
 	Testing       *ebpf.VariableSpec `ebpf:"testing"`
 	UnusedAlias   *ebpf.VariableSpec `ebpf:"unused_alias"`
@@ -264,6 +276,9 @@ func (m *AgentMaps) Close() error {
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentVariables struct {
 	AnswerMark    *ebpf.Variable `ebpf:"answer_mark"`
+	Mask4         *ebpf.Variable `ebpf:"mask4"`
+	Range4        *ebpf.Variable `ebpf:"range4"`
+	Range6        *ebpf.Variable `ebpf:"range6"`
 	TestNow       *ebpf.Variable `ebpf:"test_now"`
 	Testing       *ebpf.Variable `ebpf:"testing"`
 	UnusedAlias   *ebpf.Variable `ebpf:"unused_alias"`
@@ -281,12 +296,14 @@ type AgentVariables struct {
 // It can be passed to LoadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type AgentPrograms struct {
 	FromGuest *ebpf.Program `ebpf:"from_guest"`
+	ToGate    *ebpf.Program `ebpf:"to_gate"`
 	ToGuest   *ebpf.Program `ebpf:"to_guest"`
 }
 
 func (p *AgentPrograms) Close() error {
 	return _AgentClose(
 		p.FromGuest,
+		p.ToGate,
 		p.ToGuest,
 	)
 }

@@ -406,6 +406,110 @@ func TestTranslate_unusable_range_is_refused(t *testing.T) {
 	}
 }
 
+// A machine of the host's network says that it is a VM: the host's own services do not hear of it, whatever rp_filter is.
+func TestAttack_forged_source_of_a_VM_reaches_the_host(t *testing.T) {
+	for _, x := range []struct {
+		family             *family
+		in                 netip.Prefix
+		network, host, own string
+	}{
+		{ip4, DefaultRange, "udp4", "198.51.100.1/24", "198.51.100.2/24"}, {ip6, DefaultRange6, "udp6", "2001:db8:1::1/64", "2001:db8:1::2/64"},
+	} {
+		t.Run(x.network, func(t *testing.T) {
+			ownNamespace(t)
+			must := func(err error) {
+				t.Helper()
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			host, err := netns.Get()
+			must(err)
+			defer host.Close()
+			vm := x.in.Addr().Next().Next()
+			up := func(l netlink.Link, addr string) {
+				t.Helper()
+				a, err := netlink.ParseAddr(addr)
+				must(err)
+				if x.family == ip6 {
+					a.Flags = unix.IFA_F_NODAD
+				}
+				must(netlink.AddrAdd(l, a))
+				must(netlink.LinkSetUp(l))
+			}
+			at := netip.AddrPortFrom(netip.MustParsePrefix(x.host).Addr(), 7)
+			socket := map[string]func(text string){}
+			for _, device := range []string{"lan0", "drowse0"} {
+				ns, err := netns.New()
+				must(err)
+				defer ns.Close()
+				must(netns.Set(host))
+				must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: device}, PeerName: "up", PeerNamespace: netlink.NsFd(ns)}))
+				l, err := netlink.LinkByName(device)
+				must(err)
+				if x.family == ip4 {
+					must(os.WriteFile("/proc/sys/net/ipv4/conf/"+device+"/rp_filter", []byte("0\n"), 0o644))
+				}
+				if device == "lan0" {
+					up(l, x.host)
+				} else {
+					must(netlink.LinkSetUp(l))
+				}
+				must(netns.Set(ns))
+				peer, err := netlink.LinkByName("up")
+				must(err)
+				up(peer, x.own)
+				up(peer, netip.PrefixFrom(vm, vm.BitLen()).String())
+				must(netlink.RouteReplace(&netlink.Route{LinkIndex: peer.Attrs().Index, Dst: &net.IPNet{IP: at.Addr().AsSlice(), Mask: net.CIDRMask(at.Addr().BitLen(), at.Addr().BitLen())}, Scope: netlink.SCOPE_LINK}))
+				must(netlink.NeighSet(&netlink.Neigh{LinkIndex: peer.Attrs().Index, State: netlink.NUD_PERMANENT, IP: at.Addr().AsSlice(), HardwareAddr: l.Attrs().HardwareAddr}))
+				for what, from := range map[string]netip.Addr{"": netip.MustParsePrefix(x.own).Addr(), " as a VM": vm} {
+					c, err := net.DialUDP(x.network, net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), net.UDPAddrFromAddrPort(at))
+					must(err)
+					defer c.Close()
+					socket[device+what] = func(text string) {
+						t.Helper()
+						_, err := c.Write([]byte(text))
+						must(err)
+					}
+				}
+				must(netns.Set(host))
+			}
+			server, err := net.ListenPacket(x.network, at.String())
+			must(err)
+			defer server.Close()
+			for range 2 {
+				must(Own(x.in))
+			}
+			for _, send := range []struct {
+				by   string
+				want bool
+			}{{"lan0 as a VM", false}, {"lan0", true}, {"drowse0 as a VM", true}} {
+				socket[send.by](send.by)
+				if !send.want {
+					continue
+				}
+				b := make([]byte, 64)
+				for got, end := "", time.Now().Add(time.Minute); got != send.by; {
+					if time.Now().After(end) {
+						t.Fatalf("nothing has come by %s", send.by)
+					}
+					must(server.SetReadDeadline(time.Now().Add(100 * time.Millisecond)))
+					n, _, err := server.ReadFrom(b)
+					if errors.Is(err, os.ErrDeadlineExceeded) {
+						socket[send.by](send.by) // an address of IPv6 may not have been in service
+						continue
+					}
+					must(err)
+					if got = string(b[:n]); got == "lan0 as a VM" {
+						t.Errorf("what has come is %s", got)
+					}
+				}
+			}
+			must(Remove())
+		})
+	}
+}
+
 func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 	t.Run("IPv4", func(t *testing.T) {
 		dropsOthers(t, ip4, "udp4", "198.51.100.%d/24", "203.0.113.%d/24", "192.0.2.%d/24")

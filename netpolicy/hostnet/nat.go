@@ -27,8 +27,10 @@ const (
 	chainNAT    = "postrouting"
 	chainGuard  = "forward"
 	chainRA     = "accept_ra"
+	chainSource = "sources"
 	guardWords  = "drowse: forward only from and to VMs"
 	rangePrefix = "drowse: agents "
+	ownPrefix   = "drowse: from agents alone "
 )
 
 // family is what differs between IPv4 and IPv6.
@@ -192,15 +194,46 @@ func Translate(in netip.Prefix) error {
 			Name: chainNAT, Table: n.table, Type: nftables.ChainTypeNAT,
 			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
 		})
-		length := n.family.length
-		exprs := append([]expr.Any{
-			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: n.family.source, Len: length},
-			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: length, Mask: net.CIDRMask(in.Bits(), int(8*length)), Xor: make([]byte, length)},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: in.Addr().AsSlice()},
-		}, notAgents(expr.MetaKeyOIFNAME)...)
+		exprs := append(n.family.from(in), notAgents(expr.MetaKeyOIFNAME)...)
 		n.conn.AddRule(&nftables.Rule{
 			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Masq{}),
 			UserData: userdata.AppendString(nil, userdata.TypeComment, rangeWords(in)),
+		})
+		return n.flush()
+	})
+}
+
+// from matches packets with a source in a range.
+func (f *family) from(in netip.Prefix) []expr.Any {
+	return []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: f.source, Len: f.length},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: f.length, Mask: net.CIDRMask(in.Bits(), int(8*f.length)), Xor: make([]byte, f.length)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: in.Addr().AsSlice()},
+	}
+}
+
+// Own has the host drop packets with a source in a range of agents that have not come by an agent's interface. The programs of
+// agents do not take them for agents' either; this keeps them from the host itself. It is like Translate in what it does when it is called again.
+func Own(in netip.Prefix) error {
+	return locked(func() error {
+		n, err := open(familyOf(in))
+		if err != nil {
+			return err
+		}
+		words := ownPrefix + in.String()
+		have, err := n.comments(chainSource)
+		if err != nil || slices.Contains(have, words) {
+			return err
+		}
+		n.conn.AddTable(n.table)
+		chain := n.conn.AddChain(&nftables.Chain{
+			Name: chainSource, Table: n.table, Type: nftables.ChainTypeFilter,
+			Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
+		})
+		exprs := append(n.family.from(in), notAgents(expr.MetaKeyIIFNAME)...)
+		n.conn.AddRule(&nftables.Rule{
+			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
+			UserData: userdata.AppendString(nil, userdata.TypeComment, words),
 		})
 		return n.flush()
 	})

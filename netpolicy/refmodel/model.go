@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"math/big"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -68,6 +69,9 @@ type Frame struct {
 	Tagged bool
 	// BadChecksumRequest is that a checksum would be stored where it does not belong.
 	BadChecksumRequest bool
+	// By is whose interface a frame to the guest has come to the host by: that of another agent, by its address; the zero Addr if the
+	// host has made it; an address that is no agent's for all other interfaces.
+	By netip.Addr
 }
 
 // Decision is what became of a frame.
@@ -249,6 +253,21 @@ func (m *Model) Judge(f Frame, now int64) Decision {
 	return d
 }
 
+// strange says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's, or of another
+// agent's.
+func (x *parsed) strange(a netip.Addr) bool {
+	if x.egress {
+		return false
+	}
+	switch x.m.kindOf(a) {
+	case isHost:
+		return x.By.IsValid()
+	case isAgent:
+		return x.By != a || !slices.ContainsFunc(x.m.env.Peers, func(p netpolicy.Peer) bool { return p.Address == a })
+	}
+	return false
+}
+
 func (x *parsed) denied(r netpolicy.Reason) Decision {
 	return Decision{Verdict: netpolicy.Deny, Reason: r, Rule: -1}
 }
@@ -276,10 +295,17 @@ func (x *parsed) decide(now int64) Decision {
 		}
 		return Decision{Verdict: netpolicy.Allow, Reason: reason, Rule: -1}
 	}
+	icmp := x.proto == protoICMP || x.proto == protoICMPv6
+	if icmp && x.icmp() == "" {
+		return x.denied(netpolicy.ReasonICMPType)
+	}
 	key := flowKey{x.peer, x.peerPort, x.guestPort, x.proto}
 	if main, ok := m.aliases[key]; ok {
 		// From the host's end of a connection whose name is checked; the guest has no business there.
 		f := m.flows[main]
+		if x.strange(x.peer) {
+			return x.denied(netpolicy.ReasonSrcInterface)
+		}
 		if x.egress || !f.fresh(now) || f.via != x.guestPort {
 			return x.denied(netpolicy.ReasonNoFlow)
 		}
@@ -293,6 +319,8 @@ func (x *parsed) decide(now int64) Decision {
 			return x.denied(netpolicy.ReasonNoFlow)
 		}
 		x.via = f.via
+	} else if x.strange(x.peer) {
+		return x.denied(netpolicy.ReasonSrcInterface)
 	}
 	var opens bool
 	var next *flow // what the flow becomes

@@ -201,7 +201,12 @@ func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
 		}
 	}
 	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
-	d := m.Judge(refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}, now.UnixNano())
+	f := refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}
+	// Only what has come by that VM's own device has got here: see netpolicy.GuardGate.
+	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
+		f.By = src
+	}
+	d := m.Judge(f, now.UnixNano())
 	return d.Verdict == netpolicy.Allow
 }
 
@@ -256,6 +261,17 @@ func packetTo(p []byte) (netip.Addr, bool) {
 		return netip.AddrFrom4([4]byte(p[16:20])), true
 	case len(p) >= 40 && p[0]>>4 == 6:
 		return netip.AddrFrom16([16]byte(p[24:40])), true
+	}
+	return netip.Addr{}, false
+}
+
+// packetFrom is where an IP packet says that it is from.
+func packetFrom(p []byte) (netip.Addr, bool) {
+	switch {
+	case len(p) >= 20 && p[0]>>4 == 4:
+		return netip.AddrFrom4([4]byte(p[12:16])), true
+	case len(p) >= 40 && p[0]>>4 == 6:
+		return netip.AddrFrom16([16]byte(p[8:24])), true
 	}
 	return netip.Addr{}, false
 }

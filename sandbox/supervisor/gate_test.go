@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -251,9 +252,9 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	lo, err := netlink.LinkByName("lo")
 	must(err)
 	must(netlink.LinkSetUp(lo))
-	first, err := openGateDevice()
+	first, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
 	must(err)
-	d, err := openGateDevice() // another supervisor's
+	d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6) // another supervisor's
 	must(err)
 	must(first.close())
 	defer func() { must(d.close()) }()
@@ -330,5 +331,130 @@ func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.
 		if _, ok := v.guardedOf(&tt.r); ok != tt.want {
 			t.Errorf("%s: guarded %v, want %v", name, ok, tt.want)
 		}
+	}
+}
+
+// A machine of the host's network says that it is another VM, or the host: its packets do not reach the gate, which would give them to
+// the VM as if they were from there.
+func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("this needs root")
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	runtime.LockOSThread() // and never unlocked: the namespaces end with the thread
+	here := func() *os.File {
+		t.Helper()
+		f, err := os.Open("/proc/thread-self/ns/net")
+		must(err)
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	must(unix.Unshare(unix.CLONE_NEWNET))
+	other := here()
+	must(unix.Unshare(unix.CLONE_NEWNET))
+	host := here()
+	for _, name := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
+		must(os.WriteFile("/proc/sys/net/"+name, []byte("1\n"), 0o644))
+	}
+	d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
+	must(err)
+	defer func() { must(d.close()) }()
+	asleep, another := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
+	asleep6, err := hostnet.Address6(hostnet.DefaultRange6, asleep)
+	must(err)
+	another6, err := hostnet.Address6(hostnet.DefaultRange6, another)
+	must(err)
+	must(d.lead(map[netip.Addr]bool{asleep: true, asleep6: true, another: true, another6: true}))
+
+	// Two devices of the host's: one is the network's, the other one that of a VM which is awake.
+	send := map[string]func(src, dst netip.Addr, port uint16){}
+	for name, addrs := range map[string][]string{"lan0": {"198.51.100.1/24", "2001:db8:9::1/64"}, "drowse0": nil} {
+		must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: name, PeerNamespace: netlink.NsFd(int(other.Fd()))}))
+		l, err := netlink.LinkByName(name)
+		must(err)
+		for _, text := range addrs {
+			a, err := netlink.ParseAddr(text)
+			must(err)
+			if a.IP.To4() == nil {
+				a.Flags = unix.IFA_F_NODAD
+			}
+			must(netlink.AddrAdd(l, a))
+		}
+		must(os.WriteFile("/proc/sys/net/ipv4/conf/"+name+"/rp_filter", []byte("0\n"), 0o644))
+		must(netlink.LinkSetUp(l))
+		if name == "drowse0" {
+			for _, a := range []netip.Addr{another, another6} {
+				must(netlink.RouteReplace(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: ipNet(a), Scope: netlink.SCOPE_LINK}))
+				must(netlink.NeighSet(&netlink.Neigh{LinkIndex: l.Attrs().Index, State: netlink.NUD_PERMANENT, IP: a.AsSlice(), HardwareAddr: net.HardwareAddr{2, 3, 4, 5, 6, 7}}))
+			}
+		}
+		must(unix.Setns(int(other.Fd()), unix.CLONE_NEWNET))
+		peer, err := netlink.LinkByName(name)
+		must(err)
+		must(netlink.LinkSetUp(peer))
+		sock, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+		must(err)
+		t.Cleanup(func() { unix.Close(sock) })
+		must(unix.Bind(sock, &unix.SockaddrLinklayer{Ifindex: peer.Attrs().Index}))
+		must(unix.Setns(int(host.Fd()), unix.CLONE_NEWNET))
+		send[name] = func(src, dst netip.Addr, port uint16) {
+			t.Helper()
+			f := frame(syn(src.String(), dst.String(), port, opening))
+			copy(f, l.Attrs().HardwareAddr)
+			if src.Is4() {
+				h := f[14:34] // the host looks at its checksum
+				var sum uint32
+				for i := 0; i < 20; i += 2 {
+					sum += uint32(binary.BigEndian.Uint16(h[i:]))
+				}
+				binary.BigEndian.PutUint16(h[10:], ^uint16(sum>>16+sum))
+			}
+			_, err := unix.Write(sock, f)
+			must(err)
+		}
+	}
+	next := func(want uint16) {
+		t.Helper()
+		must(d.file.SetReadDeadline(time.Now().Add(time.Minute)))
+		buf := make([]byte, 2000)
+		n, err := d.file.Read(buf)
+		for err == nil && buf[9] != unix.IPPROTO_TCP && buf[6] != unix.IPPROTO_TCP { // the kernel's own of IPv6
+			n, err = d.file.Read(buf)
+		}
+		must(err)
+		if got := binary.BigEndian.Uint16(buf[n-18:]); got != want {
+			src, _ := packetFrom(buf[:n])
+			t.Errorf("a packet from %v to port %d has come, want that to %d", src, got, want)
+		}
+	}
+	for _, x := range []struct{ to, vm, own, host, gateway netip.Addr }{
+		{asleep, another, netip.MustParseAddr("198.51.100.2"), netip.MustParseAddr("198.51.100.1"), netpolicy.TheWire.Gateway4},
+		{asleep6, another6, netip.MustParseAddr("2001:db8:9::2"), netip.MustParseAddr("2001:db8:9::1"), netpolicy.TheWire.Gateway6},
+	} {
+		for _, a := range []netip.Addr{x.host, x.gateway} {
+			// The kernel puts an address of IPv6 into service some time after it has said yes.
+			for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+				routes, err := netlink.RouteGet(a.AsSlice())
+				must(err)
+				if routes[0].Type == unix.RTN_LOCAL {
+					break
+				}
+				if time.Now().After(end) {
+					t.Fatalf("%v is not in service", a)
+				}
+			}
+		}
+		for _, forged := range []netip.Addr{x.vm, x.to, x.host, x.gateway} {
+			send["lan0"](forged, x.to, 66)
+		}
+		send["lan0"](x.own, x.to, 80)
+		next(80)
+		send["drowse0"](x.vm, x.to, 81)
+		next(81)
 	}
 }

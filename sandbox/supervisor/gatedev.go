@@ -31,7 +31,7 @@ type gateDevice struct {
 
 // openGateDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
 // address before and after the VM has woken.
-func openGateDevice() (d *gateDevice, err error) {
+func openGateDevice(agents, agents6 netip.Prefix) (d *gateDevice, err error) {
 	var tun *netlink.Tuntap
 	for i := range maxGates {
 		tun = &netlink.Tuntap{
@@ -75,6 +75,9 @@ func openGateDevice() (d *gateDevice, err error) {
 		if err := netlink.AddrReplace(d.link, addr); err != nil && a.Is4() {
 			return nil, fmt.Errorf("giving %s the address %v: %w", tun.Name, a, err)
 		}
+	}
+	if err := netpolicy.GuardGate(d.link, agents, agents6); err != nil {
+		return nil, err
 	}
 	if err := netlink.LinkSetUp(d.link); err != nil {
 		return nil, fmt.Errorf("raising %s: %w", tun.Name, err)
@@ -125,6 +128,12 @@ func (d *gateDevice) send(device string, frame []byte) error {
 	ifi, err := net.InterfaceByName(device)
 	if err != nil {
 		return err
+	}
+	// Without the mark, what comes from another VM is not taken for its own: it is sent again by that one then.
+	if mark, err := netpolicy.GateMark(""); err == nil {
+		if err := unix.SetsockoptInt(d.out, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
+			return fmt.Errorf("marking a packet that was held: %w", err)
+		}
 	}
 	to := &unix.SockaddrLinklayer{Ifindex: ifi.Index, Protocol: uint16(frame[13])<<8 | uint16(frame[12]), Halen: 6}
 	copy(to.Addr[:], frame[:6])

@@ -419,7 +419,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		d, err := openGateDevice()
+		d, err := openGateDevice(agents, agents6)
 		if err != nil {
 			// As long as it is the same, once.
 			if v.gateFailed == err.Error() {
