@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -130,7 +131,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	case d.engine != nil:
 		return errors.New("activating a vsock device: it is active")
 	case len(a.Queues) != queueCount || a.Queues[queueRX] == nil || a.Queues[queueTX] == nil:
-		return errors.New("activating a vsock device: the driver has not set up its rx and tx queues")
+		return fmt.Errorf("activating a vsock device: the driver has not set up its rx and tx queues: %w", virtq.ErrLayout)
 	}
 	if !a.Restored {
 		d.carried = nil
