@@ -343,8 +343,7 @@ func (e *engine) send(r *virtq.Reader) (bool, error) {
 		e.stats.malformed.Add(1)
 		return true, nil
 	}
-	head := *r
-	if err := head.ReadFull(e.header[:]); err != nil {
+	if err := r.ReadFull(e.header[:]); err != nil {
 		return false, err
 	}
 	if !valid(&e.header, total-HeaderSize, e.features) {
@@ -356,12 +355,13 @@ func (e *engine) send(r *virtq.Reader) (bool, error) {
 		return true, nil
 	}
 	var err error
-	if e.txOut, err = r.Ranges(e.txOut[:0], total); err != nil {
+	if e.txOut, err = r.Ranges(e.txOut[:0], total-HeaderSize); err != nil {
 		return false, err
 	}
-	_, err = e.mem.Writev(e.fd, e.txOut)
+	// The header that was checked, not the one that the guest has by now. Nothing in the frame was looked at.
+	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	for errors.Is(err, unix.EINTR) {
-		_, err = e.mem.Writev(e.fd, e.txOut)
+		_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	}
 	switch {
 	case err == nil:
