@@ -2,6 +2,7 @@ package net
 
 import (
 	"bytes"
+	"context"
 	"testing"
 	"time"
 
@@ -60,4 +61,33 @@ func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *
 	if !bytes.Equal(header, honest) || !bytes.Equal(got, payload) {
 		t.Errorf("the backend got the header % x, the one that was checked is % x; the frame is the same: %t", header, honest, bytes.Equal(got, payload))
 	}
+}
+
+// A queue full of frames waits when a pause is wanted: the turn under way ends, and what the pause still sends is bounded.
+func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
+	n := start(t, Config{}, devicetest.AllFeatures)
+	must(t, n.Transport().Pause(context.Background()))
+	const frames = 20
+	for i := range frames {
+		n.transmit(nil, frame(i, 60000))
+	}
+	// The loop stands still, so its work can be done here.
+	e := n.dev.engine
+	e.txReady = true
+	must(t, e.turn())
+	if got := n.dev.Stats().FramesFromGuest; got != 0 {
+		t.Errorf("%d frames were sent in a turn while a pause was wanted", got)
+	}
+	begin := e.tx.Work()
+	go func() {
+		for range frames {
+			n.w.receive(t, 10*time.Second)
+		}
+	}()
+	e.Settle()
+	if got := e.tx.Work() - begin; got > settleBytes+HeaderSize+maxFrame {
+		t.Errorf("%d bytes were sent for the pause", got)
+	}
+	must(t, n.Transport().Resume())
+	until(t, "all frames to be sent", func() bool { return n.dev.Stats().FramesFromGuest == frames })
 }

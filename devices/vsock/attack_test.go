@@ -53,3 +53,28 @@ func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T)
 		t.Errorf("the owner was told %d times", n)
 	}
 }
+
+// A queue full of packets waits when a pause is wanted: the turn under way ends, and what the pause still takes is bounded.
+func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
+	g := newGuest(t, 16)
+	must(t, g.dev.Pause(t.Context()))
+	// Packets of 32 MiB, of which nothing but the header counts.
+	const packets = 200
+	for range packets {
+		g.tx.add(0x100000, 32<<20, false)
+	}
+	// The loop stands still, so its work can be done here.
+	e := g.dev.engine
+	e.txReady = true
+	begin := e.tx.Work()
+	must(t, e.turn())
+	if n := e.tx.Position().NextAvail; n != 0 {
+		t.Errorf("%d packets were taken in a turn while a pause was wanted", n)
+	}
+	e.Settle()
+	if n := e.tx.Work() - begin; n > settleBytes+33<<20 {
+		t.Errorf("%d bytes of packets were taken for the pause", n)
+	}
+	must(t, g.dev.Resume())
+	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == packets })
+}
