@@ -67,6 +67,8 @@ type Queue struct {
 	// Kick is signalled when the driver has made buffers available. The
 	// transport owns it and closes it after Reset.
 	Kick *Event
+
+	worker *Worker // that of StartWorker
 }
 
 // Interrupt sends notifications to the driver. Its methods may be called from

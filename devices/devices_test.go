@@ -467,7 +467,7 @@ func TestOutputIsWrittenInOrder(t *testing.T) {
 	for i := range 5000 {
 		s := strings.Repeat(string(rune('a'+i%26)), i%100)
 		want.WriteString(s)
-		o.WriteBefore(time.Now().Add(time.Minute), []byte(s))
+		o.WriteBefore(time.Now().Add(time.Minute), nil, []byte(s))
 	}
 	waitFor(t, func() bool { return len(o.Pending()) == 0 }) // Pause may not have the time
 	if err := o.Pause(context.Background()); err != nil {
@@ -500,7 +500,7 @@ func TestOutputKeepsTheOldestWhenItIsFull(t *testing.T) {
 	_, _ = o.Write([]byte(full + "lost"))
 	begin := time.Now()
 	for range 1000 { // only the first of these waits
-		o.WriteBefore(time.Now().Add(20*time.Millisecond), []byte("lost"))
+		o.WriteBefore(time.Now().Add(20*time.Millisecond), nil, []byte("lost"))
 	}
 	if took := time.Since(begin); took < 20*time.Millisecond || took > 10*time.Second {
 		t.Errorf("it took %v", took)
@@ -520,7 +520,7 @@ func TestOutputDropsAllAfterItsWriterHasFailed(t *testing.T) {
 	o := NewOutput(g)
 	_, _ = o.Write([]byte("x"))
 	waitFor(t, func() bool { return o.Err() != nil })
-	o.WriteBefore(time.Now().Add(time.Hour), make([]byte, 2*OutputSize))
+	o.WriteBefore(time.Now().Add(time.Hour), nil, make([]byte, 2*OutputSize))
 	if err := o.Close(); !errors.Is(err, os.ErrPermission) || o.Dropped() != 2*OutputSize {
 		t.Errorf("%v, %d dropped", err, o.Dropped())
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -20,7 +21,7 @@ const loopControl int32 = -1 << 31
 // one at a time.
 type Looper interface {
 	// Turn does all that there is to do, in bounded amounts so that a pause
-	// need not wait for long, and returns how long nothing else is due: zero
+	// need not wait for long, ends early when [Loop.Yield] says so, and returns how long nothing else is due: zero
 	// to be called again after a look at the descriptors, negative for as long
 	// as no descriptor is ready.
 	Turn() time.Duration
@@ -51,6 +52,8 @@ type Loop struct {
 	wantStop  bool       // guarded by mu
 	parked    bool       // guarded by mu: the loop stands still
 	started   bool       // guarded by mu
+
+	hurried atomic.Bool // a pause or the end is wanted
 
 	// Of the loop's goroutine.
 	obey   bool // look at what is wanted
@@ -107,7 +110,17 @@ func (l *Loop) Start(h Looper, paused bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.started, l.wantPause = true, paused
+	l.changed()
 	go l.run(h)
+}
+
+// Yield reports whether somebody waits for the loop to stand still or to end.
+func (l *Loop) Yield() bool { return l.hurried.Load() }
+
+// changed follows every change of what is wanted. mu is held.
+func (l *Loop) changed() {
+	l.hurried.Store(l.wantPause || l.wantStop)
+	l.cond.Broadcast()
 }
 
 func (l *Loop) run(h Looper) {
@@ -180,11 +193,12 @@ func (l *Loop) Pause(ctx context.Context) error {
 	defer l.mu.Unlock()
 	before := l.wantPause
 	l.wantPause = true
+	l.changed()
 	l.control.Signal()
 	for !l.parked {
 		if err := ctx.Err(); err != nil {
 			l.wantPause = before
-			l.cond.Broadcast()
+			l.changed()
 			return err
 		}
 		l.cond.Wait()
@@ -197,7 +211,7 @@ func (l *Loop) Resume() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.wantPause = false
-	l.cond.Broadcast()
+	l.changed()
 }
 
 // Do wakes the loop, so that it takes a turn.
@@ -208,7 +222,7 @@ func (l *Loop) Stop() {
 	l.mu.Lock()
 	started := l.started
 	l.wantStop = true
-	l.cond.Broadcast()
+	l.changed()
 	l.mu.Unlock()
 	l.control.Signal()
 	if started {

@@ -17,7 +17,7 @@ const outputChunk = 4 << 10
 // How long Pause and Close wait for a host writer that is stuck. What Pause leaves
 // is kept, what Close leaves is lost.
 const (
-	pauseGrace = 100 * time.Millisecond
+	pauseGrace = 20 * time.Millisecond
 	closeGrace = time.Second
 )
 
@@ -62,25 +62,44 @@ func (o *Output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// WriteBefore queues p like Write, but waits for the writer to make room until the
+// WriteBefore queues p, of OutputSize at most, like Write, but waits for the writer to make room until the
 // deadline. A writer that has let a deadline pass is not waited for again until it
-// has taken something.
-func (o *Output) WriteBefore(deadline time.Time, p []byte) {
+// has taken something. It reports false, and queues nothing, if the queue that p comes from is to yield meanwhile.
+func (o *Output) WriteBefore(deadline time.Time, from *Queue, p []byte) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if !o.roomFor(len(p)) {
-		timer := time.AfterFunc(time.Until(deadline), func() {
-			o.mu.Lock()
-			defer o.mu.Unlock()
-			o.stalled = true
-			o.cond.Broadcast()
-		})
-		defer timer.Stop()
-		for !o.stalled && !o.roomFor(len(p)) {
-			o.cond.Wait()
-		}
+	if !o.stalled && !o.roomFor(len(p)) && !o.await(deadline, from.hurry(), len(p)) {
+		return false
 	}
 	o.put(p)
+	return true
+}
+
+// await waits for room for n bytes. It reports false when hurry is closed first. mu is held.
+func (o *Output) await(deadline time.Time, hurry <-chan struct{}, n int) bool {
+	timer := time.NewTimer(time.Until(deadline))
+	defer timer.Stop()
+	over := make(chan struct{})
+	defer close(over)
+	hurried := false
+	go func() {
+		select {
+		case <-over:
+			return
+		case <-hurry:
+			o.mu.Lock()
+			hurried = true
+		case <-timer.C:
+			o.mu.Lock()
+			o.stalled = true
+		}
+		defer o.mu.Unlock()
+		o.cond.Broadcast()
+	}()
+	for !o.stalled && !hurried && !o.roomFor(n) {
+		o.cond.Wait()
+	}
+	return !hurried || o.roomFor(n)
 }
 
 func (o *Output) roomFor(n int) bool {
@@ -139,7 +158,7 @@ func (o *Output) run() {
 }
 
 // Pause waits until all that the guest has written is with the writer, and then
-// holds the goroutine. When the writer is stuck it gives up after a tenth of a
+// holds the goroutine. When the writer is stuck it gives up after a fiftieth of a
 // second; what is still in the ring then stays there, for Pending. It fails only
 // when ctx ends first.
 func (o *Output) Pause(ctx context.Context) error {

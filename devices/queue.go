@@ -1,22 +1,51 @@
 package devices
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// serveBatch is how many chains Serve handles before it returns. It bounds how
-// long Pause has to wait for a worker whose driver never stops making requests.
-const serveBatch = 32
+// A worker's turn ends after serveBatch chains or TurnBytes, whichever comes first, so that it can be stopped whatever its driver
+// asks for; and after any chain if a pause is wanted. TurnBytes are of [virtq.Queue.Work]. The loops of net and vsock keep to them too.
+const (
+	serveBatch = 32
+	TurnBytes  = 4 << 20
+)
+
+// ErrAgain is what a handler of [Queue.Serve] returns that has stopped in the midst of a request since a pause is wanted. The chain
+// is made available again, and handled anew after the pause.
+var ErrAgain = errors.New("the request is done again after a pause")
+
+// StartWorker starts a worker that calls handle after each kick. The queue knows it: see Yield.
+func (q *Queue) StartWorker(handle func()) *Worker {
+	q.worker = newWorker(q.Kick, handle)
+	go q.worker.run()
+	return q.worker
+}
+
+// Yield reports whether somebody waits for the queue's worker to stand still or to end: a handler that takes long returns ErrAgain
+// then. It costs next to nothing.
+func (q *Queue) Yield() bool { return q.worker != nil && q.worker.hurried.Load() }
+
+// hurry is closed when Yield becomes true.
+func (q *Queue) hurry() <-chan struct{} {
+	if q == nil || q.worker == nil {
+		return nil
+	}
+	q.worker.mu.Lock()
+	defer q.worker.mu.Unlock()
+	return q.worker.hurry
+}
 
 // Serve is the body of a queue's [Worker]: it pops the chains that are waiting,
 // lets handle do each of them, gives them back with what handle has written, and
 // interrupts the driver once for all of them if it wants to hear of them.
 //
-// After serveBatch chains it kicks itself and returns, so that the worker can be
+// When its turn is over it kicks itself and returns, so that the worker can be
 // paused in between. c is only memory to be used again; it must not be shared.
-// An error that handle returns gives the device up, as does a broken ring: the
+// An error that handle returns, other than ErrAgain, gives the device up, as does a broken ring: the
 // chain is not given back, the driver is told to reset the device
 // ([Interrupt.NeedsReset]), and Serve returns the error. Calling Serve again then
 // returns it again without doing anything.
@@ -36,19 +65,27 @@ func (q *Queue) serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) e
 	if err := q.DisableKicks(); err != nil {
 		return fmt.Errorf("holding off kicks: %w", err)
 	}
+	begin := q.Work()
 	for n := 0; ; {
+		over := func() bool { return n >= serveBatch || q.Work()-begin >= TurnBytes || q.Yield() }
 		ok, err := q.Pop(c)
 		if err != nil {
 			return err
 		}
 		if ok {
-			if err := handle(c); err != nil {
+			switch err := handle(c); {
+			case errors.Is(err, ErrAgain):
+				q.Unpop(c)
+				n = serveBatch
+			case err != nil:
 				return err
+			default:
+				if err := q.Push(c.Head(), c.Writer.Written()); err != nil {
+					return err
+				}
+				n++
 			}
-			if err := q.Push(c.Head(), c.Writer.Written()); err != nil {
-				return err
-			}
-			if n++; n < serveBatch {
+			if !over() {
 				continue
 			}
 		}
@@ -59,7 +96,7 @@ func (q *Queue) serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) e
 		if err != nil || !more {
 			return err
 		}
-		if n++; n >= serveBatch {
+		if n++; over() {
 			q.Kick.Signal()
 			return nil
 		}

@@ -589,16 +589,6 @@ func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess
 	return startChild(cmd, nil)
 }
 
-// lastLine is the last line of a file, or empty.
-func lastLine(path string) string {
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return ""
-	}
-	lines := bytes.Split(bytes.TrimSpace(data), []byte("\n"))
-	return string(lines[len(lines)-1])
-}
-
 // call asks a VM's process for something.
 func (s *Store) call(ctx context.Context, name, method, path string, out any) error {
 	return s.callWith(ctx, name, method, path, nil, func(body io.Reader) error {

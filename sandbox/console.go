@@ -21,11 +21,11 @@ type ring struct {
 func newRing(path string, limit int64) (*ring, error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("opening the console log: %w", err)
+		return nil, fmt.Errorf("opening a log: %w", err)
 	}
 	st, err := f.Stat()
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("opening the console log: %w", err), f.Close())
+		return nil, errors.Join(fmt.Errorf("opening a log: %w", err), f.Close())
 	}
 	return &ring{path: path, max: limit, f: f, n: st.Size()}, nil
 }

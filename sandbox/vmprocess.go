@@ -201,7 +201,11 @@ func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *S
 	case ord.Hold:
 		hold = files[1]
 	}
-	log := slog.New(slog.NewTextHandler(os.Stderr, nil)).With("vm", ord.Name)
+	out, err := s.boundLog(ord.Name)
+	if err != nil {
+		return err
+	}
+	log := slog.New(slog.NewTextHandler(out, nil)).With("vm", ord.Name)
 	ready := func() {}
 	if ord.Snapshot != "" || ord.Fork {
 		calm, collect := beUrgent(), PauseGC()
@@ -259,10 +263,8 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 		return fmt.Errorf("standing by for a VM: %w", err)
 	}
 	conn.Close()
-	for fd := 1; fd <= 2; fd++ {
-		if err := unix.Dup2(int(files[0].Fd()), fd); err != nil {
-			return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
-		}
+	if err := standardFiles(files[0]); err != nil {
+		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
 	return s.obey(ctx, ord, files[1:], shells)

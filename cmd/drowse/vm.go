@@ -469,7 +469,7 @@ func (a *app) logsCommand() *cobra.Command {
 			}
 			paths := []string{s.ConsoleLog(args[0]) + ".1", s.ConsoleLog(args[0])}
 			if process {
-				paths = []string{s.ProcessLog(args[0])}
+				paths = []string{s.ProcessLog(args[0]) + ".1", s.ProcessLog(args[0])}
 			}
 			var text []byte
 			for _, p := range paths {

@@ -159,7 +159,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	defer d.mu.Unlock()
 	d.irq = a.Interrupt
 	d.start(a, queueInflate, d.inflate)
-	d.start(a, queueDeflate, deflate)
+	d.start(a, queueDeflate, d.deflate)
 	next := queueFirst
 	if a.Features&featureStats != 0 {
 		if q := a.Queues[next]; q != nil {
@@ -168,7 +168,7 @@ func (d *Device) Activate(a devices.Activation) error {
 				d.stats.head, d.stats.held = *d.restored, true
 			}
 			d.statsKick = q.Kick
-			d.workers = append(d.workers, devices.StartWorker(q.Kick, d.stats.serve))
+			d.workers = append(d.workers, q.StartWorker(d.stats.serve))
 		}
 		next++
 	}
@@ -180,17 +180,18 @@ func (d *Device) Activate(a devices.Activation) error {
 }
 
 // start runs a queue whose requests handle does one by one.
-func (d *Device) start(a devices.Activation, i int, handle func(*virtq.Chain) error) {
+func (d *Device) start(a devices.Activation, i int, handle func(*devices.Queue, *virtq.Chain) error) {
 	q := a.Queues[i]
 	if q == nil {
 		return
 	}
 	chain := new(virtq.Chain)
 	irq := a.Interrupt
-	d.workers = append(d.workers, devices.StartWorker(q.Kick, func() {
+	one := func(c *virtq.Chain) error { return handle(q, c) }
+	d.workers = append(d.workers, q.StartWorker(func() {
 		// A broken queue has been reported to the transport, which waits
 		// for a reset.
-		_ = q.Serve(irq, chain, handle)
+		_ = q.Serve(irq, chain, one)
 	}))
 }
 

@@ -6,12 +6,18 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // pieceLen is how many page numbers are looked at together; Linux sends up to 256.
+// A pause comes between them.
 const pieceLen = 256
+
+// reportPiece is how many bytes of a report go back to the host at once; a pause comes between them. Linux reports up to 128 MiB
+// in one request.
+const reportPiece = 32 << 20
 
 // pageList is memory to be used again.
 type pageList struct {
@@ -20,14 +26,18 @@ type pageList struct {
 }
 
 // inflate takes the pages that a request names. The numbers are sorted, so that
-// neighbours go back to the host together.
-func (d *Device) inflate(c *virtq.Chain) error {
+// neighbours go back to the host together. A pause may have it done anew: until
+// the guest has the request back, the pages are the balloon's.
+func (d *Device) inflate(q *devices.Queue, c *virtq.Chain) error {
 	count := c.Reader.Remaining() / 4
 	if count > MaxPages {
 		d.badPages.Add(uint64(count - MaxPages))
 		count = MaxPages
 	}
 	for count > 0 {
+		if q.Yield() {
+			return devices.ErrAgain
+		}
 		n := min(count, pieceLen)
 		if err := c.Reader.ReadFull(d.pages.raw[:4*n]); err != nil {
 			return fmt.Errorf("reading a list of pages: %w", err)
@@ -55,11 +65,11 @@ func (d *Device) inflate(c *virtq.Chain) error {
 
 // deflate lets the guest have its pages again: they are there as soon as it
 // touches them.
-func deflate(*virtq.Chain) error { return nil }
+func (d *Device) deflate(*devices.Queue, *virtq.Chain) error { return nil }
 
 // report takes the free pages that a request is made of: the buffers themselves,
 // which the device could write but does not.
-func (d *Device) report(c *virtq.Chain) error {
+func (d *Device) report(q *devices.Queue, c *virtq.Chain) error {
 	n := c.Writer.Remaining()
 	ranges, err := c.Writer.Ranges(d.ranges[:0], n)
 	d.ranges = ranges
@@ -67,8 +77,15 @@ func (d *Device) report(c *virtq.Chain) error {
 		return fmt.Errorf("reading a report of free pages: %w", err)
 	}
 	for _, r := range ranges {
-		if d.discard(r.GPA, uint64(r.Len), 1) {
-			d.reported.Add(uint64(r.Len))
+		for at, end := r.GPA, r.GPA+guestmem.GPA(r.Len); at < end; {
+			if q.Yield() {
+				return devices.ErrAgain
+			}
+			n := min(end-at, reportPiece-at%reportPiece)
+			if d.discard(at, uint64(n), 1) {
+				d.reported.Add(uint64(n))
+			}
+			at += n
 		}
 	}
 	return nil

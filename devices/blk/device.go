@@ -22,6 +22,11 @@ const (
 	// MaxSegments is the most pieces of memory of one read or write: a queue's
 	// worth, less header and status.
 	MaxSegments = QueueSize - 2
+	// SegmentSize is the most bytes of one such piece (size_max). Both together are what a driver keeps to, and no more than
+	// MaxRequest; one that knows of no such limit sends 1280 KiB at most if it is Linux.
+	SegmentSize = 64 << 10
+	// MaxRequest is the most bytes of one read or write. A longer one fails.
+	MaxRequest = 16 << 20
 	// MaxRanges is the most ranges of one discard or write-zeroes request.
 	MaxRanges = 32
 	// MaxDiscardSectors and MaxZeroSectors bound one such range, in sectors.
@@ -33,6 +38,7 @@ const (
 
 // Feature bits (virtio 1.2, 5.2.3).
 const (
+	featureSizeMax     uint64 = 1 << 1
 	featureSegMax      uint64 = 1 << 2
 	featureRO          uint64 = 1 << 5
 	featureBlkSize     uint64 = 1 << 6
@@ -90,6 +96,7 @@ type Device struct {
 	// accepted are the features that the driver has accepted.
 	accepted uint64
 	chain    virtq.Chain
+	flush    devices.Slow
 	scratch  [MaxRanges * rangeSize]byte
 
 	mu       sync.Mutex // guards reported
@@ -113,6 +120,7 @@ func New(b Backend, o Options) *Device {
 // Offsets in the configuration space (virtio 1.2, 5.2.4).
 const (
 	configCapacity         = 0
+	configSizeMax          = 8
 	configSegMax           = 12
 	configBlkSize          = 20
 	configPhysicalBlockExp = 24
@@ -130,6 +138,7 @@ func (d *Device) makeConfig() {
 	le := binary.LittleEndian
 	c := d.config[:]
 	le.PutUint64(c[configCapacity:], d.sectors)
+	le.PutUint32(c[configSizeMax:], SegmentSize)
 	le.PutUint32(c[configSegMax:], MaxSegments)
 	le.PutUint32(c[configBlkSize:], SectorSize)
 	c[configPhysicalBlockExp] = physicalBlockExp
@@ -150,7 +159,7 @@ func (d *Device) ID() devices.ID { return devices.IDBlock }
 
 // Features implements [devices.Device].
 func (d *Device) Features() uint64 {
-	f := featureSegMax | featureBlkSize | featureFlush | featureTopology
+	f := featureSizeMax | featureSegMax | featureBlkSize | featureFlush | featureTopology
 	if d.readOnly {
 		return f | featureRO
 	}
@@ -175,7 +184,7 @@ func (d *Device) WriteConfig(uint32, []byte) {}
 func (d *Device) Activate(a devices.Activation) error {
 	d.accepted, d.irq, d.queue = a.Features, a.Interrupt, a.Queues[0]
 	if d.queue != nil {
-		d.worker = devices.StartWorker(d.queue.Kick, d.serve)
+		d.worker = d.queue.StartWorker(d.serve)
 	}
 	return nil
 }
@@ -191,11 +200,13 @@ func (d *Device) Reset() error {
 	if d.worker != nil {
 		d.worker.Stop()
 	}
+	d.flush.End()
 	d.worker, d.queue, d.irq, d.accepted = nil, nil, nil, 0
 	return nil
 }
 
-// Pause implements [devices.Pauser]: it waits for the request under way.
+// Pause implements [devices.Pauser]: it waits for a piece of the request under way, which is done anew after Resume. A flush goes
+// on meanwhile.
 func (d *Device) Pause(ctx context.Context) error {
 	if d.worker == nil {
 		return nil

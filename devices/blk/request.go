@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"syscall"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
@@ -33,6 +34,14 @@ const (
 	flagUnmap  = 1
 )
 
+// Requests are done in pieces of so many bytes, between which the device can be paused. What a pause has cut short is done anew after
+// it, which changes nothing: until the guest has been told that a request is done, both ends of it are the device's.
+const (
+	transferPiece = 1 << 20
+	discardPiece  = 64 << 20
+	zeroPiece     = 4 << 20
+)
+
 // How a request can fail without the host being at fault.
 var (
 	errRefused     = errors.New("the request breaks a rule of the protocol")
@@ -51,10 +60,12 @@ func (d *Device) handle(c *virtq.Chain) error {
 	status := [statusSize]byte{statusOK}
 	switch {
 	case err == nil:
+	case errors.Is(err, devices.ErrAgain):
+		return err
 	case errors.Is(err, errUnsupported):
 		d.counters.refused.Add(1)
 		status[0] = statusUnsupported
-	case errors.Is(err, errRefused):
+	case errors.Is(err, errRefused), errors.Is(err, virtq.ErrDriver):
 		d.counters.refused.Add(1)
 		status[0] = statusIOError
 	default:
@@ -99,8 +110,11 @@ func (d *Device) request(c *virtq.Chain, data int) error {
 		if reads || writes {
 			return errRefused
 		}
+		if err := d.flush.Do(d.queue, d.backend.Flush); err != nil {
+			return err
+		}
 		d.counters.flushes.Add(1)
-		return d.backend.Flush()
+		return nil
 	case typeGetID:
 		if reads {
 			return errRefused
@@ -108,9 +122,9 @@ func (d *Device) request(c *virtq.Chain, data int) error {
 		_, err := c.Writer.Write(d.serial[:min(data, SerialSize)])
 		return err
 	case typeDiscard:
-		return d.ranges(c, featureDiscard, writes, MaxDiscardSectors, 0, d.discard)
+		return d.ranges(c, featureDiscard, writes, MaxDiscardSectors, 0, discardPiece, d.discard)
 	case typeWriteZeroes:
-		return d.ranges(c, featureWriteZeroes, writes, MaxZeroSectors, flagUnmap, d.zero)
+		return d.ranges(c, featureWriteZeroes, writes, MaxZeroSectors, flagUnmap, zeroPiece, d.zero)
 	}
 	return errUnsupported
 }
@@ -123,10 +137,10 @@ func (d *Device) span(sector, sectors uint64) (off, n int64, ok bool) {
 	return int64(sector * SectorSize), int64(sectors * SectorSize), true
 }
 
-// transferSpan is span for a transfer of n bytes, which must be whole sectors.
+// transferSpan is span for a transfer of n bytes, which must be whole sectors, and MaxRequest at most.
 func (d *Device) transferSpan(sector uint64, n int) (off, length int64, err error) {
 	off, length, ok := d.span(sector, uint64(n)/SectorSize)
-	if !ok || n%SectorSize != 0 {
+	if !ok || n%SectorSize != 0 || n > MaxRequest {
 		return 0, 0, errRefused
 	}
 	return off, length, nil
@@ -138,11 +152,15 @@ func (d *Device) read(c *virtq.Chain, sector uint64, n int) error {
 		return err
 	}
 	for left > 0 {
-		f, fileOff, length, err := d.backend.ReadExtent(off, left)
+		if d.queue.Yield() {
+			return devices.ErrAgain
+		}
+		piece := min(left, transferPiece)
+		f, fileOff, length, err := d.backend.ReadExtent(off, piece)
 		switch {
 		case err != nil:
-		case length <= 0 || length > left:
-			err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, left)
+		case length <= 0 || length > piece:
+			err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, piece)
 		case f == nil:
 			err = c.Writer.Zero(int(length))
 		default:
@@ -164,10 +182,14 @@ func (d *Device) write(c *virtq.Chain, sector uint64, n int) error {
 		return err
 	}
 	for left > 0 {
-		f, fileOff, length, err := d.backend.WriteExtent(off, left)
+		if d.queue.Yield() {
+			return devices.ErrAgain
+		}
+		piece := min(left, transferPiece)
+		f, fileOff, length, err := d.backend.WriteExtent(off, piece)
 		if err == nil {
-			if length <= 0 || length > left {
-				err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, left)
+			if length <= 0 || length > piece {
+				err = fmt.Errorf("the disk gave an extent of %d bytes for %d", length, piece)
 			} else {
 				err = c.Reader.DrainTo(f, fileOff, int(length))
 			}
@@ -183,13 +205,13 @@ func (d *Device) write(c *virtq.Chain, sector uint64, n int) error {
 	if d.accepted&featureFlush == 0 {
 		// A driver that cannot flush relies on a write being durable when
 		// it is done (virtio 1.2, 5.2.6.2).
-		return d.backend.Flush()
+		return d.flush.Do(d.queue, d.backend.Flush)
 	}
 	return nil
 }
 
 // ranges does a request that carries a list of ranges instead of data.
-func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flags uint32, do func(off, n int64, flags uint32) error) error {
+func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flags uint32, piece int64, do func(off, n int64, flags uint32) error) error {
 	if d.accepted&feature == 0 {
 		return errUnsupported
 	}
@@ -213,12 +235,16 @@ func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flag
 	}
 	for e := list; len(e) > 0; e = e[rangeSize:] {
 		sector, sectors, f := decodeRange(e)
-		off, n, _ := d.span(sector, uint64(sectors))
-		if n == 0 {
-			continue
-		}
-		if err := do(off, n, f); err != nil {
-			return err
+		off, left, _ := d.span(sector, uint64(sectors))
+		for left > 0 {
+			if d.queue.Yield() {
+				return devices.ErrAgain
+			}
+			n := min(left, piece)
+			if err := do(off, n, f); err != nil {
+				return err
+			}
+			off, left = off+n, left-n
 		}
 	}
 	d.counters.discards.Add(1)

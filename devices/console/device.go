@@ -146,7 +146,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	}
 	if q := a.Queues[queueTransmit]; q != nil {
 		d.transmit = transmitter{d: d, queue: q, irq: a.Interrupt}
-		d.workers = append(d.workers, devices.StartWorker(q.Kick, d.transmit.serve))
+		d.workers = append(d.workers, q.StartWorker(d.transmit.serve))
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -154,7 +154,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	if q := a.Queues[queueReceive]; q != nil {
 		d.receive = receiver{d: d, queue: q, irq: a.Interrupt}
 		d.inputKick = q.Kick
-		d.workers = append(d.workers, devices.StartWorker(q.Kick, d.receive.serve))
+		d.workers = append(d.workers, q.StartWorker(d.receive.serve))
 		if len(d.input) > 0 {
 			// Typed before the guest was ready.
 			q.Kick.Signal()

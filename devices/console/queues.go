@@ -10,7 +10,7 @@ import (
 
 // MaxOutput bounds what one request can print, in bytes; what is beyond is
 // dropped. Linux sends a page at most.
-const MaxOutput = 256 << 10
+const MaxOutput = devices.OutputSize
 
 const (
 	pieceSize = 4 << 10
@@ -27,7 +27,7 @@ type transmitter struct {
 	queue *devices.Queue
 	irq   devices.Interrupt
 	chain virtq.Chain
-	piece [pieceSize]byte
+	text  [MaxOutput]byte
 }
 
 func (t *transmitter) serve() {
@@ -37,20 +37,18 @@ func (t *transmitter) serve() {
 }
 
 func (t *transmitter) handle(c *virtq.Chain) error {
-	n := min(c.Reader.Remaining(), MaxOutput)
-	if beyond := c.Reader.Remaining() - n; beyond > 0 {
+	p := t.text[:min(c.Reader.Remaining(), MaxOutput)]
+	if err := c.Reader.ReadFull(p); err != nil {
+		return fmt.Errorf("reading what the guest prints: %w", err)
+	}
+	// A pause does not wait for a slow writer, and loses nothing.
+	if !t.d.out.WriteBefore(time.Now().Add(t.d.patience), t.queue, p) {
+		return devices.ErrAgain
+	}
+	if beyond := c.Reader.Remaining(); beyond > 0 {
 		t.d.mu.Lock()
 		t.d.tooLong += uint64(beyond)
 		t.d.mu.Unlock()
-	}
-	deadline := time.Now().Add(t.d.patience)
-	for n > 0 {
-		p := t.piece[:min(n, pieceSize)]
-		if err := c.Reader.ReadFull(p); err != nil {
-			return fmt.Errorf("reading what the guest prints: %w", err)
-		}
-		t.d.out.WriteBefore(deadline, p)
-		n -= len(p)
 	}
 	return nil
 }

@@ -82,6 +82,7 @@ func Run(t *testing.T, c Case) {
 		{"activation happens once", activatedOnce},
 		{"queue registers are fixed once the queue or the device runs", fixedQueues},
 		{"impossible queues need a reset", impossibleQueues},
+		{"a device that is started without queues is no failure of the host", missingQueues},
 		{"every register at every width in every state", registerWalk},
 		{"pauses lose nothing", pauseUnderLoad},
 		{"a paused device does nothing until it resumes", pausedIsQuiet},
@@ -446,6 +447,29 @@ func impossibleQueues(t *testing.T, c Case) {
 	}
 	if err := d.HostError(); err != nil {
 		t.Errorf("what the guest did was reported as the host's error: %v", err)
+	}
+	c.works(t, d)
+}
+
+// missingQueues starts the device without any of its queues, and without each of them. It may do without or need a reset.
+func missingQueues(t *testing.T, c Case) {
+	mem := NewMemory(t)
+	dev := c.New(t, mem)
+	d := NewDriver(t, dev, mem)
+	for missing := -1; missing < len(dev.QueueSizes()); missing++ {
+		d.Reset()
+		c.bring(t, d, 4)
+		for q := range dev.QueueSizes() {
+			if missing < 0 || q == missing {
+				d.Write32(RegQueueSel, uint32(q))
+				d.Write32(RegQueueReady, 0)
+			}
+		}
+		d.AddStatus(StatusDriverOK)
+		d.ForceKickAll()
+		if err := d.HostError(); err != nil {
+			t.Fatalf("queue %d (-1: all) is missing, and that was reported as the host's error: %v", missing, err)
+		}
 	}
 	c.works(t, d)
 }

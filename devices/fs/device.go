@@ -122,6 +122,7 @@ type Device struct {
 
 	mu sync.Mutex // guards what follows: both workers use it
 	tree
+	syncing  devices.Slow
 	reported map[syscall.Errno]struct{}
 	body     [maxBody]byte
 	reply    [maxReply]byte
@@ -168,10 +169,11 @@ func (d *Device) Activate(a devices.Activation) error {
 			continue
 		}
 		c := new(virtq.Chain)
-		d.workers = append(d.workers, devices.StartWorker(q.Kick, func() {
+		one := func(c *virtq.Chain) error { return d.handle(q, c) }
+		d.workers = append(d.workers, q.StartWorker(func() {
 			// A broken queue has been reported to the transport, which waits
 			// for a reset.
-			_ = q.Serve(d.irq, c, d.handle)
+			_ = q.Serve(d.irq, c, one)
 		}))
 	}
 	return nil
@@ -182,6 +184,7 @@ func (d *Device) Activate(a devices.Activation) error {
 func (d *Device) Reset() error {
 	d.workers.Stop()
 	d.workers, d.irq = nil, nil
+	d.syncing.End()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.tree.clear()

@@ -6,6 +6,8 @@ import (
 	"math"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices"
 )
 
 func (d *Device) open(r *request) error {
@@ -222,10 +224,22 @@ func (d *Device) sync(r *request, dir bool) error {
 	if err != nil || !d.dir.writable {
 		return err
 	}
+	call := unix.Fsync
 	if flags&fsyncData != 0 {
-		return retry(func() error { return unix.Fdatasync(h.fd) })
+		call = unix.Fdatasync
 	}
-	return retry(func() error { return unix.Fsync(h.fd) })
+	if err := d.syncing.Settle(r.queue); err != nil {
+		return err
+	}
+	// The handle may go while this goes on.
+	fd, err := unix.FcntlInt(uintptr(h.fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	return d.syncing.Do(r.queue, func() error {
+		defer unix.Close(fd)
+		return retry(func() error { return call(fd) })
+	})
 }
 
 func (d *Device) lseek(r *request) error {
@@ -247,7 +261,7 @@ func (d *Device) lseek(r *request) error {
 
 func (d *Device) fallocate(r *request) error {
 	fh, off, n, mode := r.body.u64(), r.body.u64(), r.body.u64(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64 || n > math.MaxInt64-off {
+	if r.body.bad || off > math.MaxInt64 || n > math.MaxInt64-off || n == 0 {
 		return unix.EINVAL
 	}
 	switch mode {
@@ -266,8 +280,21 @@ func (d *Device) fallocate(r *request) error {
 	if err := strip(h.fd); err != nil {
 		return err
 	}
-	return retry(func() error { return unix.Fallocate(h.fd, mode, int64(off), int64(n)) })
+	for n > 0 {
+		if r.queue.Yield() {
+			return devices.ErrAgain // what is done by then is done, and fast the next time
+		}
+		piece := min(n, allocatePiece-off%allocatePiece)
+		if err := retry(func() error { return unix.Fallocate(h.fd, mode, int64(off), int64(piece)) }); err != nil {
+			return err
+		}
+		off, n = off+piece, n-piece
+	}
+	return nil
 }
+
+// allocatePiece is how many bytes of a file are allocated, freed or zeroed at once; a pause comes between them.
+const allocatePiece = 64 << 20
 
 func (d *Device) opendir(r *request) error {
 	if len(d.handles) >= MaxHandles {

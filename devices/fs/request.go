@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
@@ -19,6 +20,7 @@ type request struct {
 	node   uint64
 	body   parser
 	out    builder
+	queue  *devices.Queue
 	chain  *virtq.Chain
 	room   int // bytes that the reply may have after its header
 	data   int // bytes that are in the chain already, after the header
@@ -69,7 +71,7 @@ var operations = map[uint32]operation{
 
 // handle does one request. Whatever is wrong with it, the guest gets an error number, unless
 // it has left no room for one; that is never an error of the queue's.
-func (d *Device) handle(c *virtq.Chain) error {
+func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var header [inHeaderSize]byte
@@ -82,7 +84,7 @@ func (d *Device) handle(c *virtq.Chain) error {
 		return err
 	}
 	le := binary.LittleEndian
-	r := request{op: le.Uint32(header[4:]), unique: le.Uint64(header[8:]), node: le.Uint64(header[16:]), chain: c}
+	r := request{op: le.Uint32(header[4:]), unique: le.Uint64(header[8:]), node: le.Uint64(header[16:]), queue: q, chain: c}
 	r.room = c.Writer.Remaining() - outHeaderSize
 	r.out.b = d.reply[:0]
 	switch r.op {
@@ -101,6 +103,9 @@ func (d *Device) handle(c *virtq.Chain) error {
 	var done error
 	if uint64(le.Uint32(header[:])) == uint64(size) {
 		done = d.do(&r)
+		if errors.Is(done, devices.ErrAgain) {
+			return done // nothing of the reply has been written
+		}
 		err = 0
 		if done != nil {
 			err = d.errno(&r, done)

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
@@ -23,15 +24,24 @@ const transportFeatures = FeatureVersion1 | virtq.FeatureIndirectDesc | virtq.Fe
 // MaxQueues bounds the queues of one device.
 const MaxQueues = 64
 
+// ErrorBurst and ErrorEvery bound how often OnError is called.
+const (
+	ErrorBurst = 4
+	ErrorEvery = 10 * time.Second
+)
+
 // errNeedsReset stops the queues of a device that was restored when it had
 // already asked for a reset.
 var errNeedsReset = errors.New("the device waits to be reset by its driver")
 
 // Options are what New can do without.
 type Options struct {
-	// OnError is told of every failure that is the host's and not the guest's,
-	// after which the device waits for its driver to reset it. It must not
-	// block, and must not call the transport. Nil ignores them.
+	// OnError is told of failures that are the host's and not the guest's,
+	// after which the device waits for its driver to reset it: a driver that
+	// resets it at once can repeat them as fast as it likes, so no more than
+	// ErrorBurst in a row are told, and then one each ErrorEvery, with how
+	// many were not. It must not block, and must not call the transport. Nil
+	// ignores them.
 	OnError func(error)
 	// Kicks are the kick events, one for each queue: those of ioeventfds at [QueueNotify] with the queue's index as datamatch. Once New
 	// has succeeded they are the transport's, which closes them. Nil has New make them, and registers be the only way to kick.
@@ -81,6 +91,8 @@ type Transport struct {
 
 	interruptCount atomic.Uint64
 	resetCount     atomic.Uint64
+
+	errors errorBound
 
 	held atomic.Bool // signals are kept back
 	owed atomic.Bool // there was one
@@ -332,9 +344,38 @@ func (t *Transport) NeedsReset(reason error) {
 	t.resetCount.Add(1)
 	t.status.Or(statusNeedsReset)
 	if !errors.Is(reason, virtq.ErrDriver) && t.onError != nil {
-		t.onError(reason)
+		if ok, untold := t.errors.take(time.Now()); ok {
+			if untold > 0 {
+				reason = fmt.Errorf("%w (%d failures before this one were not told)", reason, untold)
+			}
+			t.onError(reason)
+		}
 	}
 	t.interrupt(interruptConfig)
+}
+
+// errorBound says which failures are told.
+type errorBound struct {
+	mu     sync.Mutex // guards what follows
+	told   int        // since then, less one each ErrorEvery
+	since  time.Time
+	untold uint64
+}
+
+// take reports whether a failure may be told, and how many before it were not.
+func (b *errorBound) take(now time.Time) (ok bool, untold uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if n := int(min(now.Sub(b.since)/ErrorEvery, ErrorBurst)); n > 0 {
+		b.told, b.since = max(b.told-n, 0), now
+	}
+	if b.told == ErrorBurst {
+		b.untold++
+		return false, 0
+	}
+	b.told++
+	untold, b.untold = b.untold, 0
+	return true, untold
 }
 
 // interrupt tells the driver, if there is one: before DRIVER_OK it must not be

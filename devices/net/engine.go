@@ -23,6 +23,8 @@ const (
 	// turnFrames is how many frames one turn of the loop passes on in each
 	// direction.
 	turnFrames = 128
+	// settleBytes is how much a pause still passes on in each direction, of [virtq.Queue.Work]: a queue of the largest frames.
+	settleBytes = 16 << 20
 	// maxHeld is how many receive buffers are kept at hand for a frame of
 	// unknown size.
 	maxHeld = queueSize
@@ -57,6 +59,7 @@ type engine struct {
 	ordinary int  // bytes that hold any frame without a VLAN tag
 
 	failReason error // the device waits for a reset
+	settling   bool  // for a pause
 	told       bool  // what the guest knows of the link
 
 	txReady bool
@@ -177,6 +180,8 @@ func (e *engine) Settle() {
 		return
 	}
 	var err error
+	e.settling = true
+	defer func() { e.settling = false }()
 	held := e.dev.held.Load()
 	if !held {
 		err = e.pumpTX(queueSize)
@@ -296,12 +301,24 @@ func (e *engine) fail(err error) {
 	e.irq.NeedsReset(err)
 }
 
+// enough reports whether the work on a queue since a moment is enough for one turn.
+func (e *engine) enough(q *devices.Queue, since uint64) bool {
+	if e.settling {
+		return q.Work()-since >= settleBytes
+	}
+	return q.Work()-since >= devices.TurnBytes || e.loop.Yield()
+}
+
 // pumpTX sends up to limit frames of the guest.
 func (e *engine) pumpTX(limit int) error {
 	if err := e.tx.DisableKicks(); err != nil {
 		return err
 	}
+	begin := e.tx.Work()
 	for range limit {
+		if e.enough(e.tx, begin) {
+			return nil
+		}
 		ok, err := e.tx.Pop(&e.txChain)
 		if err != nil {
 			return err
@@ -343,8 +360,7 @@ func (e *engine) send(r *virtq.Reader) (bool, error) {
 		e.stats.malformed.Add(1)
 		return true, nil
 	}
-	head := *r
-	if err := head.ReadFull(e.header[:]); err != nil {
+	if err := r.ReadFull(e.header[:]); err != nil {
 		return false, err
 	}
 	if !valid(&e.header, total-HeaderSize, e.features) {
@@ -356,12 +372,13 @@ func (e *engine) send(r *virtq.Reader) (bool, error) {
 		return true, nil
 	}
 	var err error
-	if e.txOut, err = r.Ranges(e.txOut[:0], total); err != nil {
+	if e.txOut, err = r.Ranges(e.txOut[:0], total-HeaderSize); err != nil {
 		return false, err
 	}
-	_, err = e.mem.Writev(e.fd, e.txOut)
+	// The header that was checked, not the one that the guest has by now. Nothing in the frame was looked at.
+	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	for errors.Is(err, unix.EINTR) {
-		_, err = e.mem.Writev(e.fd, e.txOut)
+		_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	}
 	switch {
 	case err == nil:
@@ -404,7 +421,11 @@ func (e *engine) pumpRX(limit int) error {
 			return err
 		}
 	}
+	begin := e.rx.Work()
 	for range limit {
+		if e.enough(e.rx, begin) {
+			return nil
+		}
 		if err := e.fill(); err != nil {
 			return err
 		}

@@ -66,7 +66,7 @@ func (d *Device) WriteConfig(uint32, []byte) {}
 func (d *Device) Activate(a devices.Activation) error {
 	d.irq, d.queue = a.Interrupt, a.Queues[0]
 	if d.queue != nil {
-		d.worker = devices.StartWorker(d.queue.Kick, d.serve)
+		d.worker = d.queue.StartWorker(d.serve)
 	}
 	return nil
 }

@@ -18,6 +18,13 @@ const MaxSize = 1024
 // does not get more.
 const MaxSegments = MaxSize
 
+// What a driver can have one Pop look at, and what a descriptor counts for in Work, in bytes: reading and checking one takes about
+// as long as copying so much.
+const (
+	popWork        = 256 << 10
+	descriptorWork = 256
+)
+
 // Feature bits that the queue itself implements (virtio 1.2, section 6).
 const (
 	FeatureIndirectDesc uint64 = 1 << 28
@@ -91,6 +98,7 @@ type Queue struct {
 	// interrupt.
 	signalled uint16
 	broken    error
+	work      uint64
 	bad       atomic.Uint64
 
 	// scratch holds an indirect table while it is validated.
@@ -133,6 +141,10 @@ func (q *Queue) SetPosition(p Position) {
 // Unlike the other methods it may be called at any time.
 func (q *Queue) BadChains() uint64 { return q.bad.Load() }
 
+// Work is how much the driver has given the device to do so far: the bytes of all chains that were popped, and 256 for each
+// descriptor that was looked at. A device stops for a while after so much of it.
+func (q *Queue) Work() uint64 { return q.work }
+
 // Broken is the error after which the queue has stopped, or nil.
 func (q *Queue) Broken() error { return q.broken }
 
@@ -147,7 +159,8 @@ func (q *Queue) Break(err error) {
 // Pop takes the next chain that the driver has made available into c, which may
 // be used again and again. It reports false when there is none. Malformed chains
 // are returned to the driver with length zero and counted, and the next one is
-// tried, at most as many as the queue has entries.
+// tried, at most as many as the queue has entries; after many descriptors of
+// such chains it reports false as well, and the next call goes on.
 //
 // An error that wraps ErrDriver means that the ring itself is bad: the queue has
 // stopped for good, and the device should ask for a reset. Any other error is
@@ -156,13 +169,18 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 	if q.broken != nil {
 		return false, q.broken
 	}
+	begin := q.work
 	for range q.layout.Size {
+		if q.work-begin >= popWork {
+			return false, nil
+		}
 		head, ok, err := q.nextHead()
 		if !ok || err != nil {
 			return false, err
 		}
 		err = q.walk(c, head)
 		if err == nil {
+			q.work += c.total
 			return true, nil
 		}
 		if !errors.Is(err, ErrDriver) {
@@ -222,6 +240,7 @@ func (q *Queue) walk(c *Chain, head uint16) error {
 		if steps >= q.layout.Size {
 			return ErrLoop
 		}
+		q.work += descriptorWork
 		if err := q.mem.Read(q.layout.Desc+descSize*guestmem.GPA(index), d[:]); err != nil {
 			return fmt.Errorf("reading the descriptor table: %w", err)
 		}
@@ -263,6 +282,7 @@ func (q *Queue) walkIndirect(c *Chain, table guestmem.GPA, size uint32) error {
 		if steps >= entries {
 			return ErrLoop
 		}
+		q.work += descriptorWork
 		addr, n, flags, next := decode(descs[index*descSize:])
 		if flags&descIndirect != 0 {
 			return ErrIndirect

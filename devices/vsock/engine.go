@@ -42,6 +42,8 @@ const (
 	// turnAccepts how many clients it accepts, so that everybody gets a turn.
 	turnChains  = 256
 	turnAccepts = 64
+	// settleBytes is how much of the guest's packets a pause still takes, of [virtq.Queue.Work].
+	settleBytes = 16 << 20
 	// maxBurst is how many receive buffers one read fills at most.
 	maxBurst = 16
 	// maxPacket is the most payload of one packet in bytes; Linux sends as
@@ -81,6 +83,7 @@ type engine struct {
 	loop     *devices.Loop
 
 	failReason error // the device waits for a reset
+	settling   bool  // for a pause
 	start      time.Time
 	now        int64
 	carried    *state // to be announced to the guest
@@ -183,7 +186,9 @@ func (e *engine) Settle() {
 	if e.failReason != nil || e.carried != nil {
 		return
 	}
+	e.settling = true
 	err := e.drainTX(txSize)
+	e.settling = false
 	for _, c := range e.slots {
 		if c != nil && c.backlog.n > 0 {
 			e.flush(c)

@@ -3,6 +3,7 @@ package vsock
 import (
 	"errors"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"golang.org/x/sys/unix"
 )
@@ -10,12 +11,24 @@ import (
 // This file is about the guest's side: what its packets do, and how packets get
 // to it.
 
+// enough reports whether the work on a queue since a moment is enough for one turn.
+func (e *engine) enough(q *queue, since uint64) bool {
+	if e.settling {
+		return q.Work()-since >= settleBytes
+	}
+	return q.Work()-since >= devices.TurnBytes || e.loop.Yield()
+}
+
 // drainTX handles up to limit packets of the guest.
 func (e *engine) drainTX(limit int) error {
 	if err := e.tx.DisableKicks(); err != nil {
 		return err
 	}
+	begin := e.tx.Work()
 	for range limit {
+		if e.enough(e.tx, begin) {
+			break
+		}
 		ok, err := e.tx.Pop(&e.txChain)
 		if err != nil {
 			return err
@@ -339,8 +352,9 @@ func (e *engine) pumpRX(limit int) error {
 			return err
 		}
 	}
+	begin := e.rx.Work()
 	for range limit {
-		if e.resetsCount == 0 && e.head == nil {
+		if e.resetsCount == 0 && e.head == nil || e.enough(e.rx, begin) {
 			return nil
 		}
 		ok, err := e.popRX(&e.rxChain[0])

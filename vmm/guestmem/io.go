@@ -13,20 +13,26 @@ const MaxRanges = 1024
 
 var iovecs = sync.Pool{New: func() any { return new([MaxRanges]unix.Iovec) }}
 
-// transferOnce hands the ranges to one system call. The call may touch missing
+// transferOnce hands the ranges, with head before them, to one system call. The call may touch missing
 // pages: it blocks in the kernel, where it does not hold up the garbage
 // collector, until the pager has filled them.
 //
 // m.mu is not held: Discard must not wait for a read from a quiet socket. The
 // mapping stays in place until Close, and a page that vanishes under the call
 // is zero, as the guest that gave it away while it was a buffer has deserved.
-func (m *Memory) transferOnce(rs []Range, call func([]unix.Iovec) (int, error), into bool) (int, error) {
-	if len(rs) > MaxRanges {
+func (m *Memory) transferOnce(head []byte, rs []Range, call func([]unix.Iovec) (int, error), into bool) (int, error) {
+	k := 0
+	if len(head) > 0 {
+		k = 1
+	}
+	if len(rs) > MaxRanges-k {
 		return 0, ErrRange
 	}
 	iov := iovecs.Get().(*[MaxRanges]unix.Iovec)
 	defer iovecs.Put(iov)
-	k := 0
+	if k > 0 {
+		setIovec(&iov[0], head, 0, uint64(len(head)))
+	}
 	for _, r := range rs {
 		off, err := m.offset(r.GPA, uint64(r.Len))
 		if err != nil {
@@ -74,7 +80,7 @@ func (m *Memory) transferAll(rs []Range, call func(iov []unix.Iovec, done int) (
 	}
 	rest := rs
 	for done := 0; done < total; {
-		n, err := m.transferOnce(rest, func(iov []unix.Iovec) (int, error) { return call(iov, done) }, into)
+		n, err := m.transferOnce(nil, rest, func(iov []unix.Iovec) (int, error) { return call(iov, done) }, into)
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue

@@ -363,26 +363,32 @@ func (m *Memory) PwriteFull(rs []Range, f File, off int64) error {
 // Preadv does one preadv(2) from f at off into the ranges, at most MaxRanges of them, and
 // returns the number of bytes read, which is 0 at the end of a file.
 func (m *Memory) Preadv(rs []Range, f File, off int64) (int, error) {
-	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return preadv(int(f.Fd()), iov, off) }, true)
+	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return preadv(int(f.Fd()), iov, off) }, true)
 }
 
 // Pwritev does one pwritev2(2) of the ranges, at most MaxRanges of them, to f at off with
 // its flags (RWF_APPEND and the like), and returns the number of bytes written.
 func (m *Memory) Pwritev(rs []Range, f File, off int64, flags int) (int, error) {
-	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return pwritev2(int(f.Fd()), iov, off, flags) }, false)
+	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return pwritev2(int(f.Fd()), iov, off, flags) }, false)
 }
 
 // Readv does one readv(2) from fd into the ranges, at most MaxRanges of them,
 // and returns the number of bytes read; unix.EAGAIN comes back as it is. The
 // pages of all ranges count as dirty.
 func (m *Memory) Readv(fd int, rs []Range) (int, error) {
-	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return readv(fd, iov) }, true)
+	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return readv(fd, iov) }, true)
 }
 
 // Writev does one writev(2) of the ranges, at most MaxRanges of them, to fd and
 // returns the number of bytes written; unix.EAGAIN comes back as it is.
 func (m *Memory) Writev(fd int, rs []Range) (int, error) {
-	return m.transferOnce(rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
+	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
+}
+
+// WritevAfter is Writev with bytes of this process's before the ranges, of which there may be one fewer: for what was checked in a
+// copy, which the guest may have changed since.
+func (m *Memory) WritevAfter(fd int, head []byte, rs []Range) (int, error) {
+	return m.transferOnce(head, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
 }
 
 // LoadUint16 reads a little-endian word that the guest may be writing, untorn.

@@ -1,0 +1,93 @@
+package net
+
+import (
+	"bytes"
+	"context"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// scribbler is another vCPU: it changes guest memory when the device comes to read a certain address.
+type scribbler struct {
+	mem  *guestmem.Memory
+	at   guestmem.GPA
+	then func()
+}
+
+func (s *scribbler) Ensure(gpa guestmem.GPA, _ uint64) error {
+	if then := s.then; then != nil && gpa == s.at {
+		s.then = nil
+		then()
+	}
+	return nil
+}
+
+func (s *scribbler) Discarding(guestmem.GPA, uint64) {}
+
+// The header of a frame is checked in a copy while another vCPU rewrites it. What goes to the backend is what was checked.
+func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *testing.T) {
+	w := newWire(t)
+	mem := devicetest.NewMemory(t)
+	s := &scribbler{mem: mem}
+	mem.SetResidency(s)
+	dev, err := New(mem, w, Config{MAC: testMAC})
+	must(t, err)
+	d := devicetest.NewDriver(t, dev, mem)
+	d.Start(devicetest.AllFeatures)
+
+	const at = devicetest.FreeGPA
+	honest := make([]byte, HeaderSize) // a whole frame, nothing left to the host
+	payload := frame(1, 200)
+	must(t, mem.Write(at, append(bytes.Clone(honest), payload...)))
+	q := d.Queue(queueTX)
+	// The header lies in two pieces: as the second one is read, the first one has been.
+	const half = HeaderSize / 2
+	must(t, q.WriteDesc(0, devicetest.Desc{Addr: at, Len: half, Flags: devicetest.DescNext, Next: 1}))
+	must(t, q.WriteDesc(1, devicetest.Desc{Addr: at + half, Len: uint32(half + len(payload))}))
+	s.at = at + half
+	s.then = func() {
+		// Segments of TCP of no size, and a checksum far beyond the frame: valid refuses all of it.
+		must(t, mem.Write(at, []byte{flagNeedsCsum, gsoTCPv6, 0xff, 0xff, 0, 0}))
+	}
+	must(t, q.Publish(0))
+	q.ForceKick()
+	header, got := w.receive(t, 10*time.Second)
+	if s.then != nil {
+		t.Fatal("nothing was changed meanwhile: the attack did not take place")
+	}
+	if !bytes.Equal(header, honest) || !bytes.Equal(got, payload) {
+		t.Errorf("the backend got the header % x, the one that was checked is % x; the frame is the same: %t", header, honest, bytes.Equal(got, payload))
+	}
+}
+
+// A queue full of frames waits when a pause is wanted: the turn under way ends, and what the pause still sends is bounded.
+func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
+	n := start(t, Config{}, devicetest.AllFeatures)
+	must(t, n.Transport().Pause(context.Background()))
+	const frames = 20
+	for i := range frames {
+		n.transmit(nil, frame(i, 60000))
+	}
+	// The loop stands still, so its work can be done here.
+	e := n.dev.engine
+	e.txReady = true
+	must(t, e.turn())
+	if got := n.dev.Stats().FramesFromGuest; got != 0 {
+		t.Errorf("%d frames were sent in a turn while a pause was wanted", got)
+	}
+	begin := e.tx.Work()
+	go func() {
+		for range frames {
+			n.w.receive(t, 10*time.Second)
+		}
+	}()
+	e.Settle()
+	if got := e.tx.Work() - begin; got > settleBytes+HeaderSize+maxFrame {
+		t.Errorf("%d bytes were sent for the pause", got)
+	}
+	must(t, n.Transport().Resume())
+	until(t, "all frames to be sent", func() bool { return n.dev.Stats().FramesFromGuest == frames })
+}

@@ -1,0 +1,80 @@
+package vsock
+
+import (
+	"encoding/binary"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/devices/mmio"
+)
+
+// A driver can start a device without queues and reset it a million times a second. None of that is a failure of the host,
+// so the machine's owner, who would write each into a log, hears nothing of it.
+func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T) {
+	const rounds = 100_000
+	mem := devicetest.NewMemory(t)
+	dev, err := New(mem, Config{CID: testCID, Path: filepath.Join(t.TempDir(), "v.sock")})
+	must(t, err)
+	t.Cleanup(func() { must(t, dev.Close()) })
+	irq, err := devices.NewEvent()
+	must(t, err)
+	t.Cleanup(func() { irq.Close() })
+	var told atomic.Int64
+	tr, err := mmio.New(dev, mem, irq, mmio.Options{OnError: func(err error) {
+		if told.Add(1) == 1 {
+			t.Errorf("the owner was told: %v", err)
+		}
+	}})
+	must(t, err)
+	t.Cleanup(func() { must(t, tr.Close()) })
+	write := func(reg uint64, v uint32) {
+		var p [4]byte
+		binary.LittleEndian.PutUint32(p[:], v)
+		tr.WriteIO(reg, p[:])
+	}
+	status := uint32(0)
+	for range rounds {
+		write(devicetest.RegStatus, 0)
+		write(devicetest.RegStatus, devicetest.StatusAcknowledge)
+		write(devicetest.RegStatus, devicetest.StatusAcknowledge|devicetest.StatusDriver)
+		write(devicetest.RegDriverFeaturesSel, 1)
+		write(devicetest.RegDriverFeatures, uint32(devicetest.FeatureVersion1>>32))
+		status = devicetest.StatusAcknowledge | devicetest.StatusDriver | devicetest.StatusFeaturesOK
+		write(devicetest.RegStatus, status)
+		write(devicetest.RegStatus, status|devicetest.StatusDriverOK)
+	}
+	if s := tr.Stats(); s.NeedsReset != rounds {
+		t.Errorf("the device was given up %d times of %d: the attack did not take place", s.NeedsReset, rounds)
+	}
+	if n := told.Load(); n != 0 {
+		t.Errorf("the owner was told %d times", n)
+	}
+}
+
+// A queue full of packets waits when a pause is wanted: the turn under way ends, and what the pause still takes is bounded.
+func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
+	g := newGuest(t, 16)
+	must(t, g.dev.Pause(t.Context()))
+	// Packets of 32 MiB, of which nothing but the header counts.
+	const packets = 200
+	for range packets {
+		g.tx.add(0x100000, 32<<20, false)
+	}
+	// The loop stands still, so its work can be done here.
+	e := g.dev.engine
+	e.txReady = true
+	begin := e.tx.Work()
+	must(t, e.turn())
+	if n := e.tx.Position().NextAvail; n != 0 {
+		t.Errorf("%d packets were taken in a turn while a pause was wanted", n)
+	}
+	e.Settle()
+	if n := e.tx.Work() - begin; n > settleBytes+33<<20 {
+		t.Errorf("%d bytes of packets were taken for the pause", n)
+	}
+	must(t, g.dev.Resume())
+	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == packets })
+}
