@@ -165,6 +165,9 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 		return BootFiles{}, err
 	}
 	b.Cmdline = params.String() + " " + root.String()
+	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
+		*path = s.inStore(*path)
+	}
 	return b, nil
 }
 
@@ -184,7 +187,7 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 		// The agent has been replaced since. The old one's disk is still in the
 		// cache, under the same folder as the new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
-		if _, err := os.Stat(same); err != nil {
+		if _, err := os.Stat(s.bootPath(same)); err != nil {
 			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
 		}
 		b.SystemDisk = same

@@ -55,6 +55,7 @@ var codes = []struct {
 	{"expired", ErrExpired},
 	{"foreign-snapshot", ErrForeignSnapshot},
 	{"snapshot-in-use", ErrSnapshotInUse},
+	{"import", ErrImport},
 	{"record", ErrRecord},
 	{"crashed", ErrCrashed},
 	{"hooks", ErrHooks},

@@ -22,7 +22,7 @@ func TestFactsOfAnotherHostAreRefusedAlsoAfterGoodOnes(t *testing.T) {
 		"something like them":  {good + " ", snapshot.ErrForeign},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if err := new(Instance).checkHost(map[string]string{factsKey: tc.facts}); !errors.Is(err, tc.want) {
+			if err := checkHost(map[string]string{factsKey: tc.facts}); !errors.Is(err, tc.want) {
 				t.Errorf("got %v, want %v", err, tc.want)
 			}
 			if *goodFacts.Load() != good {

@@ -192,7 +192,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 		return fmt.Errorf("starting a fork: %w: it is of version %d with %d vCPUs, version %d with %d is wanted",
 			ErrSpec, note.Version, note.VCPUs, forkVersion, in.parts.Spec.VCPUs)
 	}
-	if err := in.checkHost(note.Host); err != nil {
+	if err := checkHost(note.Host); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	m := &snapshot.Manifest{ID: filepath.Base(snapshotDir)}

@@ -461,7 +461,7 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 		return nil, err
 	}
 	in.pager.Start()
-	if err := in.checkHost(m.Host); err != nil {
+	if err := checkHost(m.Host); err != nil {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	return states, nil
@@ -535,7 +535,7 @@ const factsKey = "facts"
 var goodFacts atomic.Pointer[string]
 
 // checkHost refuses a snapshot of a CPU that this host is not like.
-func (in *Instance) checkHost(facts map[string]string) error {
+func checkHost(facts map[string]string) error {
 	text := facts[factsKey]
 	if good := goodFacts.Load(); good != nil && *good == text {
 		return nil

@@ -378,8 +378,8 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 // Parts are the pieces of a recorded VM, with the given disk.
 func (s *Store) Parts(r *Record, d disk.Stack) Parts {
 	p := Parts{
-		Spec: r.Spec, Kernel: r.Boot.Kernel, Initramfs: r.Boot.Initramfs, SystemDisk: r.Boot.SystemDisk,
-		Cmdline: r.Boot.Cmdline, Image: r.Boot.Image, Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
+		Spec: r.Spec, Kernel: s.bootPath(r.Boot.Kernel), Initramfs: s.bootPath(r.Boot.Initramfs), SystemDisk: s.bootPath(r.Boot.SystemDisk),
+		Cmdline: r.Boot.Cmdline, Image: s.bootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
 	}
 	if os.Getenv(NoPageCacheEnv) == "" {
 		p.PageCache = s.pageCacheDir()

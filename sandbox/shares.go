@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -9,7 +8,6 @@ import (
 	"strings"
 
 	"github.com/drowse-vm/drowse/devices/fs"
-	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -133,21 +131,4 @@ func openShare(sh ShareSpec) (*fs.Dir, error) {
 		return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot", ErrShare, sh.Path, err)
 	}
 	return d, nil
-}
-
-// checkImportedShares refuses a snapshot from elsewhere whose VM has shares: what they name is another host's, and here
-// it would give the guest whatever lies at that path.
-func checkImportedShares(m *snapshot.Manifest) error {
-	text, ok := m.Labels[labelRecord]
-	if !ok {
-		return nil
-	}
-	var r Record
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return fmt.Errorf("%w: %w", ErrRecord, err)
-	}
-	if len(r.Spec.Shares) > 0 {
-		return fmt.Errorf("%w: its VM has %s of the host that it comes from: export one that has no shares, or the disk alone (snapshot create --disk-only)", ErrShare, r.Spec.Shares[0].Source)
-	}
-	return nil
 }

@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
-	"github.com/drowse-vm/drowse/snapshot"
 )
 
 func TestParseShareIsReadOnlyUnlessSaidOtherwise(t *testing.T) {
@@ -113,16 +112,5 @@ func TestKernelWithoutVirtiofsIsRefusedForShares(t *testing.T) {
 	}
 	if k, err := s.findKernel("debian", kernel.Hardware, "", Spec{}.own()...); err != nil || k.ID != "debian-1" {
 		t.Errorf("without shares: %v, %v", k, err)
-	}
-}
-
-func TestSnapshotFromElsewhereWithSharesIsRefused(t *testing.T) {
-	for text, want := range map[string]error{
-		`{"spec":{"image":"a","shares":[{"source":"/etc","path":"/b"}]}}`: ErrShare,
-		`{"spec":{"image":"a"}}`: nil,
-	} {
-		if err := checkImportedShares(&snapshot.Manifest{Labels: map[string]string{labelRecord: text}}); !errors.Is(err, want) {
-			t.Errorf("%s: %v", text, err)
-		}
 	}
 }

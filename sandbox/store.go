@@ -200,7 +200,8 @@ type SleepRecord struct {
 // maxSleeps is how many sleeps a record has.
 const maxSleeps = 16
 
-// BootFiles are what a VM boots, by path and, where it has one, id.
+// BootFiles are what a VM boots, by path and, where it has one, id. Paths are relative to the store's directory, which may
+// be moved, but for files outside of it. Records of older versions have absolute ones: see Store.bootPath.
 type BootFiles struct {
 	KernelID   string `json:"kernel_id"`
 	Kernel     string `json:"kernel"`
@@ -645,6 +646,37 @@ func (s *Store) relative(st disk.Stack) disk.Stack {
 		out.Layers = append(out.Layers, filepath.Base(l))
 	}
 	return out
+}
+
+// storeDirs are the folders of a store that BootFiles may be in.
+var storeDirs = []string{"images", "kernels", "cache"}
+
+// inStore is the path of a file as a record has it.
+func (s *Store) inStore(path string) string {
+	if rel, err := filepath.Rel(s.dir, path); err == nil && filepath.IsLocal(rel) {
+		return rel
+	}
+	return path
+}
+
+// bootPath is the absolute path of one of a record's BootFiles. A record of an older version has the store's directory in
+// it as it was then; if that has been moved, or copied, the file is where the store is now.
+func (s *Store) bootPath(path string) string {
+	if path == "" {
+		return ""
+	}
+	if !filepath.IsAbs(path) {
+		return filepath.Join(s.dir, path)
+	}
+	for _, dir := range storeDirs {
+		if i := strings.LastIndex(path, "/"+dir+"/"); i >= 0 {
+			here := filepath.Join(s.dir, path[i:])
+			if _, err := os.Stat(here); err == nil {
+				return here
+			}
+		}
+	}
+	return path
 }
 
 // removeVM deletes a VM that is not running, and what only it needed.

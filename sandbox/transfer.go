@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,25 +9,30 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
-	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/snapshot"
-	"github.com/drowse-vm/drowse/vmm"
 )
 
-// ExportSnapshot writes a snapshot, with the layers of its disk, to w as one stream that
-// ImportSnapshot takes, on this host or another. The image that it was booted from is not
-// in it.
+// systemFile is what an export calls the disk with the agent that the guest has started from.
+const systemFile = "system.erofs"
+
+// ExportSnapshot writes a snapshot to w as one stream that ImportSnapshot takes, on this host or another: its memory,
+// the layers of its disk, and the disk with the agent that its guest runs from. The image that the VM was booted from is
+// not in it: the stream names it by the SHA-256 of its content.
 func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return err
 	}
-	st, err := s.SnapshotDisk(id)
+	m, err := s.manifest(id)
+	if err != nil {
+		return err
+	}
+	st, err := s.absolute(snapshotDisk(m))
 	if err != nil {
 		return err
 	}
@@ -50,77 +54,90 @@ func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) 
 			return r, nil
 		}})
 	}
+	system, err := s.systemDiskOf(m)
+	if err != nil {
+		return fmt.Errorf("exporting snapshot %s: %w", id, err)
+	}
+	if system != "" {
+		fi, err := os.Stat(system)
+		if err != nil {
+			return fmt.Errorf("exporting snapshot %s: the disk that its guest has started from: %w", id, err)
+		}
+		files = append(files, snapshot.ExtraFile{Name: systemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
+	}
 	return snapshot.Export(ctx, w, s.snapshotDir(id), files)
 }
 
-// ImportSnapshot reads what ExportSnapshot has written and makes the snapshot in this
-// store. It stays until it is removed, also if it was one of a sleep. The error wraps
-// vmm.ErrForeign if this host cannot run it, and says why; nothing is left then, nor when
-// the stream is damaged.
-func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader) (info SnapshotInfo, err error) {
+// systemDiskOf is the path of the disk with the agent that the guest of a snapshot has in use; empty if it has none.
+func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
+	if diskOnly(m) {
+		return "", nil
+	}
+	var r Record
+	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &r); err != nil {
+		return "", fmt.Errorf("%w: %w", ErrRecord, err)
+	}
+	return s.bootPath(r.Boot.SystemDisk), nil
+}
+
+// ImportOptions change an import. The zero value is ImportSnapshot.
+type ImportOptions struct {
+	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the path
+	// of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
+	Trust bool
+}
+
+// ImportResult is an imported snapshot.
+type ImportResult struct {
+	SnapshotInfo
+	// Dropped names what the stream said of its VM and this store does not take from a stranger.
+	Dropped []string `json:"dropped"`
+}
+
+// ImportSnapshot reads what ExportSnapshot has written and makes the snapshot in this store. It stays until it is
+// removed, also if it was one of a sleep.
+//
+// Whoever has made the stream is a stranger. Taken are the memory with the state of the machine, the disk, and which
+// devices there are; the image by its content. A network device has no policy then, so nothing passes. What else the
+// stream says is dropped, and ImportResult says what: see docs/SANDBOXES.md. Layers of the disk come from the stream
+// alone, and have names by their content unless the store has the same under the same name.
+//
+// It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,
+// image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Nothing is left then, nor when the stream is
+// damaged.
+func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader) (ImportResult, error) {
+	return s.ImportSnapshotWith(ctx, r, ImportOptions{})
+}
+
+// ErrImport says that an exported snapshot cannot be made one of this store.
+var ErrImport = errors.New("the snapshot cannot be imported")
+
+// ImportSnapshotWith is ImportSnapshot with options.
+func (s *Store) ImportSnapshotWith(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
 	// What is being imported belongs to nobody until all is there.
 	unlock, err := s.lockImports(unix.LOCK_SH)
 	if err != nil {
-		return info, err
+		return res, err
 	}
 	defer func() { err = errors.Join(err, unlock()) }()
-	p := &layerPlacer{ctx: ctx, dir: s.layerDir()}
-	in, err := snapshot.Import(ctx, r, filepath.Join(s.dir, "snapshots"), p)
+	im := &importing{ctx: ctx, store: s, trust: o.Trust, layers: map[string]string{}}
+	in, err := snapshot.Import(ctx, r, filepath.Join(s.dir, "snapshots"), im)
 	if err != nil {
-		return info, err
-	}
-	id := in.Manifest.ID
-	if err := s.checkImported(in.Manifest); err != nil {
 		// The next sweep takes the layers.
-		return info, errors.Join(fmt.Errorf("importing snapshot %s: %w", id, err), snapshot.Remove(in.Dir), s.unkeep(id))
-	}
-	return s.snapshotInfo(in.Manifest), s.keep(id)
-}
-
-// checkImported refuses what could never run here.
-func (s *Store) checkImported(m *snapshot.Manifest) error {
-	// Before anything else, so that a sweep does not take it for one of a sleep
-	// that nobody needs.
-	if err := s.keep(m.ID); err != nil {
-		return err
-	}
-	if !diskOnly(m) { // a disk fits every host
-		var facts vmm.HostFacts
-		if err := json.Unmarshal([]byte(m.Host[factsKey]), &facts); err != nil {
-			return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
+		if im.kept {
+			err = errors.Join(err, s.unkeep(im.id))
 		}
-		if err := vmm.CheckFacts(facts); err != nil {
-			return err
-		}
+		return res, err
 	}
-	if err := checkImportedShares(m); err != nil {
-		return err
+	res = ImportResult{SnapshotInfo: s.snapshotInfo(in.Manifest), Dropped: im.dropped}
+	if res.Dropped == nil {
+		res.Dropped = []string{}
 	}
-	st, err := s.absolute(snapshotDisk(m))
-	if err != nil {
-		return err
-	}
-	if err := disk.Verify(st); err != nil {
-		return fmt.Errorf("its disk: %w", err)
-	}
-	return nil
-}
-
-// MissingFor says what else a snapshot needs before a VM can be made of it: empty if
-// nothing.
-func (s *Store) MissingFor(id string) (string, error) {
-	m, err := s.manifest(id)
-	if err != nil {
-		return "", err
-	}
-	images, err := image.OpenStore(s.ImageDir())
-	if err != nil {
-		return "", err
-	}
-	if _, err := images.Find(m.Image); err != nil {
-		return fmt.Sprintf("image %.12s, whose disk its guest has in use: copy its folder from images/ of the store that the snapshot comes from", m.Image), nil
-	}
-	return "", nil
+	s.tell(events.Event{
+		Type: events.Imported, Cause: events.CauseOf(ctx),
+		Details: events.Details{Snapshot: res.ID, Bytes: res.Stored, Dropped: res.Dropped},
+	})
+	return res, nil
 }
 
 func (s *Store) keptPath(id string) string { return filepath.Join(s.dir, "kept", id) }
@@ -173,108 +190,4 @@ func (s *Store) lockImports(how int) (unlock func() error, err error) {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f.Close, nil
-}
-
-// layerName is what the stores of all hosts call the layers of disks. There is a random
-// part in it, so that equal names mean equal layers.
-var layerName = regexp.MustCompile(`^([0-9a-f]{32}-[0-9]{1,9}|ext4-[0-9]{1,3}-[0-9]{1,16}-[0-9a-f]{16}\.layer)$`)
-
-// layerPlacer takes the layers of an imported snapshot.
-type layerPlacer struct {
-	ctx context.Context
-	dir string
-}
-
-// Place implements snapshot.Placer.
-func (p *layerPlacer) Place(name string, _ int64) (snapshot.Placement, error) {
-	if !layerName.MatchString(name) {
-		return nil, fmt.Errorf("layer %q: %w: no store calls a layer so", name, snapshot.ErrForeign)
-	}
-	f, err := os.CreateTemp(p.dir, importPrefix+"*")
-	if err != nil {
-		return nil, err
-	}
-	return &placedLayer{File: f, p: p, path: filepath.Join(p.dir, name)}, nil
-}
-
-// importPrefix begins the names of files in the layers' directory that belong to no
-// layer yet. A sweep takes those that an import has left.
-const importPrefix = "import-"
-
-type placedLayer struct {
-	*os.File // the packed layer
-	p        *layerPlacer
-	path     string
-	made     bool
-}
-
-// Commit implements snapshot.Placement.
-func (l *placedLayer) Commit() (err error) {
-	defer func() { err = errors.Join(err, l.discard()) }()
-	if _, err := l.Seek(0, io.SeekStart); err != nil {
-		return err
-	}
-	if _, err := os.Stat(l.path); err == nil {
-		return l.compare()
-	}
-	tmp := l.Name() + ".layer"
-	if err := disk.Unpack(l.p.ctx, l, tmp); err != nil {
-		return err
-	}
-	if err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, l.path, unix.RENAME_NOREPLACE); err != nil {
-		return errors.Join(fmt.Errorf("placing layer %s: %w", filepath.Base(l.path), err), os.Remove(tmp))
-	}
-	l.made = true
-	return syncDir(l.p.dir)
-}
-
-// compare makes sure that the layer that is there is the one that was sent.
-func (l *placedLayer) compare() error {
-	r, w := io.Pipe()
-	go func() { w.CloseWithError(disk.Pack(l.p.ctx, w, l.path)) }()
-	defer r.Close()
-	same, err := sameContent(r, l)
-	if err == nil && !same {
-		err = fmt.Errorf("layer %s: %w: this store has another one of that name", filepath.Base(l.path), snapshot.ErrExists)
-	}
-	return err
-}
-
-func sameContent(a, b io.Reader) (bool, error) {
-	p, q := make([]byte, 256<<10), make([]byte, 256<<10)
-	for {
-		n, err := io.ReadFull(a, p)
-		m, err2 := io.ReadFull(b, q)
-		end, end2 := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err2, io.EOF) || errors.Is(err2, io.ErrUnexpectedEOF)
-		switch {
-		case err != nil && !end:
-			return false, err
-		case err2 != nil && !end2:
-			return false, err2
-		case n != m || end != end2 || !bytes.Equal(p[:n], q[:m]):
-			return false, nil
-		case end:
-			return true, nil
-		}
-	}
-}
-
-// Abort implements snapshot.Placement.
-func (l *placedLayer) Abort() error {
-	err := l.discard()
-	if l.made {
-		err = errors.Join(err, os.Remove(l.path))
-	}
-	return err
-}
-
-// discard forgets the packed layer.
-func (l *placedLayer) discard() error {
-	if l.File == nil {
-		return nil
-	}
-	name := l.Name()
-	err := l.Close()
-	l.File = nil
-	return errors.Join(err, os.Remove(name))
 }

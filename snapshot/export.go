@@ -46,13 +46,19 @@ type ExtraFile struct {
 	Open func() (io.ReadCloser, error)
 }
 
-// Placer takes the extra files of a snapshot that is being imported.
+// Placer takes the extra files of a snapshot that is being imported, and decides what the snapshot may say of itself.
 type Placer interface {
+	// Admit is called first, before anything is written, with the manifest as it was sent. An error refuses the
+	// import.
+	Admit(m *Manifest) error
 	// Place begins a file of exactly size bytes. The name is printable text, at
 	// most MaxNameBytes, that whoever made the stream has chosen: it may have
 	// slashes and dots. A file that is there already may be refused, or, if it
 	// is the same, taken.
 	Place(name string, size int64) (Placement, error)
+	// Adopt is called last, when all placements are committed. It may change the manifest: its Disks, Labels, Host,
+	// Kernel, Image and Sandbox. What it leaves is what the imported snapshot says. An error refuses the import.
+	Adopt(m *Manifest) error
 }
 
 // Placement is one file that is being placed.
@@ -61,8 +67,9 @@ type Placement interface {
 	// Commit is called when all of the snapshot has been received and is what
 	// was sent. Then the file must be durable.
 	Commit() error
-	// Abort takes back what Place and Commit have done. It is called at most
-	// once, and not if the import has succeeded.
+	// Abort takes back what Place and Commit have done; a file that others may have
+	// come to need since Commit may stay. It is called at most once, and not if the
+	// import has succeeded.
 	Abort() error
 }
 
@@ -227,8 +234,10 @@ func (f *exported) copy(ctx context.Context, w io.Writer, buf []byte) (err error
 
 // Imported describes a snapshot that has been imported.
 type Imported struct {
-	Dir            string
-	Manifest       *Manifest
+	Dir string
+	// Manifest is what the snapshot says now. Its memory files have new ids.
+	Manifest *Manifest
+	// ManifestSHA256 is that of the manifest as it was sent.
 	ManifestSHA256 string
 }
 
@@ -242,6 +251,10 @@ type Imported struct {
 // and nothing is left of it; other errors are those of Create. The hashes are
 // against accidents: whoever can change the stream can change them too, so
 // compare ManifestSHA256 with what the sender says.
+//
+// The memory files get new ids. Caches of pages know a file by its id, which is in the
+// stream for its maker to choose: with the id of a file that is here already, one
+// snapshot could read, or replace, cached pages of another.
 func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
 	in, err := importTo(ctx, r, filepath.Clean(parent), place, osFS{})
 	if err != nil {
@@ -366,6 +379,34 @@ func (im *importer) file(ctx context.Context, e exportEntry, w io.Writer) error 
 	return nil
 }
 
+// newHeader passes on a memory file, with another header. The first Write must have all of the header.
+type newHeader struct {
+	w io.Writer
+	// of is the file as the stream's manifest has it, and id its new one.
+	of   MemoryFile
+	id   [16]byte
+	done bool
+}
+
+// Write implements io.Writer.
+func (h *newHeader) Write(p []byte) (int, error) {
+	if h.done {
+		return h.w.Write(p)
+	}
+	if len(p) < fileHeader {
+		return 0, corrupt(h.of.Name, 0, "%d bytes are no header", len(p))
+	}
+	if err := checkFileHeader(p[:fileHeader], h.of.Name, h.of.ID); err != nil {
+		return 0, err
+	}
+	h.done = true
+	if _, err := h.w.Write(encodeFileHeader(h.id)); err != nil {
+		return 0, err
+	}
+	n, err := h.w.Write(p[fileHeader:])
+	return fileHeader + n, err
+}
+
 // end reads the trailer.
 func (im *importer) end() error {
 	began := im.at
@@ -402,7 +443,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	if err := im.file(ctx, t.Files[0], &body); err != nil {
 		return nil, err
 	}
-	m, _, err := decodeManifest(body.Bytes())
+	m, payloads, err := decodeManifest(body.Bytes())
 	if err != nil {
 		return nil, err
 	}
@@ -425,6 +466,11 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	if free, err := fsys.Free(parent); err == nil && free < need {
 		return nil, fmt.Errorf("%s has %d bytes left and %d are needed: %w", parent, free, need, ErrNoSpace)
 	}
+	if place != nil {
+		if err := place.Admit(m); err != nil {
+			return nil, err
+		}
+	}
 	temp, lock, err := w.tempDir(parent)
 	if err != nil {
 		return nil, err
@@ -446,11 +492,14 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		_, err := w.writeFile(filepath.Join(temp, name), func(f File) (int64, error) { return 0, write(f) })
 		return err
 	}
-	if err := put(ManifestName, func(f io.Writer) error { _, err := f.Write(body.Bytes()); return err }); err != nil {
-		return nil, err
-	}
-	for _, e := range t.Files[1:own] {
-		if err := put(e.Name, func(f io.Writer) error { return im.file(ctx, e, f) }); err != nil {
+	for i, e := range t.Files[1:own] {
+		mf := &m.Memory.Files[i]
+		h := &newHeader{of: *mf, id: randomID()}
+		mf.ID = hex.EncodeToString(h.id[:])
+		if i < own-2 { // the last is the snapshot's own, and has a name that does not depend on its id
+			mf.Name = linkName(mf.ID)
+		}
+		if err := put(mf.Name, func(f io.Writer) error { h.w = f; return im.file(ctx, e, h) }); err != nil {
 			return nil, err
 		}
 	}
@@ -467,6 +516,26 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	if err := im.end(); err != nil {
 		return nil, err
 	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	for i, p := range placed {
+		if err := p.Commit(); err != nil {
+			return nil, fmt.Errorf("extra file %q: %w", t.Files[own+i].Name, err)
+		}
+	}
+	if place != nil {
+		if err := place.Adopt(m); err != nil {
+			return nil, err
+		}
+	}
+	adopted, err := encodeManifest(m, payloads)
+	if err != nil {
+		return nil, err
+	}
+	if err := put(ManifestName, func(f io.Writer) error { _, err := f.Write(adopted); return err }); err != nil {
+		return nil, err
+	}
 	// It is what was sent; it must also be a snapshot.
 	s, err := Open(temp)
 	if err != nil {
@@ -475,14 +544,6 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	s.Close()
 	if err := fsys.SyncDir(temp); err != nil {
 		return nil, err
-	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
-	}
-	for i, p := range placed {
-		if err := p.Commit(); err != nil {
-			return nil, fmt.Errorf("extra file %q: %w", t.Files[own+i].Name, err)
-		}
 	}
 	if err := fsys.Rename(temp, dir); err != nil {
 		return nil, err

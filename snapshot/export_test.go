@@ -22,6 +22,7 @@ type shelf struct {
 	files   map[string][]byte
 	open    int
 	failing string // "place", "write", "commit"
+	adopt   func(*Manifest) error
 }
 
 type shelved struct {
@@ -32,6 +33,15 @@ type shelved struct {
 }
 
 var errShelf = errors.New("the shelf is full")
+
+func (s *shelf) Admit(*Manifest) error { return nil }
+
+func (s *shelf) Adopt(m *Manifest) error {
+	if s.adopt != nil {
+		return s.adopt(m)
+	}
+	return nil
+}
 
 func (s *shelf) Place(name string, size int64) (Placement, error) {
 	if s.failing == "place" {
@@ -134,6 +144,43 @@ func TestWhatWasExportedIsImported(t *testing.T) {
 		if err := rams[i].verify(in.Dir); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// Caches of pages are keyed by the ids of memory files, and these are in the stream for its maker to choose.
+func TestAttack_import_with_the_ids_of_local_memory_files_meets_none_of_their_cached_pages(t *testing.T) {
+	parent := t.TempDir()
+	names, rams := chain(t, parent, 3)
+	last := filepath.Join(parent, names[len(names)-1])
+	own := map[string]bool{}
+	for _, mf := range open(t, last).Manifest().Memory.Files {
+		own[mf.ID] = true
+	}
+	place := &shelf{adopt: func(m *Manifest) error {
+		m.Labels = map[string]string{"k": "only"}
+		return nil
+	}}
+	in, err := Import(context.Background(), bytes.NewReader(exportOf(t, last, extras())), t.TempDir(), place)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := open(t, in.Dir).Manifest()
+	if len(m.Memory.Files) != len(own) || len(own) < 2 {
+		t.Fatalf("it has %d files of %d", len(m.Memory.Files), len(own))
+	}
+	for _, mf := range m.Memory.Files {
+		if own[mf.ID] {
+			t.Errorf("file %s has the id that the stream says", mf.Name)
+		}
+		if _, err := os.Stat(filepath.Join(in.Dir, mf.Name)); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := rams[len(rams)-1].verify(in.Dir); err != nil {
+		t.Error(err)
+	}
+	if len(m.Labels) != 1 || m.Labels["k"] != "only" {
+		t.Errorf("its labels are %v, not what was adopted", m.Labels)
 	}
 }
 

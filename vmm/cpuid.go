@@ -116,7 +116,73 @@ func CheckFacts(saved HostFacts) error {
 		return err
 	}
 	// A guest of an older version may have been shown AVX or an area without XSAVE, which it could not use.
-	return compareCPUID(savedFeatures(saved.CPUID, true), have)
+	if err := compareCPUID(savedFeatures(saved.CPUID, true), have); err != nil {
+		return err
+	}
+	host, scales, err := hostTSC()
+	if err != nil {
+		return err
+	}
+	return compareTSC(saved.TSCKHz, host, scales)
+}
+
+// compareTSC refuses a guest whose time stamp counter would run at another rate than it was told at its boot. A rate of 0
+// is not known.
+func compareTSC(saved, host uint64, scales bool) error {
+	if scales || kvm.SameTSCRate(saved, host) || saved == 0 || host == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: its time stamp counter runs at %d kHz, that of this host at %d kHz, and this host cannot scale it: restore on a CPU like the first", ErrForeign, saved, host)
+}
+
+// kvmTSC is what KVM says of this host's time stamp counter.
+var kvmTSC struct {
+	mu     sync.Mutex
+	known  bool
+	khz    uint64
+	scales bool
+}
+
+// noteTSC spares hostTSC the making of a VM where there is one, as in a process that restores a machine.
+func noteTSC(khz uint64, scales bool) {
+	kvmTSC.mu.Lock()
+	defer kvmTSC.mu.Unlock()
+	kvmTSC.known, kvmTSC.khz, kvmTSC.scales = true, khz, scales
+}
+
+// hostTSC returns the rate of this host's time stamp counter in kHz, 0 if KVM cannot tell, and whether guests may have
+// other rates.
+func hostTSC() (khz uint64, scales bool, err error) {
+	kvmTSC.mu.Lock()
+	khz, scales = kvmTSC.khz, kvmTSC.scales
+	known := kvmTSC.known
+	kvmTSC.mu.Unlock()
+	if known {
+		return khz, scales, nil
+	}
+	sys, err := kvm.Open()
+	if err != nil {
+		return 0, false, err
+	}
+	defer sys.Close()
+	vm, err := sys.CreateVM()
+	if err != nil {
+		return 0, false, err
+	}
+	defer vm.Close()
+	// vCPUs want their LAPIC.
+	if err := vm.CreateIRQChip(); err != nil {
+		return 0, false, err
+	}
+	c, err := vm.CreateVCPU(0)
+	if err != nil {
+		return 0, false, err
+	}
+	defer c.Close()
+	khz, _ = c.TSCKHz() // 0 on a host whose own is unstable
+	scales = sys.Check(kvm.CapTSCControl) > 0
+	noteTSC(khz, scales)
+	return khz, scales, nil
 }
 
 // kvmCPUID is what this host's KVM can give a guest, less what nothing would save; it stays as
@@ -158,10 +224,20 @@ var features = []struct {
 	{0x7, 0, "CPUID.7.0:EBX", func(e *kvm.CPUIDEntry) uint32 { return e.EBX }, 0},
 	{0x7, 0, "CPUID.7.0:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, 1 << 4},
 	{0x7, 0, "CPUID.7.0:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{0x7, 1, "CPUID.7.1:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+	{0x7, 1, "CPUID.7.1:EBX", func(e *kvm.CPUIDEntry) uint32 { return e.EBX }, 0},
+	{0x7, 1, "CPUID.7.1:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, 0},
+	{0x7, 1, "CPUID.7.1:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{0x7, 2, "CPUID.7.2:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
 	{0xd, 0, "CPUID.D.0:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+	{0xd, 0, "CPUID.D.0:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
 	{0xd, 1, "CPUID.D.1:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
+	{0xd, 1, "CPUID.D.1:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, 0},
 	{0x80000001, 0, "CPUID.80000001:ECX", func(e *kvm.CPUIDEntry) uint32 { return e.ECX }, ecxCmpLegacy},
 	{0x80000001, 0, "CPUID.80000001:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{0x80000007, 0, "CPUID.80000007:EDX", func(e *kvm.CPUIDEntry) uint32 { return e.EDX }, 0},
+	{leafAddressSize, 0, "CPUID.80000008:EBX", func(e *kvm.CPUIDEntry) uint32 { return e.EBX }, 0},
+	{0x80000021, 0, "CPUID.80000021:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
 	{0x40000001, 0, "CPUID.40000001:EAX", func(e *kvm.CPUIDEntry) uint32 { return e.EAX }, 0},
 }
 
@@ -185,6 +261,17 @@ func compareCPUID(saved, have []kvm.CPUIDEntry) error {
 		missing := f.register(find(saved, f.function, f.index)) &^ f.register(find(have, f.function, f.index)) &^ f.ignore
 		if missing != 0 {
 			return fmt.Errorf("%w: this CPU lacks features %#x of %s: restore on a CPU like the first", ErrForeign, missing, f.name)
+		}
+	}
+	// Bits 7:0 of EAX are the width of physical addresses, 15:8 that of linear ones. A guest uses all that it has seen: also
+	// bits of its page tables beyond its RAM, which are reserved on a CPU with fewer.
+	sw, hw := find(saved, leafAddressSize, 0).EAX, find(have, leafAddressSize, 0).EAX
+	for _, w := range []struct {
+		what  string
+		shift int
+	}{{"physical", 0}, {"linear", 8}} {
+		if s, h := sw>>w.shift&0xff, hw>>w.shift&0xff; s > h {
+			return fmt.Errorf("%w: its CPU has %s addresses of %d bits, this one of %d: restore on a CPU like the first", ErrForeign, w.what, s, h)
 		}
 	}
 	return nil

@@ -161,6 +161,7 @@ func (s *Shell) build() (err error) {
 		}
 	}
 	s.tscKHz, _ = s.vcpus[0].TSCKHz()
+	noteTSC(s.tscKHz, s.sys.Check(kvm.CapTSCControl) > 0)
 	mark(StageVCPUs)
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -209,8 +210,8 @@ func (a *app) snapshotExportCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "export ID", Short: "Write a snapshot, with its disk, to one file", Args: cobra.ExactArgs(1),
 		Long: `Write a snapshot, with its disk, to one file (--to) or to stdout. "drowse snapshot
-import" makes it a snapshot again, in any store. The image that the VM was booted from
-is not in it.`,
+import" makes it a snapshot again, in any store that has the image that the VM was booted
+from: the file has the image's id, which is the SHA-256 of its content, and not the image.`,
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			s, err := a.store()
 			if err != nil {
@@ -246,8 +247,15 @@ is not in it.`,
 }
 
 func (a *app) snapshotImportCommand() *cobra.Command {
-	return &cobra.Command{
+	var o sandbox.ImportOptions
+	cmd := &cobra.Command{
 		Use: "import FILE", Annotations: makesState, Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
+		Long: `Take a snapshot from a file of "snapshot export", - for stdin.
+
+The file is taken for a stranger's: its memory, its disk and the kinds of its devices
+come in, and nothing else. Network policy, tags, grants, hooks, services, the kernel's
+path and the like are dropped, and what was dropped is said. VMs that are made of it have
+no policy: give them one with "restore --policy". With --trust all is taken as it is.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -262,20 +270,20 @@ func (a *app) snapshotImportCommand() *cobra.Command {
 				defer f.Close()
 				in = f
 			}
-			info, err := s.ImportSnapshot(cmd.Context(), bufio.NewReaderSize(in, 1<<20))
+			info, err := s.ImportSnapshotWith(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
 			if err != nil {
 				return err
 			}
-			missing, err := s.MissingFor(info.ID)
-			if err != nil {
-				return err
-			}
-			if missing != "" {
-				a.log.Warn("the snapshot needs more before it can be restored", "missing", missing)
-			}
-			return a.print(info, func(w io.Writer) { fmt.Fprintln(w, info.ID) })
+			return a.print(info, func(w io.Writer) {
+				fmt.Fprintln(w, info.ID)
+				if len(info.Dropped) > 0 {
+					fmt.Fprintf(a.stderr, "not taken over from the file: %s (--trust takes all)\n", strings.Join(info.Dropped, ", "))
+				}
+			})
 		},
 	}
+	cmd.Flags().BoolVar(&o.Trust, "trust", false, "take over policy, tags, grants, kernel and all else that the file says of its VM")
+	return cmd
 }
 
 func (a *app) restoreCommand() *cobra.Command {

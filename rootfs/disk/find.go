@@ -42,6 +42,19 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 	return infos, nil
 }
 
+// Sealed says whether the file at path is a sealed layer, which does not change any more. One that is in use for writing is
+// none. The error of a file that is not there wraps fs.ErrNotExist.
+func Sealed(path string) (bool, error) {
+	l, err := hostEnv().openLayer(path, os.O_RDONLY, unix.LOCK_SH)
+	if errors.Is(err, ErrInUse) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return l.hdr.state == StateSealed && l.hdr.flags&flagSinking == 0, l.close()
+}
+
 // Chain puts together the stack whose uppermost layer is top from layers that Find has found. base
 // is the path of the raw base if the lowest layer needs one. Where an interrupted merge has left two
 // files of one id, the merged one counts.

@@ -42,6 +42,8 @@ const (
 
 	PolicyChanged Type = "policy.changed"
 
+	Imported Type = "snapshot.imported" // from a stream; it is of no sandbox
+
 	// Sleeping and SleepFailed are in no file: hooks of the host get them before a sleep, and when it has not come about.
 	Sleeping    Type = "sandbox.sleeping"
 	SleepFailed Type = "sandbox.sleep_failed"
@@ -53,7 +55,7 @@ const (
 // Types are all types that a reader may get.
 var Types = []Type{
 	Created, Started, Woken, Slept, Snapshotted, Forked, Restored, Renamed, Updated, Extended, Expired, Removed, Stopped, Crashed,
-	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Lost,
+	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Imported, Lost,
 }
 
 // Cause says who or what has brought it about.
@@ -129,10 +131,12 @@ type Details struct {
 	// Milliseconds is how long it took; for a sleep or a snapshot, how long the guest stood still.
 	Milliseconds float64 `json:"milliseconds,omitempty"`
 	// From is the name before, and Parent the sandbox that it is a fork of.
-	From     string    `json:"from,omitempty"`
-	Parent   string    `json:"parent,omitempty"`
-	Children []string  `json:"children,omitempty"`
-	Expires  time.Time `json:"expires,omitzero"`
+	From     string   `json:"from,omitempty"`
+	Parent   string   `json:"parent,omitempty"`
+	Children []string `json:"children,omitempty"`
+	// Dropped are the fields that the stream of an imported snapshot has and that were not taken over.
+	Dropped []string  `json:"dropped,omitempty"`
+	Expires time.Time `json:"expires,omitzero"`
 	// Reason is how a guest has ended, or the code of why it does not sleep; Hook and Event are which hook has failed, and Problem how.
 	Reason  string `json:"reason,omitempty"`
 	Hook    string `json:"hook,omitempty"`

@@ -357,6 +357,12 @@ func decodeCPUID(b []byte) ([]CPUIDEntry, error) {
 // still count as the same: what NTP itself corrects.
 const tscTolerance = 250
 
+// SameTSCRate says whether a guest whose TSC ran at want kHz can go on at have.
+func SameTSCRate(want, have uint64) bool {
+	diff := max(want, have) - min(want, have)
+	return diff <= want/1_000_000*tscTolerance+want%1_000_000*tscTolerance/1_000_000
+}
+
 func (c *VCPU) importTSCKHz(b []byte) error {
 	if len(b) != 8 {
 		return fmt.Errorf("TSC frequency: %w", ErrState)
@@ -366,8 +372,7 @@ func (c *VCPU) importTSCKHz(b []byte) error {
 	if err != nil || want == have {
 		return nil
 	}
-	diff := max(want, have) - min(want, have)
-	if diff*1_000_000 <= want*tscTolerance {
+	if SameTSCRate(want, have) {
 		return nil
 	}
 	if err := c.SetTSCKHz(want); err != nil {

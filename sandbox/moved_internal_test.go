@@ -1,0 +1,83 @@
+package sandbox
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+)
+
+// TestAttack_state_directory_that_was_moved_has_its_boot_files: a sleeping VM wakes with its image and the disk of its agent, so a record
+// must find them where the store is now.
+func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) {
+	h := newHost(t)
+	agent := filepath.Join(t.TempDir(), "agent")
+	h.write(agent, "a program")
+	l := Launcher{Agent: agent}
+	now, err := h.resolve(t.Context(), l, Spec{Image: h.image, Kernel: "built"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := now // as older versions have written it
+	for _, p := range []*string{&before.Kernel, &before.SystemDisk, &before.Image} {
+		if *p == "" || filepath.IsAbs(*p) {
+			t.Errorf("a record has the path %q", *p)
+		}
+		*p = filepath.Join(h.dir, *p)
+	}
+	for name, b := range map[string]BootFiles{"now": now, "before": before} {
+		r := h.record(name)
+		r.Boot = b
+		lock, err := h.create(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lock.release()
+	}
+	if text, err := os.ReadFile(h.recordPath("now")); err != nil || strings.Contains(string(text), h.dir) {
+		t.Errorf("the record has the directory of the store in it (%v):\n%s", err, text)
+	}
+	check := func(t *testing.T, dir string) {
+		s, err := OpenStore(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"now", "before"} {
+			r, err := s.Get(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := s.Parts(r, disk.Stack{})
+			for what, path := range map[string]string{"kernel": p.Kernel, "agent's disk": p.SystemDisk, "image": p.Image} {
+				if _, err := os.Stat(path); err != nil || !strings.HasPrefix(path, s.Dir()+"/") {
+					t.Errorf("the %s of the VM %q is %s (%v), not in %s", what, name, path, err, s.Dir())
+				}
+			}
+			// A clone is made of its snapshot's record.
+			if b, err := s.resolveAgain(t.Context(), l, *r); err != nil || b.SystemDisk != now.SystemDisk {
+				t.Errorf("a clone of %q has the agent's disk %q (%v), want %q", name, b.SystemDisk, err, now.SystemDisk)
+			}
+			// One of the user's own is where it is.
+			if got := s.bootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
+				t.Errorf("the user's kernel is %q", got)
+			}
+		}
+	}
+	t.Run("where it was", func(t *testing.T) { check(t, h.dir) })
+	t.Run("copied", func(t *testing.T) {
+		dir := t.TempDir()
+		if err := os.CopyFS(dir, os.DirFS(h.dir)); err != nil {
+			t.Fatal(err)
+		}
+		check(t, dir)
+	})
+	t.Run("moved", func(t *testing.T) {
+		dir := filepath.Join(t.TempDir(), "moved")
+		if err := os.Rename(h.dir, dir); err != nil {
+			t.Fatal(err)
+		}
+		check(t, dir)
+	})
+}
