@@ -1,6 +1,7 @@
 package devices
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/drowse-vm/drowse/devices/virtq"
@@ -10,13 +11,17 @@ import (
 // long Pause has to wait for a worker whose driver never stops making requests.
 const serveBatch = 32
 
+// ErrLater is what a handler of [Queue.Serve] returns for a chain that the host cannot do yet. Serve puts the chain back
+// and serves no later one; whatever signals the queue's event next, a resume included, has it tried again.
+var ErrLater = errors.New("the host cannot do the request yet")
+
 // Serve is the body of a queue's [Worker]: it pops the chains that are waiting,
 // lets handle do each of them, gives them back with what handle has written, and
 // interrupts the driver once for all of them if it wants to hear of them.
 //
 // After serveBatch chains it kicks itself and returns, so that the worker can be
 // paused in between. c is only memory to be used again; it must not be shared.
-// An error that handle returns gives the device up, as does a broken ring: the
+// An error that handle returns, unless it is ErrLater, gives the device up, as does a broken ring: the
 // chain is not given back, the driver is told to reset the device
 // ([Interrupt.NeedsReset]), and Serve returns the error. Calling Serve again then
 // returns it again without doing anything.
@@ -42,7 +47,10 @@ func (q *Queue) serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) e
 			return err
 		}
 		if ok {
-			if err := handle(c); err != nil {
+			if err := handle(c); errors.Is(err, ErrLater) {
+				q.Unpop(c)
+				return q.Notify(irq)
+			} else if err != nil {
 				return err
 			}
 			if err := q.Push(c.Head(), c.Writer.Written()); err != nil {
