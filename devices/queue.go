@@ -39,13 +39,17 @@ func (q *Queue) hurry() <-chan struct{} {
 	return q.worker.hurry
 }
 
+// ErrLater is what a handler of [Queue.Serve] returns for a chain that the host cannot do yet. Serve puts the chain back
+// and serves no later one; whatever signals the queue's event next, a resume included, has it tried again.
+var ErrLater = errors.New("the host cannot do the request yet")
+
 // Serve is the body of a queue's [Worker]: it pops the chains that are waiting,
 // lets handle do each of them, gives them back with what handle has written, and
 // interrupts the driver once for all of them if it wants to hear of them.
 //
 // When its turn is over it kicks itself and returns, so that the worker can be
 // paused in between. c is only memory to be used again; it must not be shared.
-// An error that handle returns, other than ErrAgain, gives the device up, as does a broken ring: the
+// An error that handle returns, other than ErrAgain and ErrLater, gives the device up, as does a broken ring: the
 // chain is not given back, the driver is told to reset the device
 // ([Interrupt.NeedsReset]), and Serve returns the error. Calling Serve again then
 // returns it again without doing anything.
@@ -77,6 +81,9 @@ func (q *Queue) serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) e
 			case errors.Is(err, ErrAgain):
 				q.Unpop(c)
 				n = serveBatch
+			case errors.Is(err, ErrLater):
+				q.Unpop(c)
+				return q.Notify(irq)
 			case err != nil:
 				return err
 			default:

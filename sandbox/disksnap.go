@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -60,6 +59,9 @@ func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookL
 		return sealed, 0, nil, in.explain(ctx, err)
 	}
 	defer c.Close()
+	if err := in.disk.Prepare(newTop); err != nil {
+		return sealed, 0, nil, err
+	}
 	hooked, err := c.Freeze(ctx, maxFrozen, l)
 	if err != nil {
 		return sealed, 0, nil, in.explain(ctx, err)
@@ -85,6 +87,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
+	defer p.in.keepRunning()()
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
@@ -100,11 +103,11 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	if err != nil {
 		return res, err
 	}
-	newTop := filepath.Join(p.store.layerDir(), p.r.newLayer())
-	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, func(st disk.Stack) error {
-		p.r.Disk = p.store.relative(st)
-		return p.store.save(p.r)
-	})
+	newTop, err := p.newLayer()
+	if err != nil {
+		return res, err
+	}
+	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
 	res = SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": ms(frozen)}}
 	if err != nil {
 		p.tellRefusal(ctx, err)

@@ -190,7 +190,7 @@ func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
 func TestEvents_that_cannot_be_written_fail_nothing(t *testing.T) {
 	s := tempStore(t)
 	labelled(t, s, "a", Stopped, nil)
-	if err := writeFileAtomic(s.Events().Dir(), nil); err != nil { // a file where the directory would be
+	if err := s.writeFileAtomic(s.Events().Dir(), nil); err != nil { // a file where the directory would be
 		t.Fatal(err)
 	}
 	if err := s.Remove(context.Background(), "a", false); err != nil {

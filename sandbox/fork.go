@@ -625,6 +625,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
+	defer p.in.keepRunning()()
 	defer p.shortenDisk()
 	// Children find themselves between these hooks and their counterparts.
 	hooks, err := p.in.before(ctx, guest.HookSnapshot, "")

@@ -106,6 +106,7 @@ type Instance struct {
 	// assembled is closed when there is a machine, or will be none.
 	assembled chan struct{}
 	disk      *disk.Disk
+	space     spaceWait
 	closers   []io.Closer
 	snap      *snapshot.Snapshot // what it was restored from, or nil
 	pager     *pager.Pager
@@ -190,7 +191,8 @@ func (in *Instance) assemble(net netStart) (err error) {
 	if in.disk, err = disk.Open(p.Disk, disk.Options{}); err != nil {
 		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
-	add(deviceDisk, blk.New(in.disk, blk.Options{Serial: "drowse-" + deviceDisk, OnError: in.deviceError(deviceDisk)}))
+	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), int64(in.mem.Size()))
+	add(deviceDisk, blk.New(in.disk, in.writable(deviceDisk, "drowse-"+deviceDisk)))
 	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
 	if err != nil {
 		return err
@@ -210,7 +212,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 	}
 	for _, v := range p.Volumes {
 		r := v.Record()
-		add(deviceVolume+r.Name, blk.New(v, blk.Options{Serial: volumeSerial(&r), OnError: in.deviceError(deviceVolume + r.Name)}))
+		add(deviceVolume+r.Name, blk.New(v, in.writable(deviceVolume+r.Name, volumeSerial(&r))))
 	}
 	for i, sh := range p.Spec.Shares {
 		dir, err := openShare(sh)
@@ -224,7 +226,13 @@ func (in *Instance) assemble(net netStart) (err error) {
 	if err != nil {
 		return err
 	}
+	in.awaitSpace()
 	return in.awaitSecrets()
+}
+
+// writable are the options of a disk that the guest writes to.
+func (in *Instance) writable(name, serial string) blk.Options {
+	return blk.Options{Serial: serial, OnError: in.deviceError(name), Space: in.space.take, OnFull: in.space.wait}
 }
 
 // NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages: for
@@ -288,6 +296,7 @@ func Boot(ctx context.Context, p Parts) (*Instance, error) {
 }
 
 func (in *Instance) boot(ctx context.Context) error {
+	defer in.space.started()
 	seed := make([]byte, seedSize)
 	if _, err := rand.Read(seed); err != nil {
 		return fmt.Errorf("making a random seed: %w", err)
@@ -478,6 +487,7 @@ func (in *Instance) fail(err error) {
 // goOn starts a guest whose state has been loaded, and tells its agent that time has
 // passed, and what else has changed.
 func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
+	defer in.space.started()
 	if o.EntryOnly {
 		if err := in.machine.Start(); err != nil {
 			return err
@@ -659,6 +669,7 @@ type CaptureOptions struct {
 // writes what has changed since the snapshot before, if there is one. If it fails, the
 // VM runs on, and what has changed is in the next snapshot. One at a time.
 func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	defer in.keepRunning()()
 	in.adoptForkBase()
 	base := in.base
 	if !in.tracked {
@@ -690,6 +701,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		}
 		source = frozen
 		defer in.closing("the view of RAM that stood still", frozen.Close)
+	}
+	if err := in.disk.Prepare(o.NewTop); err != nil {
+		return nil, fmt.Errorf("preparing the disk's next layer: %w", err)
 	}
 	calm := func() {}
 	if o.urgent != nil {
@@ -889,6 +903,7 @@ func (in *Instance) Continue() error { return in.machine.Resume() }
 // Close stops the VM as if its power were cut, and gives back all that it holds.
 func (in *Instance) Close() error {
 	var errs []error
+	in.endSpaceWait()
 	// The machine first: its vCPUs may be waiting for the pager.
 	if in.machine != nil {
 		errs = append(errs, in.machine.Close())

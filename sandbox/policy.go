@@ -217,6 +217,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 	if err := p.alive(); err != nil {
 		return PolicyResult{}, err
 	}
+	defer p.in.keepRunning()()
 	n := p.in.network
 	if n == nil {
 		return PolicyResult{}, noNetwork(p.r.Spec.Name)

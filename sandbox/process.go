@@ -283,14 +283,14 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		starting, ready := *r, *r
 		ready.Phase = Running
 		go func() {
-			err := p.store.save(&starting)
+			err := p.store.saveOver(&starting, st.Top())
 			if err == nil {
 				ahead, err = p.store.ahead(&ready)
 			}
 			begun <- err
 		}()
 	} else {
-		begun <- p.store.save(r)
+		begun <- p.store.saveOver(r, st.Top())
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
 	// Nothing else may be written to the record's file before.
@@ -344,7 +344,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		p.replaced, ahead.before = ahead.before, nil
 		return nil
 	}
-	if err := p.store.saveBy(replaceFile, r)(); err != nil {
+	if err := p.store.saveBy(p.store.replaceFile, r)(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
 	return nil
@@ -410,11 +410,30 @@ func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, erro
 // newTop makes the layer that the guest is going to write to: over the layers there
 // are, or as a fresh file system.
 func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, error) {
-	path := filepath.Join(p.store.layerDir(), p.r.newLayer())
+	path, err := p.newLayer()
+	if err != nil {
+		return disk.Stack{}, err
+	}
 	if len(lower.Layers) == 0 {
 		return disk.FormatExt4(ctx, p.store.layerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
 	}
 	return disk.Fork(path, lower, 0)
+}
+
+// newLayer is the path of the VM's next layer. A file of that name is in nobody's record or snapshot, since each counts the
+// layers before it names them: a process was killed before its record did, and the record that there is goes on without it.
+func (p *process) newLayer() (path string, err error) {
+	path = filepath.Join(p.store.layerDir(), p.r.newLayer())
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return "", fmt.Errorf("removing a layer that was never recorded: %w", err)
+	}
+	return path, nil
+}
+
+// sealed notes the disk's new layers in the record.
+func (p *process) sealed(st disk.Stack) error {
+	p.r.Disk = p.store.relative(st)
+	return p.store.save(p.r)
 }
 
 // report describes a guest that is ready.
@@ -556,14 +575,15 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	if err := p.in.labelVolumes(labels); err != nil {
 		return nil, SleepResult{}, err
 	}
+	newTop, err := p.newLayer()
+	if err != nil {
+		return nil, SleepResult{}, err
+	}
 	o := CaptureOptions{
-		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: filepath.Join(p.store.layerDir(), p.r.newLayer()), Labels: labels,
+		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, urgent: p.urgent,
-		Names: func(st disk.Stack) []string { return p.store.relative(st).Layers },
-		Sealed: func(st disk.Stack) error {
-			p.r.Disk = p.store.relative(st)
-			return p.store.save(p.r)
-		},
+		Names:  func(st disk.Stack) []string { return p.store.relative(st).Layers },
+		Sealed: p.sealed,
 	}
 	for _, f := range more {
 		f(&o)
@@ -593,6 +613,7 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
+	defer p.in.keepRunning()()
 	begin := time.Now()
 	host, err := p.hostBefore(ctx, policy)
 	if err != nil {
@@ -626,14 +647,10 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 		return res, err
 	}
 	// From here on the snapshot is what counts.
-	awake := *p.r
+	top := p.r.Disk.Layers[len(p.r.Disk.Layers)-1]
 	slept := p.sleepRecord(res)
-	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = Asleep, 0, c.ID, ""
-	p.r.Disk = p.store.relative(c.Disk)
-	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-maxSleeps+1, 0):]), slept)
 	res.take(slept)
-	if err := p.store.save(p.r); err != nil {
-		*p.r = awake
+	if err := p.fallAsleep(c.ID, c.Disk, slept); err != nil {
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
 		hooks.after(ctx)
 		return res, err
@@ -645,12 +662,24 @@ func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() err
 		p.log.Warn("closing the VM after its sleep", "error", err)
 	}
 	// The layer that the guest would have gone on with has nothing in it.
-	top := awake.Disk.Layers[len(awake.Disk.Layers)-1]
 	if err := os.Remove(filepath.Join(p.store.layerDir(), top)); err != nil {
 		p.log.Warn("removing an empty layer", "error", err)
 	}
 	res.Stages["hooks"], res.Stages["sleep"] = ms(hooked), ms(time.Since(begin))
 	return res, nil
+}
+
+// fallAsleep has the record say that the VM sleeps in a snapshot. If that fails, the record is as before.
+func (p *process) fallAsleep(snapshot string, st disk.Stack, slept SleepRecord) error {
+	awake := *p.r
+	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = Asleep, 0, snapshot, ""
+	p.r.Disk = p.store.relative(st)
+	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-maxSleeps+1, 0):]), slept)
+	err := p.store.save(p.r)
+	if err != nil {
+		*p.r = awake
+	}
+	return err
 }
 
 // snapshot writes the VM to a snapshot and lets it run on.
@@ -660,6 +689,7 @@ func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) 
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
+	defer p.in.keepRunning()()
 	hooks, err := p.in.before(ctx, guest.HookSnapshot, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
@@ -705,13 +735,20 @@ type Info struct {
 	Hung bool `json:"hung"`
 	// Problem says more of that.
 	Problem string `json:"problem,omitempty"`
+	// NoSpace says that a write of the guest waits for space on the host's file system. The VM is paused until there is some,
+	// but for what is done with it as a whole: it can be put to sleep.
+	NoSpace bool `json:"no_space,omitempty"`
 	// Falling says that it is being put to sleep.
 	Falling bool `json:"falling,omitempty"`
 }
 
 func (p *process) info() Info {
 	h := p.in.Machine().Health()
-	return Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load()}
+	i := Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load()}
+	if full := p.in.spaceProblem(); full != "" {
+		i.NoSpace, i.Problem = true, full
+	}
+	return i
 }
 
 // listen opens the control socket: HTTP with JSON, for this host's root only.

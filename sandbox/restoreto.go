@@ -222,7 +222,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) 
 	} else if err = s.keep(id); err == nil {
 		var data []byte
 		if data, err = json.Marshal(keptDoc{1, slices.Compact(slices.Sorted(slices.Values(tags)))}); err == nil {
-			err = writeFileAtomic(s.keptPath(id), append(data, '\n'))
+			err = s.writeFileAtomic(s.keptPath(id), append(data, '\n'))
 		}
 	}
 	if err != nil {

@@ -316,6 +316,7 @@ func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
 	if err := p.alive(); err != nil {
 		return err
 	}
+	defer p.in.keepRunning()()
 	dev := p.in.machine.Secrets()
 	before := dev.List()
 	defer func() {

@@ -541,6 +541,7 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 		if err := p.alive(); err != nil {
 			return nil, err
 		}
+		defer p.in.keepRunning()()
 		if err := p.in.listenServices(); err != nil {
 			return nil, err
 		}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
@@ -85,7 +84,9 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 		sizes[i], _ = diskUsage(l)
 	}
 	first := lightest(sizes, squashSpan)
-	path = filepath.Join(p.store.layerDir(), p.r.newLayer())
+	if path, err = p.newLayer(); err != nil {
+		return nil, "", err
+	}
 	// A name is used once, even if this process ends before its file is whole.
 	return some[first : first+squashSpan], path, p.store.save(p.r)
 }

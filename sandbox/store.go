@@ -11,11 +11,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
@@ -54,6 +57,8 @@ type Store struct {
 	dir string
 	// hostHooks are not changed.
 	hostHooks []HostHook
+	// fs is where records are written, for tests of what fails.
+	fs faultfs.FS
 }
 
 // OpenStore opens or makes a store. dir is made absolute.
@@ -67,7 +72,7 @@ func OpenStore(dir string) (*Store, error) {
 			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
 		}
 	}
-	return &Store{dir: dir}, nil
+	return &Store{dir: dir, fs: faultfs.OS}, nil
 }
 
 // Dir is the store's directory.
@@ -228,36 +233,42 @@ func newID() string {
 
 // writeFileAtomic replaces a file so that, after a crash at any instant, the old or
 // the new content is there.
-func writeFileAtomic(path string, data []byte) error {
-	if err := replaceFile(path, data); err != nil {
+func (s *Store) writeFileAtomic(path string, data []byte) error {
+	if err := s.replaceFile(path, data); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(path))
+	return s.fs.SyncDir(filepath.Dir(path))
 }
 
 // replaceFile is writeFileAtomic, but that after a loss of power the file may be the one from before.
-func replaceFile(path string, data []byte) error {
-	temp, err := writeTemp(path, data)
+func (s *Store) replaceFile(path string, data []byte) error {
+	temp, err := s.writeTemp(path, data)
 	if err != nil {
 		return err
 	}
-	if err := os.Rename(temp, path); err != nil {
-		return errors.Join(err, os.Remove(temp))
-	}
-	return nil
+	return s.putInPlace(temp, path)
 }
 
 // writeTemp writes, safely, what is to take the place of a file.
-func writeTemp(path string, data []byte) (temp string, err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-*")
+func (s *Store) writeTemp(path string, data []byte) (temp string, err error) {
+	temp = filepath.Join(filepath.Dir(path), ".tmp-"+newID()[:16])
+	f, err := s.fs.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return "", err
 	}
-	_, err = f.Write(data)
+	_, err = f.WriteAt(data, 0)
 	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return "", errors.Join(err, os.Remove(f.Name()))
+		return "", errors.Join(err, s.fs.Remove(temp))
 	}
-	return f.Name(), nil
+	return temp, nil
+}
+
+// putInPlace gives what writeTemp has written its name.
+func (s *Store) putInPlace(temp, path string) error {
+	if err := s.fs.Rename(temp, path); err != nil {
+		return errors.Join(err, s.fs.Remove(temp))
+	}
+	return nil
 }
 
 // aheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for the disk. The zero value is none.
@@ -274,7 +285,7 @@ func (s *Store) ahead(r *Record) (*aheadRecord, error) {
 	data, err := encodeRecord(r)
 	a := &aheadRecord{path: s.recordPath(r.Spec.Name), data: data}
 	if err == nil {
-		a.temp, err = writeTemp(a.path, a.data)
+		a.temp, err = s.writeTemp(a.path, a.data)
 	}
 	if err == nil {
 		a.before, err = os.Open(a.path)
@@ -327,7 +338,27 @@ func syncDir(dir string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-func (s *Store) save(r *Record) error { return s.saveBy(writeFileAtomic, r)() }
+func (s *Store) save(r *Record) error { return s.saveBy(s.writeFileAtomic, r)() }
+
+// saveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so before
+// the record is. Both are written at once, since a wake may wait for it.
+func (s *Store) saveOver(r *Record, top string) error {
+	synced := make(chan error, 1)
+	go func() { synced <- disk.Sync(top) }()
+	return s.saveBy(func(path string, data []byte) error {
+		temp, err := s.writeTemp(path, data)
+		if serr := <-synced; err == nil && serr != nil {
+			err = errors.Join(serr, s.fs.Remove(temp))
+		}
+		if err == nil {
+			err = s.putInPlace(temp, path)
+		}
+		if err != nil {
+			return err
+		}
+		return s.fs.SyncDir(filepath.Dir(path))
+	}, r)()
+}
 
 // saveBy makes of a record, as it is now, what writes it to its file.
 func (s *Store) saveBy(write func(path string, data []byte) error, r *Record) func() error {
@@ -427,6 +458,9 @@ func (s *Store) tidy(r *Record) error {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}
 	r.Phase, r.PID, r.Maker = Crashed, 0, 0
+	if err := s.adoptLayers(r); err != nil {
+		r.Problem += "; its disk cannot be read: " + err.Error()
+	}
 	if err := s.removeSockets(r.Spec.Name); err != nil {
 		return err
 	}
@@ -438,6 +472,41 @@ func (s *Store) tidy(r *Record) error {
 	}
 	// The lock is held, and the record says it from now on, so it is told once.
 	s.tell(s.event(events.WithCause(context.Background(), events.Killed), r, events.Crashed))
+	return nil
+}
+
+// adoptLayers adds to a VM's disk the layers that its process began after it had last saved the record: it was killed, or could
+// not save, between sealing one layer and naming the next, in which the guest may have made things durable since. Their
+// names count on from the record's, and each lies over the one before. The lock is held.
+func (s *Store) adoptLayers(r *Record) error {
+	if len(r.Disk.Layers) == 0 {
+		return nil
+	}
+	st, err := s.absolute(r.Disk)
+	if err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(s.layerDir())
+	if err != nil {
+		return fmt.Errorf("looking for layers of VM %s: %w", r.Spec.Name, err)
+	}
+	var later []int
+	for _, e := range entries {
+		number, ours := strings.CutPrefix(e.Name(), r.ID+"-")
+		if n, err := strconv.Atoi(number); ours && err == nil && n > r.NextLayer {
+			later = append(later, n)
+		}
+	}
+	slices.Sort(later)
+	for _, n := range later {
+		path := filepath.Join(s.layerDir(), fmt.Sprintf("%s-%d", r.ID, n))
+		if ok, err := disk.Continues(path, st); err != nil {
+			return fmt.Errorf("looking for layers of VM %s: %w", r.Spec.Name, err)
+		} else if ok {
+			st = st.With(path)
+			r.Disk, r.NextLayer = s.relative(st), n
+		}
+	}
 	return nil
 }
 

@@ -415,6 +415,8 @@ func (a *app) psCommand() *cobra.Command {
 						out.Note = err.Error()
 					case info.Hung:
 						out.Note = "hung: " + info.Problem
+					case info.NoSpace:
+						out.Note = info.Problem
 					}
 				}
 				if r.Exit != nil {

@@ -118,7 +118,11 @@ func (b *File) Flush() error {
 	if b.readOnly {
 		return nil
 	}
-	return os.NewSyscallError("fdatasync", retry(func() error { return unix.Fdatasync(int(b.f.Fd())) }))
+	if err := retry(func() error { return unix.Fdatasync(int(b.f.Fd())) }); err != nil {
+		// Whatever its number: the kernel forgets a failed write-back, so the request must not be tried again.
+		return fmt.Errorf("%w: fdatasync: %v", unix.EIO, err)
+	}
+	return nil
 }
 
 // Discard implements [Backend]; where the file system cannot punch holes nothing

@@ -61,6 +61,13 @@ type Options struct {
 	// failed request: once for each kind (errno), however often it happens.
 	// It must not block. Nil ignores them.
 	OnError func(error)
+	// Space, if not nil, is asked before n bytes are written. It returns an error that is ENOSPC when that many would
+	// leave too little on the host's file system. It must be quick.
+	Space func(n int64) error
+	// OnFull is told when a request meets ENOSPC or EDQUOT, of the disk or of Space. The request is not failed: it and
+	// all after it wait until the device is resumed, or the driver kicks, and are then tried again; a snapshot has them
+	// as not begun. It must not block. Without it the guest gets an I/O error.
+	OnFull func(error)
 }
 
 // Stats counts the requests that were done, and those that were not.
@@ -86,6 +93,8 @@ type Device struct {
 	readOnly bool
 	serial   [SerialSize]byte
 	onError  func(error)
+	space    func(int64) error
+	onFull   func(error)
 	config   [configSize]byte
 	counters counters
 
@@ -110,6 +119,8 @@ func New(b Backend, o Options) *Device {
 		sectors:  uint64(b.Size()) / SectorSize,
 		readOnly: b.ReadOnly(),
 		onError:  o.OnError,
+		space:    o.Space,
+		onFull:   o.OnFull,
 		reported: make(map[syscall.Errno]struct{}),
 	}
 	copy(d.serial[:], o.Serial)

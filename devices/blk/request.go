@@ -50,6 +50,7 @@ var (
 
 // handle does one request. Whatever is wrong with it, the guest gets a status
 // byte, unless it has left no room for one; that is never an error of the queue's.
+// A request for which the host has no space waits: see Options.OnFull.
 func (d *Device) handle(c *virtq.Chain) error {
 	data := c.Writer.Remaining() - statusSize
 	if data < 0 {
@@ -57,6 +58,10 @@ func (d *Device) handle(c *virtq.Chain) error {
 		return nil
 	}
 	err := d.request(c, data)
+	if d.onFull != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)) {
+		d.onFull(err)
+		return devices.ErrLater
+	}
 	status := [statusSize]byte{statusOK}
 	switch {
 	case err == nil:
@@ -146,6 +151,14 @@ func (d *Device) transferSpan(sector uint64, n int) (off, length int64, err erro
 	return off, length, nil
 }
 
+// takeSpace asks the owner whether n bytes may be written.
+func (d *Device) takeSpace(n int64) error {
+	if d.space == nil {
+		return nil
+	}
+	return d.space(n)
+}
+
 func (d *Device) read(c *virtq.Chain, sector uint64, n int) error {
 	off, left, err := d.transferSpan(sector, n)
 	if err != nil {
@@ -178,6 +191,9 @@ func (d *Device) read(c *virtq.Chain, sector uint64, n int) error {
 
 func (d *Device) write(c *virtq.Chain, sector uint64, n int) error {
 	off, left, err := d.transferSpan(sector, n)
+	if err == nil {
+		err = d.takeSpace(left)
+	}
 	if err != nil {
 		return err
 	}
@@ -264,6 +280,11 @@ func (d *Device) discard(off, n int64, _ uint32) error {
 }
 
 func (d *Device) zero(off, n int64, flags uint32) error {
+	if flags&flagUnmap == 0 {
+		if err := d.takeSpace(n); err != nil {
+			return err
+		}
+	}
 	if err := d.backend.WriteZeroes(off, n, flags&flagUnmap != 0); err != nil {
 		return fmt.Errorf("zeroing %d bytes at %d of a disk: %w", n, off, err)
 	}

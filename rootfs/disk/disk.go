@@ -97,6 +97,7 @@ type Disk struct {
 	spare    []run      // the other buffer of that list
 	unsealed []*layer   // frozen, not yet durable; oldest first
 	failed   error      // why no flush can be promised any more
+	prepared *layer     // of Prepare, for the next Seal
 }
 
 // Open opens a stack for writing to its top layer, or for reading.
@@ -571,7 +572,8 @@ func (d *Disk) syncTop(l *layer) error {
 		d.mu.Lock() // Seal may be about to write this layer's header as well
 		l.taint()
 		d.mu.Unlock()
-		return ioError("sync "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
+		// Not %w: what a sync has lost does not come back with space on the host, so this is no ErrNoSpace.
+		return ioError("sync "+l.path, fmt.Errorf("%w: %v", ErrSyncFailed, err))
 	}
 	if l.fresh {
 		if err := d.env.fs.SyncDir(filepath.Dir(l.path)); err != nil {
@@ -611,14 +613,50 @@ func (d *Disk) settleChunk(top *layer, src source, b, stop int64) error {
 	return nil
 }
 
-// Seal ends the top layer and starts a new one in the file newTop, which must not exist. It waits for
-// writes under way, and no longer: data, however much, is neither copied nor synced. What the disk
+// Prepare makes the file newTop of the layer that the next Seal starts, and makes file and name durable, so that Seal need
+// not while the guest stands still. newTop must not exist. The file goes with Close, or with the next Prepare, if no Seal
+// takes it.
+func (d *Disk) Prepare(newTop string) error {
+	if d.readOnly {
+		return ErrReadOnly
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.unprepare(); err != nil {
+		return err
+	}
+	l, err := d.above(newTop)
+	if err != nil {
+		return fmt.Errorf("prepare a layer: %w", err)
+	}
+	d.prepared = l
+	return nil
+}
+
+// above makes an open layer over the top, durably. Precondition: d.mu is held.
+func (d *Disk) above(path string) (*layer, error) {
+	top, _ := d.top()
+	return d.env.create(path, header{size: d.size, id: newID(), parent: top.hdr.id, state: StateOpen, boot: d.env.boot}, true)
+}
+
+// unprepare removes what Prepare has made. Precondition: d.mu is held, or nobody else uses the disk.
+func (d *Disk) unprepare() error {
+	l := d.prepared
+	if l == nil {
+		return nil
+	}
+	d.prepared = nil
+	return errors.Join(l.close(), ioError("remove a layer that is not needed", d.env.fs.Remove(l.path)))
+}
+
+// Seal ends the top layer and starts a new one in the file newTop, which must not exist unless Prepare has made it. It waits
+// for writes under way, and no longer: data, however much, is neither copied nor synced. What the disk
 // holds at this instant is the stack as it was, which Seal describes by its uppermost layer.
 //
 // The sealed layer is durable once the next Flush has returned; commit a snapshot that refers to it
-// only then. Other disks on this host may be forked from it at once. Record the new stack
-// ([Disk.Stack]) before the guest writes again: whoever opens the disk after a crash must know of
-// newTop ([Find] finds it by its parent if need be).
+// only then. Other disks on this host may be forked from it at once. newTop is durable when Seal returns.
+// Record the new stack ([Disk.Stack]) before the guest writes again: whoever opens the disk after a crash
+// must know of newTop ([Continues] tells it by its parent if need be).
 //
 // On error the old top goes on as if nothing had happened.
 func (d *Disk) Seal(ctx context.Context, newTop string) (LayerInfo, error) {
@@ -646,11 +684,14 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 		return LayerInfo{}, fmt.Errorf("seal: %w: %d", ErrTooManyLayers, len(ls))
 	}
 	old := ls[len(ls)-1]
-	l, err := d.env.create(newTop, header{
-		size: d.size, id: newID(), parent: old.hdr.id, state: StateOpen, boot: d.env.boot,
-	}, false)
-	if err != nil {
-		return LayerInfo{}, fmt.Errorf("seal: %w", err)
+	l := d.prepared
+	if l != nil && l.path == newTop && l.hdr.parent == old.hdr.id {
+		d.prepared = nil
+	} else {
+		var err error
+		if l, err = d.above(newTop); err != nil {
+			return LayerInfo{}, fmt.Errorf("seal: %w", err)
+		}
 	}
 	if err := old.freeze(); err != nil {
 		_ = l.close()
@@ -698,6 +739,7 @@ func (d *Disk) shut(seal bool) error {
 			err = d.env.seal(top)
 		}
 	}
+	err = errors.Join(err, d.unprepare())
 	d.closed.Store(true)
 	d.gate.close()
 	return errors.Join(err, d.closeFiles())

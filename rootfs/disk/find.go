@@ -55,6 +55,40 @@ func Sealed(path string) (bool, error) {
 	return l.hdr.state == StateSealed && l.hdr.flags&flagSinking == 0, l.close()
 }
 
+// Continues says whether the layer in the file path was begun over the uppermost layer of a stack. It is false also if there
+// is no such file, or one that was never durable: then nothing in it was either.
+func Continues(path string, s Stack) (bool, error) {
+	e := hostEnv()
+	var ids [2]header
+	for i, p := range []string{path, s.Top()} {
+		l, err := e.openLayer(p, os.O_RDONLY, unix.LOCK_SH)
+		if i == 0 && (errors.Is(err, ErrCorrupt) || errors.Is(err, ErrTruncated) || errors.Is(err, ErrMissingParent)) {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		ids[i] = l.hdr
+		if err := l.close(); err != nil {
+			return false, err
+		}
+	}
+	return ids[0].parent == ids[1].id && ids[0].flags&flagParentIsBase == 0, nil
+}
+
+// Sync makes the file of a layer durable, and its name: a stack that is recorded durably must not name one that is not.
+func Sync(path string) error {
+	e := hostEnv()
+	f, err := e.fs.OpenFile(path, os.O_RDONLY, 0)
+	if err != nil {
+		return ioError("sync layer", err)
+	}
+	if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		return ioError("sync layer "+path, err)
+	}
+	return ioError("sync directory of "+path, e.fs.SyncDir(filepath.Dir(path)))
+}
+
 // Chain puts together the stack whose uppermost layer is top from layers that Find has found. base
 // is the path of the raw base if the lowest layer needs one. Where an interrupted merge has left two
 // files of one id, the merged one counts.

@@ -346,7 +346,7 @@ func (v *Volume) Flush() error {
 		return nil
 	}
 	if err := v.data.Datasync(); err != nil {
-		v.failed = fmt.Errorf("flushing volume %s: %w: %w", v.rec.Name, ErrSyncFailed, err)
+		v.failed = fmt.Errorf("flushing volume %s: %w: %v", v.rec.Name, ErrSyncFailed, err) // not %w: space on the host does not bring back what was lost
 		return v.failed
 	}
 	return nil
