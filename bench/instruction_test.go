@@ -1,7 +1,7 @@
 package bench
 
 import (
-	"os"
+	"errors"
 	"testing"
 
 	"golang.org/x/arch/x86/x86asm"
@@ -59,7 +59,7 @@ func TestTurns_have_as_many_instructions_as_they_say(t *testing.T) {
 func TestInstructions_gives_a_row_for_each_mix(t *testing.T) {
 	sys, err := kvm.Open()
 	if err != nil {
-		if os.Getenv("CI") != "" {
+		if !errors.Is(err, kvm.ErrNoKVM) {
 			t.Fatal(err)
 		}
 		t.Skip(err)

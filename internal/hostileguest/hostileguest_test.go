@@ -148,7 +148,7 @@ type usage struct {
 func TestAttack_hostile_guest_drives_every_device_and_the_host_stays_calm(t *testing.T) {
 	sys, err := kvm.Open()
 	if err != nil {
-		if os.Getenv("CI") != "" {
+		if !errors.Is(err, kvm.ErrNoKVM) {
 			t.Fatal(err)
 		}
 		t.Skip(err)
