@@ -237,14 +237,14 @@ func (a *attack) boot() {
 	}
 	a.last = control{Seed: a.r.Uint64() | 1}
 	if a.boots%2 == 1 {
-		a.last.Deadly = 200_000
+		a.last.Deadly = 20_000
 	}
 	p := binary.LittleEndian.AppendUint64(nil, a.last.Seed)
 	if err := errors.Join(a.mem.Write(controlAt+8, binary.LittleEndian.AppendUint64(p, a.last.Deadly)), m.Start()); err != nil {
 		t.Fatal(err)
 	}
 	a.boots++
-	a.moved, a.till = time.Now(), time.Now().Add(time.Duration(5+a.r.IntN(55))*time.Second)
+	a.moved, a.till = time.Now(), time.Now().Add(time.Duration(5+a.r.IntN(25))*time.Second)
 }
 
 // ended takes note of a guest that has ended. One that may not end itself still can, by a descriptor that the device itself has
@@ -443,6 +443,7 @@ func (a *attack) missed() (list []string) {
 	add(a.arrived == 0, "the handover")
 	add(a.read == 0, "a secret")
 	add(a.restores == 0, "a restore")
+	add(len(a.endings) == 0, "its own end")
 	return list
 }
 

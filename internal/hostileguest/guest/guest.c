@@ -276,14 +276,15 @@ static u32 chain(struct rand *r, u32 d, u32 q, u32 h, u32 k)
 {
 	volatile struct desc *e = descs(d, q), *t = table(d, q);
 	u32 size = device[d].queue[q].size, mask = size - 1;
-	u32 kind = one_in(r, 3) ? K_PLAIN : below(r, K_COUNT), in, out;
+	u32 kind = one_in(r, 3) ? K_PLAIN : below(r, K_COUNT), in = 0, out = 0;
 	u64 at = buffer(r, 1 << 17);
 	u32 slot = below(r, TABLE_ENTRIES - 32), h1 = (h + 1) & mask;
 	u64 slot_at = (u64)&t[slot];
 
 	if ((kind == K_HUGE_READ || kind == K_HUGE_WRITE || kind == K_LOOP_ALL || kind == K_MANY) && !one_in(r, 64))
 		kind = K_PLAIN;
-	out = request(r, d, q, at, &in);
+	if (kind == K_PLAIN || kind == K_TABLE_PLAIN || kind == K_HUGE_READ || kind == K_HUGE_WRITE || kind == K_MANY)
+		out = request(r, d, q, at, &in);
 	switch (kind) {
 	case K_SELF: set_desc(&e[h], at, 16, NEXT, h); break;
 	case K_NEXT_BEYOND: set_desc(&e[h], at, 16, NEXT, one_in(r, 2) ? size : odd(r) | size); break;
@@ -557,6 +558,12 @@ static void use_port(struct rand *r)
 	u64 at = buffer(r, 4096);
 
 	control->ports++;
+	if (control->deadly && one_in(r, 500)) {
+		// Reset by the keyboard controller and by ACPI, power off, panic.
+		static const struct { u16 port; u8 value; } ends[] = {{0x64, 0xfe}, {0x600, 1}, {0x604, 5 << 2 | 1 << 5}, {0x505, 1}};
+		u32 i = below(r, sizeof ends / sizeof *ends);
+		asm volatile("outb %b0, %w1" : : "a"((u32)ends[i].value), "d"((u32)ends[i].port));
+	}
 	if (one_in(r, 4)) {
 		// As the agent does, more or less: read a secret, stand by at a capture, read a message, print.
 		u32 secret = below(r, 8), command = 1 + below(r, 4);
