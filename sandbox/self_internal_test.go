@@ -3,6 +3,7 @@ package sandbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -217,5 +218,21 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	}
 	if err := ask(); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("after its owner has removed one: %v, want one more to be taken", err)
+	}
+}
+
+func TestTagSnapshot_one_more_than_there_may_be_is_refused(t *testing.T) {
+	t.Parallel()
+	s := tempStore(t)
+	id := snapshotOf(t, s, labelled(t, s, "a", Stopped, nil), kindNamed, time.Now())
+	var tags []string
+	for i := range MaxSnapshotTags + 1 {
+		tags = append(tags, fmt.Sprint("t", i))
+	}
+	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, ErrLabel) {
+		t.Errorf("%d tags: %v, want ErrLabel", len(tags), err)
+	}
+	if i, err := s.TagSnapshot(id, tags[:MaxSnapshotTags]); err != nil || len(i.Tags) != MaxSnapshotTags {
+		t.Errorf("%d tags: %v, %v", MaxSnapshotTags, i.Tags, err)
 	}
 }

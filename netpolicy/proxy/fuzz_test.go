@@ -182,6 +182,9 @@ func FuzzRequest(f *testing.F) {
 			if a := at.Addr().String(); !slices.Contains([]string{apiAddr, blindAddr, webAddr, "93.184.216.50"}, a) && !strings.HasPrefix(a, "10.9.") {
 				t.Fatalf("%s was connected to", peer)
 			}
+			if len(all) == 0 {
+				continue // http.Transport goes on connecting for a request that was given up, which may be that of the last input
+			}
 			if inner && peer != apiAddr+":443" {
 				t.Fatalf("a tunnel to %s:443 leads to %s", apiAddr, peer)
 			}

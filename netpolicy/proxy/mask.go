@@ -39,9 +39,13 @@ type needle struct {
 	now       uint64 // the sum of the last len(text) bytes
 }
 
-// newMask is a mask of those of some secrets that are long enough; nil if none is.
+// newMask is a mask of those of some secrets that are long enough; nil if there are no secrets. With none that is long enough it holds
+// back what every mask does, so that this tells nothing of their length.
 func newMask(secrets []string) *mask {
-	m := &mask{}
+	if len(secrets) == 0 {
+		return nil
+	}
+	m := &mask{raw: make([]byte, MaxSecret)} // zeros, which no secret has
 	base := 1<<32 + rand.Uint64N(field-1<<32)
 	for _, s := range secrets {
 		if len(s) < minMasked || len(s) > MaxSecret {
@@ -54,10 +58,6 @@ func newMask(secrets []string) *mask {
 		}
 		m.needles = append(m.needles, n)
 	}
-	if m.needles == nil {
-		return nil
-	}
-	m.raw = make([]byte, MaxSecret) // zeros, which no secret has
 	return m
 }
 

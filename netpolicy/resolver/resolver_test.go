@@ -222,6 +222,41 @@ func TestAnswer_more_than_the_rate_gives_nothing(t *testing.T) {
 	}
 }
 
+func TestAnswer_more_at_once_than_the_bound_gives_nothing(t *testing.T) {
+	r, _ := newResolver(t, &zone{}, false)
+	asked, more := make(chan struct{}), make(chan struct{})
+	r.cfg.Exchange = func(context.Context, *dns.Msg, netip.AddrPort) (*dns.Msg, error) {
+		asked <- struct{}{}
+		<-more
+		return nil, errors.New("none")
+	}
+	r.policy.DNS.QueriesPerSecond = 1000
+	var answering sync.WaitGroup
+	for range maxAtOnce {
+		answering.Go(func() { r.Answer(t.Context(), query("example.com", dns.TypeA)) })
+		<-asked
+	}
+	for range 3 {
+		if a := r.Answer(t.Context(), query("example.com", dns.TypeA)); a != nil {
+			t.Errorf("query %d is answered: %v", maxAtOnce, a)
+		}
+	}
+	if n := r.Stats().Dropped; n != 3 {
+		t.Errorf("%d were dropped, want 3", n)
+	}
+	go func() {
+		for range asked { // each asks the second upstream as well
+		}
+	}()
+	close(more)
+	answering.Wait()
+	close(asked)
+	r.cfg.Exchange = (&zone{}).exchange
+	if a := r.Answer(t.Context(), query("example.com", dns.TypeA)); a == nil {
+		t.Error("there is no room when all have ended")
+	}
+}
+
 func TestAnswer_without_a_policy_refuses(t *testing.T) {
 	r := New(Config{Pinner: &pins{}})
 	if a := r.Answer(t.Context(), query("example.com", dns.TypeA)); a.Rcode != dns.RcodeRefused {

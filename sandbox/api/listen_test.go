@@ -306,3 +306,35 @@ func TestServe_ends_with_its_context_while_a_stream_goes_on(t *testing.T) {
 	s.end()
 	<-done
 }
+
+func TestTokens_one_more_than_there_may_be_is_refused(t *testing.T) {
+	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}
+	line := func(i int) string { return fmt.Sprintf("t%d %x read\n", i, sha256.Sum256([]byte(fmt.Sprint(i)))) }
+	var file strings.Builder
+	for i := range api.MaxTokens - 1 {
+		file.WriteString(line(i))
+	}
+	write := func() {
+		t.Helper()
+		if err := os.WriteFile(tokens.Path, []byte(file.String()), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write()
+	if _, err := tokens.Create("last", api.ScopeRead); err != nil {
+		t.Fatalf("token %d: %v", api.MaxTokens, err)
+	}
+	if _, err := tokens.Create("one-more", api.ScopeRead); !errors.Is(err, api.ErrTokens) {
+		t.Errorf("token %d: %v, want ErrTokens", api.MaxTokens+1, err)
+	}
+	if all, err := tokens.Read(); err != nil || len(all) != api.MaxTokens {
+		t.Errorf("%d tokens, %v", len(all), err)
+	}
+	for i := range 2 {
+		file.WriteString(line(api.MaxTokens + i))
+	}
+	write()
+	if _, err := tokens.Read(); !errors.Is(err, api.ErrTokens) {
+		t.Errorf("a file with one more: %v, want ErrTokens", err)
+	}
+}

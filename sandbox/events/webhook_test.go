@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log"
 	"net/http"
@@ -270,4 +271,16 @@ func TestEventsByHTTP(t *testing.T) {
 	}
 	cancel()
 	s.Client().CloseIdleConnections()
+}
+
+func TestDeliverAll_one_more_than_there_may_be_is_refused(t *testing.T) {
+	var hooks []Webhook
+	for i := range MaxWebhooks + 1 {
+		hooks = append(hooks, Webhook{URL: fmt.Sprintf("https://127.0.0.1:1/%d", i), Secret: testSecret})
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := DeliverAll(ctx, nil, t.TempDir(), hooks, nil); !errors.Is(err, ErrInvalid) {
+		t.Errorf("%d webhooks: %v, want ErrInvalid", len(hooks), err)
+	}
 }
