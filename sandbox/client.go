@@ -229,6 +229,23 @@ func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...s
 
 // Start boots a VM that has stopped or crashed, with its disk as it is.
 func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, error) {
+	return s.StartWith(ctx, l, name, StartOptions{})
+}
+
+// StartOptions change a start. The zero value is Start.
+type StartOptions struct {
+	// DiscardMemory boots a VM that sleeps as well: with the disk that it slept with, as after a loss of power. What was in
+	// its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that is damaged.
+	DiscardMemory bool
+}
+
+// StartWith is Start with options.
+func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartOptions) (Report, error) {
+	if o.DiscardMemory {
+		if err := s.discardMemory(ctx, name); err != nil {
+			return Report{}, err
+		}
+	}
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
@@ -248,6 +265,35 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 		}
 	}
 	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name, Shared: true})
+}
+
+// discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept until it sleeps
+// again.
+func (s *Store) discardMemory(ctx context.Context, name string) error {
+	if _, err := s.lasting(name); err != nil {
+		return err
+	}
+	l, err := s.lockSoon(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	r, err := s.load(name)
+	if err != nil || r.Phase != Asleep {
+		return err
+	}
+	r.Phase, r.Problem = Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
+	return s.save(r)
+}
+
+// unreadable adds to the error of a wake what can be done if the memory cannot be had: the disk does not depend on it.
+func unreadable(name string, err error) error {
+	for _, e := range []error{snapshot.ErrCorrupt, snapshot.ErrIncomplete, snapshot.ErrNotFound, snapshot.ErrVersion, snapshot.ErrForeign, vmm.ErrForeign} {
+		if errors.Is(err, e) {
+			return fmt.Errorf("%w; its disk does not depend on its memory: `drowse start --discard-memory %s` boots it without what was in memory alone", err, name)
+		}
+	}
+	return err
 }
 
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
@@ -300,7 +346,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 			ErrNotRunning, name, name, r.Snapshot)
 	}
 	if err := errors.Join(s.checkVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
-		return Report{}, fmt.Errorf("waking %s: %w", name, err)
+		return Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
 	if r.Phase != Asleep {
 		// Back to the disk as it was then; what was written since is given up.
@@ -329,7 +375,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		// Somebody else was faster.
 		return Report{}, errBetween
 	}
-	return rep, err
+	return rep, unreadable(name, err)
 }
 
 // rewind makes a crashed or stopped VM one that sleeps since its last snapshot.

@@ -175,7 +175,8 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 	if err != nil {
 		return Report{}, err
 	}
-	m, err := s.manifest(id)
+	// Its memory may be damaged: the disk is not.
+	m, err := snapshot.ReadManifest(s.snapshotDir(id))
 	if err != nil {
 		return Report{}, err
 	}

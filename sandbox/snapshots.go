@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -56,16 +55,26 @@ func (s *Store) Snapshots() ([]SnapshotInfo, error) {
 			continue
 		}
 		m, err := s.manifest(e.Name())
-		if errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, snapshot.ErrNotFound) {
 			continue
 		}
 		if err != nil {
-			out = append(out, SnapshotInfo{ID: e.Name(), Problem: err.Error()})
+			out = append(out, s.damagedInfo(e.Name(), err))
 			continue
 		}
 		out = append(out, s.snapshotInfo(m))
 	}
 	return out, nil
+}
+
+// damagedInfo is what is known of a snapshot whose memory cannot be had.
+func (s *Store) damagedInfo(id string, problem error) SnapshotInfo {
+	i := SnapshotInfo{ID: id}
+	if m, err := snapshot.ReadManifest(s.snapshotDir(id)); err == nil {
+		i = s.snapshotInfo(m)
+	}
+	i.Problem = problem.Error()
+	return i
 }
 
 func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
@@ -104,13 +113,19 @@ func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 	if err != nil {
 		return nil, err
 	}
-	snap, err := snapshot.Open(s.snapshotDir(id))
+	m, err := snapshot.ReadManifest(s.snapshotDir(id))
 	if err != nil {
 		return nil, err
 	}
-	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(snap.Manifest()), Manifest: snap.Manifest(), UsedBy: []string{}}
-	for _, p := range snap.Payloads() {
-		d.States = append(d.States, StateInfo{p.Name, p.Kind, p.Version, len(p.Data)})
+	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(m), Manifest: m, UsedBy: []string{}}
+	snap, err := snapshot.Open(s.snapshotDir(id))
+	if err != nil {
+		d.Problem = err.Error() + "; its disk does not depend on its memory: `drowse run --from-disk` boots a VM from it"
+	} else {
+		defer snap.Close()
+		for _, p := range snap.Payloads() {
+			d.States = append(d.States, StateInfo{p.Name, p.Kind, p.Version, len(p.Data)})
+		}
 	}
 	records, err := s.List()
 	for _, r := range records {
@@ -118,7 +133,7 @@ func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 			d.UsedBy = append(d.UsedBy, r.Spec.Name)
 		}
 	}
-	return d, errors.Join(err, snap.Close())
+	return d, err
 }
 
 // CompactSnapshot rewrites a snapshot so that it shares no file with others and has
@@ -161,9 +176,9 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 // SnapshotDir is where a snapshot lies.
 func (s *Store) SnapshotDir(id string) string { return s.snapshotDir(id) }
 
-// SnapshotDisk is the disk of a snapshot, sealed, with absolute paths.
+// SnapshotDisk is the disk of a snapshot, sealed, with absolute paths. It does not depend on the snapshot's memory.
 func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
-	m, err := s.manifest(id)
+	m, err := snapshot.ReadManifest(s.snapshotDir(id))
 	if err != nil {
 		return disk.Stack{}, err
 	}

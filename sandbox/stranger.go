@@ -346,7 +346,25 @@ func (p *placedFile) Commit() (err error) {
 	if err := disk.Unpack(p.im.ctx, p.f, tmp); err != nil {
 		return err
 	}
-	return errors.Join(p.settle(tmp, path), removeIfThere(tmp))
+	if err = checkImportedLayer(tmp); err == nil {
+		err = p.settle(tmp, path)
+	}
+	return errors.Join(err, removeIfThere(tmp))
+}
+
+// checkImportedLayer refuses a layer that could change, or of a disk that is larger than any here: the index of a disk in
+// memory follows its size, whatever little came.
+func checkImportedLayer(path string) error {
+	info, err := disk.Inspect(path)
+	switch {
+	case err != nil:
+		return err
+	case info.State != disk.StateSealed.String():
+		return fmt.Errorf("%w: the layer is %s, not sealed", disk.ErrCorrupt, info.State)
+	case info.Size > MaxDiskMiB<<20:
+		return fmt.Errorf("%w: the layer is of a disk of %d MiB, at most %d are possible", ErrImport, info.Size>>20, MaxDiskMiB)
+	}
+	return nil
 }
 
 // settle gives a file, which is durable, its name, unless there is one: that has the same content.
@@ -361,12 +379,8 @@ func (p *placedFile) settle(tmp, path string) error {
 // isHere says whether the store has a sealed layer of that name with the very content that was sent.
 func (p *placedFile) isHere() (bool, error) {
 	path := filepath.Join(p.dir, p.name)
-	sealed, err := disk.Sealed(path)
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !sealed {
-		return false, nil
-	}
-	if err != nil {
-		return false, nil //nolint:nilerr // what cannot be read is another one
+	if info, err := disk.Inspect(path); err != nil || info.State != disk.StateSealed.String() {
+		return false, nil //nolint:nilerr // what is not there, in use or damaged is another one
 	}
 	r, w := io.Pipe()
 	defer r.Close()

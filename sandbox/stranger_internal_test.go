@@ -613,3 +613,47 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 		})
 	}
 }
+
+// A layer of some bytes may say that it is of a disk of terabytes, whose index would take gigabytes of memory, or that it is still written to.
+func TestAttack_import_refuses_layers_that_are_too_large_or_not_sealed(t *testing.T) {
+	const layer = "ext4-1-64-0123456789abcdef.layer"
+	for name, tt := range map[string]struct {
+		size   int64
+		sealed bool
+		want   error
+	}{
+		"a disk of 8 TiB":    {8 << 40, true, ErrImport},
+		"one that is open":   {testDiskSize, false, disk.ErrCorrupt},
+		"as it is to be":     {testDiskSize, true, nil},
+		"the largest of all": {MaxDiskMiB << 20, true, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHost(t)
+			st, err := disk.Create(filepath.Join(h.layerDir(), layer), tt.size)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d, err := disk.Open(st, disk.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tt.sealed {
+				err = d.CloseSealed()
+			} else {
+				err = d.Close()
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			id := h.snapshot(h.record("x", layer), kindNamed, nil)
+			to := h.another()
+			if _, err := to.ImportSnapshot(t.Context(), bytes.NewReader(h.forged(id, map[string]string{layer: layer}))); !errors.Is(err, tt.want) {
+				t.Errorf("got %v, want %v", err, tt.want)
+			}
+			left, err := os.ReadDir(to.layerDir())
+			if want := 1; err != nil || tt.want == nil && len(left) != want || tt.want != nil && len(left) != 0 {
+				t.Errorf("in the store are the layers %v (%v)", left, err)
+			}
+		})
+	}
+}

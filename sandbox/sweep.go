@@ -156,26 +156,17 @@ func (h holders) only(layer string, who ...string) bool {
 	return true
 }
 
-// with says whether all who need a layer need another one as well.
-func (h holders) with(layer, other string) bool {
-	for _, w := range h[layer] {
-		if !slices.Contains(h[other], w) {
-			return false
-		}
-	}
-	return true
-}
-
 // Layers are joined when a sleeping VM's disk has more than looseLayers that only it and
-// its own snapshot need; one with more data than maxJoin stays as it is.
+// its own snapshot need; those that would make a layer with more data than maxJoin stay as they are.
 const (
 	looseLayers = 4
 	maxJoin     = 64 << 20 // bytes
 )
 
 // joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may
-// sleep thousands of times. Each joining costs the data of the upper layer. A list with the
-// layers before, as the snapshot has it, can still be opened afterwards.
+// sleep thousands of times. The joined layer has a name of its own, since a layer never changes: another store may have
+// one of that name from an export. Those that it was made of stay for the snapshot, and are swept when the next sleep has
+// taken its place.
 func (s *Store) joinLayers(ctx context.Context, name string, needed holders) error {
 	l, err := s.lock(name)
 	if err != nil {
@@ -186,46 +177,59 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	if err != nil || r.Phase != Asleep {
 		return err
 	}
-	loose := func(layer string) bool {
+	first, n := s.chooseJoin(r.Disk.Layers, func(layer string) bool {
 		owner, _, _ := strings.Cut(layer, "-")
 		return owner == r.ID && needed.only(layer, "VM "+name, "snapshot "+r.Snapshot)
-	}
-	n := 0
-	for _, layer := range r.Disk.Layers {
-		if loose(layer) {
-			n++
-		}
-	}
-	if n <= looseLayers {
+	})
+	if n == 0 {
 		return nil
 	}
-	for i := 0; i+1 < len(r.Disk.Layers); {
-		lower, upper := r.Disk.Layers[i], r.Disk.Layers[i+1]
-		// Where others have the next one, they may have it over the layers that this one
-		// was squashed from.
-		if !loose(lower) || !needed.with(upper, lower) {
-			i++
-			continue
-		}
-		path := filepath.Join(s.layerDir(), upper)
-		if size, _ := diskUsage(path); size > maxJoin {
-			i++
-			continue
-		}
-		if err := disk.Merge(ctx, filepath.Join(s.layerDir(), lower), path); err != nil {
-			if errors.Is(err, disk.ErrInUse) {
-				return nil // a clone is being made of it: another time
-			}
-			return fmt.Errorf("joining layers of the disk of VM %s: %w", name, err)
-		}
-		// At once: the next joining takes the file of this one away, and a list that has
-		// both could be opened, but not be joined any further.
-		r.Disk.Layers = slices.Delete(slices.Clone(r.Disk.Layers), i, i+1)
-		if err := s.save(r); err != nil {
-			return err
+	st, err := s.absolute(disk.Stack{Layers: r.Disk.Layers[first : first+n]})
+	if err != nil {
+		return err
+	}
+	joined := r.newLayer()
+	// A name is used once, even if this process ends before its file is whole.
+	if err := s.save(r); err != nil {
+		return err
+	}
+	err = disk.Squash(ctx, st.Layers, filepath.Join(s.layerDir(), joined))
+	if errors.Is(err, disk.ErrMerging) || errors.Is(err, disk.ErrInUse) {
+		return nil // an older version was killed as it joined these: they can be opened as they are
+	}
+	if err != nil {
+		return fmt.Errorf("joining layers of the disk of VM %s: %w", name, err)
+	}
+	// It is durable. Until the record names it, it is swept like any that nobody names.
+	r.Disk.Layers = slices.Replace(slices.Clone(r.Disk.Layers), first, first+n, joined)
+	return s.save(r)
+}
+
+// chooseJoin returns which neighbours are to be joined so that looseLayers are left: those with the least data of so many,
+// so that each byte is copied seldom. If they have too much, it is fewer; n is 0 if none are to be.
+func (s *Store) chooseJoin(layers []string, loose func(string) bool) (first, n int) {
+	count := 0
+	sizes := make([]int64, len(layers))
+	for i, l := range layers {
+		sizes[i] = maxJoin + 1
+		if loose(l) {
+			count++
+			sizes[i], _ = diskUsage(filepath.Join(s.layerDir(), l))
 		}
 	}
-	return nil
+	for n = count - looseLayers + 1; n > 1; n-- {
+		if first = lightest(sizes, n); sum(sizes[first:first+n]) <= maxJoin {
+			return first, n
+		}
+	}
+	return 0, 0
+}
+
+func sum(sizes []int64) (n int64) {
+	for _, s := range sizes {
+		n += s
+	}
+	return n
 }
 
 // sweepSnapshots returns the ids of the memory files of those snapshots that stay.

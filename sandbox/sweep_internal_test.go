@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -76,51 +77,93 @@ func wantBlocks(t *testing.T, s *Store, name string, n int) {
 	}
 }
 
-func TestJoinLayers_that_meets_one_in_use_goes_on_there_the_next_time(t *testing.T) {
+// An export that was taken before and one that was taken after must be able to lie in one store, and a snapshot that names the layers
+// before must find them as they were.
+func TestAttack_joining_layers_of_a_sleeping_VM_changes_no_layer_under_its_name(t *testing.T) {
 	const layers = 8
-	for busy := range layers {
-		t.Run(fmt.Sprint("layer ", busy), func(t *testing.T) {
-			s, err := OpenStore(t.TempDir())
-			if err != nil {
-				t.Fatal(err)
-			}
-			r := sleepingVM(t, s, "a", layers)
-			f, err := os.Open(filepath.Join(s.layerDir(), r.Disk.Layers[busy]))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer f.Close()
-			if err := unix.Flock(int(f.Fd()), unix.LOCK_SH); err != nil {
-				t.Fatal(err)
-			}
-			for range 2 {
-				if err := s.joinLayers(t.Context(), "a", holders{}); err != nil {
-					t.Fatal(err)
-				}
-				r, err := s.load("a")
-				if err != nil {
-					t.Fatal(err)
-				}
-				// Those below the one that is in use are one.
-				if want := layers - max(0, busy-1); len(r.Disk.Layers) != want {
-					t.Errorf("it has the layers %v, want %d", r.Disk.Layers, want)
-				}
-				wantBlocks(t, s, "a", layers)
-			}
-			if err := f.Close(); err != nil {
-				t.Fatal(err)
-			}
-			if err := s.joinLayers(t.Context(), "a", holders{}); err != nil {
-				t.Fatal(err)
-			}
-			if r, err = s.load("a"); err != nil {
-				t.Fatal(err)
-			}
-			if n := len(r.Disk.Layers); n > looseLayers {
-				t.Errorf("it has %d layers in the end", n)
-			}
-			wantBlocks(t, s, "a", layers)
-		})
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := sleepingVM(t, s, "a", layers)
+	before := map[string][]byte{}
+	for _, l := range r.Disk.Layers {
+		b, err := os.ReadFile(filepath.Join(s.layerDir(), l))
+		if err != nil {
+			t.Fatal(err)
+		}
+		before[l] = b
+	}
+	// A clone that is made of them, or an export, reads them.
+	for l := range before {
+		f, err := os.Open(filepath.Join(s.layerDir(), l))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_SH); err != nil {
+			t.Fatal(err)
+		}
+	}
+	needed := holders{}
+	needed.add(r.Disk.Layers, "VM a")
+	for range 3 {
+		if err := s.joinLayers(t.Context(), "a", needed); err != nil {
+			t.Fatal(err)
+		}
+	}
+	after, err := s.load("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(after.Disk.Layers) != looseLayers {
+		t.Errorf("it has the layers %v, want %d", after.Disk.Layers, looseLayers)
+	}
+	wantBlocks(t, s, "a", layers)
+	for l, b := range before {
+		if now, err := os.ReadFile(filepath.Join(s.layerDir(), l)); err != nil || !bytes.Equal(now, b) {
+			t.Errorf("the content of layer %s has changed, or it is gone (%v)", l, err)
+		}
+	}
+	// The list from before is what it was.
+	if err := s.save(r); err != nil {
+		t.Fatal(err)
+	}
+	wantBlocks(t, s, "a", layers)
+}
+
+func TestJoinLayers_leaves_what_others_need_and_what_has_much_data(t *testing.T) {
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, size := range []int64{9 << 20, 1 << 20, 2 << 20, 50 << 20, 1 << 20, 3 << 20, 1 << 20} {
+		f, err := os.Create(filepath.Join(s.layerDir(), fmt.Sprint(i)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all := []string{"0", "1", "2", "3", "4", "5", "6"}
+	for name, tt := range map[string]struct {
+		layers   []string
+		shared   string
+		first, n int
+	}{
+		"too few":                             {all[:4], "", 0, 0},
+		"the lightest of two":                 {all[:5], "", 1, 2},
+		"the lightest of four":                {all, "", 1, 4},
+		"the lightest without one of others'": {all, "4", 0, 3},
+		"fewer, if three have too much":       {[]string{"3", "0", "3", "0", "3", "0"}, "", 4, 2},
+		"none, if two have too much":          {[]string{"3", "3", "3", "3", "3"}, "", 0, 0},
+		"too few without those of others'":    {all, "456", 0, 0},
+	} {
+		first, n := s.chooseJoin(tt.layers, func(l string) bool { return !strings.Contains(tt.shared, l) })
+		if first != tt.first || n != tt.n {
+			t.Errorf("%s: %d from %d on, want %d from %d on", name, n, first, tt.n, tt.first)
+		}
 	}
 }
 

@@ -294,7 +294,7 @@ func (s *Store) checkVolumes(r *Record, snapshotID string) error {
 	if len(r.Spec.Volumes) == 0 {
 		return nil
 	}
-	m, err := s.manifest(snapshotID)
+	m, err := snapshot.ReadManifest(s.snapshotDir(snapshotID))
 	if err != nil {
 		return err
 	}

@@ -266,10 +266,17 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 }
 
 func (a *app) startCommand() *cobra.Command {
-	return a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
+	var o sandbox.StartOptions
+	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
 		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-			return a.bringUp(ctx, traces.Start, name, func() (sandbox.Report, error) { return s.Start(ctx, l, name) })
+			rep, err := a.bringUp(ctx, traces.Start, name, func() (sandbox.Report, error) { return s.StartWith(ctx, l, name, o) })
+			if err == nil && o.DiscardMemory {
+				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
+			}
+			return rep, err
 		})
+	cmd.Flags().BoolVar(&o.DiscardMemory, "discard-memory", false, "also if it sleeps: boot the disk that it slept with, and give up what was in its memory alone")
+	return cmd
 }
 
 func (a *app) wakeCommand() *cobra.Command {

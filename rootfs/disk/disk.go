@@ -44,7 +44,7 @@ func (s Stack) With(top string) Stack {
 type LayerInfo struct {
 	ID        ID     `json:"id"`
 	Parent    ID     `json:"parent"`
-	Merged    ID     `json:"merged,omitzero"` // what was merged into it last, or is being merged
+	Merged    ID     `json:"merged,omitzero"` // what it was made of by squashing, or what an older version has merged into it, or was merging
 	Path      string `json:"path"`
 	State     string `json:"state"`             // "base", "open", "frozen", "sealed" or "merging"
 	OnBase    bool   `json:"on_base,omitempty"` // the parent is a raw base, and Parent its fingerprint

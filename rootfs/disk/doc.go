@@ -2,10 +2,8 @@
 //
 // The one idea: a disk is a stack of layers, of which only the top is ever written. Sealing the top
 // and starting a new one takes the same short time however much data there is, so a snapshot can take
-// every disk at one instant; and because a sealed layer is never written again while anything refers
-// to it, a VM that crashes after waking can always go back to its last snapshot, and forks share all
-// layers below their own tops. (Only [Merge] rewrites a sealed layer; it is for the owner who knows
-// that nothing else refers to it. [Squash] makes one new layer of several, which stay.)
+// every disk at one instant; and because a sealed layer is never written again, a VM that crashes after waking can always go back to its last snapshot, and forks share all
+// layers below their own tops. [Squash] makes one new layer of several, which stay.
 //
 // # Resolving, not copying
 //
@@ -30,7 +28,7 @@
 //     answers every Flush and Seal with [ErrSyncFailed]; its sealed layers, thus the last snapshot,
 //     are untouched.
 //
-// The tests reach the metadata path (headers, map, creation, sealing, merging, squashing) and the data written
+// The tests reach the metadata path (headers, map, creation, sealing, squashing) and the data written
 // by [Disk.WriteAt] through internal/faultfs; the device's own path, which hands *os.File to the
 // kernel, is covered by model tests and by killing a real child process.
 package disk

@@ -19,8 +19,9 @@ var (
 	ErrVersion = errors.New("layer has an unknown format version")
 	// ErrMissingParent: a stack lacks a layer, or its layers do not belong together.
 	ErrMissingParent = errors.New("layer's parent is not the one below it")
-	// ErrMerging: a merge of two layers was interrupted and has to be repeated first.
-	ErrMerging = errors.New("an interrupted merge must be repeated first")
+	// ErrMerging: an older version was interrupted as it merged two layers, and one of them is of use only below the
+	// other.
+	ErrMerging = errors.New("a merge of two layers was interrupted")
 	// ErrReadOnly: the disk was opened read-only or has no writable top.
 	ErrReadOnly = errors.New("disk is read-only")
 	// ErrSealed: the layer on top is sealed and cannot be written; Fork a new top over it.

@@ -42,17 +42,14 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 	return infos, nil
 }
 
-// Sealed says whether the file at path is a sealed layer, which does not change any more. One that is in use for writing is
-// none. The error of a file that is not there wraps fs.ErrNotExist.
-func Sealed(path string) (bool, error) {
+// Inspect describes the layer at path by its header alone: Data, Zero and Allocated are not filled in. One that is in use
+// for writing is ErrInUse. The error of a file that is not there wraps fs.ErrNotExist.
+func Inspect(path string) (LayerInfo, error) {
 	l, err := hostEnv().openLayer(path, os.O_RDONLY, unix.LOCK_SH)
-	if errors.Is(err, ErrInUse) {
-		return false, nil
-	}
 	if err != nil {
-		return false, err
+		return LayerInfo{}, err
 	}
-	return l.hdr.state == StateSealed && l.hdr.flags&flagSinking == 0, l.close()
+	return l.info(), l.close()
 }
 
 // Continues says whether the layer in the file path was begun over the uppermost layer of a stack. It is false also if there

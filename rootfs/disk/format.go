@@ -261,17 +261,29 @@ func appendEntry(p []byte, r run) []byte {
 
 // decodeTable checks a table, whose checksum has been verified, and calls each for its runs in order.
 func decodeTable(p []byte, blocks int64, each func(run)) error {
+	d := tableDecoder{blocks: blocks}
+	return d.decode(p, each)
+}
+
+// tableDecoder decodes a table piece by piece.
+type tableDecoder struct {
+	blocks  int64 // of the disk
+	end     int64 // of the last run
+	entries int
+}
+
+func (d *tableDecoder) decode(p []byte, each func(run)) error {
 	if len(p)%tableEntry != 0 {
 		return fmt.Errorf("%w: table of %d bytes", ErrCorrupt, len(p))
 	}
-	var end int64
 	for i := 0; i < len(p); i += tableEntry {
 		v := binary.LittleEndian.Uint32(p[i+4:])
 		r := run{start: int64(binary.LittleEndian.Uint32(p[i:])), count: int64(v & maxRun), state: byte(v >> 30)}
-		if r.start < end || r.count == 0 || r.start+r.count > blocks || (r.state != blockData && r.state != blockZero) {
-			return fmt.Errorf("%w: table entry %d (blocks %d+%d, state %d)", ErrCorrupt, i/tableEntry, r.start, r.count, r.state)
+		if r.start < d.end || r.count == 0 || r.start+r.count > d.blocks || (r.state != blockData && r.state != blockZero) {
+			return fmt.Errorf("%w: table entry %d (blocks %d+%d, state %d)", ErrCorrupt, d.entries, r.start, r.count, r.state)
 		}
-		end = r.start + r.count
+		d.end = r.start + r.count
+		d.entries++
 		each(r)
 	}
 	return nil

@@ -3,7 +3,9 @@ package disk
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"hash/crc32"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -145,6 +147,96 @@ func FuzzOpenLayer(f *testing.F) {
 				wantBytes(t, d, 512, fillBlock(3, 512))
 			}
 			must(t, d.Close())
+		}
+	})
+}
+
+// FuzzUnpack gives streams to Unpack beside a file that must stay as it is. A stream is refused and leaves nothing, or it
+// becomes a file that has its extents and zeros, holds no more of the disk than came, and packs again to the same content.
+func FuzzUnpack(f *testing.F) {
+	// In memory where there is such a place: Unpack syncs.
+	dir, err := os.MkdirTemp("/dev/shm", "drowse-unpack-")
+	if err != nil {
+		dir = f.TempDir()
+	}
+	f.Cleanup(func() { os.RemoveAll(dir) })
+	pack := func(size uint64, extents [][2]uint64, data string) []byte {
+		b := append([]byte(packMagic), make([]byte, 16)...)
+		binary.LittleEndian.PutUint32(b[8:], packVersion)
+		binary.LittleEndian.PutUint32(b[12:], uint32(len(extents)))
+		binary.LittleEndian.PutUint64(b[16:], size)
+		for _, e := range extents {
+			b = binary.LittleEndian.AppendUint64(b, e[0])
+			b = binary.LittleEndian.AppendUint64(b, e[1])
+		}
+		return append(b, data...)
+	}
+	f.Add(pack(0, nil, ""))
+	f.Add(pack(3*BlockSize, [][2]uint64{{0, 5}, {2 * BlockSize, 3}}, "firstend"))
+	f.Add(pack(1<<40, [][2]uint64{{1<<40 - 3, 3}}, "far"))
+	f.Add(pack(100, [][2]uint64{{90, 11}}, "beyond the end"))
+	f.Add(pack(100, [][2]uint64{{0, 1 << 63}, {1 << 63, 1 << 63}}, "overflow"))
+	f.Add(pack(100, [][2]uint64{{10, 5}, {14, 5}}, "overlapping"))
+	f.Add(pack(1<<63, nil, ""))
+	f.Add(append(pack(8, [][2]uint64{{0, 8}}, "12345678"), 'x'))
+	beside := filepath.Join(dir, "beside")
+	must(f, os.WriteFile(beside, []byte("another layer"), 0o600))
+	path := filepath.Join(dir, "layer")
+	f.Fuzz(func(t *testing.T, stream []byte) {
+		defer os.Remove(path)
+		p, herr := readPacked(bytes.NewReader(stream))
+		if herr == nil && packExtent*len(p.extents) > len(stream) {
+			t.Fatalf("%d extents of %d bytes", len(p.extents), len(stream))
+		}
+		err := Unpack(t.Context(), bytes.NewReader(stream), path)
+		if ents, derr := os.ReadDir(dir); derr != nil || len(ents) != 1 && err != nil || len(ents) > 2 {
+			t.Fatalf("after %v there is %v (%v)", err, ents, derr)
+		}
+		if b, berr := os.ReadFile(beside); berr != nil || string(b) != "another layer" {
+			t.Fatalf("the file beside has %q (%v)", b, berr)
+		}
+		if err != nil {
+			if herr == nil && int64(len(stream)) == p.length() && !errors.Is(err, fs.ErrInvalid) && !errors.Is(err, ErrIO) && !errors.Is(err, ErrNoSpace) {
+				t.Fatalf("a whole stream is refused: %v", err)
+			}
+			return
+		}
+		file, err := os.Open(path)
+		must(t, err)
+		defer file.Close()
+		st, err := file.Stat()
+		must(t, err)
+		held, err := allocated(file)
+		must(t, err)
+		if herr != nil || st.Size() != p.size || int64(len(stream)) != p.length() || held > int64(len(stream))+2*BlockSize*int64(len(p.extents)+1) {
+			t.Fatalf("%d bytes became a file of %d that holds %d (%v)", len(stream), st.Size(), held, herr)
+		}
+		at := packHeader + packExtent*len(p.extents)
+		for _, e := range p.extents {
+			got := make([]byte, e.length)
+			if _, err := file.ReadAt(got, e.off); err != nil || !bytes.Equal(got, stream[at:at+int(e.length)]) {
+				t.Fatalf("at %d there is %q (%v)", e.off, got, err)
+			}
+			at += int(e.length)
+		}
+		if held > 1<<20 {
+			return
+		}
+		var again bytes.Buffer
+		must(t, Pack(t.Context(), &again, path))
+		q, err := readPacked(bytes.NewReader(again.Bytes()))
+		must(t, err)
+		if q.size != p.size {
+			t.Fatalf("packed again it has %d bytes, not %d", q.size, p.size)
+		}
+		// What is packed again covers what was written, and has zeros around it.
+		at = packHeader + packExtent*len(q.extents)
+		for _, e := range q.extents {
+			want := make([]byte, e.length)
+			if _, err := file.ReadAt(want, e.off); err != nil || !bytes.Equal(again.Bytes()[at:at+int(e.length)], want) {
+				t.Fatalf("packed again it differs at %d (%v)", e.off, err)
+			}
+			at += int(e.length)
 		}
 	})
 }

@@ -221,18 +221,40 @@ func (l *layer) runs(each func(run)) error {
 }
 
 func (l *layer) tableRuns(each func(run)) error {
-	p := make([]byte, l.hdr.tableLen) // bounded by the file's length and by 8 bytes a block
-	if len(p) == 0 {
+	// A layer may come from elsewhere, and be a hole for the most part: what it states of its table bounds nothing that is
+	// held in memory.
+	buf := make([]byte, min(l.hdr.tableLen, tablePiece))
+	crc := uint32(0)
+	if err := l.tablePieces(buf, func(p []byte) error {
+		crc = crc32.Update(crc, crcTable, p)
 		return nil
+	}); err != nil {
+		return err
 	}
-	if _, err := l.f.ReadAt(p, l.hdr.tableOff); err != nil {
-		return ioError("read table of "+l.path, err)
+	if crc != l.hdr.tableCRC {
+		return fmt.Errorf("%s: %w: table checksum is %#08x, stored %#08x", l.path, ErrCorrupt, crc, l.hdr.tableCRC)
 	}
-	if got := crc32.Checksum(p, crcTable); got != l.hdr.tableCRC {
-		return fmt.Errorf("%s: %w: table checksum is %#08x, stored %#08x", l.path, ErrCorrupt, got, l.hdr.tableCRC)
-	}
-	if err := decodeTable(p, l.hdr.blocks(), each); err != nil {
+	d := tableDecoder{blocks: l.hdr.blocks()}
+	if err := l.tablePieces(buf, func(p []byte) error { return d.decode(p, each) }); err != nil {
 		return fmt.Errorf("%s: %w", l.path, err)
+	}
+	return nil
+}
+
+// tablePiece is how much of a table is read at once, in bytes: whole entries.
+const tablePiece = 256 << 10
+
+// tablePieces calls f for all of the table, in order.
+func (l *layer) tablePieces(buf []byte, f func(p []byte) error) error {
+	for off := int64(0); off < l.hdr.tableLen; {
+		p := buf[:min(l.hdr.tableLen-off, int64(len(buf)))]
+		if _, err := l.f.ReadAt(p, l.hdr.tableOff+off); err != nil {
+			return ioError("read table of "+l.path, err)
+		}
+		if err := f(p); err != nil {
+			return err
+		}
+		off += int64(len(p))
 	}
 	return nil
 }

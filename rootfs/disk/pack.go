@@ -81,7 +81,7 @@ func findExtents(f *os.File) (*packed, error) {
 			return nil, ioError("seek hole", err)
 		}
 		if len(p.extents) == maxPackExtents {
-			return nil, fmt.Errorf("packing %s: it has more than %d extents: merge or copy it", f.Name(), maxPackExtents)
+			return nil, fmt.Errorf("packing %s: it has more than %d extents: copy it", f.Name(), maxPackExtents)
 		}
 		p.extents = append(p.extents, extentOf{data, min(hole, p.size) - data})
 		off = hole

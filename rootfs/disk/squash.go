@@ -19,8 +19,7 @@ const squashSuffix = ".part"
 
 // Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer
 // in the file path: it can take the place of all of them in that stack, and in any other that has
-// them in this order. They stay as they are, so that others can go on with any of them: this is
-// Merge for layers that are shared. They must be sealed, and may be in use by disks that run.
+// them in this order. They stay as they are, so that others can go on with any of them. They must be sealed, and may be in use by disks that run.
 //
 // The new layer has the id of the uppermost, and the parent of the lowest. It appears under its name
 // only when it is whole and durable. The cost is that of the data that is not covered by a layer

@@ -12,7 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Merge joins two neighbouring layers into one, to shorten a stack: the data of upper is copied into
+// Merge does what older versions did to shorten a stack, so that tests can open what it leaves: at each stage of a merge, and after it.
+// Nothing does it any more, since it changes the content of a layer under its name.
+//
+// It joins two neighbouring layers into one: the data of upper is copied into
 // lower's file, which then takes upper's id, its place below whatever lies above, and its path.
 // Afterwards lower's path is gone, and a stack [.., lower, upper, ..] has become [.., upper, ..].
 //
