@@ -16,6 +16,7 @@ import (
 	"syscall"
 	"unicode"
 
+	"github.com/containerd/log"
 	"github.com/spf13/cobra"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"golang.org/x/term"
@@ -59,6 +60,8 @@ type app struct {
 const defaultState = "/var/lib/drowse"
 
 func main() {
+	// What the agent's protocol would print of a guest that breaks it is as much as the guest likes: the errors say it.
+	log.L.Logger.SetOutput(io.Discard)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

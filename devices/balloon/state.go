@@ -53,6 +53,9 @@ func (d *Device) Import(p devices.Payload) error {
 	if held && head >= QueueSize {
 		dec.Fail(fmt.Sprintf("buffer %d is held in a queue of %d", head, QueueSize))
 	}
+	if !held && head != 0 {
+		dec.Fail(fmt.Sprintf("buffer %d is named, and none is held", head))
+	}
 	if err := dec.Finish(); err != nil {
 		return fmt.Errorf("importing a balloon: %w", err)
 	}

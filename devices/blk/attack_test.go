@@ -3,6 +3,7 @@ package blk
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"os"
 	"sync/atomic"
 	"testing"
@@ -172,8 +173,8 @@ func TestAttack_pause_waits_for_a_piece_of_one_request_of_a_flood(t *testing.T) 
 		most  int64
 		count int
 	}{
-		"reads":    {kind: typeIn, in: MaxRequest, most: transferPiece, count: 2},
-		"writes":   {kind: typeOut, out: make([]byte, MaxRequest), most: transferPiece, count: 2},
+		"reads":    {kind: typeIn, in: 4 * transferPiece, most: transferPiece, count: 4},
+		"writes":   {kind: typeOut, out: make([]byte, 4*transferPiece), most: transferPiece, count: 4},
 		"discards": {kind: typeDiscard, out: ranges([3]uint64{0, MaxDiscardSectors, 0}, [3]uint64{0, MaxDiscardSectors, 0}), most: discardPiece, count: 64},
 		"zeroes":   {kind: typeWriteZeroes, out: ranges([3]uint64{0, MaxZeroSectors, 1}, [3]uint64{0, MaxZeroSectors, 1}), most: zeroPiece, count: 64},
 	} {
@@ -248,10 +249,23 @@ func TestLimitsThatADriverIsToldKeepItBelowTheLargestRequest(t *testing.T) {
 	if n := uint64(size) * uint64(segments); n > MaxRequest || size < guestmem.PageSize {
 		t.Errorf("%d pieces of %d bytes are %d, more than %d", segments, size, n, MaxRequest)
 	}
-	if _, status := d.do(typeIn, 0, nil, MaxRequest); status != statusOK {
-		t.Errorf("the largest request: status %d", status)
-	}
-	if _, status := d.do(typeIn, 0, nil, MaxRequest+SectorSize); status != statusIOError {
-		t.Errorf("a larger one: status %d", status)
+	// Both halves of each request are the same memory.
+	const half, header, status = MaxRequest / 2, devicetest.FreeGPA, devicetest.FreeGPA + 4096
+	for i, c := range []struct{ more, want uint32 }{{0, statusOK}, {SectorSize, statusIOError}} {
+		if err := errors.Join(d.Mem().Zero(header, headerSize), d.Mem().Write(status, []byte{0xff})); err != nil {
+			t.Fatal(err)
+		}
+		d.chain(devicetest.FreeGPA+8192, uint16(i), []devicetest.Desc{
+			{Addr: header, Len: headerSize},
+			{Addr: 16 << 20, Len: half, Flags: devicetest.DescWrite},
+			{Addr: 16 << 20, Len: half + c.more, Flags: devicetest.DescWrite},
+			{Addr: status, Len: statusSize, Flags: devicetest.DescWrite},
+		})
+		d.Queue(0).ForceKick()
+		devicetest.WaitFor(t, "the request", func() bool { return int(d.used()) == i+1 })
+		var got [1]byte
+		if err := d.Mem().Read(status, got[:]); err != nil || uint32(got[0]) != c.want {
+			t.Errorf("a request of %d bytes: status %d, want %d (%v)", MaxRequest+c.more, got[0], c.want, err)
+		}
 	}
 }

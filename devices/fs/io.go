@@ -22,7 +22,7 @@ func (d *Device) open(r *request) error {
 	case access != unix.O_RDONLY && !d.dir.writable:
 		return unix.EROFS
 	case len(d.handles) >= MaxHandles:
-		return unix.ENFILE
+		return errTooMany
 	}
 	n, f, err := d.find(r.node)
 	if err != nil {
@@ -51,7 +51,7 @@ func (d *Device) create(r *request) error {
 	case access == unix.O_ACCMODE:
 		return unix.EINVAL
 	case len(d.handles) >= MaxHandles:
-		return unix.ENFILE
+		return errTooMany
 	}
 	parent, dir, err := d.findDir(r.node)
 	if err != nil {
@@ -298,7 +298,7 @@ const allocatePiece = 64 << 20
 
 func (d *Device) opendir(r *request) error {
 	if len(d.handles) >= MaxHandles {
-		return unix.ENFILE
+		return errTooMany
 	}
 	n, f, err := d.findDir(r.node)
 	if err != nil {

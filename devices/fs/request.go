@@ -162,6 +162,9 @@ func (d *Device) do(r *request) error {
 	return o.do(d, r)
 }
 
+// errTooMany is a limit of the device's that the guest has reached, which is no failure of the host.
+var errTooMany = fmt.Errorf("the guest knows or has open as much as it may: %w", unix.ENFILE)
+
 // errno is what the guest is told of an error. Those that the host should know of are reported.
 func (d *Device) errno(r *request, err error) syscall.Errno {
 	var no syscall.Errno
@@ -174,7 +177,9 @@ func (d *Device) errno(r *request, err error) syscall.Errno {
 			d.counters.refused.Add(1)
 		}
 	case unix.EIO, unix.ENOSPC, unix.EDQUOT, unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.ENODEV, unix.ENXIO:
-		if _, known := d.reported[no]; !known && d.onError != nil && d.started {
+		// There is nothing to seek to beyond the end of a file.
+		ofGuest := errors.Is(err, errTooMany) || r.op == opLseek && no == unix.ENXIO
+		if _, known := d.reported[no]; !known && d.onError != nil && d.started && !ofGuest {
 			d.reported[no] = struct{}{}
 			d.onError(fmt.Errorf("share %s: request %d failed: %w", d.tag, r.op, err))
 		}
@@ -460,7 +465,7 @@ func (d *Device) mknod(r *request) error {
 // newFile makes a regular file that did not exist, and opens it. f must not be closed: it is fd.
 func (d *Device) newFile(parent *node, dir *file, name string, access int, mode uint32) (*node, *file, int, error) {
 	if len(d.nodes) >= MaxNodes || d.names+len(name) > MaxNames {
-		return nil, nil, -1, unix.ENFILE
+		return nil, nil, -1, errTooMany
 	}
 	f := &file{}
 	err := retry(func() (err error) {

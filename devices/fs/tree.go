@@ -164,13 +164,13 @@ func (t *tree) know(id identity, parent *node, name string) (*node, error) {
 	n := t.identities[id]
 	if n == nil {
 		if len(t.nodes) >= MaxNodes || t.names+len(name) > MaxNames {
-			return nil, unix.ENFILE
+			return nil, errTooMany
 		}
 		n = &node{id: t.nextNode, identity: id}
 		t.nextNode++
 		t.nodes[n.id], t.identities[id] = n, n
 	} else if t.names+len(name) > MaxNames {
-		return nil, unix.ENFILE
+		return nil, errTooMany
 	}
 	if n.lookups == math.MaxUint64 {
 		return nil, unix.EOVERFLOW

@@ -1,0 +1,97 @@
+package fs
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/devices/virtq"
+)
+
+// What a guest brings about itself by too many files or a position beyond the end of one is its own failure: the machine's owner, who
+// would write it into a log, hears nothing of it.
+func TestAttack_limits_that_a_guest_reaches_are_no_failures_of_the_host(t *testing.T) {
+	needRoot(t)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("text"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	c := &client{t: t}
+	c.Driver = devicetest.NewDriver(t, New(openDir(t, dir, true), "share", Options{OnError: func(err error) {
+		t.Errorf("the owner was told: %v", err)
+	}}), devicetest.NewMemory(t))
+	c.Start(devicetest.AllFeatures)
+	c.mustDo(opInit, 0, words(7, 37, 1<<20, ^uint32(0)), initOutSize)
+	f := c.lookup(rootID, "f")
+	fh := c.open(f, unix.O_RDWR)
+	c.want(unix.ENXIO, opLseek, f, append(longs(fh, 1000), words(unix.SEEK_DATA, 0)...), 8)
+	c.WithDevice(func(dev devices.Device) {
+		d := dev.(*Device)
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		for len(d.handles) < MaxHandles {
+			d.tree.open(d.nodes[f], -1, 0, false)
+		}
+	})
+	c.want(unix.ENFILE, opOpen, f, words(0, 0), openOutSize)
+	c.want(unix.ENFILE, opOpendir, rootID, words(0, 0), openOutSize)
+}
+
+// A guest has gigabytes allocated, or a disk's worth written back: while a pause is wanted a request that takes so long stops between two
+// pieces, or goes on without the worker, and is done anew after the pause.
+func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
+	needRoot(t)
+	dir := t.TempDir()
+	mem := devicetest.NewMemory(t)
+	vq, err := virtq.New(mem, virtq.Layout{Size: 8, Desc: 0x10000, Avail: 0x20000, Used: 0x30000}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kick, err := devices.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer kick.Close()
+	q := &devices.Queue{Queue: vq, Kick: kick}
+	w := q.StartWorker(func() {})
+	defer w.Stop()
+	d := New(openDir(t, dir, true), "share", Options{})
+	defer d.Reset()
+	fd, err := unix.Open(filepath.Join(dir, "f"), unix.O_CREAT|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.started = true
+	h := d.tree.open(d.root, fd, unix.O_RDWR, false)
+	allocate := func() error {
+		body := append(longs(h.id, 0, allocatePiece+4096), words(0, 0)...)
+		return d.fallocate(&request{queue: q, body: parser{b: body}})
+	}
+	fsync := func() error { return d.fsync(&request{queue: q, body: parser{b: append(longs(h.id), words(0, 0)...)}}) }
+	size := func() int64 {
+		var st unix.Stat_t
+		if err := unix.Fstat(fd, &st); err != nil {
+			t.Fatal(err)
+		}
+		return st.Size
+	}
+	if err := w.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := allocate(); !errors.Is(err, devices.ErrAgain) || size() != 0 {
+		t.Errorf("an allocation while a pause is wanted: %v, the file has %d bytes", err, size())
+	}
+	// One that is done before it is looked at may be told.
+	if err := fsync(); err != nil && !errors.Is(err, devices.ErrAgain) {
+		t.Errorf("fsync while a pause is wanted: %v", err)
+	}
+	w.Resume()
+	if err := errors.Join(allocate(), fsync()); err != nil || size() != allocatePiece+4096 {
+		t.Errorf("after the pause: %v, the file has %d bytes", err, size())
+	}
+}
