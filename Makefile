@@ -105,6 +105,13 @@ test-attacks: test-state $(REPORT)
 	@scripts/deps test
 	@$(GO_TEST) -json -count 1 $(TEST_FLAGS) -run '^TestAttack' $$(grep -rl --include='*_test.go' --exclude-dir=.cache '^func TestAttack' . | xargs -n 1 dirname | sort -u) | $(REPORT)
 
+# fuzz gives each fuzz target 200,000 executions, and fails if one finds something: an hour or two, for a run every night. Some of them:
+# make fuzz FUZZ='-n 20000 ./devices'.
+FUZZ ?=
+.PHONY: fuzz
+fuzz: check-go
+	@scripts/fuzz $(FUZZ)
+
 # test-hard runs the tests that have guests on a KVM of the hardware kind, emulated if
 # need be.
 .PHONY: test-hard

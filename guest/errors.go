@@ -35,9 +35,15 @@ var (
 	ErrLimit = treetar.ErrLimit
 	// ErrUnsafe: the guest named a file outside of the tree that was asked for.
 	ErrUnsafe = treetar.ErrUnsafe
+	// ErrInvalid: the agent does not take what it was asked for, as a command of a user that the guest does not have.
+	ErrInvalid = errors.New("the agent in the guest does not take what it is asked for")
+	// ErrFull: the agent has as much as it takes on at once.
+	ErrFull = errors.New("the agent in the guest has no room for more")
+	// ErrRemote: the agent has answered with an error, whichever.
+	ErrRemote = errors.New("the agent in the guest has failed")
 )
 
-// RemoteError is an error that the agent answered with. It matches ErrNotFound,
+// RemoteError is an error that the agent answered with. It matches ErrRemote, ErrInvalid, ErrFull, ErrNotFound,
 // ErrNotRunning, ErrTakenOver, fs.ErrNotExist, fs.ErrExist and fs.ErrPermission.
 type RemoteError struct {
 	Op      string // the call
@@ -53,6 +59,12 @@ func (e *RemoteError) Error() string {
 // Is implements errors.Is.
 func (e *RemoteError) Is(target error) bool {
 	switch target {
+	case ErrRemote:
+		return true
+	case ErrInvalid:
+		return e.Code == codes.InvalidArgument
+	case ErrFull:
+		return e.Code == codes.ResourceExhausted
 	case ErrNotFound, fs.ErrNotExist:
 		return e.Code == codes.NotFound
 	case ErrNotRunning:

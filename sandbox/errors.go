@@ -3,10 +3,14 @@ package sandbox
 import (
 	"errors"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
@@ -72,6 +76,43 @@ var codes = []struct {
 	{"volume-dirty", volume.ErrDirty},
 	{"not-frozen", guest.ErrFrozenTooLong},
 	{"ended", vmm.ErrEnded},
+	{"stopped", ErrStopped},
+	{"image-not-found", image.ErrNotFound},
+	{"image-ambiguous", image.ErrAmbiguous},
+	{"image-truncated", image.ErrTruncated},
+	{"image-corrupt", image.ErrCorrupt},
+	{"kernel-not-found", kernel.ErrNotFound},
+	{"kernel-feature", kernel.ErrFeature},
+	{"kernel-damaged", kernel.ErrDamaged},
+	{"volume-read-only", volume.ErrReadOnly},
+	{"volume-record", volume.ErrRecord},
+	{"volume-sync", volume.ErrSyncFailed},
+	{"snapshot-foreign", snapshot.ErrForeign},
+	{"disk-no-space", disk.ErrNoSpace},
+	{"disk-corrupt", disk.ErrCorrupt},
+	{"disk-truncated", disk.ErrTruncated},
+	{"disk-version", disk.ErrVersion},
+	{"disk-parent", disk.ErrMissingParent},
+	{"disk-io", disk.ErrIO},
+	{"disk-sync", disk.ErrSyncFailed},
+	{"network-busy", netpolicy.ErrBusy},
+	{"network-full", netpolicy.ErrSlots},
+	{"network-pins", netpolicy.ErrRoot},
+	{"network-nat", hostnet.ErrNAT},
+	{"not-recorded", guest.ErrNotRecorded},
+	// What a guest says comes last: it is the cause of much else.
+	{"guest-too-old", guest.ErrNoStats},
+	{"guest-invalid", guest.ErrInvalid},
+	{"guest-full", guest.ErrFull},
+	{"guest-unavailable", guest.ErrUnavailable},
+	{"guest-lost", guest.ErrConnectionLost},
+	{"guest-protocol", guest.ErrProtocol},
+	{"guest-limit", guest.ErrLimit},
+	{"guest-unsafe", guest.ErrUnsafe},
+	{"guest-failed", guest.ErrRemote},
+	// So does what the host's disk says.
+	{"no-space", unix.ENOSPC},
+	{"no-space", unix.EDQUOT},
 }
 
 func reportError(err error) *ErrorReport {

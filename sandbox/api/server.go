@@ -347,22 +347,44 @@ func own(code fleet.Code, remedy, format string, args ...any) error {
 }
 
 // statuses are those of HTTP for codes of errors. Those that are not here are the host's, and 500.
-var statuses = map[fleet.Code]int{
-	"invalid": http.StatusBadRequest, "label": http.StatusBadRequest, "policy": http.StatusBadRequest, "not-a-kernel": http.StatusBadRequest,
-	"no-room":   http.StatusBadRequest,
-	"not-found": http.StatusNotFound, "snapshot-not-found": http.StatusNotFound, "volume-not-found": http.StatusNotFound,
-	"exists": http.StatusConflict, "running": http.StatusConflict, "not-running": http.StatusConflict, "expired": http.StatusConflict,
-	"snapshot-in-use": http.StatusConflict, "foreign-snapshot": http.StatusConflict, "disk-only": http.StatusConflict, "hooks": http.StatusConflict,
-	"host-hooks": http.StatusConflict,
-	"promote":    http.StatusConflict, "drop": http.StatusConflict, "persist-limit": http.StatusConflict,
-	"disk-in-use": http.StatusConflict, "volume-in-use": http.StatusConflict, "volume-stale": http.StatusConflict, "volume-dirty": http.StatusConflict,
-	"secrets": http.StatusConflict, "not-frozen": http.StatusConflict, "foreign": http.StatusConflict,
-	"no-space": http.StatusInsufficientStorage, "host-memory": http.StatusServiceUnavailable, "addresses-full": http.StatusServiceUnavailable,
-	"no-kvm":          http.StatusServiceUnavailable,
-	fleet.CodeTimeout: http.StatusGatewayTimeout, fleet.CodeCanceled: http.StatusServiceUnavailable, fleet.CodeNoRecords: http.StatusServiceUnavailable,
-	wire.CodeUnauthorized: http.StatusUnauthorized, wire.CodeForbidden: http.StatusForbidden, wire.CodeNoRoute: http.StatusNotFound,
-	wire.CodeMethod: http.StatusMethodNotAllowed, wire.CodeTooLarge: http.StatusRequestEntityTooLarge,
-	wire.CodeMediaType: http.StatusUnsupportedMediaType, wire.CodeBusy: http.StatusServiceUnavailable, wire.CodeTooMany: http.StatusTooManyRequests,
+var statuses = byCode(map[int][]fleet.Code{
+	http.StatusBadRequest: {
+		"invalid", "label", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
+	},
+	http.StatusUnauthorized: {wire.CodeUnauthorized},
+	http.StatusForbidden:    {wire.CodeForbidden},
+	http.StatusNotFound: {
+		"not-found", "snapshot-not-found", "volume-not-found", "image-not-found", "kernel-not-found", wire.CodeNoRoute,
+	},
+	http.StatusMethodNotAllowed: {wire.CodeMethod},
+	// What state something is in.
+	http.StatusConflict: {
+		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
+		"snapshot-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
+		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "not-frozen", "network-busy", "guest-too-old",
+	},
+	http.StatusRequestEntityTooLarge: {wire.CodeTooLarge},
+	http.StatusUnsupportedMediaType:  {wire.CodeMediaType},
+	http.StatusTooManyRequests:       {wire.CodeTooMany},
+	// What the guest does wrong.
+	http.StatusBadGateway: {"guest-lost", "guest-protocol", "guest-limit", "guest-unsafe", "guest-failed"},
+	// What the host, or the guest, has no room or no means for now.
+	http.StatusServiceUnavailable: {
+		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
+		fleet.CodeCanceled, fleet.CodeNoRecords, wire.CodeBusy,
+	},
+	http.StatusGatewayTimeout:      {fleet.CodeTimeout},
+	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},
+})
+
+func byCode(byStatus map[int][]fleet.Code) map[fleet.Code]int {
+	out := map[fleet.Code]int{}
+	for status, codes := range byStatus {
+		for _, c := range codes {
+			out[c] = status
+		}
+	}
+	return out
 }
 
 // StatusOf is the status of HTTP that an error of a code has.

@@ -3,6 +3,7 @@ package fleet
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -46,7 +47,57 @@ var remedies = map[Code]string{
 	"record":             "restore its vm.json from a backup, or remove it with force",
 	"volume-stale":       "boot it instead of waking it",
 	"share-unusable":     "put the shared directory where it was, or name another one",
-	"crashed":            "see its log, with `drowse logs --vmm`",
+	"crashed":            "see its log, with `drowse logs --vmm`, and start it",
+	"policy":             "see docs/POLICY.md, or check it with `drowse policy check`",
+	"policy-kernel":      "see `drowse doctor`",
+	"not-a-kernel":       "name a kernel of `drowse kernel ls`",
+	"no-room":            "give it more memory",
+	"incomplete":         "go back to an earlier snapshot, or boot it with its disk as it is",
+	"version":            "use the version of drowse that has written it, or boot it with its disk as it is",
+	"foreign":            "wake it on the kind of host that it slept on, or boot it with its disk as it is",
+	"disk-in-use":        "wait until what uses it has ended, or see what that is with `drowse ps`",
+	"disk-only":          "make a sandbox from it that boots",
+	"secrets":            "see docs/SECRETS.md for what a guest can be given",
+	"address-range":      "name another range of addresses with DROWSE_AGENT_RANGE",
+	"addresses-full":     "remove sandboxes with a network, or name a larger range with DROWSE_AGENT_RANGE",
+	"volume-not-found":   "list what there is, with `drowse volume ls`, or make it with `drowse volume create`",
+	"volume-in-use":      "put to sleep or stop what uses it",
+	"volume-dirty":       "start the sandbox that had it, and stop it, so that it is unmounted",
+	"not-frozen":         "try again when the guest does less",
+	"ended":              "see what its guest has said, with `drowse logs`, and start it",
+	"stopped":            "start it",
+	"image-not-found":    "list what there is, with `drowse image ls`, or build it",
+	"image-ambiguous":    "give more of its id, or a tag",
+	"image-truncated":    "build or import it again",
+	"image-corrupt":      "build or import it again",
+	"kernel-not-found":   "list what there is, with `drowse kernel ls`, or get one with `drowse kernel build`",
+	"kernel-feature":     "build a kernel that has it, with `drowse kernel build`",
+	"kernel-damaged":     "remove it, and build or fetch it again",
+	"volume-read-only":   "mount it for writing",
+	"volume-record":      "restore its volume.json from a backup",
+	"volume-sync":        "see the host's log for errors of its disk",
+	"snapshot-foreign":   "list what can be used, with `drowse snapshot ls`",
+	"disk-no-space":      "free space, for one with `drowse prune`, and try again",
+	"disk-corrupt":       "go back to an earlier snapshot",
+	"disk-truncated":     "go back to an earlier snapshot",
+	"disk-version":       "use the version of drowse that has written it",
+	"disk-parent":        "go back to an earlier snapshot",
+	"disk-sync":          "see the host's log for errors of its disk",
+	"disk-io":            "see the host's log for errors of its disk",
+	"network-busy":       "wait until what uses its network has ended",
+	"network-full":       "remove sandboxes with a network",
+	"network-pins":       "see `drowse doctor`",
+	"network-nat":        "see `drowse doctor`",
+	"not-recorded":       "see that the state directory can be written to",
+	"guest-too-old":      "boot it anew, with the agent of this version",
+	"guest-invalid":      "see what the guest has: its users, directories and programs",
+	"guest-full":         "wait until some of what runs in it has ended",
+	"guest-unavailable":  "see its console, with `drowse logs`; if it does not come back, start it anew",
+	"guest-lost":         "see whether it still runs, and try again",
+	"guest-protocol":     "boot it anew: what answers in it is not drowse's agent, or broken",
+	"guest-limit":        "ask for less",
+	"guest-unsafe":       "see what is in that directory of the guest",
+	"guest-failed":       "see the cause, which is the guest's",
 	CodeCanceled:         "try again: what had begun can be repeated",
 	CodeTimeout:          "try again with more time: what had begun can be repeated",
 	CodeNoRecords:        "see the cause; what runs and sleeps does not depend on it",
@@ -97,7 +148,9 @@ func CodeOf(err error) Code {
 	case errors.Is(err, records.ErrNotFound):
 		return "not-found"
 	}
-	if code := sandbox.ErrorCode(err); code != "" {
+	// That the guest does not answer says less than that the time is up.
+	code := sandbox.ErrorCode(err)
+	if code != "" && (!strings.HasPrefix(code, "guest-") || !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled)) {
 		return Code(code)
 	}
 	switch {

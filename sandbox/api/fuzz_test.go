@@ -1,0 +1,160 @@
+package api_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+)
+
+// FuzzRequests sends any body, query and name to any path, with a token that may do all. The answer is as the description says and of a bounded length;
+// it is never the server's fault; and what is refused as impossible has changed nothing.
+func FuzzRequests(f *testing.F) {
+	var paths []string
+	d, err := theDescription()
+	if err != nil {
+		f.Fatal(err)
+	}
+	for path, methods := range d.Paths {
+		for method := range methods {
+			paths = append(paths, strings.ToUpper(method)+" "+path)
+		}
+	}
+	slices.Sort(paths)
+	tokens := api.Tokens{Path: filepath.Join(f.TempDir(), api.TokensFile)}
+	token, err := tokens.Create("writer", api.ScopeWrite)
+	if err != nil {
+		f.Fatal(err)
+	}
+	for i, body := range []string{
+		``, `{}`, `{"spec":{"name":"b","image":"app","memory_mib":128},"label":{"class":"resumable","tags":["x"]},"get_or_create":true}`, `{"children":[{"name":"c","tags":["t"]}]}`,
+		`{"to":"b"}`, `{"until":"2100-01-01T00:00:00Z"}`, `{"command":["true"],"stdin":"eA==","timeout_seconds":1}`, `{"snapshot":"0123"}`, `{"version":1,"rules":[]}`,
+		`{"owner":"o","no_expiry":true,"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":60},"persist":{"drop":["/tmp"]}}`, `{"hooks":"skip"}`, `{"timeout_seconds":1,"kill":true}`, `{"dry_run":true}`,
+	} {
+		for p := range paths {
+			if (p+i)%3 == 0 {
+				f.Add(uint8(p), "a", "limit=1", []byte(body))
+			}
+		}
+	}
+	f.Add(uint8(0), "..", "tag=a&tag=b&status=running", []byte(`{"a":`))
+	f.Fuzz(func(t *testing.T, path uint8, name, query string, body []byte) {
+		if len(body) > 16<<10 || len(name) > 256 || len(query) > 1024 {
+			return
+		}
+		vms := &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}
+		fl := fleet.New(vms, fleet.Options{})
+		s := api.New(api.Options{VMs: vms, Tokens: tokens, Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) { return fl, func() {}, nil }})
+		if _, err := fl.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}}); err != nil {
+			t.Fatal(err)
+		}
+		before := stateOf(t, vms)
+		method, pattern, _ := strings.Cut(paths[int(path)%len(paths)], " ")
+		where := strings.NewReplacer("{name}", url.PathEscape(name), "{id}", url.PathEscape(name)).Replace(pattern)
+		req := httptest.NewRequestWithContext(t.Context(), method, "http://localhost/", bytes.NewReader(body))
+		req.URL = &url.URL{Path: strings.NewReplacer("{name}", name, "{id}", name).Replace(pattern), RawPath: where, RawQuery: query}
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Authorization", "Bearer "+token)
+		w := httptest.NewRecorder()
+		s.ServeHTTP(w, req)
+		if w.Code == http.StatusMovedPermanently || w.Code == http.StatusTemporaryRedirect {
+			return // a name with dots makes another path of it
+		}
+		if w.Code == http.StatusInternalServerError {
+			t.Errorf("%s %s: %s", method, where, w.Body)
+		}
+		if most := 1<<20 + 64*(len(body)+len(name)+len(query)); w.Body.Len() > most {
+			t.Errorf("%s %s: an answer of %d bytes to a body of %d", method, where, w.Body.Len(), len(body))
+		}
+		var e wire.ErrorDoc
+		if w.Code >= 400 && pattern != "/readyz" && pattern != "/healthz" {
+			if err := json.Unmarshal(w.Body.Bytes(), &e); err != nil || e.Error.Code == "" || e.Error.Message == "" {
+				t.Errorf("%s %s: %d %v: %.200s", method, where, w.Code, err, w.Body)
+			}
+		} else if err := described(method, pattern, w.Code, w.Header().Get("Content-Type"), w.Body.Bytes()); err != nil {
+			t.Errorf("%s %s: %d is not as described: %v: %.300s", method, where, w.Code, err, w.Body)
+		}
+		if w.Code == http.StatusBadRequest || w.Code == http.StatusNotFound || method == http.MethodGet {
+			if after := stateOf(t, vms); after != before {
+				t.Errorf("%s %s: %d, and sandboxes were\n%s\nand are\n%s", method, where, w.Code, before, after)
+			}
+		}
+	})
+}
+
+// stateOf is what there is of sandboxes.
+func stateOf(t *testing.T, vms *machines) string {
+	t.Helper()
+	all, err := vms.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	for _, r := range all {
+		l, err := vms.Label(r.Spec.Name)
+		fmt.Fprintf(&out, "%s %s %s %s %+v %v\n", r.ID, r.Spec.Name, r.Phase, r.Snapshot, l, err)
+	}
+	policy, err := json.Marshal(vms.policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out.String() + string(policy)
+}
+
+// FuzzChanges reads any body as changes of a sandbox: what is taken says the same when it is sent on.
+func FuzzChanges(f *testing.F) {
+	for _, body := range []string{
+		`{}`, `{"owner":"","tags":[],"expires":"2100-01-01T00:00:00Z"}`, `{"no_expiry":true}`, `{"no_wake":true,"no_rotate":true}`, `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":7}}`,
+		`{"rotate":{"to":"0123","every_seconds":60}}`, `{"wake":{},"no_wake":true}`, `{"vcpus":2,"memory_mib":64,"reset":true,"idle":{"sleep_seconds":1}}`, `{"expires":"0001-01-01T00:00:00Z"}`,
+	} {
+		f.Add([]byte(body))
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		var c wire.Changes
+		if len(body) > 16<<10 || json.Unmarshal(body, &c) != nil {
+			return
+		}
+		first, err := c.Fleet()
+		if err != nil {
+			return
+		}
+		text, err := json.Marshal(wire.ChangesOf(first))
+		if err != nil {
+			return // a time that JSON does not have
+		}
+		var again wire.Changes
+		if err := json.Unmarshal(text, &again); err != nil {
+			t.Fatalf("%s: %v", text, err)
+		}
+		second, err := again.Fleet()
+		if err != nil {
+			t.Fatalf("%s is sent on as %s, which is refused: %v", body, text, err)
+		}
+		a, err := json.Marshal(first)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := json.Marshal(second)
+		if err != nil || !bytes.Equal(a, b) {
+			t.Errorf("%s says %s, and sent on %s", body, a, b)
+		}
+		if (first.Expires == nil) != (second.Expires == nil) || (first.Wake == nil) != (second.Wake == nil) || (first.Tags == nil) != (second.Tags == nil) || !reflect.DeepEqual(first.Tags, second.Tags) {
+			t.Errorf("%s says %+v, and sent on %+v", body, first, second)
+		}
+	})
+}
