@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -78,7 +79,7 @@ func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *L
 	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, "")
+	return s.launchNew(ctx, l, r, "", nil)
 }
 
 // maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
@@ -92,26 +93,31 @@ func (s *Store) checkPaths(name string) error {
 	return nil
 }
 
-// launchNew makes the record and starts the VM; it leaves nothing when that fails.
-func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string) (Report, error) {
+// launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when there is a record.
+func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string, recorded func() error) (Report, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""})
+	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, files ...*os.File) (Report, error) {
+func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
 	lock, err := s.create(r)
 	if err != nil {
 		return Report{}, err
 	}
 	lock.release()
+	if recorded != nil {
+		if err := recorded(); err != nil {
+			return Report{}, errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+		}
+	}
 	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
-		err = errors.Join(err, s.removeVM(context.WithoutCancel(ctx), r.Spec.Name))
+		err = errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
 	}
 	return rep, err
 }
@@ -433,6 +439,13 @@ type RestoreChanges struct {
 
 // RestoreWith is Restore with changes.
 func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
+	// Nobody removes the snapshot or its layers before the record names them.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
+	}
+	unlock = sync.OnceValue(unlock)
+	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
 		return Report{}, err
@@ -453,7 +466,7 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 	if err := r.setLabel(c.Label); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, id)
+	return s.launchNew(ctx, l, r, id, unlock)
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
@@ -690,7 +703,6 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
 	}
 	begin := time.Now()
-	old := r.Snapshot
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
@@ -710,10 +722,8 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
 	}
 	res.Stages["gone"] = ms(time.Since(begin))
-	if old != "" {
-		if _, err := s.Sweep(ctx); err != nil {
-			return res, fmt.Errorf("%s is asleep, but not all that nobody needs any more could be removed: %w", name, err)
-		}
+	if err := s.sweepSlept(ctx, name); err != nil {
+		return res, fmt.Errorf("%s is asleep, but not all that nobody needs any more could be removed: %w", name, err)
 	}
 	return res, nil
 }

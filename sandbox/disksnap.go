@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -168,6 +169,13 @@ func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix s
 
 // RunFromDiskLabelled is RunFromDisk for a sandbox that has a label, if that is not nil, from its first moment on.
 func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, prefix string, label *Label) (Report, error) {
+	// Nobody removes the snapshot's layers before the record names them.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
+	}
+	unlock = sync.OnceValue(unlock)
+	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return Report{}, err
@@ -183,7 +191,7 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 	if err := r.setLabel(label); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, "")
+	return s.launchNew(ctx, l, r, "", unlock)
 }
 
 func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *snapshot.Manifest) (*Record, error) {

@@ -13,8 +13,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
@@ -48,6 +46,12 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	if r.Phase == Running || r.Phase == Starting {
 		return nil, running
 	}
+	// Nobody removes the snapshot before the record names it.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	defer func() { _ = unlock() }()
 	l, err := s.lockSoon(ctx, name)
 	if errors.Is(err, ErrRunning) {
 		return nil, running
@@ -208,7 +212,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) 
 		}
 	}
 	// A sweep either sees the tags, or is over.
-	unlock, err := s.lockImports(unix.LOCK_SH)
+	unlock, err := s.share(context.Background())
 	if err != nil {
 		return SnapshotInfo{}, err
 	}

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -56,7 +55,7 @@ func (s *Store) Snapshots() ([]SnapshotInfo, error) {
 			continue
 		}
 		m, err := s.manifest(e.Name())
-		if errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, snapshot.ErrNotFound) {
 			continue
 		}
 		if err != nil {
@@ -192,31 +191,39 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 }
 
 // RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps
-// in it or was made from it and has not slept since.
+// in it or was made from it and has not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
 func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return err
 	}
-	records, err := s.List()
+	var layers []string
+	var free func() error
+	err = s.alone(ctx, func() error {
+		m, err := s.markRecords(ctx)
+		if err != nil {
+			return err
+		}
+		if why, named := m.names(id); named {
+			return fmt.Errorf("%w: snapshot %s %s", ErrSnapshotInUse, id, why)
+		}
+		// One that cannot be read goes as well; what it needed then goes when it has its age.
+		if m, err := snapshot.ReadManifest(s.snapshotDir(id)); err == nil {
+			layers = snapshotDisk(m).Layers
+		}
+		free, err = snapshot.Discard(s.snapshotDir(id))
+		return errors.Join(err, s.unkeep(id))
+	})
+	if errors.Is(err, errStoreBusy) {
+		err = fmt.Errorf("%w: VMs or snapshots are being made of others: %w", ErrSnapshotInUse, err)
+	}
+	if free != nil {
+		err = errors.Join(err, free())
+	}
 	if err != nil {
-		return err
-	}
-	for _, r := range records {
-		if r.Snapshot == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s comes back from", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-		if r.Previous == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s slept in before it was taken back, and is kept until its next sleep", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s begins anew from: see `drowse update --rotate-to`", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-	}
-	if err := errors.Join(snapshot.Remove(s.snapshotDir(id)), s.unkeep(id)); err != nil {
 		return fmt.Errorf("removing snapshot %s: %w", id, err)
 	}
-	_, err = s.Sweep(ctx)
+	_, err = s.sweep(ctx, exempt{layers: layers})
 	return err
 }
 

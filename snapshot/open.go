@@ -39,11 +39,32 @@ func manifestDigest(body []byte) string {
 // and needs their names no more: it stays readable when the directory is removed
 // or compacted.
 func Open(dir string) (*Snapshot, error) {
+	s, err := openWith(dir, (*Snapshot).openIn)
+	if err != nil {
+		return nil, fmt.Errorf("opening snapshot %s: %w", dir, err)
+	}
+	return s, nil
+}
+
+// ReadManifest reads the manifest of the snapshot in dir, checks it, and looks at
+// no other file: it says what a snapshot needs also when its memory is damaged or
+// not there. It fails as Open does; ErrNotFound alone says that there is no
+// snapshot, and ErrIncomplete that the manifest is missing or cut off.
+func ReadManifest(dir string) (*Manifest, error) {
+	s, err := openWith(dir, (*Snapshot).readIn)
+	if err != nil {
+		return nil, fmt.Errorf("reading the manifest of snapshot %s: %w", dir, err)
+	}
+	return s.manifest, nil
+}
+
+// openWith opens what in reads of the snapshot in dir.
+func openWith(dir string, in func(*Snapshot, *os.Root) error) (*Snapshot, error) {
 	var err error
 	for range openTries {
 		s := &Snapshot{dir: dir}
 		var replaced bool
-		if replaced, err = s.open(); err == nil {
+		if replaced, err = s.open(in); err == nil {
 			return s, nil
 		}
 		s.Close()
@@ -51,7 +72,7 @@ func Open(dir string) (*Snapshot, error) {
 			break
 		}
 	}
-	return nil, fmt.Errorf("opening snapshot %s: %w", dir, err)
+	return nil, err
 }
 
 // openTries is how often a directory may be replaced by Compact while it is
@@ -60,7 +81,7 @@ const openTries = 8
 
 // open says, when it fails, whether that may be because the directory has been
 // replaced meanwhile.
-func (s *Snapshot) open() (replaced bool, err error) {
+func (s *Snapshot) open(in func(*Snapshot, *os.Root) error) (replaced bool, err error) {
 	root, err := os.OpenRoot(s.dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -71,7 +92,7 @@ func (s *Snapshot) open() (replaced bool, err error) {
 		return false, err
 	}
 	defer root.Close()
-	if err = s.openIn(root); err == nil {
+	if err = in(s, root); err == nil {
 		return false, nil
 	}
 	held, herr := root.Stat(".")
@@ -80,15 +101,20 @@ func (s *Snapshot) open() (replaced bool, err error) {
 }
 
 func (s *Snapshot) openIn(root *os.Root) error {
+	if err := s.readIn(root); err != nil {
+		return err
+	}
+	return s.openMemory(root)
+}
+
+func (s *Snapshot) readIn(root *os.Root) error {
 	body, err := readManifest(root)
 	if err != nil {
 		return err
 	}
 	s.body = body
-	if s.manifest, s.payloads, err = decodeManifest(body); err != nil {
-		return err
-	}
-	return s.openMemory(root)
+	s.manifest, s.payloads, err = decodeManifest(body)
+	return err
 }
 
 func readManifest(root *os.Root) ([]byte, error) {
