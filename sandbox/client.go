@@ -256,18 +256,26 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
 var errBetween = errors.New("the VM is falling asleep or being woken")
 
-// Wake brings a VM back from its last sleep. Waking one that runs does nothing, and of several that wake it at
+// Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose process was killed
+// is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at
 // once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
 // case when Wake returns. When ctx ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
 // what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
-	return s.wake(ctx, l, name, nil)
+	return s.wake(ctx, l, name, nil, true)
 }
 
-// wake is Wake. hold, if not nil, is the socket by which the VM is held awake from its first moment on, if this call wakes it.
-func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
+// BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start does, so that
+// nothing is lost that its guest had written out.
+func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, error) {
+	return s.wake(ctx, l, name, nil, false)
+}
+
+// wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held awake from its first
+// moment on, if this call wakes it.
+func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	for {
-		rep, err := s.wakeOnce(ctx, l, name, hold)
+		rep, err := s.wakeOnce(ctx, l, name, hold, back)
 		if !errors.Is(err, errBetween) {
 			return rep, err
 		}
@@ -279,7 +287,7 @@ func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
@@ -294,6 +302,9 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
 		return Report{}, err
 	}
+	if r.Phase == Crashed && !back {
+		return s.upOnce(ctx, l, r, "", hold)
+	}
 	if r.Snapshot == "" {
 		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
 	}
@@ -306,15 +317,20 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		return Report{}, fmt.Errorf("waking %s: %w", name, err)
 	}
 	if r.Phase != Asleep {
-		// Back to the disk as it was then; what was written since is given up.
-		if err := s.rewind(name); errors.Is(err, ErrRunning) {
+		// Back to the disk as it was then; what was written since is kept aside.
+		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
 			return Report{}, errBetween
 		} else if err != nil {
 			return Report{}, err
 		}
 	}
+	return s.upOnce(ctx, l, r, r.Snapshot, hold)
+}
+
+// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween says that it has one.
+func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID string, hold *os.File) (Report, error) {
 	// The process that has put it to sleep may be on its way out.
-	lock, err := s.lock(name)
+	lock, err := s.lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
 		return Report{}, errBetween
 	}
@@ -322,7 +338,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		return Report{}, err
 	}
 	lock.release()
-	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil, Shared: true}
+	ord := order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}
@@ -335,8 +351,8 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	return rep, err
 }
 
-// rewind makes a crashed or stopped VM one that sleeps since its last snapshot.
-func (s *Store) rewind(name string) error {
+// rewind makes a crashed VM one that sleeps since its last snapshot.
+func (s *Store) rewind(ctx context.Context, name string) error {
 	l, err := s.lock(name)
 	if err != nil {
 		return err
@@ -346,11 +362,14 @@ func (s *Store) rewind(name string) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase == Running || r.Phase == Starting {
-		return fmt.Errorf("%w: %s", ErrRunning, name) // it has been started meanwhile, and killed
+	if r.Phase != Crashed {
+		return fmt.Errorf("%w: %s", ErrRunning, name) // it has run meanwhile: look again
 	}
 	m, err := s.manifest(r.Snapshot)
 	if err != nil {
+		return err
+	}
+	if _, err := s.abandon(ctx, r, m); err != nil {
 		return err
 	}
 	r.goBack(m)

@@ -258,7 +258,7 @@ func (m *mark) follow(s *Store) error {
 }
 
 // unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as labels say, and
-// those of forks that nobody comes back from. All others stay until somebody removes them.
+// those of forks that nobody comes back from, and, if that is said, disks that were left. All others stay until somebody removes them.
 func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now exempt) (drop []string) {
 	var sleeps []lifetime.Sleep
 	known := func(owner string) bool {
@@ -277,6 +277,10 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now ex
 			// A label decides over those of a VM that is there, whatever their age.
 			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.snapshotDir(id))
 			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
+		case kindAbandoned:
+			if !named && (now.abandoned || slices.Contains(now.owners, owner)) {
+				drop = append(drop, id)
+			}
 		case kindFork:
 			if !named && (now.snapshot(id, owner) || !young(s.snapshotDir(id))) {
 				drop = append(drop, id)
@@ -303,6 +307,8 @@ func young(path string) bool {
 // the same. The zero value is nothing.
 type exempt struct {
 	owners, snapshots, layers []string
+	// abandoned are the disks that VMs have left which were taken back.
+	abandoned bool
 }
 
 // of adds what a VM has named that is gone.

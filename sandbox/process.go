@@ -206,6 +206,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	o.Report(p.report())
 	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
+	if begun == events.Started && before.Phase == Crashed {
+		details.Problem = "its process was killed before: it has booted with its disk as it was, and what was in memory is lost"
+	}
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.hookFailures)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -19,10 +20,10 @@ type SnapshotInfo struct {
 	ID      string    `json:"id"`
 	VM      string    `json:"vm"` // the name that it had then
 	Owner   string    `json:"vm_id,omitempty"`
-	Kind    string    `json:"kind"` // "sleep", "named", "disk" or "fork"
+	Kind    string    `json:"kind"` // "sleep", "named", "disk", "fork" or "abandoned"
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
-	RAM     uint64    `json:"ram_bytes"` // 0 for one of kind "disk"
+	RAM     uint64    `json:"ram_bytes"` // 0 for one of a disk
 	// Stored is what its files take on disk, and Exclusive what of that no other
 	// snapshot has as well: what removing it frees.
 	Stored    int64 `json:"stored_bytes"`
@@ -238,12 +239,24 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 		Live   *Info            `json:"live,omitempty"`
 		Usage  int64            `json:"disk_bytes"`
 		Layers map[string]int64 `json:"layer_bytes"`
+		// Abandoned are the snapshots of disks that it has left when it was taken back.
+		Abandoned []string `json:"abandoned,omitempty"`
 	}{Record: r, Layers: map[string]int64{}}
 	if r.Phase == Running {
 		if info, err := s.Info(ctx, name); err == nil {
 			out.Live = &info
 		}
 	}
+	have := manifests{}
+	if _, _, err := s.readManifests(ctx, have); err != nil {
+		return nil, err
+	}
+	for id, m := range have {
+		if m.Labels[labelKind] == kindAbandoned && m.Labels[labelOwner] == r.ID {
+			out.Abandoned = append(out.Abandoned, id)
+		}
+	}
+	slices.Sort(out.Abandoned)
 	for _, l := range r.Disk.Layers {
 		out.Layers[l], _ = diskUsage(filepath.Join(s.layerDir(), l))
 		out.Usage += out.Layers[l]

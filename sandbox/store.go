@@ -166,6 +166,8 @@ type Record struct {
 	Secrets []SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
+	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one before goes.
+	Left string `json:"left,omitempty"`
 	// Rotated is the time of its Rotation at which it has last begun anew.
 	Rotated time.Time `json:"rotated,omitzero"`
 	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
@@ -421,7 +423,7 @@ func (s *Store) tidy(r *Record) error {
 		if r.Fork != nil && r.Snapshot == r.Parent {
 			since = "the fork"
 		}
-		r.Problem += "; `drowse wake` brings it back as of " + since + ", `drowse start` boots it with its disk as it is"
+		r.Problem += "; whatever uses it, and `drowse start`, boots it with its disk as it is; `drowse wake` brings it back as of " + since + ", and keeps that disk as a snapshot"
 	} else {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}

@@ -33,7 +33,7 @@ const templateOwner = "ext4"
 
 // Labels of a snapshot.
 const (
-	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk or kindFork
+	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk, kindFork or kindAbandoned
 	labelRecord = "drowse.record" // the VM's record at that time
 	labelOwner  = "drowse.owner"  // the id of that VM
 	labelNote   = "drowse.note"   // the user's words
@@ -48,6 +48,11 @@ const (
 // never deletes a snapshot that was asked for by name. A record or a snapshot that cannot be read is an error, what it
 // may need is kept, and the rest is deleted all the same. While a snapshot is being imported or a VM is being forked it does nothing. ctx ends it.
 func (s *Store) Sweep(ctx context.Context) (Freed, error) { return s.sweep(ctx, exempt{}) }
+
+// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with tags.
+func (s *Store) SweepAbandoned(ctx context.Context) (Freed, error) {
+	return s.sweep(ctx, exempt{abandoned: true})
+}
 
 // sweepPatience is how long a sweep waits for those who make records of what others name.
 const sweepPatience = 5 * time.Second

@@ -396,7 +396,7 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			rows := []row{}
 			for _, r := range records {
-				if !all && r.Phase != sandbox.Running && r.Phase != sandbox.Starting && r.Phase != sandbox.Asleep {
+				if !all && r.Phase == sandbox.Stopped {
 					continue
 				}
 				out := row{
@@ -433,7 +433,7 @@ func (a *app) psCommand() *cobra.Command {
 			return errors.Join(listErr, err)
 		},
 	}
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped or crashed")
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
 	return cmd
 }
 
