@@ -695,7 +695,8 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
 // that sleeps already is left alone, and what its last sleep has done is returned; one that is being started is waited
-// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on.
+// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be
+// done, as deleting the sleep before, is in the result's Problem, and left to the next Sweep.
 func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
@@ -728,22 +729,22 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
 	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
-		// Somebody else may have put it to sleep.
-		if now, gerr := s.Get(name); gerr == nil && passing(err) && now.sleptAfter(r) {
-			if err := awaitExit(ctx, proc); err != nil {
-				return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
-			}
-			return now.lastSleep(), nil
+		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
+		now, gerr := s.Get(name)
+		if gerr != nil || !now.sleptAfter(r) {
+			return res, err
 		}
-		return res, err
+		res = now.lastSleep()
+		res.note(awaitExit(ctx, proc))
+		return res, nil
 	}
+	// From here on it sleeps, whatever else fails.
 	if err := awaitExit(ctx, proc); err != nil {
-		return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
+		res.note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
+		return res, nil
 	}
 	res.Stages["gone"] = ms(time.Since(begin))
-	if err := s.sweepSlept(ctx, name); err != nil {
-		return res, fmt.Errorf("%s is asleep, but not all that nobody needs any more could be removed: %w", name, err)
-	}
+	res.note(errors.Join(s.sweepSlept(ctx, name), sweepNetworks()))
 	return res, nil
 }
 

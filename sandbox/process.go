@@ -520,6 +520,15 @@ type SleepResult struct {
 	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
 	// Persist is what was done about what does not persist; nil if all does.
 	Persist *Persisted `json:"persist,omitempty"`
+	// Problem is what could not be done after a sleep. The VM sleeps all the same.
+	Problem string `json:"problem,omitempty"`
+}
+
+// note adds what has failed after the sleep.
+func (r *SleepResult) note(err error) {
+	if err != nil {
+		r.Problem = err.Error()
+	}
 }
 
 // take adds what the record of the sleep says.

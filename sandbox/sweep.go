@@ -273,6 +273,9 @@ func (s *Store) sweepSlept(ctx context.Context, name string) error {
 	if errors.Is(err, errStoreBusy) {
 		return ctx.Err() // another time
 	}
+	if err != nil {
+		err = fmt.Errorf("deleting sleeps that are not kept: %w: `drowse prune` tries that again", err)
+	}
 	if len(pages) > 0 {
 		// What another snapshot has of these, its next wake does without.
 		err = errors.Join(err, pagecache.New(s.pageCacheDir()).Forget(pages))

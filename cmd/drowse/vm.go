@@ -301,6 +301,9 @@ func (a *app) sleepCommand() *cobra.Command {
 			a.warnHooks(res.Name, res.Hooks)
 			a.warnHostHooks(res.Name, res.HostHooks)
 			a.warnPersisted(res.Name, res.Persist)
+			if res.Problem != "" {
+				a.log.Warn("the VM sleeps, and not all could be done after that", "vm", res.Name, "problem", res.Problem)
+			}
 			return a.print(res, func(w io.Writer) {
 				printPersisted(w, res.Persist)
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
