@@ -90,7 +90,7 @@ func TestAudit_begins_empty_with_its_VM_and_names_what_it_was_made_of(t *testing
 	}
 
 	// A VM of the same name has nothing of the one before.
-	if err := s.removeVM(t.Context(), "parent"); err != nil {
+	if err := s.Remove(t.Context(), "parent", true); err != nil {
 		t.Fatal(err)
 	}
 	again := &Record{Spec: Spec{Name: "parent"}}

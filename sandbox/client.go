@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -78,7 +79,7 @@ func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *L
 	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, "")
+	return s.launchNew(ctx, l, r, "", nil)
 }
 
 // maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
@@ -92,26 +93,31 @@ func (s *Store) checkPaths(name string) error {
 	return nil
 }
 
-// launchNew makes the record and starts the VM; it leaves nothing when that fails.
-func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string) (Report, error) {
+// launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when there is a record.
+func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string, recorded func() error) (Report, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""})
+	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, files ...*os.File) (Report, error) {
+func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
 	lock, err := s.create(r)
 	if err != nil {
 		return Report{}, err
 	}
 	lock.release()
+	if recorded != nil {
+		if err := recorded(); err != nil {
+			return Report{}, errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+		}
+	}
 	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
-		err = errors.Join(err, s.removeVM(context.WithoutCancel(ctx), r.Spec.Name))
+		err = errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
 	}
 	return rep, err
 }
@@ -299,18 +305,26 @@ func unreadable(name string, err error) error {
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
 var errBetween = errors.New("the VM is falling asleep or being woken")
 
-// Wake brings a VM back from its last sleep. Waking one that runs does nothing, and of several that wake it at
+// Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose process was killed
+// is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at
 // once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
 // case when Wake returns. When ctx ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
 // what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
-	return s.wake(ctx, l, name, nil)
+	return s.wake(ctx, l, name, nil, true)
 }
 
-// wake is Wake. hold, if not nil, is the socket by which the VM is held awake from its first moment on, if this call wakes it.
-func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
+// BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start does, so that
+// nothing is lost that its guest had written out.
+func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, error) {
+	return s.wake(ctx, l, name, nil, false)
+}
+
+// wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held awake from its first
+// moment on, if this call wakes it.
+func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	for {
-		rep, err := s.wakeOnce(ctx, l, name, hold)
+		rep, err := s.wakeOnce(ctx, l, name, hold, back)
 		if !errors.Is(err, errBetween) {
 			return rep, err
 		}
@@ -322,7 +336,7 @@ func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return Report{}, err
@@ -337,6 +351,9 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
 		return Report{}, err
 	}
+	if r.Phase == Crashed && !back {
+		return s.upOnce(ctx, l, r, "", hold)
+	}
 	if r.Snapshot == "" {
 		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
 	}
@@ -349,15 +366,20 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		return Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
 	if r.Phase != Asleep {
-		// Back to the disk as it was then; what was written since is given up.
-		if err := s.rewind(name); errors.Is(err, ErrRunning) {
+		// Back to the disk as it was then; what was written since is kept aside.
+		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
 			return Report{}, errBetween
 		} else if err != nil {
 			return Report{}, err
 		}
 	}
+	return s.upOnce(ctx, l, r, r.Snapshot, hold)
+}
+
+// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween says that it has one.
+func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID string, hold *os.File) (Report, error) {
 	// The process that has put it to sleep may be on its way out.
-	lock, err := s.lock(name)
+	lock, err := s.lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
 		return Report{}, errBetween
 	}
@@ -365,7 +387,7 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		return Report{}, err
 	}
 	lock.release()
-	ord := order{Name: r.Spec.Name, Snapshot: r.Snapshot, Hold: hold != nil, Shared: true}
+	ord := order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}
@@ -375,11 +397,11 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 		// Somebody else was faster.
 		return Report{}, errBetween
 	}
-	return rep, unreadable(name, err)
+	return rep, unreadable(r.Spec.Name, err)
 }
 
-// rewind makes a crashed or stopped VM one that sleeps since its last snapshot.
-func (s *Store) rewind(name string) error {
+// rewind makes a crashed VM one that sleeps since its last snapshot.
+func (s *Store) rewind(ctx context.Context, name string) error {
 	l, err := s.lock(name)
 	if err != nil {
 		return err
@@ -389,11 +411,14 @@ func (s *Store) rewind(name string) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase == Running || r.Phase == Starting {
-		return fmt.Errorf("%w: %s", ErrRunning, name) // it has been started meanwhile, and killed
+	if r.Phase != Crashed {
+		return fmt.Errorf("%w: %s", ErrRunning, name) // it has run meanwhile: look again
 	}
 	m, err := s.manifest(r.Snapshot)
 	if err != nil {
+		return err
+	}
+	if _, err := s.abandon(ctx, r, m); err != nil {
 		return err
 	}
 	r.goBack(m)
@@ -482,6 +507,13 @@ type RestoreChanges struct {
 
 // RestoreWith is Restore with changes.
 func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
+	// Nobody removes the snapshot or its layers before the record names them.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
+	}
+	unlock = sync.OnceValue(unlock)
+	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
 		return Report{}, err
@@ -502,7 +534,7 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 	if err := r.setLabel(c.Label); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, id)
+	return s.launchNew(ctx, l, r, id, unlock)
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
@@ -702,7 +734,8 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
 // that sleeps already is left alone, and what its last sleep has done is returned; one that is being started is waited
-// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on.
+// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be
+// done, as deleting the sleep before, is in the result's Problem, and left to the next Sweep.
 func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
@@ -729,31 +762,28 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
 	}
 	begin := time.Now()
-	old := r.Snapshot
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
 	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
-		// Somebody else may have put it to sleep.
-		if now, gerr := s.Get(name); gerr == nil && passing(err) && now.sleptAfter(r) {
-			if err := awaitExit(ctx, proc); err != nil {
-				return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
-			}
-			return now.lastSleep(), nil
+		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
+		now, gerr := s.Get(name)
+		if gerr != nil || !now.sleptAfter(r) {
+			return res, err
 		}
-		return res, err
+		res = now.lastSleep()
+		res.note(awaitExit(ctx, proc))
+		return res, nil
 	}
+	// From here on it sleeps, whatever else fails.
 	if err := awaitExit(ctx, proc); err != nil {
-		return res, fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
+		res.note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
+		return res, nil
 	}
 	res.Stages["gone"] = ms(time.Since(begin))
-	if old != "" {
-		if _, err := s.Sweep(ctx); err != nil {
-			return res, fmt.Errorf("%s is asleep, but not all that nobody needs any more could be removed: %w", name, err)
-		}
-	}
+	res.note(errors.Join(s.sweepSlept(ctx, name), sweepNetworks()))
 	return res, nil
 }
 

@@ -430,8 +430,8 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 				t.Fatal("the fault was not met")
 			}
 			// The VM runs on, and the guest flushes.
-			write(t, d, 0, 7)
-			write(t, d, 1, 8)
+			writeBlock(t, d, 0, 7)
+			writeBlock(t, d, 1, 8)
 			if err := d.Close(); err != nil { // as a killed process's kernel does, less the flush
 				t.Fatal(err)
 			}
@@ -442,7 +442,7 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 			}
 			defer d.Close()
 			for block, want := range []uint64{7, 8} {
-				if got := read(t, d, int64(block)); got != want {
+				if got := readBlock(t, d, int64(block)); got != want {
 					t.Errorf("block %d has %d, want %d", block, got, want)
 				}
 			}
@@ -461,7 +461,7 @@ func TestAttack_kill_before_a_record_names_its_first_layer_does_not_fail_the_nex
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s, p, d := runningDisk(t)
-			write(t, d, 0, 5)
+			writeBlock(t, d, 0, 5)
 			before := *p.r
 			path, err := p.newLayer()
 			if err != nil {
@@ -470,7 +470,7 @@ func TestAttack_kill_before_a_record_names_its_first_layer_does_not_fail_the_nex
 			if _, err := d.Seal(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
-			write(t, d, 0, 6)
+			writeBlock(t, d, 0, 6)
 			if err := d.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -487,7 +487,7 @@ func TestAttack_kill_before_a_record_names_its_first_layer_does_not_fail_the_nex
 			if tc.keeps {
 				want = 6
 			}
-			if got := read(t, d, 0); got != want {
+			if got := readBlock(t, d, 0); got != want {
 				t.Errorf("the block has %d, want %d", got, want)
 			}
 		})
@@ -512,7 +512,7 @@ func runningDisk(t *testing.T) (*Store, *process, *disk.Disk) {
 	return s, p, d
 }
 
-func write(t *testing.T, d *disk.Disk, block int64, v uint64) {
+func writeBlock(t *testing.T, d *disk.Disk, block int64, v uint64) {
 	t.Helper()
 	var b [disk.BlockSize]byte
 	binary.LittleEndian.PutUint64(b[:], v)
@@ -524,7 +524,7 @@ func write(t *testing.T, d *disk.Disk, block int64, v uint64) {
 	}
 }
 
-func read(t *testing.T, d *disk.Disk, block int64) uint64 {
+func readBlock(t *testing.T, d *disk.Disk, block int64) uint64 {
 	t.Helper()
 	var b [disk.BlockSize]byte
 	if _, err := d.ReadAt(b[:], block*disk.BlockSize); err != nil && !errors.Is(err, io.EOF) {

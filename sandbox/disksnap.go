@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -24,7 +26,54 @@ const kindDisk = "disk"
 // ErrDiskOnly says that a snapshot has no memory to go on with.
 var ErrDiskOnly = errors.New("the snapshot is of a disk only")
 
-func diskOnly(m *snapshot.Manifest) bool { return m.Labels[labelKind] == kindDisk }
+// kindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned deletes it, or
+// whoever removes it or its VM.
+const kindAbandoned = "abandoned"
+
+func diskOnly(m *snapshot.Manifest) bool {
+	return m.Labels[labelKind] == kindDisk || m.Labels[labelKind] == kindAbandoned
+}
+
+// abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id of what it is kept
+// as. It is empty if nothing is left. The VM's lock is held.
+func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
+	if slices.Equal(r.Disk.Layers, snapshotDisk(to).Layers) {
+		return "", nil
+	}
+	fail := func(err error) (string, error) {
+		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: `drowse start %s` boots it with that disk", r.Spec.Name, err, r.Spec.Name)
+	}
+	st, err := s.absolute(r.Disk)
+	if err != nil {
+		return fail(err)
+	}
+	// Sealed it can be booted from. One that is damaged is kept as it is.
+	d, err := disk.Open(st, disk.Options{})
+	if err == nil {
+		err = d.CloseSealed()
+	}
+	note := fmt.Sprintf("what %s had on its disk when it was taken back to %.12s", r.Spec.Name, to.ID)
+	if err != nil && !errors.Is(err, disk.ErrSealed) {
+		if ctx.Err() != nil || errors.Is(err, disk.ErrInUse) {
+			return fail(err)
+		}
+		note += "; it is damaged"
+	}
+	labels, err := r.labels(kindAbandoned)
+	if err != nil {
+		return fail(err)
+	}
+	labels[labelNote] = note
+	id = newID()
+	if _, err := snapshot.Create(ctx, s.snapshotDir(id), snapshot.Spec{
+		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
+		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
+		Labels: labels, Memory: noMemory{},
+	}); err != nil {
+		return fail(err)
+	}
+	return id, nil
+}
 
 // noMemory is the RAM of a snapshot without any.
 type noMemory struct{}
@@ -171,6 +220,13 @@ func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix s
 
 // RunFromDiskLabelled is RunFromDisk for a sandbox that has a label, if that is not nil, from its first moment on.
 func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, prefix string, label *Label) (Report, error) {
+	// Nobody removes the snapshot's layers before the record names them.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
+	}
+	unlock = sync.OnceValue(unlock)
+	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return Report{}, err
@@ -187,7 +243,7 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 	if err := r.setLabel(label); err != nil {
 		return Report{}, err
 	}
-	return s.launchNew(ctx, l, r, "")
+	return s.launchNew(ctx, l, r, "", unlock)
 }
 
 func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *snapshot.Manifest) (*Record, error) {

@@ -145,9 +145,9 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
 	// What children need belongs to nobody until there are records of them.
-	unlock, err := s.lockImports(unix.LOCK_SH)
+	unlock, err := s.share(ctx)
 	if err != nil {
-		return res, err
+		return res, fmt.Errorf("forking %s: %w", name, err)
 	}
 	if r.Phase == Asleep {
 		err = f.sleeping(ctx)
@@ -156,8 +156,9 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	}
 	err = errors.Join(err, unlock())
 	if err != nil {
-		_, serr := s.Sweep(context.WithoutCancel(ctx))
-		return res, errors.Join(fmt.Errorf("forking %s: %w", name, err), serr)
+		err = errors.Join(fmt.Errorf("forking %s: %w", name, err), f.removeAll(ctx))
+		_, serr := s.sweep(context.WithoutCancel(ctx), exempt{owners: []string{r.ID}, snapshots: []string{f.made}})
+		return res, errors.Join(err, serr)
 	}
 	e := s.event(ctx, r, events.Forked)
 	e.Details.Snapshot, e.Details.Milliseconds = f.res.Snapshot, f.res.Stages["ready"]
@@ -179,6 +180,7 @@ type forker struct {
 	early    bool
 	asked    bool // by the guest
 	begin    time.Time
+	made     string // the snapshot that the VM's process makes for it
 	res      ForkResult
 }
 
@@ -276,7 +278,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 		if err := r.setLabel(f.labels[spec.Name]); err != nil {
 			return Report{}, err
 		}
-		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot)
+		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil)
 	})
 }
 
@@ -288,6 +290,7 @@ func (f *forker) running(ctx context.Context) error {
 		return err
 	}
 	defer c.close()
+	f.made = id
 	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.first.Pages, c.first.Stages
 	origin := f.parent.origin()
 	origin.Asked = f.asked
@@ -305,7 +308,7 @@ func (f *forker) running(ctx context.Context) error {
 		if err := r.setLabel(f.labels[spec.Name]); err != nil {
 			return Report{}, err
 		}
-		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, c.image)
+		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, nil, c.image)
 	})
 	if err == nil && f.early {
 		return nil
@@ -330,7 +333,7 @@ func (f *forker) running(ctx context.Context) error {
 		return nil
 	}
 	c.abort()
-	return errors.Join(werr, f.removeAll(ctx))
+	return werr
 }
 
 // isThere says whether a snapshot is on disk.
@@ -348,7 +351,7 @@ func (f *forker) note() string {
 	return note
 }
 
-// startAll starts the children, several at once. If one does not start, none is left.
+// startAll starts the children, several at once. If one does not start, those that have are for removeAll.
 func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec) (Report, error)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -367,7 +370,7 @@ func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec)
 	}
 	wg.Wait()
 	if cause := firstCause(errs); cause != nil {
-		return errors.Join(cause, f.removeAll(ctx))
+		return cause
 	}
 	f.res.Stages["ready"] = ms(time.Since(f.begin))
 	return nil

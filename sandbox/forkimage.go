@@ -114,6 +114,17 @@ type forkNote struct {
 // made by one build and read by the next.
 const forkVersion = 1
 
+// parseForkNote reads what an image says of a machine, which must have so many vCPUs. What it says of host, volumes and states is for others to check.
+func parseForkNote(data []byte, vcpus int) (note forkNote, err error) {
+	if err := json.Unmarshal(data, &note); err != nil {
+		return forkNote{}, fmt.Errorf("%w: %w", guestmem.ErrImage, err)
+	}
+	if note.Version != forkVersion || note.VCPUs != vcpus {
+		return forkNote{}, fmt.Errorf("%w: it is of version %d with %d vCPUs, version %d with %d is wanted", ErrSpec, note.Version, note.VCPUs, forkVersion, vcpus)
+	}
+	return note, nil
+}
+
 // finish completes the image with what frozen has, and seals it.
 func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *snapshot.Spec, c *Capture) (snapshot.MemorySource, error) {
 	begin := time.Now()
@@ -184,13 +195,9 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if err != nil {
 		return err
 	}
-	var note forkNote
-	if err := json.Unmarshal(data, &note); err != nil {
-		return fmt.Errorf("starting a fork: %w: %w", guestmem.ErrImage, err)
-	}
-	if note.Version != forkVersion || note.VCPUs != in.parts.Spec.VCPUs {
-		return fmt.Errorf("starting a fork: %w: it is of version %d with %d vCPUs, version %d with %d is wanted",
-			ErrSpec, note.Version, note.VCPUs, forkVersion, in.parts.Spec.VCPUs)
+	note, err := parseForkNote(data, in.parts.Spec.VCPUs)
+	if err != nil {
+		return fmt.Errorf("starting a fork: %w", err)
 	}
 	if err := checkHost(note.Host); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)

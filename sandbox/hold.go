@@ -74,7 +74,7 @@ func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
 	return nil, err
 }
 
-// WakeHeld is Wake, with the VM held awake from its first moment on. If somebody else was about to wake it, or it was awake, there is no hold: see Hold.
+// WakeHeld is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it was awake, there is no hold: see Hold.
 func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, *Hold, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -85,7 +85,7 @@ func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, 
 	if err != nil {
 		return Report{}, nil, errors.Join(fmt.Errorf("waking %s: %w", name, err), theirs.Close())
 	}
-	rep, err := s.wake(ctx, l, name, theirs)
+	rep, err := s.wake(ctx, l, name, theirs, false)
 	if err = errors.Join(err, theirs.Close()); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}

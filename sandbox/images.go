@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -20,12 +19,14 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 		return nil, fmt.Errorf("asking who uses image %.12s: %w", id, err)
 	}
 	var users []string
-	slept := map[string]bool{}
+	needed := map[string]bool{}
 	for _, r := range records {
 		if r.Boot.ImageID == id {
 			users = append(users, "VM "+r.Spec.Name)
 		}
-		slept[r.Snapshot] = true
+		for _, id := range s.lasts(r).Needs {
+			needed[id] = true
+		}
 	}
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
@@ -35,15 +36,15 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 		if snapshot.IsTemp(e.Name()) {
 			continue
 		}
-		m, err := s.manifest(e.Name())
-		if errors.Is(err, fs.ErrNotExist) {
+		m, err := snapshot.ReadManifest(s.snapshotDir(e.Name()))
+		if errors.Is(err, snapshot.ErrNotFound) {
 			continue
 		}
 		if err != nil {
 			return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: %w", id, e.Name(), err)
 		}
-		if m.Labels[labelKind] != kindNamed && !slept[e.Name()] {
-			continue // nothing needs it: the next sweep deletes it
+		if kind := m.Labels[labelKind]; (kind == kindSleep || kind == kindFork) && !needed[e.Name()] && !s.kept(e.Name()) {
+			continue // nothing needs it: a sweep deletes it
 		}
 		var r Record
 		if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &r); err != nil {

@@ -233,7 +233,7 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 	l.Rotate.At = l.Rotate.At.UTC().Truncate(time.Millisecond)
 	if l.Rotate.To != before.Rotate.To {
 		// A sweep either sees what is kept now, or is over.
-		release, err := s.lockImports(unix.LOCK_SH)
+		release, err := s.share(ctx)
 		if err != nil {
 			return Label{}, err
 		}

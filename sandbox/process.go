@@ -206,6 +206,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	o.Report(p.report())
 	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
+	if begun == events.Started && before.Phase == Crashed {
+		details.Problem = "its process was killed before: it has booted with its disk as it was, and what was in memory is lost"
+	}
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.hookFailures)
@@ -536,6 +539,15 @@ type SleepResult struct {
 	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
 	// Persist is what was done about what does not persist; nil if all does.
 	Persist *Persisted `json:"persist,omitempty"`
+	// Problem is what could not be done after a sleep. The VM sleeps all the same.
+	Problem string `json:"problem,omitempty"`
+}
+
+// note adds what has failed after the sleep.
+func (r *SleepResult) note(err error) {
+	if err != nil {
+		r.Problem = err.Error()
+	}
 }
 
 // take adds what the record of the sleep says.

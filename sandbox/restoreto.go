@@ -13,8 +13,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
@@ -25,7 +23,7 @@ var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
 // RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of that
 // time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it sleeps, the snapshot that it
 // sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped or was killed, what it has
-// written to its disk since its last sleep is given up. A snapshot of another VM is ErrForeignSnapshot, one without memory
+// on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is ErrForeignSnapshot, one without memory
 // ErrDiskOnly; ErrLabel if the VM's Rotation would take it elsewhere at its next wake.
 func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
 	id, err := s.FindSnapshot(snapshotID)
@@ -48,6 +46,12 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	if r.Phase == Running || r.Phase == Starting {
 		return nil, running
 	}
+	// Nobody removes the snapshot before the record names it.
+	unlock, err := s.share(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	defer func() { _ = unlock() }()
 	l, err := s.lockSoon(ctx, name)
 	if errors.Is(err, ErrRunning) {
 		return nil, running
@@ -84,6 +88,10 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	}
 	if r.Phase == Asleep {
 		r.Previous = r.Snapshot
+	} else if left, err := s.abandon(ctx, r, m); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	} else if left != "" && events.CauseOf(ctx) == events.Rotation {
+		r.Left = left
 	}
 	r.Snapshot = id
 	r.goBack(m)
@@ -208,7 +216,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) 
 		}
 	}
 	// A sweep either sees the tags, or is over.
-	unlock, err := s.lockImports(unix.LOCK_SH)
+	unlock, err := s.share(context.Background())
 	if err != nil {
 		return SnapshotInfo{}, err
 	}

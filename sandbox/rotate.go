@@ -107,12 +107,17 @@ func (s *Store) rotate(ctx context.Context, r *Record, rot Rotation) (*Record, e
 	}
 	if always || !r.Rotated.Equal(rot.At) {
 		var err error
+		left := r.Left
 		r, err = s.restoreTo(events.WithCause(ctx, events.Rotation), name, rot.To, func(r *Record) { r.Rotated = rot.At })
 		switch {
 		case errors.Is(err, ErrRunning):
 			return nil, errBetween
 		case err != nil:
 			return nil, fmt.Errorf("beginning anew, as `drowse update --rotate-to` has it: %w", err)
+		}
+		if left != "" && r.Left != left {
+			// Or a guest that ends again and again would fill the host's disk. If it stays, pruning removes it.
+			_ = s.RemoveSnapshot(ctx, left)
 		}
 	}
 	if always {

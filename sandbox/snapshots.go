@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -19,10 +20,10 @@ type SnapshotInfo struct {
 	ID      string    `json:"id"`
 	VM      string    `json:"vm"` // the name that it had then
 	Owner   string    `json:"vm_id,omitempty"`
-	Kind    string    `json:"kind"` // "sleep", "named", "disk" or "fork"
+	Kind    string    `json:"kind"` // "sleep", "named", "disk", "fork" or "abandoned"
 	Note    string    `json:"note,omitempty"`
 	Created time.Time `json:"created"`
-	RAM     uint64    `json:"ram_bytes"` // 0 for one of kind "disk"
+	RAM     uint64    `json:"ram_bytes"` // 0 for one of a disk
 	// Stored is what its files take on disk, and Exclusive what of that no other
 	// snapshot has as well: what removing it frees.
 	Stored    int64 `json:"stored_bytes"`
@@ -207,31 +208,39 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 }
 
 // RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps
-// in it or was made from it and has not slept since.
+// in it or was made from it and has not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
 func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return err
 	}
-	records, err := s.List()
+	var layers []string
+	var free func() error
+	err = s.alone(ctx, func() error {
+		m, err := s.markRecords(ctx)
+		if err != nil {
+			return err
+		}
+		if why, named := m.names(id); named {
+			return fmt.Errorf("%w: snapshot %s %s", ErrSnapshotInUse, id, why)
+		}
+		// One that cannot be read goes as well; what it needed then goes when it has its age.
+		if m, err := snapshot.ReadManifest(s.snapshotDir(id)); err == nil {
+			layers = snapshotDisk(m).Layers
+		}
+		free, err = snapshot.Discard(s.snapshotDir(id))
+		return errors.Join(err, s.unkeep(id))
+	})
+	if errors.Is(err, errStoreBusy) {
+		err = fmt.Errorf("%w: VMs or snapshots are being made of others: %w", ErrSnapshotInUse, err)
+	}
+	if free != nil {
+		err = errors.Join(err, free())
+	}
 	if err != nil {
-		return err
-	}
-	for _, r := range records {
-		if r.Snapshot == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s comes back from", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-		if r.Previous == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s slept in before it was taken back, and is kept until its next sleep", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To == id {
-			return fmt.Errorf("%w: snapshot %s is what VM %s begins anew from: see `drowse update --rotate-to`", ErrSnapshotInUse, id, r.Spec.Name)
-		}
-	}
-	if err := errors.Join(snapshot.Remove(s.snapshotDir(id)), s.unkeep(id)); err != nil {
 		return fmt.Errorf("removing snapshot %s: %w", id, err)
 	}
-	_, err = s.Sweep(ctx)
+	_, err = s.sweep(ctx, exempt{layers: layers})
 	return err
 }
 
@@ -246,12 +255,24 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 		Live   *Info            `json:"live,omitempty"`
 		Usage  int64            `json:"disk_bytes"`
 		Layers map[string]int64 `json:"layer_bytes"`
+		// Abandoned are the snapshots of disks that it has left when it was taken back.
+		Abandoned []string `json:"abandoned,omitempty"`
 	}{Record: r, Layers: map[string]int64{}}
 	if r.Phase == Running {
 		if info, err := s.Info(ctx, name); err == nil {
 			out.Live = &info
 		}
 	}
+	have := manifests{}
+	if _, _, err := s.readManifests(ctx, have); err != nil {
+		return nil, err
+	}
+	for id, m := range have {
+		if m.Labels[labelKind] == kindAbandoned && m.Labels[labelOwner] == r.ID {
+			out.Abandoned = append(out.Abandoned, id)
+		}
+	}
+	slices.Sort(out.Abandoned)
 	for _, l := range r.Disk.Layers {
 		out.Layers[l], _ = diskUsage(filepath.Join(s.layerDir(), l))
 		out.Usage += out.Layers[l]

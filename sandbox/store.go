@@ -171,6 +171,8 @@ type Record struct {
 	Secrets []SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
+	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one before goes.
+	Left string `json:"left,omitempty"`
 	// Rotated is the time of its Rotation at which it has last begun anew.
 	Rotated time.Time `json:"rotated,omitzero"`
 	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
@@ -453,7 +455,7 @@ func (s *Store) tidy(r *Record) error {
 		if r.Fork != nil && r.Snapshot == r.Parent {
 			since = "the fork"
 		}
-		r.Problem += "; `drowse wake` brings it back as of " + since + ", `drowse start` boots it with its disk as it is"
+		r.Problem += "; whatever uses it, and `drowse start`, boots it with its disk as it is; `drowse wake` brings it back as of " + since + ", and keeps that disk as a snapshot"
 	} else {
 		r.Problem += "; `drowse start` boots it again with its disk as it is"
 	}
@@ -748,13 +750,34 @@ func (s *Store) bootPath(path string) string {
 	return path
 }
 
-// removeVM deletes a VM that is not running, and what only it needed.
-func (s *Store) removeVM(ctx context.Context, name string) error {
-	_, _, err := s.removeFreed(ctx, name)
-	return err
+// removeNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can name them. It sweeps
+// nothing, since others may be made of the same snapshot.
+func (s *Store) removeNew(ctx context.Context, r *Record) error {
+	l, err := s.lockWithin(ctx, r.Spec.Name, removePatience)
+	if err != nil {
+		return err
+	}
+	defer l.release()
+	last := r.NextLayer
+	if now, err := s.load(r.Spec.Name); err == nil {
+		last = max(last, now.NextLayer)
+		if err := removeLeftNetwork(now); err != nil {
+			return err
+		}
+	}
+	errs := []error{os.RemoveAll(s.vmDir(r.Spec.Name))}
+	for n := 1; n <= last+1; n++ { // one more: a layer is made before it is counted on disk
+		if err := os.Remove(filepath.Join(s.layerDir(), fmt.Sprintf("%s-%d", r.ID, n))); !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("removing VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
 }
 
-// removeFreed is removeVM that says what it has freed, and whether the VM is gone. It may be gone with an error: what only
+// removeFreed deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM is gone. It may be gone with an error: what only
 // it needed is deleted after it, and what of that is left the next sweep deletes.
 func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone bool, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
@@ -762,10 +785,17 @@ func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone
 		return freed, false, err
 	}
 	defer l.release()
+	var now exempt
 	if r, err := s.load(name); err == nil {
+		now.of(r)
 		// A process that was killed when the record said already that it sleeps.
 		if err := removeLeftNetwork(r); err != nil {
 			return freed, false, err
+		}
+	} else if errors.Is(err, ErrRecord) {
+		// What else it may have needed goes when it has its age.
+		for _, path := range vmFiles(s.vmDir(name)) {
+			now.owners = append(now.owners, idsIn(path)...)
 		}
 	}
 	_, own := diskUsage(s.vmDir(name))
@@ -774,7 +804,12 @@ func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone
 		_, lerr := s.load(name)
 		return freed, errors.Is(lerr, ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
 	}
-	freed, err = s.Sweep(ctx)
+	// Or it could come back, after a loss of power, without what is deleted now.
+	if err := syncDir(filepath.Join(s.dir, "vms")); err != nil {
+		return freed, true, fmt.Errorf("removing VM %s: %w", name, err)
+	}
+	l.release() // who holds a VM's lock does not wait for the store's
+	freed, err = s.sweep(ctx, now)
 	freed.Bytes += own
 	if err != nil {
 		err = fmt.Errorf("VM %s is removed, but not all that only it needed: `drowse prune` tries that again: %w", name, err)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -34,7 +33,7 @@ const templateOwner = "ext4"
 
 // Labels of a snapshot.
 const (
-	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk or kindFork
+	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk, kindFork or kindAbandoned
 	labelRecord = "drowse.record" // the VM's record at that time
 	labelOwner  = "drowse.owner"  // the id of that VM
 	labelNote   = "drowse.note"   // the user's words
@@ -44,96 +43,293 @@ const (
 	kindFork  = "fork"
 )
 
-// Sweep deletes the sleep snapshots that no VM needs any more and no Label keeps, the disk layers that
-// neither a VM nor a snapshot needs, decompressed pages of no snapshot, and what interrupted commands have left. It
-// never deletes a snapshot that was asked for by name. When a record or a snapshot
-// cannot be read, nothing is deleted that it might need.
-func (s *Store) Sweep(ctx context.Context) (Freed, error) {
-	var freed Freed
-	unlock, err := s.lockImports(unix.LOCK_EX)
-	if errors.Is(err, ErrRunning) {
+// Sweep deletes what no record, label or snapshot names (see mark) and what has not changed for ten minutes: sleep snapshots that no VM
+// needs any more and no Label keeps, disk layers, decompressed pages of no snapshot, and what interrupted commands have left. It
+// never deletes a snapshot that was asked for by name. A record or a snapshot that cannot be read is an error, what it
+// may need is kept, and the rest is deleted all the same. While a snapshot is being imported or a VM is being forked it does nothing. ctx ends it.
+func (s *Store) Sweep(ctx context.Context) (Freed, error) { return s.sweep(ctx, exempt{}) }
+
+// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with tags.
+func (s *Store) SweepAbandoned(ctx context.Context) (Freed, error) {
+	return s.sweep(ctx, exempt{abandoned: true})
+}
+
+// sweepPatience is how long a sweep waits for those who make records of what others name.
+const sweepPatience = 5 * time.Second
+
+// sweep is Sweep that does not leave alone what has just been given up.
+func (s *Store) sweep(ctx context.Context, now exempt) (freed Freed, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("tidying up: %w", err)
+		}
+	}()
+	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
+		return freed, err
+	}
+	// Most of what is to be read does not change: nobody need wait meanwhile.
+	have := manifests{}
+	if _, _, err := s.readManifests(ctx, have); err != nil {
+		return freed, err
+	}
+	var m *mark
+	free := func() {}
+	err = s.alone(ctx, func() error {
+		var err error
+		m, free, err = s.takeAway(ctx, have, now, &freed)
+		return err
+	})
+	free()
+	if errors.Is(err, errStoreBusy) && ctx.Err() == nil {
 		return freed, nil // another time
 	}
-	if err != nil {
-		return freed, fmt.Errorf("tidying up: %w", err)
+	if m == nil {
+		return freed, err
 	}
-	defer func() { _ = unlock() }()
-	// The files first, then who needs them: what is made in between is not in the
-	// list, and so not deleted.
-	files, err := os.ReadDir(s.layerDir())
-	if err != nil {
-		return freed, fmt.Errorf("tidying up: %w", err)
-	}
-	snaps, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
-	if err != nil {
-		return freed, fmt.Errorf("tidying up: %w", err)
-	}
-	records, err := s.List()
-	if err != nil {
-		return freed, fmt.Errorf("tidying up: %w", err)
-	}
-	layers, snapshots, live := holders{}, map[string]bool{}, map[string]bool{}
-	var lasting []lifetime.Sandbox
-	for _, r := range records {
-		// The process of a VM makes and deletes its files itself, also while its
-		// record does not say yet that it runs. Without a process the record
-		// stands still as long as the lock is held, so it is read then.
-		l, err := s.lock(r.Spec.Name)
-		switch {
-		case err == nil:
-			r, err = s.load(r.Spec.Name)
-			l.release()
-			if err != nil {
-				return freed, fmt.Errorf("tidying up: %w", err)
-			}
-		case errors.Is(err, ErrRunning):
-			live[r.ID] = true
-		case !errors.Is(err, ErrNotFound):
-			return freed, fmt.Errorf("tidying up: %w", err)
+	errs := append(m.problems, err)
+	memory := map[string]bool{}
+	for _, man := range have {
+		for _, f := range man.Memory.Files {
+			memory[f.ID] = true
 		}
-		layers.add(r.Disk.Layers, "VM "+r.Spec.Name)
-		if r.Snapshot != "" {
-			snapshots[r.Snapshot] = true
-		}
-		if r.Previous != "" {
-			snapshots[r.Previous] = true
-		}
-		last := s.lasts(r)
-		last.Running = live[r.ID]
-		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To != "" {
-			snapshots[l.Rotate.To] = true
-		}
-		lasting = append(lasting, last)
-		if r.Base != "" && live[r.ID] {
-			snapshots[r.Base] = true
-		}
-	}
-	memory, err := s.sweepSnapshots(ctx, snaps, snapshots, lasting, layers, &freed)
-	if err != nil {
-		return freed, fmt.Errorf("tidying up: %w", err)
 	}
 	// A snapshot that has come meanwhile is not in the list: what there may be for it
 	// already, its next wake does without.
 	n, bytes, err := pagecache.New(s.pageCacheDir()).Sweep(memory)
 	freed.CacheFiles, freed.Bytes = n, freed.Bytes+bytes
-	errs := []error{err, os.RemoveAll(s.oldPageCacheDir())}
+	errs = append(errs, err, os.RemoveAll(s.oldPageCacheDir()))
+	for _, r := range m.records {
+		if ctx.Err() != nil {
+			break
+		}
+		if len(r.Disk.Layers) > looseLayers && r.Phase == Asleep {
+			errs = append(errs, s.joinAlone(ctx, r.Spec.Name, have))
+		}
+	}
+	errs = append(errs, ctx.Err(), sweepNetworks())
+	return freed, errors.Join(errs...)
+}
+
+// alone runs f while nobody makes a record of what another one names; errStoreBusy if somebody does so for long.
+func (s *Store) alone(ctx context.Context, f func() error) error {
+	unlock, err := s.lockStore(ctx, unix.LOCK_EX, sweepPatience)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f(), unlock())
+}
+
+// takeAway takes the names of what nobody needs away, which is quick; free deletes it. It is called alone. m is nil if nothing could be
+// found out.
+func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed *Freed) (m *mark, free func(), err error) {
+	var later []func()
+	free = func() {
+		for _, f := range later {
+			f()
+		}
+	}
+	// What there is first, then who needs it: what is made in between is not looked at. A VM may sleep meanwhile and wake again.
+	files, err := os.ReadDir(s.layerDir())
+	if err != nil {
+		return nil, free, err
+	}
+	before, _, err := s.readManifests(ctx, have)
+	if err != nil {
+		return nil, free, err
+	}
+	if m, err = s.markRecords(ctx); err != nil {
+		return nil, free, err
+	}
+	if err := s.markSnapshots(ctx, m, have); err != nil {
+		return nil, free, err
+	}
+	gone := map[string]bool{}
+	for _, id := range m.unneeded(s, have, before, now) {
+		dir := s.snapshotDir(id)
+		_, n := diskUsage(dir)
+		remove, err := snapshot.Discard(dir)
+		if err != nil {
+			// Its layers are still marked.
+			return m, free, err
+		}
+		for _, d := range have[id].Disks {
+			now.layers = append(now.layers, d.Layers...)
+		}
+		gone["snapshot "+id] = true
+		delete(have, id)
+		freed.Snapshots++
+		freed.Bytes += n
+		later = append(later, func() { _ = remove() }) // what stays has a name that the next sweep knows
+	}
+	m.layers.without(gone)
+	var errs []error
 	for _, e := range files {
-		owner, _, _ := strings.Cut(e.Name(), "-")
-		if layers[e.Name()] != nil || live[owner] || owner == templateOwner {
+		name := e.Name()
+		owner, _, _ := strings.Cut(name, "-")
+		if m.layers[name] != nil || m.running[owner] || owner == templateOwner || strings.HasPrefix(name, ".") {
 			continue
 		}
-		n, err := remove(filepath.Join(s.layerDir(), e.Name()))
+		path := filepath.Join(s.layerDir(), name)
+		if !now.layer(name) && young(path) {
+			continue
+		}
+		n, err := s.removeLayer(m, owner, path)
 		errs = append(errs, err)
-		if n > 0 {
+		if n >= 0 {
 			freed.Layers++
 			freed.Bytes += n
 		}
 	}
-	for _, r := range records {
-		errs = append(errs, s.joinLayers(ctx, r.Spec.Name, layers))
+	return m, free, errors.Join(errs...)
+}
+
+// removeLayer deletes a file that nothing names, unless somebody has it open, or its VM has begun to run. It returns -1 then, or how many
+// bytes of disk that gives back.
+func (s *Store) removeLayer(m *mark, owner, path string) (int64, error) {
+	if i := slices.IndexFunc(m.records, func(r *Record) bool { return r.ID == owner }); i >= 0 {
+		l, err := s.lock(m.records[i].Spec.Name)
+		if err != nil {
+			return -1, nil //nolint:nilerr // it runs, or has another name: another time
+		}
+		defer l.release()
 	}
-	errs = append(errs, sweepNetworks())
-	return freed, errors.Join(errs...)
+	if f, err := os.Open(path); err == nil {
+		defer f.Close()
+		// Whoever uses a layer has it locked: package disk.
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+			return -1, nil
+		}
+	}
+	n, err := remove(path)
+	if err != nil {
+		return -1, err
+	}
+	return n, nil
+}
+
+// joinAlone joins the layers of a sleeping VM's disk, if there are too many.
+func (s *Store) joinAlone(ctx context.Context, name string, have manifests) error {
+	err := s.alone(ctx, func() error {
+		m, err := s.markAll(ctx, have)
+		if err != nil {
+			return err
+		}
+		return s.joinLayers(ctx, name, m.layers)
+	})
+	if errors.Is(err, errStoreBusy) {
+		return nil // another time
+	}
+	return err
+}
+
+// sweepSlept deletes the sleeps of a VM that has just slept which its label does not keep: usually the one before. It looks at these
+// alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has been woken meanwhile is left alone.
+func (s *Store) sweepSlept(ctx context.Context, name string) error {
+	var layers []string
+	pages := map[string]bool{}
+	free := func() {}
+	err := s.alone(ctx, func() error {
+		r, running, err := s.loadStill(name)
+		if err != nil || running || r.Phase != Asleep {
+			return nothing(err)
+		}
+		old := s.oldSleeps(r)
+		if len(old) == 0 {
+			return nil
+		}
+		needed, err := s.idsInRecords(ctx, r)
+		if err != nil {
+			return err
+		}
+		for _, man := range old {
+			if needed[man.ID] || s.kept(man.ID) {
+				continue
+			}
+			remove, err := snapshot.Discard(s.snapshotDir(man.ID))
+			if err != nil {
+				return err
+			}
+			before := free
+			free = func() { before(); _ = remove() }
+			for _, f := range man.Memory.Files {
+				pages[f.ID] = true
+			}
+			for _, l := range snapshotDisk(man).Layers {
+				if !slices.Contains(r.Disk.Layers, l) {
+					layers = append(layers, l)
+				}
+			}
+		}
+		last, err := snapshot.ReadManifest(s.snapshotDir(r.Snapshot))
+		if err != nil {
+			return err
+		}
+		for _, f := range last.Memory.Files {
+			delete(pages, f.ID)
+		}
+		return nil
+	})
+	free()
+	if errors.Is(err, errStoreBusy) {
+		return ctx.Err() // another time
+	}
+	if err != nil {
+		err = fmt.Errorf("deleting sleeps that are not kept: %w: `drowse prune` tries that again", err)
+	}
+	if len(pages) > 0 {
+		// What another snapshot has of these, its next wake does without.
+		err = errors.Join(err, pagecache.New(s.pageCacheDir()).Forget(pages))
+	}
+	if err == nil && len(layers) > 0 {
+		// Layers were joined while it ran, which is so once in many sleeps.
+		_, err = s.sweep(ctx, exempt{layers: layers})
+	}
+	return err
+}
+
+// oldSleeps are those of a VM's last sleeps that its label does not keep, which it does not need itself, and which are there.
+func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
+	var sleeps []lifetime.Sleep
+	there := map[string]*snapshot.Manifest{}
+	for _, sl := range r.Sleeps {
+		man, err := snapshot.ReadManifest(s.snapshotDir(sl.Snapshot))
+		if err != nil || man.Labels[labelKind] != kindSleep || man.Labels[labelOwner] != r.ID {
+			continue
+		}
+		there[man.ID] = man
+		sleeps = append(sleeps, lifetime.Sleep{ID: man.ID, Owner: r.ID, Created: time.Unix(0, man.CreatedUnixNano)})
+	}
+	for _, sl := range lifetime.Unkept([]lifetime.Sandbox{s.lasts(r)}, sleeps, time.Now()) {
+		old = append(old, there[sl.ID])
+	}
+	return old
+}
+
+// idsInRecords are the ids in the records of all VMs but r, whatever they stand for.
+func (s *Store) idsInRecords(ctx context.Context, r *Record) (map[string]bool, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	ids := map[string]bool{}
+	for _, e := range entries {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		if e.Name() == r.Spec.Name {
+			continue
+		}
+		found := idsIn(s.recordPath(e.Name()))
+		if len(found) == 0 { // no record has none
+			for _, path := range vmFiles(s.vmDir(e.Name())) {
+				found = append(found, idsIn(path)...)
+			}
+		}
+		for _, id := range found {
+			ids[id] = true
+		}
+	}
+	return ids, nil
 }
 
 // holders says who needs each layer.
@@ -143,6 +339,17 @@ func (h holders) add(layers []string, who string) {
 	for _, l := range layers {
 		l = filepath.Base(l)
 		h[l] = append(h[l], who)
+	}
+}
+
+// without forgets those who are gone.
+func (h holders) without(gone map[string]bool) {
+	for l, who := range h {
+		if who = slices.DeleteFunc(who, func(w string) bool { return gone[w] }); len(who) == 0 {
+			delete(h, l)
+			continue
+		}
+		h[l] = who
 	}
 }
 
@@ -230,67 +437,6 @@ func sum(sizes []int64) (n int64) {
 		n += s
 	}
 	return n
-}
-
-// sweepSnapshots returns the ids of the memory files of those snapshots that stay.
-func (s *Store) sweepSnapshots(ctx context.Context, entries []fs.DirEntry, needed map[string]bool, lasting []lifetime.Sandbox, layers holders, freed *Freed) (memory map[string]bool, err error) {
-	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
-		return nil, err
-	}
-	var (
-		all    []*snapshot.Manifest
-		sleeps []lifetime.Sleep
-		drop   = map[string]bool{}
-	)
-	for _, e := range entries {
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
-		if snapshot.IsTemp(e.Name()) {
-			continue
-		}
-		m, err := s.manifest(e.Name())
-		if err != nil {
-			if errors.Is(err, fs.ErrNotExist) {
-				continue
-			}
-			return nil, fmt.Errorf("snapshot %s: %w: nothing has been deleted that it may need", e.Name(), err)
-		}
-		all = append(all, m)
-		switch m.Labels[labelKind] {
-		case kindSleep:
-			// One of a VM that runs is there for a moment before the record names it.
-			sleeps = append(sleeps, lifetime.Sleep{ID: e.Name(), Owner: m.Labels[labelOwner], Created: time.Unix(0, m.CreatedUnixNano), Tagged: needed[e.Name()] || s.kept(e.Name())})
-		case kindFork:
-			drop[e.Name()] = !needed[e.Name()] && !s.kept(e.Name())
-		}
-	}
-	for _, old := range lifetime.Unkept(lasting, sleeps, time.Now()) {
-		drop[old.ID] = true
-	}
-	memory = map[string]bool{}
-	for _, m := range all {
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
-		if drop[m.ID] {
-			dir := s.snapshotDir(m.ID)
-			_, n := diskUsage(dir)
-			if err := snapshot.Remove(dir); err != nil {
-				return nil, err
-			}
-			freed.Snapshots++
-			freed.Bytes += n
-			continue
-		}
-		for _, d := range m.Disks {
-			layers.add(d.Layers, "snapshot "+m.ID)
-		}
-		for _, f := range m.Memory.Files {
-			memory[f.ID] = true
-		}
-	}
-	return memory, nil
 }
 
 // remove deletes a file or a tree and returns how many bytes of disk that gives back.

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -115,7 +116,7 @@ var ErrImport = errors.New("the snapshot cannot be imported")
 // ImportSnapshotWith is ImportSnapshot with options.
 func (s *Store) ImportSnapshotWith(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
 	// What is being imported belongs to nobody until all is there.
-	unlock, err := s.lockImports(unix.LOCK_SH)
+	unlock, err := s.share(ctx)
 	if err != nil {
 		return res, err
 	}
@@ -167,27 +168,41 @@ func (s *Store) unkeep(id string) error {
 	return nil
 }
 
-// lockImports keeps sweeps and imports apart, by flock(2): unix.LOCK_SH for an import,
-// unix.LOCK_EX for a sweep, which does not wait: ErrRunning.
-func (s *Store) lockImports(how int) (unlock func() error, err error) {
+// errStoreBusy says that others work on the records of a store for longer than was waited.
+var errStoreBusy = errors.New("others make or remove VMs and snapshots at this moment: try again")
+
+// storePatience is how long is waited for whoever takes names away, which takes moments.
+const storePatience = time.Minute
+
+// lockStore takes the store's lock, by flock(2): unix.LOCK_SH for what makes a record, a label or a snapshot name what another one
+// names, from the first look at it until it is named; unix.LOCK_EX for what takes names away. It waits until ctx ends, or for a time:
+// errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait for it.
+func (s *Store) lockStore(ctx context.Context, how int, patience time.Duration) (unlock func() error, err error) {
 	f, err := os.OpenFile(filepath.Join(s.dir, "import.lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("locking the store: %w", err)
 	}
-	if how == unix.LOCK_EX {
-		how |= unix.LOCK_NB
-	}
-	for {
-		err = unix.Flock(int(f.Fd()), how)
-		if !errors.Is(err, unix.EINTR) {
-			break
+	for deadline := time.Now().Add(patience); ; {
+		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return f.Close, nil
+		case errors.Is(err, unix.EINTR):
+			continue
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			return nil, errors.Join(fmt.Errorf("locking the store: %w", err), f.Close())
+		case time.Now().After(deadline):
+			return nil, errors.Join(errStoreBusy, f.Close())
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(fmt.Errorf("waiting for the store's lock: %w", ctx.Err()), f.Close())
+		case <-time.After(2 * time.Millisecond):
 		}
 	}
-	if err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = fmt.Errorf("%w: a snapshot is being imported", ErrRunning)
-		}
-		return nil, errors.Join(err, f.Close())
-	}
-	return f.Close, nil
+}
+
+// share is lockStore for what names what another one names.
+func (s *Store) share(ctx context.Context) (unlock func() error, err error) {
+	return s.lockStore(ctx, unix.LOCK_SH, storePatience)
 }

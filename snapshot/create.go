@@ -383,25 +383,53 @@ func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int6
 // leaves all of it or nothing of that name; Clean removes the rest. Files that
 // other snapshots have links to stay theirs. It is no error if there is none.
 func Remove(dir string) error {
-	if err := remove(filepath.Clean(dir), osFS{}); err != nil {
-		return fmt.Errorf("removing snapshot %s: %w", dir, err)
+	free, err := Discard(dir)
+	if err != nil {
+		return err
 	}
-	return nil
+	return free()
+}
+
+// Discard is Remove in two steps: when it returns, the snapshot has no name any
+// more, also after a crash, and free removes its files, which may take long.
+func Discard(dir string) (free func() error, err error) {
+	wrap := func(err error) error {
+		if err != nil {
+			err = fmt.Errorf("removing snapshot %s: %w", dir, err)
+		}
+		return err
+	}
+	temp, err := discard(filepath.Clean(dir), osFS{})
+	if err != nil {
+		return nil, wrap(err)
+	}
+	return func() error {
+		if temp == "" {
+			return nil
+		}
+		return wrap(osFS{}.RemoveAll(temp))
+	}, nil
 }
 
 func remove(dir string, fsys FS) error {
-	id := randomID()
-	temp := filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
-	if err := fsys.Rename(dir, temp); errors.Is(err, fs.ErrNotExist) {
-		return nil
-	} else if err != nil {
-		return err
-	}
-	// It must not come back without some of its files.
-	if err := fsys.SyncDir(filepath.Dir(dir)); err != nil {
+	temp, err := discard(dir, fsys)
+	if err != nil || temp == "" {
 		return err
 	}
 	return fsys.RemoveAll(temp)
+}
+
+// discard gives a snapshot a name that Clean knows; empty if there is none.
+func discard(dir string, fsys FS) (temp string, err error) {
+	id := randomID()
+	temp = filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
+	if err := fsys.Rename(dir, temp); errors.Is(err, fs.ErrNotExist) {
+		return "", nil
+	} else if err != nil {
+		return "", err
+	}
+	// It must not come back without some of its files.
+	return temp, fsys.SyncDir(filepath.Dir(dir))
 }
 
 // IsTemp reports whether a name in the parent directory is that of a snapshot that

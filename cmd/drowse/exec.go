@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // awake connects to the agent of a VM, and wakes it first if it sleeps.
@@ -37,7 +38,8 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 	if err != nil {
 		return nil, err
 	}
-	rep, err := a.wake(ctx, s, l, name)
+	// It may crash at this moment, and is not taken back then.
+	rep, err := a.bringUp(ctx, traces.Wake, name, func() (sandbox.Report, error) { return s.BringUp(ctx, l, name) })
 	if err != nil {
 		return nil, err
 	}

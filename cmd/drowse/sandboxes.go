@@ -498,6 +498,9 @@ func printPruned(w io.Writer, p fleet.Pruned) {
 		for _, s := range p.Plan.Snapshots {
 			fmt.Fprintf(w, "snapshot %s would be deleted: %s\n", s.ID, s.Why)
 		}
+		for _, s := range p.Abandoned {
+			fmt.Fprintf(w, "snapshot %s would be deleted, a disk that %s has left: %s\n", s.ID, s.Name, s.Why)
+		}
 		fmt.Fprintf(w, "%d snapshots, %s, and what only removed sandboxes need\n", p.Freed.Snapshots, bytesText(p.Bytes))
 		return
 	}

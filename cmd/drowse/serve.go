@@ -116,7 +116,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
 			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events()), Long: true}),
 		VMs: withSpans(spans, api.OfStore(s, func(ctx context.Context, name string) error {
-			_, err := vms.Wake(ctx, name)
+			_, err := vms.BringUp(ctx, name)
 			return err
 		})),
 		Context: traceContext(spans),

@@ -308,6 +308,9 @@ func (a *app) sleepCommand() *cobra.Command {
 			a.warnHooks(res.Name, res.Hooks)
 			a.warnHostHooks(res.Name, res.HostHooks)
 			a.warnPersisted(res.Name, res.Persist)
+			if res.Problem != "" {
+				a.log.Warn("the VM sleeps, and not all could be done after that", "vm", res.Name, "problem", res.Problem)
+			}
 			return a.print(res, func(w io.Writer) {
 				printPersisted(w, res.Persist)
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
@@ -403,7 +406,7 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			rows := []row{}
 			for _, r := range records {
-				if !all && r.Phase != sandbox.Running && r.Phase != sandbox.Starting && r.Phase != sandbox.Asleep {
+				if !all && r.Phase == sandbox.Stopped {
 					continue
 				}
 				out := row{
@@ -442,7 +445,7 @@ func (a *app) psCommand() *cobra.Command {
 			return errors.Join(listErr, err)
 		},
 	}
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped or crashed")
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
 	return cmd
 }
 

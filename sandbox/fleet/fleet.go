@@ -112,19 +112,19 @@ func (f *Fleet) get(name string) (Sandbox, error) {
 	return describe(r, l, err).At(f.now()), nil
 }
 
-// Start brings a sandbox up, whatever it does: one that sleeps is woken, one that has stopped or failed is booted with its
+// Start brings a sandbox up, whatever it does: one that sleeps is woken, one that has stopped or crashed is booted with its
 // disk as it is, and one that runs is left alone. An expired one is sandbox.ErrExpired.
 func (f *Fleet) Start(ctx context.Context, name string) (Sandbox, error) {
 	for {
 		s, err := f.get(name)
 		if err == nil {
 			switch s.Status {
-			case records.Stopped, records.Failed:
+			case records.Stopped, records.Crashed:
 				_, err = f.vms.Start(ctx, name)
 			case records.Expired:
 				err = fmt.Errorf("%w: %s, at %s", sandbox.ErrExpired, name, s.Expires.Format(time.RFC3339))
 			default:
-				_, err = f.vms.Wake(ctx, name)
+				_, err = f.vms.BringUp(ctx, name)
 			}
 		}
 		if errors.Is(err, sandbox.ErrRunning) || errors.Is(err, sandbox.ErrNotRunning) {

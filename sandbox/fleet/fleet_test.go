@@ -296,6 +296,81 @@ func TestPruneDoesWhatLabelsSay(t *testing.T) {
 	}
 }
 
+func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
+	f, vms, _ := rig(t)
+	create(t, f, "a", sandbox.Label{})
+	written := func(text string) {
+		t.Helper()
+		if err := vms.Write("a", text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	written("slept")
+	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, up := range []func() error{
+		func() error { _, err := f.Start(t.Context(), "a"); return err },
+		func() error { _, err := vms.BringUp(t.Context(), "a"); return err },
+	} {
+		if _, err := f.Start(t.Context(), "a"); err != nil {
+			t.Fatal(err)
+		}
+		written("since")
+		vms.Kill("a")
+		if s, err := f.Get(t.Context(), "a"); err != nil || s.Status != records.Crashed || s.Problem == "" {
+			t.Errorf("it is %q, %q (%v)", s.Status, s.Problem, err)
+		}
+		list, err := f.List(t.Context(), records.Filter{Statuses: []records.Status{records.Crashed}})
+		if err != nil || len(list.Sandboxes) != 1 {
+			t.Errorf("the list has %+v (%v)", list, err)
+		}
+		if err := up(); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := vms.Read("a"); err != nil || got != "since" {
+			t.Errorf("it has %q (%v), and what was written is lost", got, err)
+		}
+	}
+}
+
+func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
+	f, vms, _ := rig(t)
+	create(t, f, "a", sandbox.Label{})
+	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Wake(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	vms.Kill("a")
+	if _, err := f.Wake(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	left := func() (n int) {
+		t.Helper()
+		list, err := vms.Snapshots()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range list {
+			if s.Kind == "abandoned" {
+				n++
+			}
+		}
+		return n
+	}
+	if p, err := f.Keep(t.Context()); err != nil || len(p.Abandoned) != 0 || left() != 1 {
+		t.Errorf("kept by itself: %+v (%v), %d are left", p, err, left())
+	}
+	if p, err := f.Prune(t.Context(), true); err != nil || len(p.Abandoned) != 1 || p.Freed.Snapshots != 1 || left() != 1 {
+		t.Errorf("a dry run: %+v (%v), %d are left", p, err, left())
+	}
+	if p, err := f.Prune(t.Context(), false); err != nil || len(p.Abandoned) != 1 || left() != 0 {
+		t.Errorf("pruned: %+v (%v), %d are left", p, err, left())
+	}
+}
+
 func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 	f, vms, c := rig(t)
 	create(t, f, "s", sandbox.Label{Keep: lifetime.Keep{Last: 2, For: 3600}})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -19,6 +20,8 @@ type Pruned struct {
 	// Plan is what the labels say is to be done.
 	lifetime.Plan
 	DryRun bool `json:"dry_run,omitempty"`
+	// Abandoned are the disks that sandboxes have left which were taken back: Prune deletes them, Keep does not.
+	Abandoned []lifetime.Step `json:"abandoned,omitempty"`
 	// Histories is of how many removed sandboxes the history was deleted, since it was too old.
 	Histories int64 `json:"histories"`
 	// Problems are steps that were not taken, and why: the next pruning tries again.
@@ -33,10 +36,16 @@ func (p *Pruned) add(f sandbox.Freed) {
 }
 
 // Prune does what labels say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is over,
-// and deletes sleeps that are not kept, and what nothing needs. With dryRun it only says so. What one step fails with is a
-// problem, and in no other's way.
+// and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing needs. With dryRun it only
+// says so. What one step fails with is a problem, and in no other's way.
 func (f *Fleet) Prune(ctx context.Context, dryRun bool) (Pruned, error) {
-	p, err := f.prune(ctx, dryRun)
+	p, err := f.prune(ctx, dryRun, true)
+	return p, fail("prune", "", err)
+}
+
+// Keep is Prune as it may be done without being asked for: the disks that sandboxes have left stay.
+func (f *Fleet) Keep(ctx context.Context) (Pruned, error) {
+	p, err := f.prune(ctx, false, false)
 	return p, fail("prune", "", err)
 }
 
@@ -55,7 +64,7 @@ func (f *Fleet) Due() (bool, error) {
 	return due, fail("prune", "", err)
 }
 
-func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
+func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, error) {
 	p := Pruned{DryRun: dryRun}
 	snapshots, err := f.vms.Snapshots()
 	if err != nil {
@@ -74,10 +83,15 @@ func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
 			sleeps = append(sleeps, lifetime.Sleep{ID: s.ID, Owner: s.Owner, Created: s.Created, Tagged: s.Kept, Bytes: s.Exclusive})
 		}
 	}
+	for _, s := range snapshots {
+		if abandoned && s.Kind == kindAbandoned && !s.Kept {
+			p.Abandoned = append(p.Abandoned, lifetime.Step{ID: s.ID, Name: s.VM, Why: whyAbandoned, Bytes: s.Exclusive})
+		}
+	}
 	p.Plan = lifetime.Decide(sandboxes, sleeps, f.now())
 	if dryRun {
-		p.Freed.Snapshots = len(p.Plan.Snapshots)
-		for _, s := range p.Plan.Snapshots {
+		p.Freed.Snapshots = len(p.Plan.Snapshots) + len(p.Abandoned)
+		for _, s := range append(slices.Clone(p.Plan.Snapshots), p.Abandoned...) {
 			p.Bytes += s.Bytes
 		}
 		return p, nil
@@ -111,7 +125,11 @@ func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
 		problem(err)
 	}
 	// It looks again by itself, with everything locked that it has to be sure of.
-	freed, err := f.vms.Sweep(ctx)
+	sweep := f.vms.Sweep
+	if abandoned {
+		sweep = f.vms.SweepAbandoned
+	}
+	freed, err := sweep(ctx)
 	p.add(freed)
 	if ctx.Err() != nil {
 		return p, ctx.Err()
@@ -129,7 +147,9 @@ func (f *Fleet) prune(ctx context.Context, dryRun bool) (Pruned, error) {
 }
 
 // kindSleep is the kind of snapshot that a sandbox sleeps in: sandbox.SnapshotInfo.
-const kindSleep = "sleep"
+const kindSleep, kindAbandoned = "sleep", "abandoned"
+
+const whyAbandoned lifetime.Why = "its sandbox was taken back"
 
 // untold says whether there is to be an event of a sandbox's expiry.
 func (f *Fleet) untold(s lifetime.Sandbox) bool {

@@ -64,11 +64,11 @@ func status(r *sandbox.Record) records.Status {
 		return records.Stopped
 	}
 	// Its process was killed. Problem says so.
-	if r.Snapshot != "" {
-		return records.Asleep
-	}
-	return records.Failed
+	return records.Crashed
 }
+
+// described is counted up when describe says something else of the same files, which are all read again then.
+const described = "2 "
 
 // recordsTime bounds how long an operation takes care of the records, on top of what it has to do.
 const recordsTime = 10 * time.Second
@@ -95,6 +95,9 @@ func (f *Fleet) reconcile(ctx context.Context) error {
 		for name, stamp := range stamps {
 			if err := ctx.Err(); err != nil {
 				return err
+			}
+			if stamp != "" {
+				stamp = described + stamp
 			}
 			k, ok := known[name]
 			if ok && stamp != "" && k.Stamp == stamp && !k.Status.Live() {

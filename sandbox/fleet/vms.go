@@ -15,6 +15,8 @@ type VMs interface {
 	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error)
 	Start(ctx context.Context, name string) (sandbox.Report, error)
 	Wake(ctx context.Context, name string) (sandbox.Report, error)
+	// BringUp is Wake that never takes a VM back: Store.BringUp.
+	BringUp(ctx context.Context, name string) (sandbox.Report, error)
 	SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
 	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error)
 	// Promote copies what the label names to the host: Store.Promote.
@@ -35,6 +37,8 @@ type VMs interface {
 	Snapshots() ([]sandbox.SnapshotInfo, error)
 	TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error)
 	Sweep(ctx context.Context) (sandbox.Freed, error)
+	// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back: Store.SweepAbandoned.
+	SweepAbandoned(ctx context.Context) (sandbox.Freed, error)
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
 }
 
@@ -76,6 +80,14 @@ func (v storeVMs) Wake(ctx context.Context, name string) (sandbox.Report, error)
 		return sandbox.Report{}, err
 	}
 	return v.Store.Wake(ctx, l, name)
+}
+
+func (v storeVMs) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+	l, err := v.launcher()
+	if err != nil {
+		return sandbox.Report{}, err
+	}
+	return v.Store.BringUp(ctx, l, name)
 }
 
 func (v storeVMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {

@@ -140,11 +140,23 @@ func (w watched) Start(ctx context.Context, name string) (sandbox.Report, error)
 }
 
 func (w watched) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+	return w.wake(ctx, name, w.VMs.Wake)
+}
+
+func (w watched) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+	return w.wake(ctx, name, w.VMs.BringUp)
+}
+
+func (w watched) wake(ctx context.Context, name string, up func(context.Context, string) (sandbox.Report, error)) (sandbox.Report, error) {
 	r, gerr := w.Get(name)
 	begin := time.Now()
-	rep, err := w.VMs.Wake(ctx, name)
+	rep, err := up(ctx, name)
 	if err == nil && gerr == nil && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
 		return rep, nil // it was awake, and what is reported is of an earlier wake
+	}
+	if gerr == nil && r.Phase == sandbox.Crashed {
+		w.m.observe("start", time.Since(begin), err)
+		return rep, err
 	}
 	w.m.observe("wake", time.Since(begin), err)
 	if err == nil {

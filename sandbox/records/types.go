@@ -22,19 +22,20 @@ const (
 	Running Status = "running"
 	// Waiting: it is on its way up again, by a wake or a boot.
 	Waiting Status = "waiting"
-	// Asleep: it has no process, and comes back as of its snapshot. This is so as well when its process was killed:
-	// Problem says then that what it did since its last sleep is lost.
+	// Asleep: it has no process, and comes back as of its snapshot.
 	Asleep Status = "asleep"
 	// Stopped: its guest has ended by itself, or was shut down. It boots with its disk as it is.
 	Stopped Status = "stopped"
-	// Failed: its process was killed before it ever slept, or its record cannot be read.
+	// Crashed: its process was killed. What it had in memory is lost, and it boots with its disk as it is.
+	Crashed Status = "crashed"
+	// Failed: what a crashed one that had never slept was called by earlier versions.
 	Failed Status = "failed"
 	// Expired: its time is over. It does not wake before it is extended.
 	Expired Status = "expired"
 )
 
 // Statuses are all values of Status.
-var Statuses = []Status{Creating, Running, Waiting, Asleep, Stopped, Failed, Expired}
+var Statuses = []Status{Creating, Running, Waiting, Asleep, Stopped, Crashed, Failed, Expired}
 
 // Live says that a sandbox has a process, or is about to, so that its status may change without a change of its files.
 func (s Status) Live() bool { return s == Creating || s == Running || s == Waiting }

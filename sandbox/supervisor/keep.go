@@ -78,7 +78,7 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 		}
 	}
 	f := fleet.New(fleet.OfStore(s, k.v.launcher), fleet.Options{Records: db})
-	p, err := f.Prune(ctx, false)
+	p, err := f.Keep(ctx)
 	for _, step := range p.Sleep {
 		log.Info("put to sleep", "sandbox", step.Name, "why", step.Why)
 	}

@@ -101,6 +101,13 @@ func (w watched) Wake(ctx context.Context, name string) (sandbox.Report, error) 
 	return rep, err
 }
 
+func (w watched) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+	begin := time.Now()
+	rep, err := w.VMs.BringUp(ctx, name)
+	w.t.Up(ctx, Wake, name, begin, rep, err)
+	return rep, err
+}
+
 func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
 	begin := time.Now()
 	res, err := w.VMs.SleepWith(ctx, name, o)

@@ -318,6 +318,16 @@ func (c *Cache) evict() error {
 // writers have left that were killed. It returns how many files went and what they took on
 // disk, in bytes. It does nothing while somebody writes.
 func (c *Cache) Sweep(keep map[string]bool) (files int, bytes int64, err error) {
+	return c.sweep(func(id string) bool { return keep[id] })
+}
+
+// Forget removes the files of the memory files with these ids. It does nothing while somebody writes.
+func (c *Cache) Forget(ids map[string]bool) error {
+	_, _, err := c.sweep(func(id string) bool { return !ids[id] })
+	return err
+}
+
+func (c *Cache) sweep(keep func(id string) bool) (files int, bytes int64, err error) {
 	now, cancel := context.WithCancel(context.Background())
 	cancel()
 	unlock, err := c.lock(now)
@@ -332,7 +342,7 @@ func (c *Cache) Sweep(keep map[string]bool) (files int, bytes int64, err error) 
 	all, err := c.list()
 	errs = append(errs, err)
 	for _, f := range all {
-		if keep[f.id] {
+		if keep(f.id) {
 			continue
 		}
 		err := os.Remove(c.path(f.id))

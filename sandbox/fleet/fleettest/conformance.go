@@ -218,15 +218,15 @@ func Conformance(t *testing.T, s Subject) {
 			t.Errorf("from a snapshot that is not there: %v, want ErrNotFound", err)
 		}
 	})
-	t.Run("what its process did after the last sleep is lost with it, and nothing else", func(t *testing.T) {
+	t.Run("one whose process was killed is crashed, and a wake takes it back to its last sleep", func(t *testing.T) {
 		got, err := f.Start(ctx, name)
 		must(t, got, err, records.Running)
 		s.Kill(t, name)
 		got, err = f.Get(ctx, name)
-		if must(t, got, err, records.Asleep); got.Problem == "" {
+		if must(t, got, err, records.Crashed); got.Problem == "" {
 			t.Error("nothing says that it was killed")
 		}
-		got, err = f.Start(ctx, name)
+		got, err = f.Wake(ctx, name)
 		must(t, got, err, records.Running)
 		if got := s.Read(t, name); got != "second" {
 			t.Errorf("its memory says %q", got)

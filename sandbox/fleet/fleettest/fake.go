@@ -292,9 +292,20 @@ func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
 	if m.record.Snapshot == "" || m.record.Phase == sandbox.Stopped {
 		return sandbox.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
 	}
+	if m.record.Phase == sandbox.Crashed {
+		v.take(m, "abandoned", "")
+	}
 	m.state = v.snaps[m.record.Snapshot].state
 	v.wakes++
 	return v.up(m), nil
+}
+
+// BringUp implements fleet.VMs.
+func (v *VMs) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+	if r, err := v.Get(name); err == nil && r.Phase == sandbox.Crashed {
+		return v.Start(ctx, name)
+	}
+	return v.Wake(ctx, name)
 }
 
 // rotate takes a VM that is to be woken back to the snapshot of its rotation, if it is time. The mutex is held.
@@ -477,6 +488,8 @@ func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.
 	if r.Phase != sandbox.Asleep || r.Snapshot != s.info.ID {
 		if r.Phase == sandbox.Asleep {
 			r.Previous = r.Snapshot
+		} else {
+			v.take(m, "abandoned", "")
 		}
 		r.Phase, r.Snapshot, r.Problem, r.Exit = sandbox.Asleep, s.info.ID, "", nil
 		v.changed(m)
@@ -776,6 +789,22 @@ func (v *VMs) Sweep(context.Context) (sandbox.Freed, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.sweep(), nil
+}
+
+// SweepAbandoned implements fleet.VMs.
+func (v *VMs) SweepAbandoned(ctx context.Context) (sandbox.Freed, error) {
+	v.mu.Lock()
+	var n int
+	for id, s := range v.snaps {
+		if s.info.Kind == "abandoned" && !s.info.Kept {
+			delete(v.snaps, id)
+			n++
+		}
+	}
+	v.mu.Unlock()
+	freed, err := v.Sweep(ctx)
+	freed.Snapshots += n
+	return freed, err
 }
 
 func (v *VMs) sweep() (freed sandbox.Freed) {

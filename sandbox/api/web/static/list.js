@@ -6,7 +6,7 @@ import { bytes, span, count } from './format.js';
 // ROWS is how many are in the document at once.
 const ROWS = 100;
 
-const statuses = ['creating', 'running', 'waiting', 'asleep', 'stopped', 'failed', 'expired'];
+const statuses = ['creating', 'running', 'waiting', 'asleep', 'stopped', 'crashed', 'failed', 'expired'];
 
 const never = Number.MAX_SAFE_INTEGER;
 const stamp = (t) => (t ? Date.parse(t) : never);

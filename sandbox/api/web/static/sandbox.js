@@ -25,7 +25,7 @@ const tabs = { overview: 'Overview', snapshots: 'Snapshots', history: 'History',
 
 // actions are what the buttons do. ask returns the body of the request, or null if it is given up.
 const actions = [
-  { op: 'start', label: 'Start', doing: 'Starting', done: 'Started', when: ['stopped', 'failed'] },
+  { op: 'start', label: 'Start', doing: 'Starting', done: 'Started', when: ['stopped', 'crashed', 'failed'] },
   { op: 'wake', label: 'Wake', doing: 'Waking', done: 'Awake', when: ['asleep'] },
   { op: 'sleep', label: 'Sleep', doing: 'Putting to sleep', done: 'Asleep', when: ['running'] },
   { op: 'snapshot', label: 'Snapshot…', doing: 'Writing a snapshot', done: 'Snapshot written', when: ['running'], ask: askSnapshot },

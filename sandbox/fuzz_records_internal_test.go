@@ -1,0 +1,143 @@
+package sandbox
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// What is read of a record is what is written of it, and a sweep finds each id of one that another build cannot read.
+func FuzzRecord(f *testing.F) {
+	id, other := strings.Repeat("0123456789abcdef", 2), strings.Repeat("fedcba9876543210", 2)
+	whole, err := encodeRecord(&Record{
+		Version: recordVersion, ID: id, Spec: Spec{Name: "a", Image: "debian"}, Created: time.Unix(1e9, 0).UTC(), Phase: Asleep,
+		Disk: disk.Stack{Layers: []string{id + "-1", other + "-2"}}, Snapshot: other, Previous: id, Fork: &Origin{Parent: "p", ParentID: other},
+	})
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, s := range [][]byte{whole, whole[:len(whole)/2], []byte("{}"), []byte(`{"version":1,"disk":{"layers":["../x"]}}`), []byte(`{"version":9}`), nil} {
+		f.Add(s)
+	}
+	path := filepath.Join(f.TempDir(), "vm.json")
+	f.Fuzz(func(t *testing.T, data []byte) {
+		r, err := decodeRecord(data)
+		if err != nil {
+			return
+		}
+		text, err := encodeRecord(r)
+		if err != nil {
+			return // a time beyond the year 9999
+		}
+		again, err := decodeRecord(text)
+		if err != nil {
+			t.Fatalf("%q is written as %q, which is refused: %v", data, text, err)
+		}
+		if twice, err := encodeRecord(again); err != nil || !bytes.Equal(twice, text) {
+			t.Fatalf("%q is written as %q and then as %q (%v)", data, text, twice, err)
+		}
+		s := &Store{dir: filepath.Dir(path)}
+		if st, err := s.absolute(r.Disk); err == nil {
+			for _, l := range st.Layers {
+				if filepath.Dir(l) != s.layerDir() {
+					t.Fatalf("layer %q is outside of the store", l)
+				}
+			}
+		}
+		if len(text) > maxGuess {
+			return
+		}
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		found := idsIn(path)
+		for _, named := range append([]string{r.ID, r.Snapshot, r.Previous, r.Base, r.Parent}, r.Disk.Layers...) {
+			owner, _, _ := strings.Cut(named, "-")
+			if idRE.MatchString(owner) && !slices.Contains(found, owner) {
+				t.Fatalf("a sweep does not see %q in %q", owner, text)
+			}
+		}
+	})
+}
+
+// A label that is accepted keeps its bounds and says the same when it is read again.
+func FuzzLabelFile(f *testing.F) {
+	for _, s := range []string{
+		"", "{}", `{"version":1}`, `{"version":2}`, `{"version":1,"class":"resumable","owner":"a","tags":["x"],"expires":"2026-11-22T12:00:00Z","keep":{"last":1}}`,
+		`{"version":1,"wake":{"at":"2026-11-22T12:00:00Z","every_seconds":60},"rotate":{"to":"0123"},"persist":{"drop":["/tmp"],"promote":[{"path":"/a","to":"/b"}],"max_bytes":1}}`,
+		`{"version":1,"asked":{"fork":{"id":"1","at":"2026-11-22T12:00:00Z","begun":true}}}`,
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		l, err := parseLabel(data)
+		if err != nil {
+			if !errors.Is(err, ErrLabel) {
+				t.Fatal(err)
+			}
+			return
+		}
+		if len(data) > maxLabel || len(l.Owner) > MaxLabelOwner || len(l.Purpose) > MaxLabelPurpose || len(l.Tags) > MaxLabelTags || len(l.Rotate.To) > maxSnapshotID {
+			t.Fatalf("%d bytes are read as %+v", len(data), l)
+		}
+		text, err := json.Marshal(labelDoc{labelVersion, l})
+		if err != nil {
+			return // a time beyond the year 9999
+		}
+		if len(text) > maxLabel {
+			return
+		}
+		again, err := parseLabel(text)
+		if err != nil || !again.equal(l) {
+			t.Fatalf("%q is written as %q, and read as %+v (%v)", data, text, again, err)
+		}
+	})
+}
+
+// The note of a fork is of the version and machine that are wanted, or an error that says so.
+func FuzzForkNote(f *testing.F) {
+	whole, err := json.Marshal(forkNote{forkVersion, 1, map[string]string{factsKey: "{}"}, []snapshot.Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte{1}}}, "v"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, s := range [][]byte{whole, whole[:len(whole)-2], []byte("null"), []byte(`{"version":1,"vcpus":1,"payloads":null}`), []byte(`{"version":1,"vcpus":-1}`)} {
+		f.Add(s, 1)
+	}
+	f.Fuzz(func(t *testing.T, data []byte, vcpus int) {
+		note, err := parseForkNote(data, vcpus)
+		if err != nil {
+			if !errors.Is(err, guestmem.ErrImage) && !errors.Is(err, ErrSpec) {
+				t.Fatal(err)
+			}
+			return
+		}
+		if note.Version != forkVersion || note.VCPUs != vcpus {
+			t.Fatalf("%d vCPUs are wanted, and %+v is taken", vcpus, note)
+		}
+		n := 0
+		for _, p := range note.Payloads {
+			n += len(p.Data)
+		}
+		if n > len(data) {
+			t.Fatalf("%d bytes have %d bytes of states", len(data), n)
+		}
+		text, err := json.Marshal(note)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if again, err := parseForkNote(text, vcpus); err != nil || !reflect.DeepEqual(again, note) {
+			t.Fatalf("%+v is read again as %+v (%v)", note, again, err)
+		}
+	})
+}
