@@ -196,7 +196,8 @@
 // units*mult >> 20, with mult = floor(1e9<<20 / rate), a number with 20 bits behind the
 // point; the burst is the cost of its units. A packet passes if max(tat, now) + cost - now
 // <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
-// flows opened. Quotas count bytes in the same way.
+// flows opened. Quotas count bytes in the same way. On egress, packets and flows have limits without the policy's: DefaultPackets and
+// DefaultConnections.
 //
 // # What it needs
 //

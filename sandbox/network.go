@@ -489,6 +489,14 @@ func (n *network) lookOutside() {
 			warn("the host does not drop packets of others that have a VM's address as their source: " + err.Error())
 		}
 	}
+	for i, own := range []netip.Addr{n.address.Addr(), n.own6} {
+		if !own.IsValid() {
+			continue
+		}
+		if err := hostnet.Bound(ranges[i], own, hostnet.Connections(n.policy)); err != nil {
+			warn("the VM can fill the host's connection tracking: " + err.Error())
+		}
+	}
 	if outside {
 		what = "addresses beyond the host"
 		for _, r := range ranges {

@@ -152,6 +152,12 @@ func spend(tat *big.Int, r *netpolicy.Rate, least, units uint64, now int64) (*bi
 // take counts a packet, or says which limit it exceeds.
 func (m *Model) take(d netpolicy.Direction, bytes, segments, opens uint64, now int64) netpolicy.Reason {
 	a, r, quota := &m.limits[0], m.policy.Limits.Egress, m.policy.Quota.EgressBytes
+	if r.Packets == nil {
+		r.Packets = &netpolicy.Rate{PerSecond: 2e6, Burst: 4e5}
+	}
+	if r.Connections == nil {
+		r.Connections = &netpolicy.Rate{PerSecond: 200, Burst: 2000}
+	}
 	if d == netpolicy.Ingress {
 		a, r, quota = &m.limits[1], m.policy.Limits.Ingress, m.policy.Quota.IngressBytes
 	}
