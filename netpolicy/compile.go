@@ -101,9 +101,9 @@ func (id Identity) validate(env Environment) error {
 		return fmt.Errorf("%w: the agent has no IPv4 address", ErrIdentity)
 	case id.Address6 != (netip.Addr{}) && (!id.Address6.Is6() || id.Address6.Is4In6() || id.Address6.Zone() != ""):
 		return fmt.Errorf("%w: %v is no IPv6 address that an agent can have", ErrIdentity, id.Address6)
-	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxHostAddresses || len(env.Peers) > MaxPeers:
+	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxAgentRanges || len(env.Peers) > MaxPeers:
 		return fmt.Errorf("%w: %d addresses of the host, %d ranges of agents, %d agents: at most %d, %d and %d",
-			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxHostAddresses, MaxPeers)
+			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxAgentRanges, MaxPeers)
 	}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() && inside(netip.PrefixFrom(a, a.BitLen()), floor) {

@@ -181,8 +181,19 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	return n, nil
 }
 
-// compile compiles a policy for the VM on a host with these addresses.
+// tooManyAddresses is a host with more addresses than a policy can know.
+func tooManyAddresses(host []netip.Addr) (why string, is bool) {
+	return fmt.Sprintf("the host has %d addresses, and a policy can know %d of them: all is denied until it has fewer", len(host), netpolicy.MaxHostAddresses),
+		len(host) > netpolicy.MaxHostAddresses
+}
+
+// compile compiles a policy for the VM on a host with these addresses. If they are too many, it is a policy that denies everything: one of them
+// that is not known would be open as a public one.
 func (n *network) compile(p *netpolicy.Policy, host []netip.Addr) (*netpolicy.Spec, error) {
+	if why, is := tooManyAddresses(host); is {
+		n.log.Error(why)
+		p, host = &netpolicy.Policy{}, nil
+	}
 	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
 		netpolicy.Environment{Host: host, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
@@ -475,6 +486,9 @@ func (n *network) serveTLS(ln *net.TCPListener) {
 func (n *network) lookOutside() {
 	n.warnings = nil
 	warn := func(text string) { n.warnings = append(n.warnings, text); n.log.Warn(text) }
+	if why, is := tooManyAddresses(n.host); is {
+		warn(why)
+	}
 	outside := opensOutside(n.policy)
 	if !outside && !opensAgents(n.policy) {
 		return
@@ -613,6 +627,9 @@ func (n *network) refresh() error {
 	}
 	n.host = host
 	n.dns.SetPolicy(n.policy, spec)
+	if why, is := tooManyAddresses(host); is && !slices.Contains(n.warnings, why) {
+		n.warnings = append(n.warnings, why)
+	}
 	return nil
 }
 
