@@ -134,6 +134,9 @@ func (e *Engine) ForgetState() error {
 	return e.shared.resetUsage(e.place.slot)
 }
 
+// ForgetUsage drops the use of limits.
+func (e *Engine) ForgetUsage() error { return e.shared.resetUsage(e.place.slot) }
+
 // Context is struct __sk_buff as far as tests use it.
 type Context [192]byte
 

@@ -389,7 +389,7 @@ func TestFlowLog_denied_packets_of_one_flow_are_one_record(t *testing.T) {
 // What a reader has missed, it is told of; and it ends when the log does.
 func TestFlowLog_reader_who_comes_late_is_told_what_is_missing(t *testing.T) {
 	const flows = MaxFlowRecords + 1000
-	b := newFlowBench(t, MaxFlows, "default: {egress: allow}")
+	b := newFlowBench(t, MaxFlows, "{default: {egress: allow}, limits: {egress: {connections: {per_second: 100000, burst: 100000}}}}")
 	frame := sent(peer4, 17, udp(1, 9))
 	for i := range flows {
 		be.PutUint16(frame[34:], uint16(i+1000))
