@@ -28,6 +28,9 @@ var ErrPinsFull = errors.New("too many addresses are pinned")
 // for those of two generations.
 const maxPins = 4096
 
+// maxPinNames is how many names of one address are pinned at once.
+const maxPinNames = 64
+
 // engine is the state of one agent, in maps of its own, and its own programs, which call
 // those of the host. With no table they deny everything.
 type engine struct {
@@ -344,12 +347,28 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		names = map[string]uint64{}
 		e.names[a] = names
 	}
-	if _, ok := names[name]; !ok && len(names) >= 64 {
-		return fmt.Errorf("pinning %v: %w: it has 64 names", a, ErrPinsFull)
+	if _, ok := names[name]; !ok && len(names) >= maxPinNames {
+		makeRoom(names)
 	}
 	names[name] = max(names[name], until)
 	e.told.asked(name, a)
 	return e.writePin(e.spec, a, names)
+}
+
+// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that asks for more
+// names has the latest of them.
+func makeRoom(names map[string]uint64) {
+	now, first := ktime(), ""
+	for n, until := range names {
+		if until <= now {
+			delete(names, n)
+		} else if first == "" || until < names[first] {
+			first = n
+		}
+	}
+	if len(names) >= maxPinNames {
+		delete(names, first)
+	}
 }
 
 // expire forgets pins whose time is up.

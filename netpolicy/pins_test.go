@@ -92,3 +92,53 @@ func TestPin_more_than_there_is_room_for_gives_an_error(t *testing.T) {
 		t.Error("one too many was pinned")
 	}
 }
+
+// A guest asks for ever new names of one address, as a content network has them: it gets answers, whether the old ones have expired or not.
+func TestAttack_many_names_of_one_address_end_its_resolving(t *testing.T) {
+	for _, what := range []string{"names that have expired", "names that live"} {
+		t.Run(what, func(t *testing.T) {
+			e := newEngine(t, DefaultFlows)
+			if err := e.Install(compile(t, "dns: {}\nrules: [{direction: egress, verdict: allow, names: ['*.example.com'], protocols: [udp], ports: [9]}, {direction: egress, verdict: allow, names: [first.org, last.org], protocols: [udp], ports: [10]}]")); err != nil {
+				t.Fatal(err)
+			}
+			const now = 1e15 // later than the kernel's clock
+			if err := e.SetTime(now); err != nil {
+				t.Fatal(err)
+			}
+			until := func(i int) uint64 {
+				if what == "names that live" {
+					return now + uint64(i+1)*1e9
+				}
+				return 1
+			}
+			if err := e.Pin("first.org", peer4, until(0)); err != nil {
+				t.Fatal(err)
+			}
+			for i := range 300 {
+				if err := e.Pin(fmt.Sprintf("n%d.example.com", i), peer4, until(1+i)); err != nil {
+					t.Fatalf("name %d: %v", i, err)
+				}
+				if n := e.Names(peer4); n > 64 {
+					t.Fatalf("an address has %d names", n)
+				}
+			}
+			passes := func(port uint16) bool {
+				t.Helper()
+				r, err := e.Run(Egress, sent(peer4, 17, udp(4000, port)), 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return r.Action == 0
+			}
+			if passes(10) {
+				t.Error("the first name opens its port still")
+			}
+			if err := e.Pin("last.org", peer4, now+1e12); err != nil {
+				t.Fatal(err)
+			}
+			if !passes(10) {
+				t.Error("the last name does not open its port")
+			}
+		})
+	}
+}
