@@ -226,4 +226,8 @@
 // type 1 code 1), as if it came from the peer. It gets as many answers as there are
 // events: 100 a second. Answers pass to_guest by a mark that the loader has chosen at
 // random. Who is rejected on ingress is told nothing.
+//
+// A TCP segment of the guest's that is denied as NoFlow gets a reset as well, unless it is one: so a program learns at once of a connection that was
+// cut by a new policy or forgotten. The other side is told nothing: an answer to a packet that may be forged
+// would go to somebody else, and tell that there is a VM.
 package netpolicy

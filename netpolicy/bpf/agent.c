@@ -1861,7 +1861,7 @@ __noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason,
 	return 1;
 }
 
-// reset_for makes the TCP header of an answer to a SYN (RFC 9293, 3.10.7.1).
+// reset_for makes the TCP header of an answer to a segment (RFC 9293, 3.10.7.1).
 static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
 {
 	__u32 len = l4_len - (t->offset >> 4) * 4 + 1;
@@ -1869,10 +1869,16 @@ static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
 
 	t->src = t->dst;
 	t->dst = port;
-	t->ack = bpf_htonl(bpf_ntohl(t->seq) + len);
-	t->seq = 0;
+	if (t->flags & ACK) {
+		t->seq = t->ack;
+		t->ack = 0;
+		t->flags = RST;
+	} else {
+		t->ack = bpf_htonl(bpf_ntohl(t->seq) + len); // only a SYN has no ACK
+		t->seq = 0;
+		t->flags = RST | ACK;
+	}
 	t->offset = 5 << 4;
-	t->flags = RST | ACK;
 	t->window = 0;
 	t->check = 0;
 	t->urgent = 0;
@@ -1885,6 +1891,13 @@ static __always_inline int turn(struct __sk_buff *skb, const struct identity *id
 	__builtin_memcpy(macs, id->guest_mac, 6);
 	__builtin_memcpy(macs + 6, id->gateway_mac, 6);
 	return bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0);
+}
+
+// orphan says whether a packet of the guest's is of a TCP connection whose flow is not there any more: since the guest has slept, the flow table was full,
+// or a new policy has cut it. The guest is told, or its programs would wait for long.
+static __always_inline bool orphan(const struct packet *p, __u32 reason)
+{
+	return reason == R_NO_FLOW && p->proto == IPPROTO_TCP && !(p->flags & RST);
 }
 
 // answer4 turns a rejected packet into what the guest is told: a reset for TCP, else
@@ -2084,7 +2097,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 	}
 	if (p.verdict == ALLOW)
 		return TC_ACT_OK;
-	if (dir == EGRESS && p.verdict == REJECT && told && r0)
+	if (dir == EGRESS && told && r0 && (p.verdict == REJECT || orphan(&p, reason)))
 		return answer(skb, r0, &p);
 	return TC_ACT_SHOT;
 }
