@@ -164,7 +164,8 @@
 // and remembers the direction that opened it. Only a packet that the rules allow opens
 // one. Packets of a live flow pass in both directions without rules, by Reason Flow.
 // When the policy has been swapped since, the packet that opened the flow is judged
-// again, by its direction, peer and port; if it is not allowed any more, the flow is gone.
+// again, by its direction, peer and port, and by the names that its address was given for then, of those that rules had (up to 2,048 different sets of
+// names are remembered, in the agent's process); if it is not allowed any more, the flow is gone.
 // A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have changed, it is judged
 // again in the same way.
 //
