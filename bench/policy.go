@@ -38,7 +38,10 @@ func rulesOf(n int) (*netpolicy.Spec, error) {
 // policyOf is a policy of n rules of which the last one allows all that goes to a group: each of the others
 // denies a network and three ports of its own.
 func policyOf(n int, to netpolicy.Group) *netpolicy.Policy {
-	p := &netpolicy.Policy{}
+	// The limits that all have, at rates which what is measured does not reach.
+	p := &netpolicy.Policy{Limits: netpolicy.Limits{Egress: netpolicy.Rates{
+		Packets: &netpolicy.Rate{PerSecond: 1e9}, Connections: &netpolicy.Rate{PerSecond: 1e6, Burst: 1e12},
+	}}}
 	for i := range n - 1 {
 		network := netip.PrefixFrom(netip.AddrFrom4([4]byte{20, byte(i >> 8), byte(i), 0}), 24)
 		port := uint16(2000 + 3*i)

@@ -13,7 +13,7 @@ import (
 
 // manyRules has n rules of which only the last one allows.
 func manyRules(n int) *Policy {
-	p := &Policy{}
+	p := &Policy{Limits: Limits{Egress: Rates{Packets: &Rate{PerSecond: 1e9}, Connections: &Rate{PerSecond: 1e6, Burst: 1e12}}}}
 	for i := range n - 1 {
 		p.Rules = append(p.Rules, Rule{
 			Direction: Egress, Verdict: Deny, CIDRs: []CIDR{{netip.PrefixFrom(netip.AddrFrom4([4]byte{20, byte(i >> 8), byte(i), 0}), 24)}},
@@ -152,7 +152,7 @@ func BenchmarkFlowLog_look(b *testing.B) {
 				b.Fatal(err)
 			}
 			defer e.Close()
-			s, err := Compile(&Policy{Default: Defaults{Egress: Allow}}, agent, Environment{})
+			s, err := Compile(&Policy{Default: Defaults{Egress: Allow}, Limits: Limits{Egress: Rates{Connections: &Rate{PerSecond: 1e6, Burst: 1e12}}}}, agent, Environment{})
 			if err != nil {
 				b.Fatal(err)
 			}

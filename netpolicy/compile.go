@@ -103,9 +103,9 @@ func (id Identity) validate(env Environment) error {
 		return fmt.Errorf("%w: %v is no IPv6 address that an agent can have", ErrIdentity, id.Address6)
 	case len(env.OnLink) > MaxOnLink:
 		return fmt.Errorf("%w: %d ranges on the host's links: at most %d", ErrIdentity, len(env.OnLink), MaxOnLink)
-	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxHostAddresses || len(env.Peers) > MaxPeers:
+	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxAgentRanges || len(env.Peers) > MaxPeers:
 		return fmt.Errorf("%w: %d addresses of the host, %d ranges of agents, %d agents: at most %d, %d and %d",
-			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxHostAddresses, MaxPeers)
+			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxAgentRanges, MaxPeers)
 	}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() && inside(netip.PrefixFrom(a, a.BitLen()), floor) {
@@ -203,7 +203,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	h.addr6 = c.addresses(true)
 	h.tags = c.tags()
 	h.checked, h.tlsPort = c.checked(), env.TLSPort
-	h.limits[0] = limitsOf(p.Limits.Egress, p.Quota.EgressBytes)
+	h.limits[0] = limitsOf(p.Limits.Egress.orDefault(), p.Quota.EgressBytes)
 	h.limits[1] = limitsOf(p.Limits.Ingress, p.Quota.IngressBytes)
 	h.words = uint8((len(rules) + 63) / 64)
 	h.identity = id

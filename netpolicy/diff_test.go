@@ -632,12 +632,12 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 				reasons["checked"]++
 				r.history, r.dirs = append(r.history, f), append(r.dirs, d)
 				name := pick(r, "", "example.com", "a.example.com", "c.example.com", "example.org", "example.net")
-				ok, first, err := e.OpensName(via, name)
+				ok, _, err := e.OpensName(via, name)
 				if err != nil {
 					t.Fatalf("%s: %v", describe(), err)
 				}
 				peer, port := netip.AddrFrom4([4]byte(f[30:34])), be.Uint16(f[36:])
-				if want := m.OpensName(peer, port, name, int64(first)); ok != want {
+				if want := m.OpensName(netip.AddrPortFrom(peer, port), be.Uint16(f[34:]), name); ok != want {
 					t.Logf("at %d, pins: %s; rules %+v", now, pins, r.policy.Rules)
 					t.Fatalf("%s: server name %q: %v, by the model %v", describe(), name, ok, want)
 				}

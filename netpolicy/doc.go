@@ -164,7 +164,8 @@
 // and remembers the direction that opened it. Only a packet that the rules allow opens
 // one. Packets of a live flow pass in both directions without rules, by Reason Flow.
 // When the policy has been swapped since, the packet that opened the flow is judged
-// again, by its direction, peer and port; if it is not allowed any more, the flow is gone.
+// again, by its direction, peer and port, and by the names that its address was given for then, of those that rules had (up to 2,048 different sets of
+// names are remembered, in the agent's process); if it is not allowed any more, the flow is gone.
 // A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have changed, it is judged
 // again in the same way.
 //
@@ -196,7 +197,8 @@
 // units*mult >> 20, with mult = floor(1e9<<20 / rate), a number with 20 bits behind the
 // point; the burst is the cost of its units. A packet passes if max(tat, now) + cost - now
 // <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
-// flows opened. Quotas count bytes in the same way.
+// flows opened. Quotas count bytes in the same way. On egress, packets and flows have limits without the policy's: DefaultPackets and
+// DefaultConnections.
 //
 // # What it needs
 //
@@ -225,4 +227,8 @@
 // type 1 code 1), as if it came from the peer. It gets as many answers as there are
 // events: 100 a second. Answers pass to_guest by a mark that the loader has chosen at
 // random. Who is rejected on ingress is told nothing.
+//
+// A TCP segment of the guest's that is denied as NoFlow gets a reset as well, unless it is one: so a program learns at once of a connection that was
+// cut by a new policy or forgotten. The other side is told nothing: an answer to a packet that may be forged
+// would go to somebody else, and tell that there is a VM.
 package netpolicy

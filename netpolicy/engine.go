@@ -28,6 +28,12 @@ var ErrPinsFull = errors.New("too many addresses are pinned")
 // for those of two generations.
 const maxPins = 4096
 
+// maxNameSets is how many sets of names are remembered for flows.
+const maxNameSets = 2048
+
+// maxPinNames is how many names of one address are pinned at once.
+const maxPinNames = 64
+
 // engine is the state of one agent, in maps of its own, and its own programs, which call
 // those of the host. With no table they deny everything.
 type engine struct {
@@ -49,6 +55,7 @@ type engine struct {
 	spec   *Spec
 	pins   bool                             // there may be entries in the map of pins
 	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	known  nameSets
 
 	told told
 }
@@ -95,7 +102,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 		ownMap
 	}{
 		{&e.flows, flowsOf(flows)},
-		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * maxPins, unix.BPF_F_NO_PREALLOC}},
+		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * (maxPins + maxNameSets), unix.BPF_F_NO_PREALLOC}},
 		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0}},
 		{&e.events, ownMap{"events", ebpf.RingBuf, nil, nil, eventBytes, 0}},
 		{&e.current, ownMap{"current", ebpf.Array, uint32(0), uint32(0), 1, 0}},
@@ -219,29 +226,33 @@ func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 // beyond expire early.
 const pinSlots = 4
 
-// matching is which rules the names of an address match, and until when.
-func (s *Spec) matching(names map[string]uint64) (p bpf.AgentPin, ok bool) {
-	sets := map[uint64]bitset{} // by time
+// matching is which rules the names of an address match, and until when. Remember gives names a number.
+func (s *Spec) matching(names map[string]uint64, remember func(names []string) uint32) (p bpf.AgentPin, ok bool) {
+	sets, meant := map[uint64]bitset{}, map[uint64][]string{} // by time
 	for name, until := range names {
-		b := sets[until]
+		b, means := sets[until], false
 		for i, patterns := range s.match {
 			if slices.ContainsFunc(patterns, func(p string) bool { return NameMatches(p, name) }) {
 				b.add(i)
+				means = true
 			}
 		}
-		if b != (bitset{}) {
+		if means {
 			sets[until] = b
+			meant[until] = append(meant[until], name)
 		}
 	}
 	// The latest first; each slot has what the later ones have as well.
 	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
 	var all bitset
+	var those []string
 	for i, t := range times[:min(len(times), pinSlots)] {
 		for w, x := range sets[t] {
 			all[w] |= x
 		}
+		those = append(those, meant[t]...)
 		at := min(len(times), pinSlots) - 1 - i
-		p.Expires[at], p.Set[at].W = t, all
+		p.Expires[at], p.Set[at].W, p.Names[at] = t, all, remember(those)
 	}
 	return p, len(times) > 0
 }
@@ -281,11 +292,22 @@ func (e *engine) repin(s *Spec) error {
 			return err
 		}
 	}
+	// And what the names of flows mean now, though they may have expired.
+	for id, names := range e.known.names {
+		v, ok := s.matching(forever(names), func([]string) uint32 { return id })
+		if !ok {
+			continue
+		}
+		e.pins = true
+		if err := e.pinned.Put(bpf.AgentPinKey{Addr: [4]uint32{remembered, 0, 0, id}, Gen: e.gen}, &v); err != nil {
+			return fmt.Errorf("writing the names of flows: %w", err)
+		}
+	}
 	return nil
 }
 
 func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error {
-	v, ok := s.matching(names)
+	v, ok := s.matching(names, e.remember)
 	if !ok {
 		return nil
 	}
@@ -344,12 +366,28 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		names = map[string]uint64{}
 		e.names[a] = names
 	}
-	if _, ok := names[name]; !ok && len(names) >= 64 {
-		return fmt.Errorf("pinning %v: %w: it has 64 names", a, ErrPinsFull)
+	if _, ok := names[name]; !ok && len(names) >= maxPinNames {
+		makeRoom(names)
 	}
 	names[name] = max(names[name], until)
 	e.told.asked(name, a)
 	return e.writePin(e.spec, a, names)
+}
+
+// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that asks for more
+// names has the latest of them.
+func makeRoom(names map[string]uint64) {
+	now, first := ktime(), ""
+	for n, until := range names {
+		if until <= now {
+			delete(names, n)
+		} else if first == "" || until < names[first] {
+			first = n
+		}
+	}
+	if len(names) >= maxPinNames {
+		delete(names, first)
+	}
 }
 
 // expire forgets pins whose time is up.

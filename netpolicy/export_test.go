@@ -71,6 +71,12 @@ func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
 	})
 }
 
+// Names is how many an address has.
+func (e *Engine) Names(a netip.Addr) int { return len(e.names[a]) }
+
+// NameSets is how many sets of names are remembered.
+func (e *Engine) NameSets() int { return len(e.known.names) }
+
 // Room is how many rows there is room for in both tables.
 func (e *Engine) Room() (rows [2]int) { return [2]int{e.tables[0].rows, e.tables[1].rows} }
 
@@ -133,6 +139,9 @@ func (e *Engine) ForgetState() error {
 	}
 	return e.shared.resetUsage(e.place.slot)
 }
+
+// ForgetUsage drops the use of limits.
+func (e *Engine) ForgetUsage() error { return e.shared.resetUsage(e.place.slot) }
 
 // Context is struct __sk_buff as far as tests use it.
 type Context [192]byte

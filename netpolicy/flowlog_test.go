@@ -301,7 +301,7 @@ func TestFlowLog_counts_add_up_to_those_of_the_programs(t *testing.T) {
 // A guest opens many times more flows than there is room for.
 func TestFlowLog_flood_of_flows_is_counted_to_the_last(t *testing.T) {
 	const flows = 20000
-	b := newFlowBench(t, MinFlows, "default: {egress: allow}")
+	b := newFlowBench(t, MinFlows, "{default: {egress: allow}, limits: {egress: {connections: {per_second: 100000, burst: 100000}}}}")
 	frame := sent(peer4, 17, udp(1, 9))
 	for i := range flows {
 		be.PutUint16(frame[34:], uint16(i+1000))
@@ -389,7 +389,7 @@ func TestFlowLog_denied_packets_of_one_flow_are_one_record(t *testing.T) {
 // What a reader has missed, it is told of; and it ends when the log does.
 func TestFlowLog_reader_who_comes_late_is_told_what_is_missing(t *testing.T) {
 	const flows = MaxFlowRecords + 1000
-	b := newFlowBench(t, MaxFlows, "default: {egress: allow}")
+	b := newFlowBench(t, MaxFlows, "{default: {egress: allow}, limits: {egress: {connections: {per_second: 100000, burst: 100000}}}}")
 	frame := sent(peer4, 17, udp(1, 9))
 	for i := range flows {
 		be.PutUint16(frame[34:], uint16(i+1000))

@@ -81,3 +81,86 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 		}
 	}
 }
+
+// A guest whose policy has no limits sends the first packets of 100,000 connections, and then as many packets of one as it can.
+func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
+	e := newEngine(t, DefaultFlows)
+	// The guest's address stays as it is, so that one frame can be sent again and again.
+	s, err := Compile(&Policy{Default: Defaults{Egress: Allow}}, Identity{Address4: wire.Guest4}, Environment{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Install(s); err != nil {
+		t.Fatal(err)
+	}
+	now := uint64(1e15)
+	flood := func(connections int) (opened int) {
+		t.Helper()
+		if err := e.SetTime(now); err != nil {
+			t.Fatal(err)
+		}
+		for i := range connections {
+			r, err := e.Run(Egress, sent(peer4, 17, udp(uint16(1024+i%60000), uint16(1024+i/60000))), 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			switch {
+			case r.Verdict == Allow && r.Reason == ReasonDefault:
+				opened++
+			case r.Verdict != Deny || r.Reason != ReasonConnRate:
+				t.Fatalf("connection %d: %s by %s", i, r.Verdict, r.Reason)
+			}
+		}
+		return opened
+	}
+	if n := flood(100_000); n != int(DefaultConnections.Burst) {
+		t.Errorf("%d connections were opened at once, want %d", n, DefaultConnections.Burst)
+	}
+	// What an installation of packages does in a minute: 50 at once, each with two names looked up, and 10 more each second.
+	if err := e.ForgetState(); err != nil {
+		t.Fatal(err)
+	}
+	for second := range 60 {
+		n := 30
+		if second == 0 {
+			n = 150
+		}
+		now += 1e9
+		if got := flood(n); got != n {
+			t.Errorf("second %d: %d of %d connections were opened", second, got, n)
+		}
+		if err := e.ForgetFlows(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := e.ForgetState(); err != nil {
+		t.Fatal(err)
+	}
+	now += 1e9
+	if n := flood(1); n != 1 {
+		t.Fatal("the flow was not opened")
+	}
+	const packets = 1_000_000
+	before := passed(t, e)
+	if _, _, err := benchRun(e.Program(Egress), sent(peer4, 17, udp(1024, 1024)), packets); err != nil {
+		t.Fatal(err)
+	}
+	if n := passed(t, e) - before; n != DefaultPackets.Burst-1 {
+		t.Errorf("%d of %d packets have passed at once, want %d", n, packets, DefaultPackets.Burst-1)
+	}
+}
+
+// passed is how many packets have.
+func passed(t *testing.T, e *Engine) (n uint64) {
+	t.Helper()
+	all, err := e.Counters()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range all {
+		if c.Verdict == Allow {
+			n += c.Packets
+		}
+	}
+	return n
+}

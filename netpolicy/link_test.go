@@ -362,6 +362,60 @@ rules:
 	}
 }
 
+// A guest that has slept, or whose policy was swapped, goes on with connections that have no flow any more. It is told at once, and
+// nobody else is told anything.
+func TestAttack_connection_without_a_flow_waits_for_long(t *testing.T) {
+	for _, peer := range []netip.Addr{peer4, peer6} {
+		for _, x := range []struct {
+			what    string
+			payload int
+			segment uint16 // of segmentation offload
+			partial bool   // the checksum is left to others
+		}{{"an acknowledgement", 0, 0, false}, {"data", 500, 0, false}, {"a checksum that is left out", 500, 0, true}, {"many segments at once", 20000, 1400, true}} {
+			t.Run(fmt.Sprintf("%v/%s", peer, x.what), func(t *testing.T) {
+				ownNamespace(t)
+				tap := newTAP(t, "tap0")
+				l, _ := attach(t, "tap0", `default: {egress: allow}`)
+				head := 34
+				if peer.Is6() {
+					head = 54
+				}
+				segment := tcp(4000, 443, ack|psh, make([]byte, x.payload)...)
+				be.PutUint32(segment[4:], 1000)
+				be.PutUint32(segment[8:], 77777)
+				header := make([]byte, vnetHeader)
+				frame := sent(peer, 6, segment)
+				if x.partial {
+					header[0] = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
+					binary.LittleEndian.PutUint16(header[6:], uint16(head))
+					binary.LittleEndian.PutUint16(header[8:], 16)
+				}
+				if x.segment != 0 {
+					header[1] = 1 // VIRTIO_NET_HDR_GSO_TCPV4
+					if peer.Is6() {
+						header[1] = 4
+					}
+					binary.LittleEndian.PutUint16(header[2:], uint16(head+20))
+					binary.LittleEndian.PutUint16(header[4:], x.segment)
+				}
+				// A reset of the guest's, and what others send, is answered to nobody.
+				tap.send(sent(peer, 6, tcp(4001, 443, rst|ack)))
+				tap.sendWith(header, frame)
+				got := tap.receive(etherTypeOf(peer), 6)
+				if m := got[head:]; be.Uint16(m) != 443 || be.Uint16(m[2:]) != 4000 || be.Uint32(m[4:]) != 77777 || be.Uint32(m[8:]) != 0 || m[13] != rst || len(m) != 20 {
+					t.Errorf("the guest got %x", got)
+				}
+				if !x.partial && !sumsRight(got) {
+					t.Errorf("a checksum of %x is wrong", got)
+				}
+				if n := count(t, l, Egress, ReasonNoFlow); n < 2 {
+					t.Errorf("%d were denied: %s", n, counters(l))
+				}
+			})
+		}
+	}
+}
+
 // A guest that may send a datagram asks for its checksum to be written elsewhere.
 func TestLink_checksum_stored_elsewhere_is_denied(t *testing.T) {
 	ownNamespace(t)

@@ -87,7 +87,7 @@ type Policy struct {
 	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
 	// Proxy is the agent's HTTP proxy; nil is none.
 	Proxy *Proxy `json:"proxy,omitempty" yaml:"proxy,omitempty"`
-	// Limits of rate; nil is no limit.
+	// Limits of rate. On egress, nil is DefaultPackets and DefaultConnections; all else is without a limit if it is nil.
 	Limits Limits `json:"limits" yaml:"limits"`
 	// Quota of bytes; nil is none.
 	Quota Quota `json:"quota" yaml:"quota"`
@@ -206,7 +206,25 @@ type Limits struct {
 	Ingress Rates `json:"ingress" yaml:"ingress"`
 }
 
-// Rates are the limits of one direction; nil is no limit.
+// What a guest may send without a limit of the policy's, since each connection may be an entry of the host's connection tracking for
+// minutes, and each packet is work for the host. Both are far from what an installation of packages needs.
+var (
+	DefaultPackets     = Rate{PerSecond: 2_000_000, Burst: 400_000}
+	DefaultConnections = Rate{PerSecond: 200, Burst: 2000}
+)
+
+// orDefault are the limits of egress that are in force.
+func (r Rates) orDefault() Rates {
+	if r.Packets == nil {
+		r.Packets = &DefaultPackets
+	}
+	if r.Connections == nil {
+		r.Connections = &DefaultConnections
+	}
+	return r
+}
+
+// Rates are the limits of one direction; nil is no limit, but for packets and connections of egress.
 type Rates struct {
 	// Bits per second, with a burst in bits.
 	Bits *Rate `json:"bits,omitempty" yaml:"bits,omitempty"`

@@ -31,6 +31,7 @@ type Checked struct {
 	key   flowKey
 	alias flowKey // what the host knows it by
 	first uint64
+	names uint32 // the number of those that it was opened for
 }
 
 // Checked finds the flow that a connection from a port of the agent's address to
@@ -42,8 +43,8 @@ func (l *Link) Checked(port uint16) (Checked, error) { return l.eng.checked(port
 func (l *Link) Lives(c Checked) (bool, error) { return l.eng.lives(c, ktime()) }
 
 // OpensName says whether the rules open a flow, now that the server name is known that its client
-// has sent: a rule's names match if one of them is that name, and the peer's address is pinned
-// for one of them. Name is in lower case, without a final dot; empty is none. The peer's
+// has sent: a rule's names match if one of them is that name, and the peer's address was pinned
+// for one of them when the flow was opened. Name is in lower case, without a final dot; empty is none. The peer's
 // class is looked up anew. It is one question of the Spec that is installed.
 func (l *Link) OpensName(c Checked, name string) bool { return l.eng.opensName(c, name, ktime()) }
 
@@ -63,7 +64,7 @@ func (e *engine) checked(port uint16, now uint64) (c Checked, err error) {
 	if err != nil {
 		return c, err
 	}
-	c.Rule, c.Generation, c.first = int(f.Rule), f.Gen, f.First
+	c.Rule, c.Generation, c.first, c.names = int(f.Rule), f.Gen, f.First, f.Names
 	if f.Rule == noRule {
 		c.Rule = -1
 	}
@@ -139,13 +140,16 @@ func (e *engine) opensName(c Checked, name string, now uint64) bool {
 	if e.spec == nil {
 		return false
 	}
-	// A hello comes after the packet that opened the flow, and the name may have expired between
-	// the two.
+	// The names are those that the flow was opened for, which may have expired since.
 	at := now
 	if c.Generation == e.gen {
 		at = c.first
 	}
-	_, ok := e.spec.opensName(c.Peer, e.pinnedAt(c.Peer.Addr(), at), name)
+	names, ok := e.known.names[c.names]
+	if !ok {
+		names = e.pinnedAt(c.Peer.Addr(), at)
+	}
+	_, ok = e.spec.opensName(c.Peer, names, name)
 	return ok
 }
 

@@ -258,7 +258,7 @@ func (r Rates) validate(where string) error {
 		switch {
 		case l.r == nil:
 		case l.r.PerSecond < l.min || l.r.PerSecond > l.max:
-			return fmt.Errorf("%s.%s.per_second: %d: %d to %d, or leave %s out for no limit", where, l.what, l.r.PerSecond, l.min, l.max, l.what)
+			return fmt.Errorf("%s.%s.per_second: %d: %d to %d, or leave %s out", where, l.what, l.r.PerSecond, l.min, l.max, l.what)
 		case l.r.Burst != 0 && (l.r.Burst < l.burst || l.r.Burst > 1e12):
 			return fmt.Errorf("%s.%s.burst: %d: %d to 1e12, or 0", where, l.what, l.r.Burst, l.burst)
 		}

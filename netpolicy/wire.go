@@ -88,9 +88,11 @@ func HostAddresses() ([]netip.Addr, error) {
 	return out, nil
 }
 
-// MaxPeers bounds Environment.Peers, MaxOnLink is for OnLink, and MaxHostAddresses for the other two lists.
+// MaxPeers, MaxOnLink, MaxHostAddresses and MaxAgentRanges bound the lists of an Environment. A host with more addresses can have no
+// policy that opens anything: one that is left out would count as public.
 const (
 	MaxPeers         = 4096
 	MaxOnLink        = 512
-	MaxHostAddresses = 256
+	MaxHostAddresses = 16384
+	MaxAgentRanges   = 256
 )

@@ -100,7 +100,9 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	last := s.lasts(r)
 	last.Running = running || last.Running && r.making()
 	m.lasting = append(m.lasting, last)
-	m.running[r.ID] = last.Running
+	// One whose process was killed is looked after by who looks at it next: until then it may have layers that its record does not
+	// name, see adoptLayers.
+	m.running[r.ID] = last.Running || r.Phase == Starting || r.Phase == Running
 	need := func(id, why string) {
 		if id != "" {
 			m.snapshots[id] = why

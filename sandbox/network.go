@@ -185,8 +185,19 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 	return n, nil
 }
 
-// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges.
+// tooManyAddresses is a host with more addresses than a policy can know.
+func tooManyAddresses(host []netip.Addr) (why string, is bool) {
+	return fmt.Sprintf("the host has %d addresses, and a policy can know %d of them: all is denied until it has fewer", len(host), netpolicy.MaxHostAddresses),
+		len(host) > netpolicy.MaxHostAddresses
+}
+
+// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. If the addresses are too many, it is a policy that denies everything: one of them
+// that is not known would be open as a public one.
 func (n *network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip.Prefix) (*netpolicy.Spec, error) {
+	if why, is := tooManyAddresses(host); is {
+		n.log.Error(why)
+		p, host = &netpolicy.Policy{}, nil
+	}
 	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
 		netpolicy.Environment{Host: host, OnLink: onLink, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
@@ -479,6 +490,9 @@ func (n *network) serveTLS(ln *net.TCPListener) {
 func (n *network) lookOutside() {
 	n.warnings = nil
 	warn := func(text string) { n.warnings = append(n.warnings, text); n.log.Warn(text) }
+	if why, is := tooManyAddresses(n.host); is {
+		warn(why)
+	}
 	outside := opensOutside(n.policy)
 	if !outside && !opensAgents(n.policy) {
 		return
@@ -491,6 +505,14 @@ func (n *network) lookOutside() {
 	for _, r := range ranges {
 		if err := hostnet.Own(r); err != nil {
 			warn("the host does not drop packets of others that have a VM's address as their source: " + err.Error())
+		}
+	}
+	for i, own := range []netip.Addr{n.address.Addr(), n.own6} {
+		if !own.IsValid() {
+			continue
+		}
+		if err := hostnet.Bound(ranges[i], own, hostnet.Connections(n.policy)); err != nil {
+			warn("the VM can fill the host's connection tracking: " + err.Error())
 		}
 	}
 	if outside {
@@ -614,6 +636,9 @@ func (n *network) refresh() error {
 	}
 	n.host, n.onLink = host, onLink
 	n.dns.SetPolicy(n.policy, spec)
+	if why, is := tooManyAddresses(host); is && !slices.Contains(n.warnings, why) {
+		n.warnings = append(n.warnings, why)
+	}
 	return nil
 }
 

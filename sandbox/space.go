@@ -18,10 +18,11 @@ const (
 	// reservePart of the file system, or as much as the VM has RAM if that is less, stays free of what the VM writes to
 	// its disk and volumes, so that it can still be put to sleep. All VMs of the file system share it.
 	reservePart = 20
-	// maxGrant is how many bytes a VM writes at most between two looks at the file system, and grantPart of what is free
-	// above the reserve, since others write at the same time.
-	maxGrant  = 64 << 20
-	grantPart = 8
+	// maxGrant is how many bytes a VM writes at most between two looks at the file system, and at most a part of what is
+	// free above the reserve, and of the reserve: others write at the same time.
+	maxGrant    = 64 << 20
+	spareParts  = 8
+	reserveUsed = 4
 	// roomToGoOn is how much more than the reserve has to be free before a VM that was paused goes on.
 	roomToGoOn = 16 << 20
 	// roomLook is how often a paused VM looks for space.
@@ -43,13 +44,13 @@ func newSpace(dir string, ram int64) *space {
 }
 
 // spare is how much is free above the reserve, in bytes; it may be negative.
-func (s *space) spare() (int64, error) {
+func (s *space) spare() (spare, reserve int64, err error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(s.dir, &st); err != nil {
-		return 0, fmt.Errorf("looking for space in %s: %w", s.dir, err)
+		return 0, 0, fmt.Errorf("looking for space in %s: %w", s.dir, err)
 	}
-	reserve := min(s.ram, int64(st.Blocks)*st.Bsize/reservePart)
-	return int64(st.Bavail)*st.Bsize - reserve, nil
+	reserve = min(s.ram, int64(st.Blocks)*st.Bsize/reservePart)
+	return int64(st.Bavail)*st.Bsize - reserve, reserve, nil
 }
 
 // take is for blk.Options.Space.
@@ -57,7 +58,7 @@ func (s *space) take(n int64) error {
 	if s.grant.Add(-n) >= 0 {
 		return nil
 	}
-	spare, err := s.spare()
+	spare, reserve, err := s.spare()
 	if err == nil && spare < n {
 		err = fmt.Errorf("writing %d bytes to %s, which keeps a reserve for sleeps: %w", n, s.dir, unix.ENOSPC)
 	}
@@ -65,7 +66,7 @@ func (s *space) take(n int64) error {
 		s.grant.Store(0)
 		return err
 	}
-	s.grant.Store(min(spare/grantPart, maxGrant))
+	s.grant.Store(min(spare/spareParts, reserve/reserveUsed, maxGrant))
 	return nil
 }
 
@@ -79,7 +80,7 @@ func (s *space) wait(error) {
 
 // room says whether a VM whose write waits can go on.
 func (s *space) room() bool {
-	spare, err := s.spare()
+	spare, _, err := s.spare()
 	return err == nil && spare >= roomToGoOn
 }
 

@@ -14,15 +14,15 @@ func TestSpace_grants_are_parts_of_what_is_free_and_keep_the_reserve(t *testing.
 	}
 	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
 	s := newSpace(dir, 1<<40)
-	spare, err := s.spare()
-	if err != nil || spare != 64<<20-64<<20/reservePart&^4095 && spare > 64<<20 {
-		t.Fatalf("%d bytes, %v", spare, err)
+	spare, reserve, err := s.spare()
+	if err != nil || reserve != 64<<20/reservePart || spare > 64<<20-reserve {
+		t.Fatalf("%d bytes and a reserve of %d, %v", spare, reserve, err)
 	}
 	if err := s.take(4096); err != nil {
 		t.Fatal(err)
 	}
-	if got := s.grant.Load(); got != spare/grantPart {
-		t.Errorf("a grant of %d bytes, want %d", got, spare/grantPart)
+	if got := s.grant.Load(); got != reserve/reserveUsed {
+		t.Errorf("a grant of %d bytes, want %d", got, reserve/reserveUsed)
 	}
 	if err := s.take(spare + 1); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("more than is free: %v", err)
@@ -32,7 +32,7 @@ func TestSpace_grants_are_parts_of_what_is_free_and_keep_the_reserve(t *testing.
 	}
 	if small := newSpace(dir, 1<<20); !small.room() {
 		t.Error("no room on an empty file system")
-	} else if more, _ := small.spare(); more <= spare {
+	} else if more, _, _ := small.spare(); more <= spare {
 		t.Errorf("a VM with less RAM keeps as large a reserve: %d and %d are spare", more, spare)
 	}
 }

@@ -36,7 +36,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.Remove(small) })
-	if err := unix.Mount("tmpfs", small, "tmpfs", 0, "size=256m"); err != nil {
+	if err := unix.Mount("tmpfs", small, "tmpfs", 0, "size=1g"); err != nil {
 		t.Skipf("mounting a tmpfs needs root: %v", err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(small, unix.MNT_DETACH) })

@@ -4,10 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"strings"
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 )
 
@@ -31,7 +33,8 @@ func (a *app) netSetupCommand() *cobra.Command {
 		Long: `Translate the VMs' addresses into the host's, in the table "ip drowse" of nftables. A
 VM whose policy allows addresses beyond the host does so by itself when it starts, and
 in "ip6 drowse" if it has IPv6. It also has the host drop packets with a VM's address as
-their source that come by another device than a VM's. Doing it again changes nothing.
+their source that come by another device than a VM's, and bounds how many connections
+of each VM are tracked. Doing it again changes nothing.
 
 With --forward, switch on net.ipv4.ip_forward if it is off. It lets a host route packets
 between all its interfaces; a rule is added first that drops those that are neither from
@@ -46,7 +49,7 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 			if err != nil {
 				return usageError{err}
 			}
-			if err := errors.Join(hostnet.Own(in), hostnet.Translate(in)); err != nil {
+			if err := errors.Join(hostnet.Own(in), hostnet.Bound(in, netip.Addr{}, netpolicy.DefaultFlows), hostnet.Translate(in)); err != nil {
 				return err
 			}
 			changed, changed6 := false, false
@@ -60,7 +63,7 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 				if err != nil {
 					return usageError{err}
 				}
-				if err := errors.Join(hostnet.Own(in6), hostnet.Translate(in6)); err != nil {
+				if err := errors.Join(hostnet.Own(in6), hostnet.Bound(in6, netip.Addr{}, netpolicy.DefaultFlows), hostnet.Translate(in6)); err != nil {
 					return err
 				}
 				if changed6, err = hostnet.Forward6(); err != nil {

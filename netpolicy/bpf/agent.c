@@ -174,9 +174,11 @@ struct {
 // A pin is what the resolver has found. An entry counts for one generation of the
 // table only, so that it changes together with the table.
 struct pin_key {
-	__u32 addr[4];
+	__u32 addr[4]; // or REMEMBERED, 0, 0 and the number of a set of names, which no address that names open looks like
 	__u32 gen;
 };
+
+#define REMEMBERED 0xffffffff
 
 // A pin says which rules match an address, and how that becomes less as names expire:
 // the first slot whose time is not up counts.
@@ -185,6 +187,7 @@ struct pin_key {
 struct pin {
 	__u64 expires[TIMES]; // ascending
 	struct bits set[TIMES];
+	__u32 names[TIMES]; // numbers of the sets of names that are meant; 0 is none that is remembered
 };
 
 // The sizes of maps inside of others are those that the loader gives to each agent's.
@@ -231,11 +234,12 @@ struct flow {
 	__u8 cut;    // it is not allowed any more, and only there for those who read the map
 	__be16 via;  // its name is checked: the guest's port on the host; else 0
 	__u32 edition; // of the peer's tags, if it is an agent
+	__u32 names;   // a number of those that the peer's address was given for when the flow was opened
 	__u8 class;    // of the peer, by the table gen
-	__u8 pad[3];
+	__u8 pad[7];
 };
 
-_Static_assert(sizeof(struct flow) == 72, "size of a flow");
+_Static_assert(sizeof(struct flow) == 80, "size of a flow");
 
 // An alias is in the flow table too, by what the host knows a flow by whose name is
 // checked: the gateway and its port for those, and the guest's port on the host (via). It
@@ -246,7 +250,7 @@ struct alias {
 	__be16 peer_port, guest_port;
 	__u8 pad[30];
 	__u8 state; // ALIAS, where a flow has its state
-	__u8 rest[13];
+	__u8 rest[21];
 };
 
 _Static_assert(sizeof(struct alias) == sizeof(struct flow), "size of an alias");
@@ -378,6 +382,7 @@ struct packet {
 	__u32 bytes, segments;
 	__u32 set;
 	__u32 claim, edition; // of a peer that is an agent, which the rules have been asked about
+	__u32 names;	      // that the rules have been asked about
 	__u8 dir, proto, six, flags; // flags: of TCP, or the type of ICMP
 	__u8 verdict, opens, fin, next;
 	// Of an ICMP error: what it quotes.
@@ -387,6 +392,7 @@ struct packet {
 	__u8 check;  // the rules open it for its name, which is to be checked
 	__u8 class;
 	__u8 vouched; // the gate has seen which interface it came by
+	__u8 again;   // the rules are asked again about a flow, by the names that it was opened for
 	__be16 via;  // of its flow
 };
 
@@ -589,16 +595,23 @@ static __noinline __u32 first_tagged(void *table, __u32 root, const struct tagge
 	return x.rule;
 }
 
-// pinned finds what the resolver has found for a packet's peer. It is apart for consult's stack.
+// pinned finds what the resolver has found for a packet's peer, or what a flow's names mean now. It is apart for consult's stack.
 static __noinline struct pin *pinned(const struct row *r0, const struct packet *p)
 {
 	void *map = bpf_map_lookup_elem(&pins, &p->slot);
 	struct pin_key k = {};
 
-	k.addr[0] = p->peer[0];
-	k.addr[1] = p->peer[1];
-	k.addr[2] = p->peer[2];
-	k.addr[3] = p->peer[3];
+	if (p->again) {
+		if (!p->names)
+			return 0;
+		k.addr[0] = REMEMBERED;
+		k.addr[3] = p->names;
+	} else {
+		k.addr[0] = p->peer[0];
+		k.addr[1] = p->peer[1];
+		k.addr[2] = p->peer[2];
+		k.addr[3] = p->peer[3];
+	}
 	k.gen = r0->id.gen;
 	return map ? bpf_map_lookup_elem(map, &k) : 0;
 }
@@ -639,6 +652,8 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 	p->claim = 0;
 	p->edition = 0;
 	p->check = 0;
+	if (!p->again)
+		p->names = 0;
 	if (!r1)
 		return DENY;
 	dir &= 1;
@@ -658,8 +673,11 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 		if (v) {
 #pragma unroll
 			for (int i = TIMES - 1; i >= 0; i--)
-				if (p->now < v->expires[i])
+				if (p->now < v->expires[i]) {
 					d = &v->set[i];
+					if (!p->again)
+						p->names = v->names[i];
+				}
 		}
 	}
 	rule = first(&a->set, d, &s->set);
@@ -1173,9 +1191,15 @@ static __always_inline bool settled(const struct row *r0, const struct flow *f, 
 static __always_inline bool keep(void *table, const struct row *r0, struct packet *p, struct flow *f, const struct flow_key *k)
 {
 	__u8 opener = f->opener;
-	int verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
-	__u16 rule = p->rule;
+	int verdict;
+	__u16 rule;
 
+	// Its address may not be given for its names any more, which only new flows need.
+	p->again = 1;
+	p->names = f->names;
+	verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
+	p->again = 0;
+	rule = p->rule;
 	p->rule = NO_RULE;
 	// A connection that has not ended on the host cannot be checked from its midst on, and one that
 	// has can only go on there.
@@ -1448,7 +1472,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
 		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
-		.via = p->via, .edition = p->edition, .class = p->class,
+		.via = p->via, .edition = p->edition, .names = p->names, .class = p->class,
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
@@ -1861,7 +1885,7 @@ __noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason,
 	return 1;
 }
 
-// reset_for makes the TCP header of an answer to a SYN (RFC 9293, 3.10.7.1).
+// reset_for makes the TCP header of an answer to a segment (RFC 9293, 3.10.7.1).
 static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
 {
 	__u32 len = l4_len - (t->offset >> 4) * 4 + 1;
@@ -1869,10 +1893,16 @@ static __always_inline void reset_for(struct tcp *t, __u32 l4_len)
 
 	t->src = t->dst;
 	t->dst = port;
-	t->ack = bpf_htonl(bpf_ntohl(t->seq) + len);
-	t->seq = 0;
+	if (t->flags & ACK) {
+		t->seq = t->ack;
+		t->ack = 0;
+		t->flags = RST;
+	} else {
+		t->ack = bpf_htonl(bpf_ntohl(t->seq) + len); // only a SYN has no ACK
+		t->seq = 0;
+		t->flags = RST | ACK;
+	}
 	t->offset = 5 << 4;
-	t->flags = RST | ACK;
 	t->window = 0;
 	t->check = 0;
 	t->urgent = 0;
@@ -1885,6 +1915,13 @@ static __always_inline int turn(struct __sk_buff *skb, const struct identity *id
 	__builtin_memcpy(macs, id->guest_mac, 6);
 	__builtin_memcpy(macs + 6, id->gateway_mac, 6);
 	return bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0);
+}
+
+// orphan says whether a packet of the guest's is of a TCP connection whose flow is not there any more: since the guest has slept, the flow table was full,
+// or a new policy has cut it. The guest is told, or its programs would wait for long.
+static __always_inline bool orphan(const struct packet *p, __u32 reason)
+{
+	return reason == R_NO_FLOW && p->proto == IPPROTO_TCP && !(p->flags & RST);
 }
 
 // answer4 turns a rejected packet into what the guest is told: a reset for TCP, else
@@ -2084,7 +2121,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 	}
 	if (p.verdict == ALLOW)
 		return TC_ACT_OK;
-	if (dir == EGRESS && p.verdict == REJECT && told && r0)
+	if (dir == EGRESS && told && r0 && (p.verdict == REJECT || orphan(&p, reason)))
 		return answer(skb, r0, &p);
 	return TC_ACT_SHOT;
 }

@@ -21,7 +21,7 @@ type AgentAlias struct {
 	GuestPort uint16
 	Pad       [30]uint8
 	State     uint8
-	Rest      [13]uint8
+	Rest      [21]uint8
 }
 
 type AgentCounter struct {
@@ -61,8 +61,9 @@ type AgentFlow struct {
 	Cut     uint8
 	Via     uint16
 	Edition uint32
+	Names   uint32
 	Class   uint8
-	Pad     [3]uint8
+	Pad     [7]uint8
 }
 
 type AgentFlowKey struct {
@@ -82,6 +83,7 @@ type AgentPin struct {
 		_ structs.HostLayout
 		W [16]uint64
 	}
+	Names [4]uint32
 }
 
 type AgentPinKey struct {

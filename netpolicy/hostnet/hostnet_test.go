@@ -2,6 +2,7 @@ package hostnet
 
 import (
 	"bufio"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -21,6 +22,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 var small = netip.MustParsePrefix("10.213.7.0/29")
@@ -630,4 +633,142 @@ func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet stri
 	must(Remove())
 	must(f.setForwarding("1"))
 	passes("left", "without the rule")
+}
+
+// A VM sends datagrams from as many ports and to as many as there are, each of which would be a connection to the host's tracking.
+func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
+	usual := Connections(&netpolicy.Policy{})
+	for _, x := range []struct {
+		what        string
+		in          netip.Prefix
+		to          netip.Addr
+		connections int
+		datagrams   int // each takes the longer the more connections there are
+	}{
+		{"IPv4", DefaultRange, netip.MustParseAddr("198.51.100.2"), usual, 8_000},
+		{"IPv6", DefaultRange6, netip.MustParseAddr("2001:db8:1::2"), usual, 8_000},
+		{"IPv4 of a VM with few flows", DefaultRange, netip.MustParseAddr("198.51.100.2"), Connections(&netpolicy.Policy{Flows: 100}), 100_000},
+		{"IPv6 of a VM with few flows", DefaultRange6, netip.MustParseAddr("2001:db8:1::2"), Connections(&netpolicy.Policy{Flows: 100}), 100_000},
+		{"IPv6 of a VM with many", DefaultRange6, netip.MustParseAddr("2001:db8:1::2"), Connections(&netpolicy.Policy{Flows: 5000}), 8_000},
+	} {
+		t.Run(x.what, func(t *testing.T) {
+			ownNamespace(t)
+			must := func(err error) {
+				t.Helper()
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			f := familyOf(x.in)
+			vm := x.in.Addr().Next().Next()
+			must(Translate(x.in))
+			// As it is when another VM had the address before, and when it starts again.
+			must(Bound(x.in, vm, 77))
+			for range 2 {
+				must(Bound(x.in, vm, x.connections))
+			}
+			must(f.setForwarding("1"))
+			host, err := netns.Get()
+			must(err)
+			defer host.Close()
+			ns, err := netns.New()
+			must(err)
+			defer ns.Close()
+			must(netns.Set(host))
+			must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "drowse0"}, PeerName: "up", PeerNamespace: netlink.NsFd(ns)}))
+			l, err := netlink.LinkByName("drowse0")
+			must(err)
+			must(netlink.LinkSetUp(l))
+			whole := func(a netip.Addr) *net.IPNet {
+				return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
+			}
+			must(netlink.RouteReplace(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: whole(vm), Scope: netlink.SCOPE_LINK}))
+			// What leaves the host is not the question.
+			must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "out"}, PeerName: "away", PeerNamespace: netlink.NsFd(ns)}))
+			out, err := netlink.LinkByName("out")
+			must(err)
+			a := &netlink.Addr{IPNet: &net.IPNet{IP: x.to.Prev().AsSlice(), Mask: net.CIDRMask(x.to.BitLen()-8, x.to.BitLen())}}
+			if f == ip6 {
+				a.Flags = unix.IFA_F_NODAD
+			}
+			must(netlink.AddrAdd(out, a))
+			must(netlink.LinkSetUp(out))
+			must(netlink.NeighSet(&netlink.Neigh{LinkIndex: out.Attrs().Index, State: netlink.NUD_PERMANENT, IP: x.to.AsSlice(), HardwareAddr: net.HardwareAddr{2, 3, 4, 5, 6, 7}}))
+
+			must(netns.Set(ns))
+			away, err := netlink.LinkByName("away")
+			must(err)
+			must(netlink.LinkSetUp(away))
+			peer, err := netlink.LinkByName("up")
+			must(err)
+			must(netlink.LinkSetUp(peer))
+			sock, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+			must(err)
+			defer unix.Close(sock)
+			must(unix.Bind(sock, &unix.SockaddrLinklayer{Ifindex: peer.Attrs().Index}))
+			must(netns.Set(host))
+			frame := datagram(l.Attrs().HardwareAddr, vm, x.to)
+			entries := func() int {
+				t.Helper()
+				var n int
+				_, err := fmt.Sscan(setting(t, "/proc/sys/net/netfilter/nf_conntrack_count"), &n)
+				must(err)
+				return n
+			}
+			most := 0
+			for i := range x.datagrams {
+				src, dst := uint16(1024+i%60000), uint16(1024+i/60000)
+				u := frame[len(frame)-10:]
+				binary.BigEndian.PutUint16(u, src)
+				binary.BigEndian.PutUint16(u[2:], dst)
+				binary.BigEndian.PutUint16(u[8:], 0xffff-src-dst) // so that the checksum stays
+				_, err := unix.Write(sock, frame)
+				must(err)
+				if i%2000 == 0 {
+					most = max(most, entries())
+				}
+			}
+			// The kernel's own packets of IPv6 have a few.
+			if most = max(most, entries()); most > x.connections+16 || most < x.connections-16 {
+				t.Errorf("%d datagrams: %d connections are tracked, want %d", x.datagrams, most, x.connections)
+			}
+			n, err := open(f)
+			must(err)
+			rules, err := n.rules(chainBound)
+			must(err)
+			want := 1
+			if x.connections != usual {
+				want = 3
+			}
+			if len(rules) != want {
+				t.Errorf("there are %d rules, want %d", len(rules), want)
+			}
+			must(Remove())
+		})
+	}
+}
+
+// datagram is one of UDP whose ports and payload, of two bytes, have 0xffff for their sum.
+func datagram(to net.HardwareAddr, src, dst netip.Addr) []byte {
+	f := append(append([]byte{}, to...), 2, 9, 9, 9, 9, 9)
+	if src.Is6() {
+		f = append(f, 0x86, 0xdd, 6<<4, 0, 0, 0, 0, 10, unix.IPPROTO_UDP, 64)
+		sum := uint32(unix.IPPROTO_UDP + 10 + 10 + 0xffff)
+		for _, b := range [][]byte{src.AsSlice(), dst.AsSlice()} {
+			for i := 0; i < 16; i += 2 {
+				sum += uint32(binary.BigEndian.Uint16(b[i:]))
+			}
+			f = append(f, b...)
+		}
+		sum = sum>>16 + sum&0xffff
+		return append(binary.BigEndian.AppendUint16(append(f, 0, 0, 0, 0, 0, 10), ^uint16(sum>>16+sum)), 0, 0)
+	}
+	h := []byte{4<<4 | 5, 0, 0, 30, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
+	h = append(append(h, src.AsSlice()...), dst.AsSlice()...)
+	var sum uint32
+	for i := 0; i < 20; i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(h[i:]))
+	}
+	binary.BigEndian.PutUint16(h[10:], ^uint16(sum>>16+sum))
+	return append(append(append(f, 8, 0), h...), 0, 0, 0, 0, 0, 10, 0, 0, 0, 0)
 }

@@ -129,6 +129,20 @@ func (n *nft) find() (*nftables.Table, error) {
 
 // comments are those of a chain's rules; none if there is no such chain.
 func (n *nft) comments(chain string) ([]string, error) {
+	rules, err := n.rules(chain)
+	if rules == nil || err != nil {
+		return nil, err
+	}
+	out := []string{}
+	for _, r := range rules {
+		text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
+		out = append(out, text)
+	}
+	return out, nil
+}
+
+// rules are those of a chain; none if there is no such chain.
+func (n *nft) rules(chain string) ([]*nftables.Rule, error) {
 	t, err := n.find()
 	if t == nil || err != nil {
 		return nil, err
@@ -140,12 +154,7 @@ func (n *nft) comments(chain string) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listing rules of nftables: %w: %w", ErrNAT, err)
 	}
-	out := []string{}
-	for _, r := range rules {
-		text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
-		out = append(out, text)
-	}
-	return out, nil
+	return rules, nil
 }
 
 func (n *nft) flush() error {

@@ -97,6 +97,8 @@ type flow struct {
 	gen    int
 	fins   map[netpolicy.Direction]bool
 	via    uint16 // the guest's port on the host, if its name is checked
+	// names are those that the peer's address was given for when it was opened, of those that rules have.
+	names []string
 }
 
 func (f *flow) fresh(now int64) bool { return f != nil && now < f.seen+int64(f.lifetime()) }
@@ -152,6 +154,12 @@ func spend(tat *big.Int, r *netpolicy.Rate, least, units uint64, now int64) (*bi
 // take counts a packet, or says which limit it exceeds.
 func (m *Model) take(d netpolicy.Direction, bytes, segments, opens uint64, now int64) netpolicy.Reason {
 	a, r, quota := &m.limits[0], m.policy.Limits.Egress, m.policy.Quota.EgressBytes
+	if r.Packets == nil {
+		r.Packets = &netpolicy.Rate{PerSecond: 2e6, Burst: 4e5}
+	}
+	if r.Connections == nil {
+		r.Connections = &netpolicy.Rate{PerSecond: 200, Burst: 2000}
+	}
 	if d == netpolicy.Ingress {
 		a, r, quota = &m.limits[1], m.policy.Limits.Ingress, m.policy.Quota.IngressBytes
 	}
@@ -189,7 +197,9 @@ func (m *Model) live(k flowKey, now int64) *flow {
 		if f.opener == netpolicy.Ingress {
 			port = k.guestPort
 		}
-		a := m.open(f.opener, k, port, now)
+		q := m.question(f.opener, k, port, now)
+		q.Names = f.names
+		a := m.Ask(q)
 		if a.Verdict != netpolicy.Allow || f.via == 0 && a.Checked || f.via != 0 && m.env.TLSPort == 0 {
 			delete(m.flows, k)
 			return nil
@@ -223,11 +233,11 @@ func (m *Model) question(d netpolicy.Direction, k flowKey, port uint16, now int6
 	return q
 }
 
-// OpensName says whether a flow that the guest opens goes on at a time in nanoseconds, when its client has
-// asked for a server name; empty is none.
-func (m *Model) OpensName(peer netip.Addr, port uint16, name string, now int64) bool {
-	q := m.question(netpolicy.Egress, flowKey{peer: peer, proto: protoTCP}, port, now)
-	q.Hello, q.ServerName = true, name
+// OpensName says whether a flow that the guest has opened goes on, when its client has asked for a server name; empty is none.
+func (m *Model) OpensName(peer netip.AddrPort, guestPort uint16, name string) bool {
+	k := flowKey{peer.Addr(), peer.Port(), guestPort, protoTCP}
+	q := m.question(netpolicy.Egress, k, peer.Port(), 0)
+	q.Names, q.Hello, q.ServerName = m.flows[k].names, true, name
 	return m.Ask(q).Verdict == netpolicy.Allow
 }
 
@@ -417,9 +427,22 @@ func (x *parsed) decide(now int64) Decision {
 	if d.Verdict == netpolicy.Allow {
 		next.via = x.via
 		next.seen, next.opener, next.gen, next.fins = now, x.Direction, m.gen, map[netpolicy.Direction]bool{}
+		next.names = m.meant(m.question(x.Direction, key, port, now).Names)
 		m.flows[key] = next
 	}
 	return d
+}
+
+// meant are the names that a rule has.
+func (m *Model) meant(names []string) (out []string) {
+	for _, n := range names {
+		if slices.ContainsFunc(m.policy.Rules, func(r netpolicy.Rule) bool {
+			return slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, n) })
+		}) {
+			out = append(out, n)
+		}
+	}
+	return out
 }
 
 // reserve finds the guest's port on the host for a flow whose name is checked.
