@@ -22,9 +22,7 @@ import (
 // noGrace has sweeps delete what is of today.
 func noGrace(t *testing.T) {
 	t.Helper()
-	old := graceTime
-	graceTime = 0
-	t.Cleanup(func() { graceTime = old })
+	t.Cleanup(SetGraceTime(0))
 }
 
 // diskSnapshotOf is a snapshot without memory that has the disk of a VM.

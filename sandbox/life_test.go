@@ -611,6 +611,8 @@ func (v *life) nothingLeft(snap string) {
 			t.Error(err)
 		}
 	}
+	// What killed processes have left is of this minute.
+	defer sandbox.SetGraceTime(0)()
 	freed, err := v.Store.Sweep(t.Context())
 	if err != nil {
 		t.Error(err)

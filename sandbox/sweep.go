@@ -166,7 +166,7 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed 
 	for _, e := range files {
 		name := e.Name()
 		owner, _, _ := strings.Cut(name, "-")
-		if m.layers[name] != nil || m.running[owner] || owner == templateOwner || strings.HasPrefix(name, ".") {
+		if m.layers[name] != nil || m.running[owner] || owner == templateOwner {
 			continue
 		}
 		path := filepath.Join(s.layerDir(), name)
