@@ -18,8 +18,6 @@ import (
 	"slices"
 	"strings"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -367,11 +365,14 @@ func checkImportedLayer(path string) error {
 	return nil
 }
 
-// settle gives a file, which is durable, its name, unless there is one: that has the same content.
+// settle gives a file, which is durable, its name, unless there is one of that name: it has the same content. So has one
+// that another import has put there in between; to take its place does no harm.
 func (p *placedFile) settle(tmp, path string) error {
-	err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, path, unix.RENAME_NOREPLACE)
-	if err != nil && !errors.Is(err, unix.EEXIST) {
-		return fmt.Errorf("placing %s: %w", p.name, err)
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		err = os.Rename(tmp, path)
+		if err != nil {
+			return fmt.Errorf("placing %s: %w", p.name, err)
+		}
 	}
 	return syncDir(p.dir)
 }
