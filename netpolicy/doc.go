@@ -185,6 +185,9 @@
 //     agent's (guest's) address; else L4Header if it is too short, NoFlow in all other
 //     cases. One from the guest has to go to the source of the quoted packet. It does not prolong the flow.
 //
+// Established TCP and answered UDP have a table of flows of their own, as large as the one of all others: no number of flows that are
+// opening, closing or without an answer takes their place. In each, the one that was used least recently goes first.
+//
 // Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
 //
 // What a flow has carried, when it was opened and by which rule, is in the flow table for those who

@@ -40,8 +40,9 @@ type engine struct {
 	place  place
 	shared *programs
 	// The agent's own. The one element of current says which of its tables is in force.
-	flows, pinned, counts, events, current *ebpf.Map
-	entries                                [2]*ebpf.Program // by direction
+	// Lasting has the flows that are established or answered, and flows the others.
+	flows, lasting, pinned, counts, events, current *ebpf.Map
+	entries                                         [2]*ebpf.Program // by direction
 
 	wg sync.WaitGroup // for writers into the slot, who take some time to end
 	// announced is closed when the maps of the agent are in its slot and their writers have ended; nil before announce.
@@ -102,6 +103,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 		ownMap
 	}{
 		{&e.flows, flowsOf(flows)},
+		{&e.lasting, flowsOf(flows)},
 		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * (maxPins + maxNameSets), unix.BPF_F_NO_PREALLOC}},
 		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0}},
 		{&e.events, ownMap{"events", ebpf.RingBuf, nil, nil, eventBytes, 0}},
@@ -125,7 +127,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
-	for _, m := range []*ebpf.Map{e.flows, e.pinned, e.counts, e.events, e.current} {
+	for _, m := range []*ebpf.Map{e.flows, e.lasting, e.pinned, e.counts, e.events, e.current} {
 		errs = append(errs, m.Close())
 	}
 	for i := range e.tables {
@@ -141,7 +143,8 @@ func (e *engine) close() error {
 func (e *engine) announce() error {
 	p := e.shared
 	wait, err := publish([]slotMap{
-		{p.flows, e.place.slot, e.flows}, {p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts}, {p.stream, e.place.slot, e.events},
+		{p.flows, e.place.table(0), e.flows}, {p.flows, e.place.table(1), e.lasting},
+		{p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts}, {p.stream, e.place.slot, e.events},
 	})
 	if err != nil {
 		return err
@@ -191,15 +194,19 @@ func (e *engine) start(s *Spec, keep bool) error {
 	return nil
 }
 
-// track gives the agent another table of flows, in which there are none, before start.
-func (e *engine) track(flows int) (old *ebpf.Map, err error) {
-	m, err := flowsOf(flows).make()
+// track gives the agent other tables of flows, in which there are none, before start.
+func (e *engine) track(flows int) (err error) {
+	brief, err := flowsOf(flows).make()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	wait, err := publish([]slotMap{{e.shared.flows, e.place.slot, m}})
+	lasting, err := flowsOf(flows).make()
 	if err != nil {
-		return nil, errors.Join(err, m.Close())
+		return errors.Join(err, brief.Close())
+	}
+	wait, err := publish([]slotMap{{e.shared.flows, e.place.table(0), brief}, {e.shared.flows, e.place.table(1), lasting}})
+	if err != nil {
+		return errors.Join(err, brief.Close(), lasting.Close())
 	}
 	before := e.announced
 	e.announced = make(chan struct{})
@@ -208,8 +215,9 @@ func (e *engine) track(flows int) (old *ebpf.Map, err error) {
 		_ = wait()
 		<-before
 	})
-	old, e.flows = e.flows, m
-	return old, nil
+	err = errors.Join(e.flows.Close(), e.lasting.Close())
+	e.flows, e.lasting = brief, lasting
+	return err
 }
 
 // mapID is the kernel's number of a map.

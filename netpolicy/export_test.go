@@ -117,9 +117,11 @@ func (e *Engine) Table(s *Spec) error {
 // ForgetFlows drops all flows.
 func (e *Engine) ForgetFlows() error {
 	var k [24]byte
-	for e.flows.NextKey(nil, &k) == nil {
-		if err := e.flows.Delete(k); err != nil {
-			return err
+	for _, m := range []*ebpf.Map{e.flows, e.lasting} {
+		for m.NextKey(nil, &k) == nil {
+			if err := m.Delete(k); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

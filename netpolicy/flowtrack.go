@@ -102,11 +102,14 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 	}
 	f.looks++
 	live := 0
-	err = f.reader.each(g.eng.flows, func(k *flowKey, v *bpf.AgentFlow) {
+	see := func(k *flowKey, v *bpf.AgentFlow) {
 		if v.State == stateAlias {
 			return
 		}
 		t := f.flows[*k]
+		if t != nil && t.look == f.looks && v.First < t.First {
+			return // what the other map has is one that was opened later
+		}
 		if t != nil && !t.same(v) {
 			if !t.done {
 				end := t.ending(FlowReplaced)
@@ -135,13 +138,23 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 			t.done = true
 			g.write(g.record(*k, t, t.ending(FlowExpired)))
 		}
-	})
-	if err != nil {
-		return err
+	}
+	for _, m := range []*ebpf.Map{g.eng.flows, g.eng.lasting} {
+		if err = f.reader.each(m, see); err != nil {
+			return err
+		}
 	}
 	for k, t := range f.flows {
 		if t.look == f.looks {
 			continue
+		}
+		// It may have been moved to a map that had been read already.
+		if !t.done {
+			if v, err := g.eng.flow(k); err == nil && t.same(v) {
+				t.AgentFlow, t.look = *v, f.looks
+				live++
+				continue
+			}
 		}
 		if !t.done {
 			g.write(g.record(k, t, t.ending(FlowEvicted)))

@@ -107,7 +107,7 @@ func openUsages(dir string) (*ebpf.Map, error) {
 // own is what is pinned for an agent, by the names of the pins.
 func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
 	return map[string]pinnable{
-		pinCalls: calls, pinFlows: e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events,
+		pinCalls: calls, pinFlows: e.flows, pinLasting: e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events,
 		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
 	}
 }
@@ -323,7 +323,7 @@ func adoptEngine(cfg LinkConfig) (_ *engine, err error) {
 		}
 	}()
 	for name, m := range map[string]**ebpf.Map{
-		pinFlows: &e.flows, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
+		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
 	} {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
 			return nil, err

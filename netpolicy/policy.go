@@ -91,8 +91,8 @@ type Policy struct {
 	Limits Limits `json:"limits" yaml:"limits"`
 	// Quota of bytes; nil is none.
 	Quota Quota `json:"quota" yaml:"quota"`
-	// Flows is how many flows are tracked at once; 0 is DefaultFlows. Beyond it, the
-	// flow that was used least recently is forgotten.
+	// Flows is how many flows are tracked at once that are established or answered, and how many others; 0 is DefaultFlows. Beyond
+	// it, the flow of the same kind that was used least recently is forgotten.
 	Flows int `json:"flows,omitempty" yaml:"flows,omitempty"`
 }
 

@@ -51,6 +51,7 @@ const (
 	pinUsages      = "usages"
 	pinAgents      = "agents"
 	pinFlows       = "flows"
+	pinLasting     = "lasting"
 	knownPrefix    = "known-"
 )
 
@@ -217,7 +218,7 @@ func usable(name string, m *ebpf.Map) bool {
 	case pinAgents:
 		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*MaxAgents && m.KeySize() == 16 &&
 			m.ValueSize() == uint32(binary.Size(bpf.AgentTagged{}))
-	case pinPolicies:
+	case pinPolicies, pinFlows:
 		entries = 2 * MaxAgents
 	case pinUsages:
 		kind, entries, value = ebpf.Array, 2*MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
@@ -510,7 +511,7 @@ func (p *programs) empty(slot uint32) error {
 	at := place{slot: slot}
 	all := []slotMap{
 		{of: p.policies, slot: at.table(0)}, {of: p.policies, slot: at.table(1)},
-		{of: p.flows, slot: slot}, {of: p.pins, slot: slot}, {of: p.counters, slot: slot}, {of: p.stream, slot: slot},
+		{of: p.flows, slot: at.table(0)}, {of: p.flows, slot: at.table(1)}, {of: p.pins, slot: slot}, {of: p.counters, slot: slot}, {of: p.stream, slot: slot},
 	}
 	done := make(chan error, len(all))
 	for _, m := range all {

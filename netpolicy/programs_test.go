@@ -477,7 +477,7 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 	c := listenHost(t, "udp", "0.0.0.0:7")
 	denied := listenHost(t, "udp", "0.0.0.0:8")
 	cfg := LinkConfig{Agent: "a1", Interface: "tap0", Root: root}
-	complete := []string{"slot", "calls", "flows", "pins", "counters", "events", "current", "from_guest", "to_guest"}
+	complete := []string{"slot", "calls", "flows", "lasting", "pins", "counters", "events", "current", "from_guest", "to_guest"}
 	for n := range complete {
 		l, err := Attach(cfg, compile(t, hostUDP))
 		if err != nil {

@@ -91,13 +91,16 @@ func (e *engine) forgetNames() error {
 	}
 	// After the pins, so that a flow that is opened meanwhile is among these or its names are among those.
 	var r flowReader
-	err := r.each(e.flows, func(_ *flowKey, f *bpf.AgentFlow) {
-		if f.State != stateAlias {
-			used[f.Names] = true
+	// And those that do not last first, since these become others.
+	for _, m := range []*ebpf.Map{e.flows, e.lasting, e.flows} {
+		err := r.each(m, func(_ *flowKey, f *bpf.AgentFlow) {
+			if f.State != stateAlias {
+				used[f.Names] = true
+			}
+		})
+		if err != nil {
+			return fmt.Errorf("looking for names that are in use: %w", err)
 		}
-	})
-	if err != nil {
-		return fmt.Errorf("looking for names that are in use: %w", err)
 	}
 	maps.DeleteFunc(e.known.ids, func(_ string, id uint32) bool { return !used[id] })
 	maps.DeleteFunc(e.known.names, func(id uint32, _ []string) bool { return !used[id] })

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 )
 
@@ -163,15 +164,18 @@ func (l *Link) introduce(id Identity) error {
 	return s.introduce(l.eng.shared, l.cfg.Agent, id, l.eng.place.claim, l.index, l.cfg.Tags)
 }
 
-// track gives the agent another table of flows, in which there are none.
+// track gives the agent other tables of flows, in which there are none.
 func (l *Link) track(flows int) error {
-	old, err := l.eng.track(flows)
-	if err != nil {
+	if err := l.eng.track(flows); err != nil {
 		return err
 	}
-	defer old.Close()
-	if err := os.Remove(filepath.Join(l.cfg.dir(), pinFlows)); err != nil {
-		return fmt.Errorf("replacing the table of flows of agent %s: %w", l.cfg.Agent, err)
+	for name, m := range map[string]*ebpf.Map{pinFlows: l.eng.flows, pinLasting: l.eng.lasting} {
+		if err := os.Remove(filepath.Join(l.cfg.dir(), name)); err != nil {
+			return fmt.Errorf("replacing the tables of flows of agent %s: %w", l.cfg.Agent, err)
+		}
+		if err := l.pin(name, m); err != nil {
+			return err
+		}
 	}
-	return l.pin(pinFlows, l.eng.flows)
+	return nil
 }

@@ -95,7 +95,14 @@ func (e *engine) lives(c Checked, now uint64) (bool, error) {
 // behind is the key of the flow that an alias leads to.
 func (e *engine) behind(alias flowKey) (flowKey, error) {
 	var a bpf.AgentAlias
-	if err := e.flows.Lookup(&alias, &a); err != nil {
+	// As the programs look for it: see find in bpf/agent.c.
+	err := e.lasting.Lookup(&alias, &a)
+	for _, m := range []*ebpf.Map{e.flows, e.lasting} {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			err = m.Lookup(&alias, &a)
+		}
+	}
+	if err != nil {
 		return flowKey{}, flowError(err)
 	}
 	if a.State != stateAlias {
@@ -105,11 +112,22 @@ func (e *engine) behind(alias flowKey) (flowKey, error) {
 }
 
 func (e *engine) flow(k flowKey) (*bpf.AgentFlow, error) {
-	var f bpf.AgentFlow
-	if err := e.flows.Lookup(&k, &f); err != nil {
-		return nil, flowError(err)
+	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved meanwhile.
+	var last *bpf.AgentFlow
+	for _, m := range []*ebpf.Map{e.lasting, e.flows, e.lasting} {
+		var f bpf.AgentFlow
+		err := m.Lookup(&k, &f)
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return nil, flowError(err)
+		}
+		if err == nil && (last == nil || f.First >= last.First) {
+			last = &f
+		}
 	}
-	return &f, nil
+	if last == nil {
+		return nil, flowError(ebpf.ErrKeyNotExist)
+	}
+	return last, nil
 }
 
 func flowError(err error) error {

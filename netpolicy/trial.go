@@ -237,7 +237,7 @@ func code(d Direction) int {
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}
-	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current} {
+	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "lasting": e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current} {
 		info, err := m.Info()
 		if err != nil {
 			return nil, fmt.Errorf("looking at the map %s: %w", name, err)

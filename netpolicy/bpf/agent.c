@@ -263,9 +263,11 @@ struct flow_map {
 	__uint(value_size, sizeof(struct flow));
 };
 
+// flows holds the flows, of which each agent has two maps: slot * 2 has those that are opening, closing or have had no
+// answer, and slot * 2 + 1 those that last, so that no number of the others takes their room.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
-	__uint(max_entries, SLOTS);
+	__uint(max_entries, 2 * SLOTS);
 	__type(key, __u32);
 	__array(values, struct flow_map);
 } flows SEC(".maps");
@@ -1215,6 +1217,61 @@ static __always_inline bool keep(void *table, const struct row *r0, struct packe
 	return true;
 }
 
+// flows_of finds a map of the agent's flows: of those that last (1) or not (0).
+static __always_inline void *flows_of(const struct packet *p, __u32 lasting)
+{
+	__u32 i = p->slot * 2 + lasting;
+
+	return bpf_map_lookup_elem(&flows, &i);
+}
+
+static __always_inline bool lasts(__u8 state)
+{
+	return state == ESTABLISHED || state == BOTH_WAYS;
+}
+
+// find_other is find for what does not last.
+static __noinline struct flow *find_other(void *lasting, const struct packet *p, const struct flow_key *k)
+{
+	void *brief = flows_of(p, 0);
+	struct flow *f = brief ? fresh(brief, p, k) : 0;
+
+	// Another processor may have moved it before this one has looked.
+	return f ? f : fresh(lasting, p, k);
+}
+
+// find finds the flow of a key, if it lives.
+static __always_inline struct flow *find(const struct packet *p, const struct flow_key *k)
+{
+	void *lasting = flows_of(p, 1);
+	struct flow *f;
+
+	if (!lasting)
+		return 0;
+	f = fresh(lasting, p, k);
+	return f ? f : find_other(lasting, p, k);
+}
+
+// move puts a flow into the map that its new state belongs to, and with it what the host knows it by. It is there first and
+// gone from the other one then, so that it is always found.
+static __noinline int move(const struct packet *p, __u32 lasting, const struct flow_key *k, const struct flow *f, const struct identity *id)
+{
+	void *from = flows_of(p, !lasting), *to = flows_of(p, lasting);
+	struct flow_key known = { .peer_port = id->tls_port, .guest_port = f->via, .proto = IPPROTO_TCP };
+	const struct alias *a;
+
+	if (!from || !to || bpf_map_update_elem(to, k, f, BPF_ANY))
+		return -1;
+	bpf_map_delete_elem(from, k);
+	if (!known.guest_port)
+		return 0;
+	set4(known.peer, id->gateway4);
+	a = bpf_map_lookup_elem(from, &known);
+	if (a && a->state == ALIAS && !bpf_map_update_elem(to, &known, a, BPF_ANY))
+		bpf_map_delete_elem(from, &known);
+	return 0;
+}
+
 #define OPENS 1	 // the packet asks the rules, and opens a flow
 #define BELONGS 2 // it belongs to a live one
 
@@ -1341,12 +1398,9 @@ __noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, con
 // caller's, since the stack is short here.
 static __noinline int check_error(struct __sk_buff *skb, void *table, const struct row *r0, struct packet *p, struct flow_key *k)
 {
-	void *map = bpf_map_lookup_elem(&flows, &p->slot);
 	struct flow *f;
 	int err;
 
-	if (!map)
-		return R_NO_POLICY;
 	err = quoted_flow(skb, &r0->id, p, k);
 	if (err)
 		return err;
@@ -1364,7 +1418,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	__builtin_memcpy(p->peer, k->peer, 16);
 	p->proto = k->proto;
 	p->related = 1;
-	f = fresh(map, p, k);
+	f = find(p, k);
 	// The peer has no part in a connection that ends on the host.
 	if (f && (f->via || f->state == ALIAS))
 		f = 0;
@@ -1467,7 +1521,7 @@ static __always_inline int icmp_class(const struct packet *p)
 
 // open_flow records the flow that a packet opens. A SYN that is sent again belongs to the flow
 // that it has opened before. The function is apart for its stack. Anything but 0 is why not.
-static __noinline int open_flow(void *map, const struct flow_key *k, const struct packet *p, const struct flow *old, __u32 gen)
+static __noinline int open_flow(const struct flow_key *k, const struct packet *p, const struct flow *old, __u32 gen)
 {
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
@@ -1476,6 +1530,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
+	void *map;
 
 	if (again) {
 		n.first = old->first;
@@ -1489,8 +1544,14 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 		n.count[1].packets += p->segments;
 		n.count[1].bytes += p->bytes;
 	}
-	if (bpf_map_update_elem(map, k, &n, BPF_ANY))
+	map = flows_of(p, 0);
+	if (!map || bpf_map_update_elem(map, k, &n, BPF_ANY))
 		return R_FLOW_TABLE;
+	if (old && lasts(old->state)) { // it is opened anew
+		map = flows_of(p, 1);
+		if (map)
+			bpf_map_delete_elem(map, k);
+	}
 	if (!again) {
 		s = bpf_map_lookup_elem(&usages, &i);
 		if (s)
@@ -1501,7 +1562,7 @@ static __noinline int open_flow(void *map, const struct flow_key *k, const struc
 
 // unalias finds the flow of a packet that the host has sent to a guest whose connection ends
 // there.
-static __noinline struct flow *unalias(void *map, struct packet *p, struct flow_key *k, const struct flow *f)
+static __noinline struct flow *unalias(struct packet *p, struct flow_key *k, const struct flow *f)
 {
 	const struct alias *a = (const void *)f;
 
@@ -1512,7 +1573,7 @@ static __noinline struct flow *unalias(void *map, struct packet *p, struct flow_
 	__builtin_memcpy(p->peer, a->peer, 16);
 	p->peer_port = a->peer_port;
 	p->guest_port = a->guest_port;
-	f = fresh(map, p, k);
+	f = find(p, k);
 	return f && f->via == p->via ? (struct flow *)f : 0;
 }
 
@@ -1521,12 +1582,15 @@ static __noinline struct flow *unalias(void *map, struct packet *p, struct flow_
 
 // reserve gives a flow whose name is to be checked its port on the host: the one that it has,
 // or the guest's, or else one of some others that no other such flow has.
-static __noinline int reserve(void *map, const struct identity *id, struct packet *p)
+static __noinline int reserve(const struct identity *id, struct packet *p)
 {
+	void *brief = flows_of(p, 0), *lasting = flows_of(p, 1);
 	struct flow_key k = { .peer_port = id->tls_port, .proto = IPPROTO_TCP }, main = { .proto = IPPROTO_TCP };
 	struct alias a = { .peer_port = p->peer_port, .guest_port = p->guest_port, .state = ALIAS };
 	__u32 port = bpf_ntohs(p->via ? p->via : p->guest_port);
 
+	if (!brief || !lasting)
+		return R_NO_POLICY;
 	set4(k.peer, id->gateway4);
 	__builtin_memcpy(a.peer, p->peer, 16);
 	for (__u32 i = 0; i < VIA_TRIES; i++) {
@@ -1535,19 +1599,22 @@ static __noinline int reserve(void *map, const struct identity *id, struct packe
 
 		k.guest_port = bpf_htons(port ? port : 1);
 		port = (port + VIA_STEP) & 0xffff;
-		there = bpf_map_lookup_elem(map, &k);
+		there = bpf_map_lookup_elem(lasting, &k);
+		if (!there)
+			there = bpf_map_lookup_elem(brief, &k);
 		if (there && there->state != ALIAS)
 			continue;
 		if (there && !(same6(there->peer, a.peer) && there->peer_port == a.peer_port && there->guest_port == a.guest_port)) {
 			__builtin_memcpy(main.peer, there->peer, 16);
 			main.peer_port = there->peer_port;
 			main.guest_port = there->guest_port;
-			f = fresh(map, p, &main);
+			f = find(p, &main);
 			if (f && f->via == k.guest_port)
 				continue;
 		}
-		if (bpf_map_update_elem(map, &k, &a, BPF_ANY))
+		if (bpf_map_update_elem(brief, &k, &a, BPF_ANY))
 			break;
+		bpf_map_delete_elem(lasting, &k);
 		p->via = k.guest_port;
 		return 0;
 	}
@@ -1559,7 +1626,6 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 {
 	struct flow_key k = {};
 	struct flow *f = 0;
-	void *map = 0;
 	int reason, step = 0, err;
 
 	reason = parse(skb, &r0->id, p);
@@ -1570,9 +1636,6 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	reason = parse_l4(skb, p);
 	if (reason)
 		return reason;
-	map = bpf_map_lookup_elem(&flows, &p->slot);
-	if (!map)
-		return R_NO_POLICY;
 	if (p->proto == IPPROTO_ICMP || p->proto == IPPROTO_ICMPV6) {
 		reason = classify(table, p, p->peer);
 		if (reason)
@@ -1595,13 +1658,13 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	k.guest_port = p->guest_port;
 	k.proto = p->proto;
 	k.six = p->six;
-	f = fresh(map, p, &k);
+	f = find(p, &k);
 	if (f && f->state == ALIAS) {
 		if (p->dir == EGRESS)
 			return R_NO_FLOW;
 		if (strange(skb, p, p->peer, CLASS_HOST))
 			return R_SRC_INTERFACE;
-		f = unalias(map, p, &k, f);
+		f = unalias(p, &k, f);
 		if (!f)
 			return R_NO_FLOW;
 	} else if (f && f->via) {
@@ -1656,11 +1719,11 @@ limits:
 		return err;
 	if (step == OPENS) {
 		if (p->check) {
-			err = reserve(map, &r0->id, p);
+			err = reserve(&r0->id, p);
 			if (err)
 				return err;
 		}
-		err = open_flow(map, &k, p, f, r0->id.gen);
+		err = open_flow(&k, p, f, r0->id.gen);
 		if (err)
 			return err;
 	} else if (f) {
@@ -1668,9 +1731,13 @@ limits:
 
 		__sync_fetch_and_add(&c->packets, p->segments);
 		__sync_fetch_and_add(&c->bytes, p->bytes);
+		bool stays = lasts(f->state) == lasts(p->next);
+
 		f->seen = p->now;
 		f->state = p->next;
 		f->fin = p->fin;
+		if (!stays)
+			move(p, lasts(p->next), &k, f, &r0->id);
 	}
 	p->verdict = ALLOW;
 	return reason;
