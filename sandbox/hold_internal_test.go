@@ -195,7 +195,7 @@ func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.
 func TestOrder_of_a_fork_has_no_hold(t *testing.T) {
 	t.Parallel()
 	s := sleeper(t, "a")
-	if err := s.obey(t.Context(), order{Name: "a", Fork: true, Hold: true}, []*os.File{nil, nil}, nil); err == nil {
+	if err := s.obey(t.Context(), t.Context(), order{Name: "a", Fork: true, Hold: true}, []*os.File{nil, nil}, nil); err == nil {
 		t.Error("it was obeyed")
 	}
 	var ord order

@@ -110,6 +110,8 @@ type ServeOptions struct {
 	urgent func() (calm func())
 	// hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
 	hold *os.File
+	// told, if not nil, ends when the process is told to end: the VM goes to sleep then.
+	told context.Context
 	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that runs.
 	wanted func() bool
 }
@@ -220,6 +222,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	if p.r.Spec.Idle.SleepSeconds > 0 {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
+	}
+	if o.told != nil {
+		p.background.Go(func() { p.sleepWhenTold(lasting, o.told) })
 	}
 	// A VM that has come back is left alone unless it is urgent.
 	if len(p.r.Disk.Layers) > 2*maxStack {

@@ -128,7 +128,7 @@ func (s *Store) notAwaited(id string) error {
 		return fmt.Errorf("looking for VMs that come back from snapshot %s: %w", id, err)
 	}
 	for _, r := range records {
-		awaits := r.Snapshot == id || r.Previous == id || r.Base == id || r.Fork != nil && r.Parent == id
+		awaits := r.Snapshot == id || r.Previous == id || r.Left == id || r.Base == id || r.Fork != nil && r.Parent == id
 		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To == id {
 			awaits = true
 		}

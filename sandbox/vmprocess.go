@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"math"
 	"os"
+	"os/signal"
 	"runtime"
 	"runtime/debug"
 	"strconv"
@@ -127,7 +128,8 @@ func PauseGC() (resume func()) {
 // ServeProcess is the life of a process that a Launcher has started: args are what
 // follows Launcher.Command. The process belongs to one VM, or will, so this changes things
 // of the whole of it: see PrepareProcess and PauseGC; and, of one that has stood by, where
-// standard output and error go. It returns when the VM has ended or sleeps. When
+// standard output and error go. It returns when the VM has ended or sleeps. SIGTERM, by which
+// a host that shuts down tells each process to end, puts the VM to sleep. When
 // ctx ends the VM is stopped as if its power were cut.
 func ServeProcess(ctx context.Context, args []string) error {
 	return ServeProcessWith(ctx, args, ProcessOptions{})
@@ -142,6 +144,8 @@ type ProcessOptions struct {
 // ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one that
 // stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
+	told, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
+	defer stop()
 	PrepareProcess()
 	if err := unix.CloseRange(reportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
 		return fmt.Errorf("keeping files from programs that the process of a VM starts: %w", err)
@@ -177,20 +181,20 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	}
 	s = s.WithHostHooks(o.HostHooks...)
 	if standby {
-		return s.standBy(ctx, shape)
+		return s.standBy(ctx, told, shape)
 	}
 	files := []*os.File{os.NewFile(reportFD, "report")}
 	if ord.third() {
 		files = append(files, os.NewFile(thirdFD, "fork or hold"))
 	}
-	return s.obey(ctx, ord, files, nil)
+	return s.obey(ctx, told, ord, files, nil)
 }
 
 // third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of a hold.
 func (o order) third() bool { return o.Fork || o.Hold }
 
-// obey carries out an order. files begin with that for the report.
-func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *Shells) error {
+// obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
+func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, shells *Shells) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -213,7 +217,7 @@ func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *S
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold, wanted: func() bool { return hasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold, told: told, wanted: func() bool { return hasReader(report) },
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -225,8 +229,8 @@ func (s *Store) obey(ctx context.Context, ord order, files []*os.File, shells *S
 }
 
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
-// the other end of the socket is closed.
-func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
+// the other end of the socket is closed, or told ends.
+func (s *Store) standBy(ctx, told context.Context, shape Shape) (err error) {
 	shells, err := NewShells(map[Shape]int{shape: 1})
 	if err != nil {
 		return err
@@ -247,17 +251,18 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 		return err
 	}
 	defer conn.Close()
-	stop := context.AfterFunc(ctx, func() { conn.Close() })
-	defer stop()
+	for _, c := range []context.Context{ctx, told} {
+		defer context.AfterFunc(c, func() { conn.Close() })()
+	}
 	if _, err := conn.Write([]byte(poolReady)); err != nil {
 		return fmt.Errorf("standing by for a VM: %w", err)
 	}
 	ord, files, err := receiveOrder(conn)
-	if errors.Is(err, io.EOF) || err != nil && ctx.Err() != nil {
-		return nil
-	}
 	if err == nil {
 		_, err = conn.Write([]byte(poolTaken))
+	}
+	if errors.Is(err, io.EOF) || err != nil && (ctx.Err() != nil || told.Err() != nil) {
+		return nil
 	}
 	if err != nil {
 		return fmt.Errorf("standing by for a VM: %w", err)
@@ -267,5 +272,5 @@ func (s *Store) standBy(ctx context.Context, shape Shape) (err error) {
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return s.obey(ctx, ord, files[1:], shells)
+	return s.obey(ctx, told, ord, files[1:], shells)
 }

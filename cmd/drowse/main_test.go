@@ -114,6 +114,8 @@ func TestWrongCommandLines(t *testing.T) {
 		{"ssh nobody", exitFailed, "nobody"},
 		{"ssh-config nobody", exitFailed, "nobody"},
 		{"ssh-proxy nobody", exitFailed, "nobody"},
+		{"sleep", exitUsage, "name a VM, or give --all"},
+		{"sleep nobody --all", exitUsage, "name a VM, or give --all"},
 		{"sleep nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
 		{"snapshot create nobody --hooks maybe", exitUsage, `"maybe": use "require"`},
 		{"run x --hook-timeout 301", exitUsage, "1 to 300"},

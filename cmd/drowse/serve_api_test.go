@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"log/slog"
@@ -10,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -131,6 +133,28 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 	}
 }
 
+func TestSleep_of_all_names_those_that_run_on(t *testing.T) {
+	vms := fleettest.New()
+	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := vms.SleepWith(t.Context(), "b", sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	a := &app{stdout: &out, stderr: io.Discard, log: slog.New(slog.DiscardHandler), output: "json"}
+	err := a.sleepAll(t.Context(), vms, sandbox.SleepOptions{})
+	var got map[string][]string
+	if jerr := json.Unmarshal(out.Bytes(), &got); jerr != nil || err == nil || !strings.Contains(err.Error(), "1 of 2 VMs were not put to sleep and run on: c") {
+		t.Errorf("%v, %v: %s", jerr, err, &out)
+	}
+	if !slices.Equal(got["asleep"], []string{"a"}) || !slices.Equal(got["awake"], []string{"c"}) {
+		t.Errorf("got %v", got)
+	}
+}
+
 func TestToken_is_printed_once_and_kept_as_a_hash(t *testing.T) {
 	state := t.TempDir()
 	drowse := func(args ...string) (int, string) {
@@ -162,7 +186,7 @@ func TestUnits_are_as_systemd_wants_them(t *testing.T) {
 		return
 	}
 	dir := t.TempDir()
-	for _, name := range []string{"drowse.service", "drowse.socket"} {
+	for _, name := range []string{"drowse.service", "drowse.socket", "drowse-sleep-all.service"} {
 		text, err := os.ReadFile(filepath.Join("../../contrib/systemd", name))
 		if err != nil {
 			t.Fatal(err)
@@ -173,7 +197,7 @@ func TestUnits_are_as_systemd_wants_them(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	out, err := exec.CommandContext(t.Context(), "systemd-analyze", "verify", filepath.Join(dir, "drowse.service"), filepath.Join(dir, "drowse.socket")).CombinedOutput()
+	out, err := exec.CommandContext(t.Context(), "systemd-analyze", "verify", filepath.Join(dir, "drowse.service"), filepath.Join(dir, "drowse.socket"), filepath.Join(dir, "drowse-sleep-all.service")).CombinedOutput()
 	if err != nil || strings.Contains(string(out), "drowse.") {
 		t.Errorf("%v: %s", err, out)
 	}

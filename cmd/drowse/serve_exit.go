@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -51,14 +52,24 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) err
 	}
 	ctx, cancel := context.WithTimeout(ctx, f.limit)
 	defer cancel()
+	asleep, awake := sleepAll(ctx, log, vms, sandbox.SleepOptions{})
+	log.Info("put to sleep", "asleep", len(asleep), "not", len(awake))
+	if len(awake) > 0 {
+		return fmt.Errorf("%d of %d VMs that ran were not put to sleep within %v: see the log for which", len(awake), len(awake)+len(asleep), f.limit)
+	}
+	return nil
+}
+
+// sleepAll puts all VMs that run to sleep, and names those that sleep now and those that run on, which the log says more of.
+func sleepAll(ctx context.Context, log *slog.Logger, vms fleet.VMs, o sandbox.SleepOptions) (asleep, awake []string) {
+	asleep, awake = []string{}, []string{}
 	all, err := vms.List()
 	if err != nil {
 		log.Warn("not all VMs can be looked at", "error", err)
 	}
 	room := make(chan struct{}, sleepers)
 	var wg sync.WaitGroup
-	var mu sync.Mutex // guards what follows
-	asleep, awake := 0, 0
+	var mu sync.Mutex // guards what is returned
 	for _, r := range all {
 		if r.Phase != sandbox.Running && r.Phase != sandbox.Starting {
 			continue
@@ -68,7 +79,7 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) err
 			var err error
 			select {
 			case room <- struct{}{}:
-				_, err = vms.SleepWith(ctx, name, sandbox.SleepOptions{})
+				_, err = vms.SleepWith(ctx, name, o)
 				<-room
 			case <-ctx.Done():
 				err = ctx.Err()
@@ -76,17 +87,15 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) err
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
-				awake++
+				awake = append(awake, name)
 				log.Warn("a VM was not put to sleep and runs on", "vm", name, "error", err)
 				return
 			}
-			asleep++
+			asleep = append(asleep, name)
 		})
 	}
 	wg.Wait()
-	log.Info("put to sleep", "asleep", asleep, "not", awake)
-	if awake > 0 {
-		return fmt.Errorf("%d of %d VMs that ran were not put to sleep within %v: see the log for which", awake, awake+asleep, f.limit)
-	}
-	return nil
+	slices.Sort(asleep)
+	slices.Sort(awake)
+	return asleep, awake
 }

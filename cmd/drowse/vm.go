@@ -289,10 +289,17 @@ func (a *app) wakeCommand() *cobra.Command {
 }
 
 func (a *app) sleepCommand() *cobra.Command {
-	var hooks string
+	var (
+		hooks string
+		all   bool
+		limit time.Duration
+	)
 	cmd := &cobra.Command{
-		Use: "sleep NAME", Short: "Write a VM to disk and end its process", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "sleep NAME | --all", Short: "Write a VM to disk and end its process", Args: cobra.MaximumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if all == (len(args) == 1) {
+				return usageError{errors.New("name a VM, or give --all")}
+			}
 			s, err := a.store()
 			if err != nil {
 				return err
@@ -301,7 +308,16 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			res, err := vms.SleepWith(ctx, args[0], sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)})
+			if limit > 0 {
+				var cancel context.CancelFunc
+				ctx, cancel = context.WithTimeout(ctx, limit)
+				defer cancel()
+			}
+			o := sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)}
+			if all {
+				return a.sleepAll(ctx, vms, o)
+			}
+			res, err := vms.SleepWith(ctx, args[0], o)
 			if err != nil {
 				return err
 			}
@@ -318,7 +334,23 @@ func (a *app) sleepCommand() *cobra.Command {
 		},
 	}
 	hooksFlag(cmd, &hooks)
+	cmd.Flags().BoolVar(&all, "all", false, "all VMs that run, as before the host shuts down")
+	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; a VM that does not sleep by then runs on")
 	return cmd
+}
+
+// sleepAll puts all VMs that run to sleep.
+func (a *app) sleepAll(ctx context.Context, vms fleet.VMs, o sandbox.SleepOptions) error {
+	asleep, awake := sleepAll(ctx, a.log, vms, o)
+	err := a.print(map[string][]string{"asleep": asleep, "awake": awake}, func(w io.Writer) {
+		for _, name := range asleep {
+			fmt.Fprintln(w, name)
+		}
+	})
+	if len(awake) > 0 {
+		err = errors.Join(err, fmt.Errorf("%d of %d VMs were not put to sleep and run on: %s: see above for why", len(awake), len(awake)+len(asleep), strings.Join(awake, ", ")))
+	}
+	return err
 }
 
 func (a *app) stopCommand() *cobra.Command {

@@ -82,6 +82,7 @@ var sentinels = map[string]answered{
 	"sandbox.ErrNoKVM":           {sandbox.ErrNoKVM, "no-kvm", 503, ""},
 	"sandbox.ErrNoPermission":    {sandbox.ErrNoPermission, "no-permission", 503, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
+	"sandbox.ErrImport":          never("the API imports nothing"),
 	"sandbox.ErrServed":          never("one pool is served, before requests are answered"),
 	"sandbox.ErrServiceNotReady": never("the API waits for no service"),
 	"sandbox.ErrNoForker":        never(asks),

@@ -72,7 +72,7 @@ const (
 	Connection Cause = "connection"
 	Timer      Cause = "timer"
 	Expiry     Cause = "expiry"
-	Killed     Cause = "killed"   // its process was killed, by whomever
+	Killed     Cause = "killed"   // its process was killed, or told to end, by whomever
 	Rotation   Cause = "rotation" // it begins anew from a snapshot that is known to be good
 )
 

@@ -1,0 +1,130 @@
+package sandbox_test
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+// shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host shuts down: it tells each to end,
+// and kills those that have not ended after a time. That is 90 s there, and more here, for a machine that does much else.
+func shutDown(t *testing.T, pids map[string]int) {
+	t.Helper()
+	fds := map[string]int{}
+	for name, pid := range pids {
+		fd, err := unix.PidfdOpen(pid, 0)
+		if err != nil {
+			t.Fatalf("%s, process %d: %v", name, pid, err)
+		}
+		defer unix.Close(fd)
+		fds[name] = fd
+		if err := unix.PidfdSendSignal(fd, unix.SIGTERM, nil, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until := time.Now().Add(10 * time.Minute)
+	for name, fd := range fds {
+		for {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, max(0, int(time.Until(until).Milliseconds())))
+			if errors.Is(err, unix.EINTR) {
+				continue
+			}
+			if err != nil || n == 0 {
+				t.Errorf("%s has not ended (%v) and is killed", name, err)
+				_ = unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0)
+			}
+			break
+		}
+	}
+}
+
+func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing.T) {
+	t.Parallel()
+	e, snap, said := base(t)
+	pids := map[string]int{}
+	running := func(name string) {
+		t.Helper()
+		r, err := e.Store.Get(name)
+		if err != nil || r.Phase != sandbox.Running {
+			t.Fatalf("%s is %+v, %v", name, r, err)
+		}
+		pids[name] = r.PID
+	}
+	for _, name := range []string{"plain", "refuses"} {
+		clone(e, snap, name)
+		running(name)
+	}
+	putHook(e, "refuses", "10-no", "exit 1")
+	ephemeral := sandbox.Label{Class: lifetime.Ephemeral}
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Label: &ephemeral}); err != nil {
+		t.Fatal(err)
+	}
+	running("ephemeral")
+	// One has a connection open that holds it awake, and one is just being woken.
+	agent := e.Agent("plain")
+	p, err := agent.Start(t.Context(), guest.Cmd{Argv: []string{"sleep", "1000000"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	clone(e, snap, "waking")
+	e.Sleep("waking")
+	woken := make(chan error, 1)
+	go func() {
+		_, err := e.Store.Wake(t.Context(), e.Launcher, "waking")
+		woken <- err
+	}()
+	for r, err := e.Store.Get("waking"); pids["waking"] == 0; r, err = e.Store.Get("waking") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Phase == sandbox.Starting || r.Phase == sandbox.Running {
+			pids["waking"] = r.PID
+		}
+	}
+	shutDown(t, pids)
+	if err := <-woken; err != nil {
+		t.Logf("whoever woke it is told: %v", err) // it may have slept before it could be told of
+	}
+	for _, name := range []string{"plain", "refuses", "waking"} {
+		if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Asleep {
+			t.Errorf("%s is %+v, %v", name, r, err)
+			continue
+		}
+		e.Wake(name)
+		if got := e.Sh(name, ask); got != said {
+			t.Errorf("after the host has come back the keeper in %s says %q, want %q", name, got, said)
+		}
+		if err := e.Store.Remove(t.Context(), name, true); err != nil {
+			t.Error(err)
+		}
+	}
+	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != sandbox.Stopped {
+		t.Errorf("the ephemeral one is %+v, %v", r, err)
+	}
+}
+
+func TestStandby_processes_end_when_they_are_told_to(t *testing.T) {
+	t.Parallel()
+	e := guesttest.New(t)
+	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 128, VCPUs: 1}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := pool.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := pool.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	shutDown(t, map[string]int{"the process that stands by": pool.PIDs()[0]})
+}
