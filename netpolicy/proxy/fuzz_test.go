@@ -24,9 +24,11 @@ type backend struct {
 	// answer is what each connection answers its first request with, before it is closed; nil is a right answer to each.
 	answer []byte
 
-	mu  sync.Mutex
+	mu  sync.Mutex        // guards what follows, and answer
 	got map[string][]byte // by the peer, all that its connections have brought
-	wg  sync.WaitGroup
+	// open are the connections that are served now, and idle is told when there are none.
+	open int
+	idle *sync.Cond
 }
 
 // newBackend is a proxy with them.
@@ -35,6 +37,7 @@ func newBackend(f *testing.F) *backend {
 		c.HeaderTimeout, c.SecretTimeout = 200*time.Millisecond, 10*time.Millisecond
 	})
 	b := &backend{w: w, got: map[string][]byte{}}
+	b.idle = sync.NewCond(&b.mu)
 	w.srv.transport.DialTLSContext = func(ctx context.Context, _, addr string) (net.Conn, error) {
 		t, err := ParseTarget(addr, 0)
 		if err != nil {
@@ -49,11 +52,19 @@ func newBackend(f *testing.F) *backend {
 			return nil, err
 		}
 		defer ln.Close()
-		b.wg.Go(func() {
+		b.mu.Lock()
+		b.open++
+		b.mu.Unlock()
+		go func() {
 			if c, err := ln.Accept(); err == nil {
 				b.serve(c, peer.String())
 			}
-		})
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			if b.open--; b.open == 0 {
+				b.idle.Broadcast()
+			}
+		}()
 		var d net.Dialer
 		c, err := d.DialContext(ctx, "tcp4", ln.Addr().String())
 		if err != nil {
@@ -82,8 +93,11 @@ func (b *backend) serve(c net.Conn, peer string) {
 		if err != nil {
 			return
 		}
-		if b.answer != nil {
-			_, _ = c.Write(b.answer)
+		b.mu.Lock()
+		answer := b.answer
+		b.mu.Unlock()
+		if answer != nil {
+			_, _ = c.Write(answer)
 			return
 		}
 		if _, err := io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"); err != nil {
@@ -138,10 +152,13 @@ func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got
 	}
 	c.Close()
 	<-written
-	b.wg.Wait()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return answer, b.got
+	for b.open > 0 {
+		b.idle.Wait()
+	}
+	got, b.got = b.got, map[string][]byte{}
+	return answer, got
 }
 
 // FuzzRequest is what a guest sends to its proxy. What comes out at the other side is requests that were judged, each to the host that it
@@ -260,10 +277,9 @@ func FuzzServerAnswer(f *testing.F) {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, answer []byte) {
-		b.answer = answer
-		if b.answer == nil {
-			b.answer = []byte{}
-		}
+		b.mu.Lock()
+		b.answer = append([]byte{}, answer...) // not nil
+		b.mu.Unlock()
 		got, _ := b.run(t, request, true)
 		if len(got) > 16*len(answer)+4096 {
 			t.Fatalf("%d bytes have become %d", len(answer), len(got))
