@@ -2,8 +2,10 @@ package snapshot
 
 import (
 	"context"
+	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -64,12 +66,16 @@ func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
 		t.Fatal(err)
 	}
 	scan := hasPagemapScan(t, mem)
+	scanned := written
+	if cmdline, _ := os.ReadFile("/proc/cmdline"); strings.Contains(string(cmdline), "pvm_no_zero_page=1") {
+		scanned = slices.Sorted(slices.Values(append([]uint64{7}, written...))) // such a kernel gives each reader a page of its own
+	}
 	for _, tc := range []struct {
 		name string
 		scan bool
 		want []uint64
 	}{
-		{"PAGEMAP_SCAN", true, written},
+		{"PAGEMAP_SCAN", true, scanned},
 		{"pagemap file", false, slices.Sorted(slices.Values(append([]uint64{7}, written...)))},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -86,6 +86,7 @@ func bare() []kvm.CPUIDEntry {
 }
 
 func TestSupportedCPUID_a_guest_of_this_host_has_no_AVX_without_XSAVE(t *testing.T) {
+	needKVM(t)
 	supported, err := supportedCPUID()
 	if err != nil {
 		t.Fatal(err)
@@ -99,6 +100,7 @@ func TestSupportedCPUID_a_guest_of_this_host_has_no_AVX_without_XSAVE(t *testing
 }
 
 func TestCheckFacts_features_that_were_of_no_use_to_the_guest_are_not_missed(t *testing.T) {
+	needKVM(t)
 	have, err := supportedCPUID()
 	if err != nil {
 		t.Fatal(err)

@@ -527,8 +527,14 @@ func (d *Disk) flush() (err error) {
 		defer d.mu.Unlock()
 		if err != nil {
 			d.dirty.Store(true)
-			if errors.Is(err, ErrSyncFailed) && d.failed == nil {
-				d.failed = err
+			if errors.Is(err, ErrSyncFailed) {
+				if errors.Is(err, ErrNoSpace) {
+					// What a sync has lost does not come back with space on the host.
+					err = fmt.Errorf("%w: %w: %v", ErrSyncFailed, ErrIO, err)
+				}
+				if d.failed == nil {
+					d.failed = err
+				}
 			}
 			if now, _ := d.top(); now == top {
 				d.pending = append(kept, d.pending...)
@@ -572,8 +578,7 @@ func (d *Disk) syncTop(l *layer) error {
 		d.mu.Lock() // Seal may be about to write this layer's header as well
 		l.taint()
 		d.mu.Unlock()
-		// Not %w: what a sync has lost does not come back with space on the host, so this is no ErrNoSpace.
-		return ioError("sync "+l.path, fmt.Errorf("%w: %v", ErrSyncFailed, err))
+		return ioError("sync "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 	}
 	if l.fresh {
 		if err := d.env.fs.SyncDir(filepath.Dir(l.path)); err != nil {

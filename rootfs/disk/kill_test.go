@@ -144,9 +144,13 @@ func TestKilledProcessLosesNoFinishedWrite(t *testing.T) {
 		out, err := cmd.StdoutPipe()
 		must(t, err)
 		must(t, cmd.Start())
-		timer := time.AfterFunc(time.Duration(20+round*7%60)*time.Millisecond, func() { _ = cmd.Process.Kill() })
-		lines, err := io.ReadAll(out)
+		in := bufio.NewReader(out)
+		first, err := in.ReadString('\n') // from then on it writes, however long its start has taken
 		must(t, err)
+		timer := time.AfterFunc(time.Duration(20+round*7%60)*time.Millisecond, func() { _ = cmd.Process.Kill() })
+		lines, err := io.ReadAll(in)
+		must(t, err)
+		lines = append([]byte(first), lines...)
 		_ = cmd.Wait() // it was killed
 		timer.Stop()
 		var what string

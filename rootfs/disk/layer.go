@@ -350,7 +350,7 @@ func (e env) seal(l *layer) error {
 	}
 	if err := l.f.Datasync(); err != nil { // data and table at once: neither counts before the header says so
 		l.taint()
-		return ioError("sync "+l.path, fmt.Errorf("%w: %v", ErrSyncFailed, err))
+		return ioError("sync "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 	}
 	h.state, h.boot, h.flags = StateSealed, [bootIDSize]byte{}, h.flags&^flagSyncFailed
 	return e.commitHeader(l, h)
@@ -364,7 +364,7 @@ func (e env) commitHeader(l *layer, h header) error {
 			return err
 		}
 		if err := l.f.Sync(); err != nil {
-			return ioError("sync header of "+l.path, fmt.Errorf("%w: %v", ErrSyncFailed, err))
+			return ioError("sync header of "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 		}
 	}
 	if l.fresh {

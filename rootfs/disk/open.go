@@ -317,7 +317,7 @@ func (d *Disk) recover() error {
 	if dropped {
 		// Before the header says that pending blocks of this boot count.
 		if err := top.f.Datasync(); err != nil {
-			return ioError("sync "+top.path, fmt.Errorf("%w: %v", ErrSyncFailed, err))
+			return ioError("sync "+top.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 		}
 	}
 	if !counts || top.hdr.boot != d.env.boot {

@@ -127,7 +127,7 @@ func newTinyGuest(t *testing.T, mem *guestmem.Memory, mode guestMode, code []byt
 	}
 	kvm, err := unix.Open("/dev/kvm", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
-		t.Skipf("this host has no KVM: %v", err)
+		t.Skipf("this host has no KVM: opening /dev/kvm: %v", err)
 	}
 	defer unix.Close(kvm)
 	vm := must(kvmIoctl(kvm, kvmCreateVM, 0))
