@@ -23,6 +23,7 @@ func TestInstall_under_load_judges_each_packet_by_one_policy(t *testing.T) {
 rules:
   - {direction: egress, verdict: allow, cidrs: [`+peer+`], protocols: [udp], ports: [`+port+`]}
   - {direction: egress, verdict: allow, cidrs: [9.9.9.9], protocols: [udp], ports: [53]}
+limits: {egress: {packets: {per_second: 1000000000, burst: 1000000000000}, connections: {per_second: 1000000, burst: 1000000000000}}}
 `)
 	}
 	specs := []*Spec{policy("1.1.1.1", "1111"), policy("2.2.2.2", "2222")}
@@ -99,7 +100,8 @@ func judged(t *testing.T, e *Engine) map[Verdict]uint64 {
 func oppositePolicies(t *testing.T) (specs [2]*Spec, want [2]Verdict, frame []byte) {
 	t.Helper()
 	for i, v := range []Verdict{Deny, Allow} {
-		specs[i] = compile(t, `rules: [{direction: egress, verdict: `+string(v)+`, groups: [public], protocols: [tcp], ports: [any]}]`)
+		specs[i] = compile(t, `rules: [{direction: egress, verdict: `+string(v)+`, groups: [public], protocols: [tcp], ports: [any]}]
+limits: {egress: {packets: {per_second: 1000000000, burst: 1000000000000}, connections: {per_second: 1000000, burst: 1000000000000}}}`)
 		want[i] = v
 	}
 	return specs, want, sent(peer4, 6, tcp(4000, 443, syn))
