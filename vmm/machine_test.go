@@ -152,6 +152,7 @@ func TestEndsOfAGuestAreToldApart(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
+			needKVM(t)
 			if tc.skip {
 				t.Skip("only a KVM without hardware virtualisation lacks instructions")
 			}
