@@ -107,16 +107,18 @@ func (in *Instance) awaitSpace() {
 	in.space.done, in.space.end, in.space.starting = make(chan struct{}), end, true
 	go func() {
 		defer close(in.space.done)
-		look := time.NewTicker(roomLook)
-		defer look.Stop()
+		var look <-chan time.Time // nil while nothing waits: an idle VM wakes nobody
 		for {
 			select {
 			case <-ctx.Done():
 				return
 			case <-in.space.full:
 				in.waitForSpace(ctx)
-			case <-look.C:
-				in.lookForSpace(ctx)
+				look = time.After(roomLook)
+			case <-look:
+				if look = nil; in.lookForSpace(ctx) {
+					look = time.After(roomLook)
+				}
 			}
 		}
 	}()
@@ -136,24 +138,27 @@ func (in *Instance) waitForSpace(ctx context.Context) {
 	}
 }
 
-// lookForSpace has the writes that wait tried again when there is room: resuming a device has it serve its queue.
-func (in *Instance) lookForSpace(ctx context.Context) {
+// lookForSpace has the writes that wait tried again when there is room: resuming a device has it serve its queue. It says whether
+// there is something to wait for.
+func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	w := &in.space
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	room := w.room()
-	if !w.waiting || w.users > 0 || w.starting && !room {
-		return
+	if w.users > 0 || w.starting && !room {
+		return true
 	}
 	if !w.paused {
 		w.paused = in.machine.Pause(ctx) == nil
 	}
-	if w.paused && room {
-		w.waiting, w.paused = false, false
-		if err := in.machine.Resume(); err != nil {
-			in.log.Error("resuming the VM, which has space again", "error", err)
-		}
+	if !w.paused || !room {
+		return true
 	}
+	w.waiting, w.paused = false, false
+	if err := in.machine.Resume(); err != nil {
+		in.log.Error("resuming the VM, which has space again", "error", err)
+	}
+	return false
 }
 
 // keepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the VM as a

@@ -626,19 +626,22 @@ func (d *Disk) Prepare(newTop string) error {
 		return ErrReadOnly
 	}
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	if err := d.unprepare(); err != nil {
+	err := d.unprepare()
+	d.mu.Unlock()
+	if err != nil {
 		return err
 	}
-	l, err := d.above(newTop)
+	l, err := d.above(newTop) // not under mu: the guest writes meanwhile
 	if err != nil {
 		return fmt.Errorf("prepare a layer: %w", err)
 	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	d.prepared = l
 	return nil
 }
 
-// above makes an open layer over the top, durably. Precondition: d.mu is held.
+// above makes an open layer over the top as it is now, durably.
 func (d *Disk) above(path string) (*layer, error) {
 	top, _ := d.top()
 	return d.env.create(path, header{size: d.size, id: newID(), parent: top.hdr.id, state: StateOpen, boot: d.env.boot}, true)
