@@ -51,11 +51,11 @@ var kindNames = []string{
 
 // control is struct control of guest.c.
 type control struct {
-	Magic, Seed, Deadly, Faults uint64
-	Turns                       [2]uint64
-	Kinds                       [kinds]uint64
-	Refused, Strings            uint64
-	Device                      [maxDevices]struct {
+	Magic, Seed, Deadly, Storm, Faults uint64
+	Turns                              [2]uint64
+	Kinds                              [kinds]uint64
+	Refused, Strings                   uint64
+	Device                             [maxDevices]struct {
 		ID, Queues, Starts, Resets, Chains, Kicks, Mutations, Registers uint64
 	}
 	Ports uint64
@@ -221,7 +221,7 @@ func (a *attack) run() {
 	}
 }
 
-// boot starts a guest in fresh RAM. Every second one may end itself.
+// boot starts a guest in fresh RAM. Every second one may end itself, and every third one drowns the queues in malformed chains.
 func (a *attack) boot() {
 	t := a.t
 	if err := a.mem.Discard(0, ramSize); err != nil {
@@ -239,8 +239,14 @@ func (a *attack) boot() {
 	if a.boots%2 == 1 {
 		a.last.Deadly = 20_000
 	}
-	p := binary.LittleEndian.AppendUint64(nil, a.last.Seed)
-	if err := errors.Join(a.mem.Write(controlAt+8, binary.LittleEndian.AppendUint64(p, a.last.Deadly)), m.Start()); err != nil {
+	if a.boots%3 == 2 {
+		a.last.Storm = 16
+	}
+	var p []byte
+	for _, v := range []uint64{a.last.Seed, a.last.Deadly, a.last.Storm} {
+		p = binary.LittleEndian.AppendUint64(p, v)
+	}
+	if err := errors.Join(a.mem.Write(controlAt+8, p), m.Start()); err != nil {
 		t.Fatal(err)
 	}
 	a.boots++

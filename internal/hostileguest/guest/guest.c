@@ -21,6 +21,7 @@ struct control {
 	u64 magic;		// set by the guest when it has found its devices
 	u64 seed;		// set by the host, not zero
 	u64 deadly;		// set by the host: one of so many actions may end the guest; 0: none
+	u64 storm;		// set by the host: of so many turns all but one publish nothing but malformed chains; 0: none
 	u64 faults;		// exceptions, and 2 for the start
 	u64 turns[2];		// of each vCPU
 	u64 kinds[KINDS];	// chains by the kind of what is wrong with them
@@ -272,11 +273,11 @@ enum {
 _Static_assert(K_COUNT <= KINDS, "each kind is counted");
 
 // chain writes one chain with its head at descriptor h and at most k descriptors, and returns what is wrong with it.
-static u32 chain(struct rand *r, u32 d, u32 q, u32 h, u32 k)
+static u32 chain(struct rand *r, u32 d, u32 q, u32 h, u32 k, int storm)
 {
 	volatile struct desc *e = descs(d, q), *t = table(d, q);
 	u32 size = device[d].queue[q].size, mask = size - 1;
-	u32 kind = one_in(r, 3) ? K_PLAIN : below(r, K_COUNT), in = 0, out = 0;
+	u32 kind = storm ? K_SELF + below(r, K_TABLE_PLAIN - K_SELF) : one_in(r, 3) ? K_PLAIN : below(r, K_COUNT), in = 0, out = 0;
 	u64 at = buffer(r, 1 << 17);
 	u32 slot = below(r, TABLE_ENTRIES - 32), h1 = (h + 1) & mask;
 	u64 slot_at = (u64)&t[slot];
@@ -456,7 +457,8 @@ static void fill(struct rand *r, u32 d, u32 q)
 {
 	struct device *v = &device[d];
 	struct queue *u = &v->queue[q];
-	u32 size = u->size, k = 1u << below(r, 3), n, room;
+	int storm = control->storm && !one_in(r, control->storm);
+	u32 size = u->size, k = storm ? 1 : 1u << below(r, 3), n, room;
 	u16 done;
 
 	if (!u->ready || !size)
@@ -468,11 +470,11 @@ static void fill(struct rand *r, u32 d, u32 q)
 	if (room > size)
 		room = size;	// Somebody has written to the used index.
 	n = room / k;
-	if (n > 64 && one_in(r, 2))
+	if (n > 64 && !storm && one_in(r, 2))
 		n = 64;
 	for (u32 i = 0; i < n; i++) {
 		u32 h = u->avail * k & (size - 1);
-		u32 kind = chain(r, d, q, h, k);
+		u32 kind = chain(r, d, q, h, k, storm);
 
 		control->kinds[kind]++;
 		control->device[d].chains++;

@@ -7,7 +7,7 @@
 // Addresses and page numbers that are round are what a request names by chance.
 #define CODE		0x12a7000		// as in guest.ld
 #define CONTROL		0x12e3000	// struct control
-#define CONTROL_FAULTS	24
+#define CONTROL_FAULTS	32
 #define RINGS		0x1313000	// RING_SIZE for each queue of each device
 #define RING_SIZE	0x10000
 #define ARENA		0x1800000	// buffers, to the end of RAM
