@@ -7,7 +7,7 @@ import (
 	"math"
 	"strconv"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // BlkOptions say how blk is measured.
@@ -114,7 +114,7 @@ func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
 	}
 	for _, k := range kinds {
 		r := k.rate.row(k.name, map[string]any{
-			"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
+			"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
 			"queue_depth": 1, "direct": true, "host_cache": "warm",
 		})
 		r.figures(k.rate.total, k.unit, scale)

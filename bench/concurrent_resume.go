@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // ConcurrentOptions say how concurrent_resume is measured.
@@ -90,7 +91,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 		}
 	}
 	for _, w := range ways {
-		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.Awake.Seconds()}
+		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.Awake.Seconds()}
 		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.ratioRow("concurrent_resume_ratio", params))
 	}
 	return rows, nil
@@ -101,7 +102,7 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, o Concurren
 	before := map[int]time.Duration{}
 	if pooled {
 		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{
-			Processes: len(names), Shapes: []sandbox.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: sandbox.DefaultVCPUs}},
+			Processes: len(names), Shapes: []spec.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: spec.DefaultVCPUs}},
 		})
 		if err != nil {
 			return nil, err

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // DensityOptions say how density is measured.
@@ -57,7 +57,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	if err != nil {
 		return nil, err
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "vms": o.Asleep}
+	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
 	asleep := newSeries()
 	processes := 0
 	for _, name := range names {
@@ -132,7 +132,7 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 			return nil, err
 		}
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
+	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
 	memory := awake.mib("density_awake", params)
 	memory.Stages = medians(awake.stages, mibBytes)
 	memory.Stages["pss_total"] = float64(pss) / mibBytes

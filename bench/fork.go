@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // ForkOptions say how fork_pause and fork_ready are measured.
@@ -106,7 +107,7 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 			return nil, err
 		}
 	}
-	params := map[string]any{"memory_mib": mib, paramUsed: used, "count": o.Count, "busy": o.Busy, "vcpus": sandbox.DefaultVCPUs}
+	params := map[string]any{"memory_mib": mib, paramUsed: used, "count": o.Count, "busy": o.Busy, "vcpus": spec.DefaultVCPUs}
 	return []Row{pause.row("fork_pause", params), ready.row("fork_ready", params)}, nil
 }
 
@@ -199,7 +200,7 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 		}
 	}
 	row := s.mib("fork_density", map[string]any{
-		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs,
+		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs,
 		"pause_ms": res.Stages["pause"], "ready_ms": res.Stages["ready"],
 	})
 	row.Stages = medians(s.stages, mibBytes)

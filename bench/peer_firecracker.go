@@ -19,7 +19,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 const (
@@ -92,7 +92,7 @@ func (f *firecracker) close() error { return os.RemoveAll(f.dir) }
 
 func (f *firecracker) params() map[string]any {
 	return map[string]any{
-		"peer_version": f.version, "peer_backend": f.backend(), "vcpus": sandbox.DefaultVCPUs,
+		"peer_version": f.version, "peer_backend": f.backend(), "vcpus": spec.DefaultVCPUs,
 		"guest": "initramfs", paramUsed: f.usedMiB, "cache": "warm",
 	}
 }
@@ -360,7 +360,7 @@ func (f *firecracker) save(ctx context.Context) (err error) {
 		body object
 	}{
 		{"/boot-source", object{"kernel_image_path": f.kernel, "initrd_path": f.initrd, "boot_args": f.cmdline}},
-		{"/machine-config", object{"vcpu_count": sandbox.DefaultVCPUs, "mem_size_mib": f.mib}},
+		{"/machine-config", object{"vcpu_count": spec.DefaultVCPUs, "mem_size_mib": f.mib}},
 		{"/vsock", object{"guest_cid": fcGuest, "uds_path": fcVsock}},
 		{"/actions", object{"action_type": "InstanceStart"}},
 	} {

@@ -16,7 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -138,7 +138,7 @@ func (q *qemu) close() error { return os.RemoveAll(q.dir) }
 
 func (q *qemu) params() map[string]any {
 	return map[string]any{
-		"peer_version": q.version, "peer_machine": qemuMachine, "peer_cpu": q.cpu, "vcpus": sandbox.DefaultVCPUs,
+		"peer_version": q.version, "peer_machine": qemuMachine, "peer_cpu": q.cpu, "vcpus": spec.DefaultVCPUs,
 		"guest": "initramfs", paramUsed: q.usedMiB, "cache": "warm",
 	}
 }
@@ -193,7 +193,7 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 	}()
 	args := []string{
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-machine", qemuMachine, "-cpu", q.cpu, "-smp", strconv.Itoa(sandbox.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
+		"-machine", qemuMachine, "-cpu", q.cpu, "-smp", strconv.Itoa(spec.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
 		"-chardev", "file,id=console,path=" + q.console(), "-serial", "chardev:console",
 	}
 	for _, name := range []string{"qmp", "port"} {

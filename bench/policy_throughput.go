@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // PolicyThroughputOptions say how policy_throughput is measured.
@@ -161,7 +162,7 @@ type farEnd interface {
 // tapThroughput measures a guest.
 func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
 	name := vmName()
-	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: sandbox.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
+	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: spec.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
 	if err != nil {
 		return nil, err
 	}
@@ -176,7 +177,7 @@ func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows
 	if err != nil {
 		return nil, err
 	}
-	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
+	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
 }
 
 // throughputsOf measures all rounds of a link, whose programs are on a device.

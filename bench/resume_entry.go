@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Env is what the benchmarks run in.
@@ -270,7 +271,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		p.PageCache = ""
 	}
 	if way.pool {
-		p.Shells, err = sandbox.NewShells(map[sandbox.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
+		p.Shells, err = sandbox.NewShells(map[spec.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
 		if err != nil {
 			return err
 		}

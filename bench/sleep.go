@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // SleepOptions say how sleep is measured.
@@ -59,7 +60,7 @@ func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, e
 		}
 	}
 	for _, d := range amounts {
-		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
+		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
 		rows = append(rows, gone[d].row("sleep", params), stored[d].mib("sleep_bytes", params))
 	}
 	return rows, nil

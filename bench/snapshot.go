@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // SnapshotOptions say how snapshot_pause and snapshot_bytes are measured.
@@ -98,7 +99,7 @@ func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []
 		}
 	}
 	for _, d := range amounts {
-		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": sandbox.DefaultVCPUs}
+		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
 		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
 	}
 	return rows, nil

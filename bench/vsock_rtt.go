@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // VsockOptions say how vsock_rtt is measured.
@@ -49,5 +49,5 @@ func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error
 			return nil, err
 		}
 	}
-	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs})}, nil
+	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs})}, nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -80,7 +81,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 	if err != nil {
 		return nil, err
 	}
-	if _, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: sandbox.NetworkTAP, Policy: policy}); err != nil {
+	if _, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: spec.NetworkTAP, Policy: policy}); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -126,7 +127,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 		}
 	}
 	for _, by := range touchKinds {
-		params := map[string]any{"touch": by, "memory_mib": o.MemoryMiB, "vcpus": sandbox.DefaultVCPUs, "depth": o.Depth, "pool": o.Pool > 0}
+		params := map[string]any{"touch": by, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "depth": o.Depth, "pool": o.Pool > 0}
 		rows = append(rows, all[by].touch.row("wake_touch", params), all[by].awake.row("wake_touch_awake", params),
 			all[by].added.row("wake_touch_added", params), all[by].whole.row("wake_touch_whole", params))
 	}

@@ -71,7 +71,7 @@ func clonable(t *testing.T) (s *Store, l Launcher, r *Record, snap string) {
 	}
 	r = sleepingVM(t, s, "origin", 2)
 	r.Spec.Image, r.Spec.Kernel, r.Boot.ImageID = img.ID, "/dev/null", img.ID
-	if r.Spec, err = r.Spec.withDefaults(); err != nil {
+	if r.Spec, err = r.Spec.WithDefaults(); err != nil {
 		t.Fatal(err)
 	}
 	snap = diskSnapshotOf(t, s, r, kindNamed)

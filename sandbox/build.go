@@ -212,7 +212,7 @@ func (b *build) checkVM() error {
 	if len(b.o.VM.Volumes)+len(b.o.VM.Shares) > 0 {
 		return fmt.Errorf("%w: a build has no volumes and no shares", ErrSpec)
 	}
-	_, err := b.vmSpec(buildPrefix+"0", "none").withDefaults()
+	_, err := b.s.complete(b.vmSpec(buildPrefix+"0", "none"))
 	return err
 }
 

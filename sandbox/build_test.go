@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // ownImages gives a test's store an image folder of its own, with links to the images of all tests.
@@ -202,7 +203,7 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 		"argument of nothing": {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", Args: map[string]string{"X": "1"}}, `argument "X"`},
 		"no context":          {sandbox.BuildOptions{File: "FROM scratch\nCOPY a b", Tag: "t"}, "--context"},
 		"bad VM":              {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{VCPUs: 99}}, "invalid VM"},
-		"volumes":             {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []sandbox.VolumeMount{{}}}}, "no volumes"},
+		"volumes":             {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []spec.VolumeMount{{}}}}, "no volumes"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := s.BuildImage(t.Context(), sandbox.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {

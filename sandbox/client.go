@@ -30,6 +30,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -59,14 +60,8 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 
 // RunLabelled is Run for a sandbox that has a label, if that is not nil, from its first moment on.
 func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *Label) (Report, error) {
-	if spec.Name == "" {
-		spec.Name = "vm-" + newID()[:8]
-	}
-	spec, err := spec.withDefaults()
+	spec, err := s.complete(spec)
 	if err != nil {
-		return Report{}, err
-	}
-	if err := s.checkPaths(spec.Name); err != nil {
 		return Report{}, err
 	}
 	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
@@ -84,6 +79,21 @@ func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *L
 
 // maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
 const maxSocketPath = 107
+
+// complete fills in what a Spec leaves open, its name as well, and checks that this host and store can have such a VM.
+func (s *Store) complete(spec Spec) (Spec, error) {
+	if spec.Name == "" {
+		spec.Name = "vm-" + newID()[:8]
+	}
+	spec, err := spec.WithDefaults()
+	if err != nil {
+		return spec, err
+	}
+	if err := vmm.CheckHostMemory(spec.Memory()); err != nil {
+		return spec, fmt.Errorf("%w: %w", ErrSpec, err)
+	}
+	return spec, s.checkPaths(spec.Name)
+}
 
 // checkPaths refuses a name whose sockets would have paths that are too long.
 func (s *Store) checkPaths(name string) error {
@@ -111,7 +121,7 @@ func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord or
 			return Report{}, errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
 		}
 	}
-	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
+	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -145,7 +155,7 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 		// A kernel of the user's own boots like a built one.
 		b.Kernel = spec.Kernel
 	} else {
-		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel], spec.own()...)
+		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel], spec.Features()...)
 		if err != nil {
 			return BootFiles{}, err
 		}
@@ -199,14 +209,6 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 		b.SystemDisk = same
 	}
 	return b, nil
-}
-
-// own are the features of a kernel without which the VM could not come up.
-func (s Spec) own() []string {
-	if len(s.Shares) > 0 {
-		return []string{featureShares}
-	}
-	return nil
 }
 
 // findKernel finds the kernel that is named, or one for the host and for what the image needs. Either must have
@@ -270,7 +272,7 @@ func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartO
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launchWith(ctx, l, r.Spec.shape(), order{Name: r.Spec.Name, Shared: true})
+	return s.launchWith(ctx, l, r.Spec.Shape(), order{Name: r.Spec.Name, Shared: true})
 }
 
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept until it sleeps
@@ -392,7 +394,7 @@ func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID st
 	if hold != nil {
 		files = []*os.File{hold}
 	}
-	rep, err := s.launchWith(ctx, l, r.Spec.shape(), ord, files...)
+	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
 		return Report{}, errBetween
@@ -500,7 +502,7 @@ type RestoreChanges struct {
 	// Policy is the clone's network policy; nil is that of the snapshot.
 	Policy *netpolicy.Policy
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
-	Idle *IdleSpec
+	Idle *spec.Idle
 	// Label is the clone's; nil is none, whatever the VM has that the snapshot is of.
 	Label *Label
 }
@@ -522,11 +524,11 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 	if err != nil {
 		return Report{}, err
 	}
-	if err := r.Spec.usePolicy(c.Policy); err != nil {
+	if err := r.Spec.UsePolicy(c.Policy); err != nil {
 		return Report{}, err
 	}
 	if c.Idle != nil {
-		if err := c.Idle.check(); err != nil {
+		if err := c.Idle.Validate(); err != nil {
 			return Report{}, err
 		}
 		r.Spec.Idle = *c.Idle
@@ -560,13 +562,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	if spec.Policy, err = policyOf(m.Labels); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if name == "" {
-		spec.Name = "vm-" + newID()[:8]
-	}
-	if spec, err = spec.withDefaults(); err != nil {
-		return nil, err
-	}
-	if err := s.checkPaths(spec.Name); err != nil {
+	if spec, err = s.complete(spec); err != nil {
 		return nil, err
 	}
 	r := &Record{
@@ -582,7 +578,7 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 
 // launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report, and waits for
 // the report.
-func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
+func (s *Store) launchWith(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
 	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
 		return rep, err
 	}
@@ -590,7 +586,7 @@ func (s *Store) launchWith(ctx context.Context, l Launcher, shape Shape, ord ord
 }
 
 // launchOnly is launchWith without what the VM waits for then.
-func (s *Store) launchOnly(ctx context.Context, l Launcher, shape Shape, ord order, files ...*os.File) (rep Report, err error) {
+func (s *Store) launchOnly(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
 	ord.Cause = cmp.Or(ord.Cause, events.CauseOf(ctx))
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
@@ -743,12 +739,12 @@ func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
 // SleepOptions change a sleep. The zero value is Sleep.
 type SleepOptions struct {
 	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks HookPolicy
+	Hooks spec.HookPolicy
 }
 
 // SleepWith is Sleep with options.
 func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
-	if err := o.Hooks.check(); err != nil {
+	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
 	r, err := s.awaitStarted(ctx, name)
@@ -874,7 +870,7 @@ type SnapshotOptions struct {
 	// Note is kept with it.
 	Note string
 	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks HookPolicy
+	Hooks spec.HookPolicy
 	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
 	// frozen for a moment, and the guest computes on meanwhile.
 	DiskOnly bool
@@ -882,7 +878,7 @@ type SnapshotOptions struct {
 
 // SnapshotWith is Snapshot with options.
 func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
-	if err := o.Hooks.check(); err != nil {
+	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
 	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -130,7 +131,7 @@ func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookL
 }
 
 // diskSnapshot takes a snapshot of the disk.
-func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy) (res SleepResult, err error) {
+func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res SleepResult, err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
@@ -144,9 +145,9 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over HookPolicy
 	}()
 	defer p.shortenDisk()
 	begin := time.Now()
-	policy := p.r.Spec.Hooks.policy(over)
-	limits := p.r.Spec.Hooks.limits(policy)
-	limits.Skip = policy == HooksSkip
+	policy := p.r.Spec.Hooks.Effective(over)
+	limits := hookLimits(p.r.Spec.Hooks, policy)
+	limits.Skip = policy == spec.HooksSkip
 	id := newID()
 	labels, err := p.r.labels(kindDisk)
 	if err != nil {
@@ -263,14 +264,8 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 	if spec.Image == "" {
 		spec.Image = m.Image
 	}
-	if spec.Name == "" {
-		spec.Name = "vm-" + newID()[:8]
-	}
-	spec, err := spec.withDefaults()
+	spec, err := s.complete(spec)
 	if err != nil {
-		return nil, err
-	}
-	if err := s.checkPaths(spec.Name); err != nil {
 		return nil, err
 	}
 	if err := errors.Join(s.findVolumes(spec.Volumes), s.findShares(spec.Shares)); err != nil {

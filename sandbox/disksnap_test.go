@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // recorder appends records to a file and says which is durable.
@@ -128,7 +129,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		}
 	}
 	e := guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "w", DiskMiB: 256, Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}})
+	e.Run(sandbox.Spec{Name: "w", DiskMiB: 256, Hooks: spec.Hooks{TimeoutSeconds: spec.MaxHookSeconds, AllSeconds: spec.MaxHookSeconds}})
 	e.Sh("w", "echo 00000000000000000000000000000001 > /etc/machine-id")
 	said := &acknowledged{}
 	said.more.L = &said.mu

@@ -197,7 +197,7 @@ func (h *history) path(kind string) string {
 // chance is true once in n times.
 func (h *history) chance(n int) bool { return h.rnd.IntN(n) == 0 }
 
-func (h *history) pages() uint64 { return h.spec.memory() / guestmem.PageSize }
+func (h *history) pages() uint64 { return h.spec.Memory() / guestmem.PageSize }
 
 // Every page of every restored machine equals that of the machine that was captured, at
 // the instant of the capture: of chains of deltas, forks, and chains that go on in both,
@@ -919,7 +919,7 @@ func (h *history) child(image *os.File, dir string, ram content) *testMachine {
 // compareImage compares the RAM that a child of a fork would have.
 func (h *history) compareImage(image *os.File, want content) {
 	h.t.Helper()
-	mem, err := guestmem.NewPrivate(h.spec.memory(), image)
+	mem, err := guestmem.NewPrivate(h.spec.Memory(), image)
 	h.must(err)
 	defer mem.Close()
 	h.comparePages(mem, mem.Backed(), want, "of the image of a fork", false)
@@ -931,7 +931,7 @@ func (h *history) compare(i *instant, all bool) {
 	snap, err := snapshot.Open(i.dir)
 	h.must(err)
 	defer snap.Close()
-	mem, err := guestmem.New(h.spec.memory())
+	mem, err := guestmem.New(h.spec.Memory())
 	h.must(err)
 	defer mem.Close()
 	var o pager.Options

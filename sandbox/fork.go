@@ -197,7 +197,7 @@ func (f *forker) choose(o ForkOptions) error {
 		spec := f.parent.Spec
 		spec.Hostname = ""
 		if f.asked {
-			spec.Self = spec.Self.childless()
+			spec.Self = spec.Self.Childless()
 		}
 		label := &own
 		if own.empty() {
@@ -213,20 +213,17 @@ func (f *forker) choose(o ForkOptions) error {
 		case len(o.Children) > 0 && o.Children[i].Name != "":
 			spec.Name = o.Children[i].Name
 		case o.Name == "":
-			spec.Name = "vm-" + newID()[:8]
+			spec.Name = ""
 		case o.Count == 1:
 			spec.Name = o.Name
 		default:
 			spec.Name = fmt.Sprintf("%s-%d", o.Name, i+1)
 		}
-		if err := spec.usePolicy(o.Policy); err != nil {
+		if err := spec.UsePolicy(o.Policy); err != nil {
 			return err
 		}
-		spec, err := spec.withDefaults()
+		spec, err := f.store.complete(spec)
 		if err != nil {
-			return err
-		}
-		if err := f.store.checkPaths(spec.Name); err != nil {
 			return err
 		}
 		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {

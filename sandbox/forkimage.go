@@ -166,9 +166,9 @@ func (in *Instance) expectDirty() (uint64, error) {
 // memory makes the guest's RAM.
 func (p Parts) memory() (*guestmem.Memory, error) {
 	if p.RAM != nil {
-		return guestmem.NewPrivate(p.Spec.memory(), p.RAM)
+		return guestmem.NewPrivate(p.Spec.Memory(), p.RAM)
 	}
-	return guestmem.New(p.Spec.memory())
+	return guestmem.New(p.Spec.Memory())
 }
 
 // RestoreFork starts a VM from the image of a fork, p.RAM, which CaptureOptions.Fork has

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // packets is a pair of sockets as between a pool and its processes.
@@ -163,7 +165,7 @@ func FuzzPoolReply(f *testing.F) {
 				}
 			}()
 		}
-		ready, err := askPool(here, poolRequest{Version: poolVersion, Shape: Shape{MemoryMiB: 128, VCPUs: 1}})
+		ready, err := askPool(here, poolRequest{Version: poolVersion, Shape: spec.Shape{MemoryMiB: 128, VCPUs: 1}})
 		if ready != nil {
 			if err != nil || n != 2 || ready.pid == 0 || ready.conn == nil {
 				t.Errorf("%+v with %d files, %v", ready, n, err)
@@ -179,8 +181,8 @@ func FuzzPoolReply(f *testing.F) {
 // FuzzPoolRequest asks one who serves a pool by any message. A process is given to who asks for one of the same program by this version, and to nobody else.
 func FuzzPoolRequest(f *testing.F) {
 	of := program{Device: 1, Inode: 2, Size: 3, Modified: 4, Args: []string{"vmm"}, Environment: []string{"a"}, Namespaces: []string{"n"}}
-	shape := Shape{MemoryMiB: 128, VCPUs: 1}
-	for _, req := range []poolRequest{{poolVersion, shape, of}, {poolVersion, Shape{}, of}, {poolVersion, shape, program{}}, {2, shape, of}} {
+	shape := spec.Shape{MemoryMiB: 128, VCPUs: 1}
+	for _, req := range []poolRequest{{poolVersion, shape, of}, {poolVersion, spec.Shape{}, of}, {poolVersion, shape, program{}}, {2, shape, of}} {
 		text, err := json.Marshal(req)
 		if err != nil {
 			f.Fatal(err)
@@ -251,7 +253,7 @@ func FuzzControl(f *testing.F) {
 		if len(body) > maxFuzzed || len(query) > 4096 {
 			return
 		}
-		r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Services: []ServiceSpec{{Name: "kept", Argv: []string{"true"}}}}}
+		r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
 		p := &process{store: &Store{}, log: slog.New(slog.DiscardHandler), r: r, asleep: true}
 		where := paths[int(path)%len(paths)]
 		req := httptest.NewRequestWithContext(t.Context(), methods[int(method)%len(methods)], where, bytes.NewReader(body))
@@ -280,26 +282,26 @@ func FuzzControl(f *testing.F) {
 			t.Errorf("%s %s of one that sleeps: %d %.200s", req.Method, where, w.Code, w.Body)
 		}
 		// What a body changes of a record.
-		var service ServiceSpec
+		var service spec.Service
 		if json.Unmarshal(body, &service) == nil {
 			if err := r.setService(service); err == nil {
-				if err := checkServices(r.Spec.Services); err != nil || findService(r.Spec.Services, service.Name) < 0 || findService(r.Spec.Services, "kept") < 0 {
+				if err := spec.ValidateServices(r.Spec.Services); err != nil || findService(r.Spec.Services, service.Name) < 0 || findService(r.Spec.Services, "kept") < 0 {
 					t.Errorf("services %+v: %v", r.Spec.Services, err)
 				}
-			} else if len(r.Spec.Services) != 1 || !reflect.DeepEqual(r.Spec.Services[0], ServiceSpec{Name: "kept", Argv: []string{"true"}}) {
+			} else if len(r.Spec.Services) != 1 || !reflect.DeepEqual(r.Spec.Services[0], spec.Service{Name: "kept", Argv: []string{"true"}}) {
 				t.Errorf("what was refused (%v) has changed services: %+v", err, r.Spec.Services)
 			}
 		}
-		var tags tagChange
-		if json.Unmarshal(body, &tags) == nil && tags.check() == nil {
+		var tags spec.TagChange
+		if json.Unmarshal(body, &tags) == nil && tags.Validate() == nil {
 			old := r.Spec.Tags
-			if err := r.Spec.useTags(tags); err != nil && !reflect.DeepEqual(r.Spec.Tags, old) {
+			if err := r.Spec.UseTags(tags); err != nil && !reflect.DeepEqual(r.Spec.Tags, old) {
 				t.Errorf("what was refused (%v) has changed tags: %q", err, r.Spec.Tags)
 			}
 		}
 		if q, err := url.ParseQuery(query); err == nil {
 			_ = r.dropService(q.Get("name"))
-			if err := checkServices(r.Spec.Services); err != nil {
+			if err := spec.ValidateServices(r.Spec.Services); err != nil {
 				t.Errorf("without one: %v", err)
 			}
 		}

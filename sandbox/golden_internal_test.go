@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 var updateGolden = flag.Bool("update", false, "write the golden state of this version anew; those of others are never changed")
@@ -34,9 +35,9 @@ func goldenRecord(t *testing.T) *Record {
 		t.Fatal(err)
 	}
 	spec, err := Spec{
-		Name: "golden", Image: "app:1", VCPUs: 2, MemoryMiB: 512, Network: NetworkTAP, Policy: p, Tags: []string{"web"},
-		Idle: IdleSpec{SleepSeconds: 15},
-	}.withDefaults()
+		Name: "golden", Image: "app:1", VCPUs: 2, MemoryMiB: 512, Network: spec.NetworkTAP, Policy: p, Tags: []string{"web"},
+		Idle: spec.Idle{SleepSeconds: 15},
+	}.WithDefaults()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -9,58 +9,12 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// HookPolicy says what hooks in the guest mean for what they are run before.
-type HookPolicy string
-
-// The policies. The zero value is what the VM's Spec says, and there HooksRequire.
-const (
-	// HooksRequire: a hook that fails or is late refuses it, and so does a guest
-	// whose agent does not answer, which could not be woken either.
-	HooksRequire HookPolicy = "require"
-	// HooksIgnore: hooks are run, and what fails is reported.
-	HooksIgnore HookPolicy = "ignore"
-	// HooksSkip: the guest is not asked.
-	HooksSkip HookPolicy = "skip"
-)
-
-func (p HookPolicy) check() error {
-	switch p {
-	case "", HooksRequire, HooksIgnore, HooksSkip:
-		return nil
-	}
-	return fmt.Errorf("%w: hooks %q: use %q, %q or %q", ErrSpec, string(p), HooksRequire, HooksIgnore, HooksSkip)
-}
-
-// HookSpec says how hooks in the guest (executables in /etc/drowse/hooks.d) are run.
-type HookSpec struct {
-	Policy HookPolicy `json:"policy,omitempty"`
-	// TimeoutSeconds is the time for one hook, and AllSeconds for all of one event
-	// together: 1 to 300. Defaults: 10 and 30.
-	TimeoutSeconds int `json:"timeout_seconds,omitempty"`
-	AllSeconds     int `json:"all_seconds,omitempty"`
-}
-
-// Defaults and limit of a HookSpec.
-const (
-	DefaultHookSeconds = 10
-	DefaultAllSeconds  = 30
-	MaxHookSeconds     = 300
-)
-
-func (h HookSpec) check() error {
-	for _, n := range []int{h.TimeoutSeconds, h.AllSeconds} {
-		if n < 0 || n > MaxHookSeconds {
-			return fmt.Errorf("%w: %d s for hooks: use 1 to %d", ErrSpec, n, MaxHookSeconds)
-		}
-	}
-	return h.Policy.check()
-}
-
-// limits are what the guest's agent is told. The record is left without defaults,
+// hookLimits are what the guest's agent is told. The record is left without defaults,
 // so that it stays one that needs no hooks to be understood.
-func (h HookSpec) limits(p HookPolicy) guest.HookLimits {
+func hookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
 	seconds := func(n, d int) time.Duration {
 		if n == 0 {
 			n = d
@@ -68,20 +22,9 @@ func (h HookSpec) limits(p HookPolicy) guest.HookLimits {
 		return time.Duration(n) * time.Second
 	}
 	return guest.HookLimits{
-		Each: seconds(h.TimeoutSeconds, DefaultHookSeconds), All: seconds(h.AllSeconds, DefaultAllSeconds),
-		IgnoreFailures: p == HooksIgnore,
+		Each: seconds(h.TimeoutSeconds, spec.DefaultHookSeconds), All: seconds(h.AllSeconds, spec.DefaultAllSeconds),
+		IgnoreFailures: p == spec.HooksIgnore,
 	}
-}
-
-// policy is what holds when over was asked for.
-func (h HookSpec) policy(over HookPolicy) HookPolicy {
-	switch {
-	case over != "":
-		return over
-	case h.Policy != "":
-		return h.Policy
-	}
-	return HooksRequire
 }
 
 // ErrHooks says that hooks in the guest stand against a sleep or a snapshot.
@@ -103,7 +46,7 @@ func (e *HooksError) Error() string {
 		}
 		b.WriteString(f.String())
 	}
-	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, b.String(), HooksIgnore)
+	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, b.String(), spec.HooksIgnore)
 }
 
 // Unwrap makes it an ErrHooks.
@@ -150,17 +93,17 @@ func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest
 
 // before runs the hooks for a sleep or a snapshot. If they refuse, they have been told
 // to go on.
-func (in *Instance) before(ctx context.Context, event guest.HookEvent, over HookPolicy) (*hookRun, error) {
-	spec := in.parts.Spec.Hooks
-	policy := spec.policy(over)
-	h := &hookRun{in: in, limits: spec.limits(policy)}
-	if policy == HooksSkip || !in.hooks.Load() {
+func (in *Instance) before(ctx context.Context, event guest.HookEvent, over spec.HookPolicy) (*hookRun, error) {
+	want := in.parts.Spec.Hooks
+	policy := want.Effective(over)
+	h := &hookRun{in: in, limits: hookLimits(want, policy)}
+	if policy == spec.HooksSkip || !in.hooks.Load() {
 		return h, nil
 	}
 	res, err := in.runHooks(ctx, event, h.limits)
 	h.failures, h.due = res.Failures, err != nil || res.Ran > 0
 	switch {
-	case err != nil && policy == HooksIgnore:
+	case err != nil && policy == spec.HooksIgnore:
 		h.failures = append(h.failures, noAnswer(event, err))
 	case err != nil:
 		// It may have run them all the same. Then it is told to go on, if it takes
@@ -168,8 +111,8 @@ func (in *Instance) before(ctx context.Context, event guest.HookEvent, over Hook
 		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), lateWake)
 		defer cancel()
 		in.afterHooks(late, guest.HookWake)
-		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", ErrHooks, err, HooksSkip)
-	case res.Refused && policy != HooksIgnore:
+		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", ErrHooks, err, spec.HooksSkip)
+	case res.Refused && policy != spec.HooksIgnore:
 		return nil, &HooksError{h.failures}
 	}
 	return h, nil
@@ -193,7 +136,7 @@ func (h *hookRun) after(ctx context.Context) {
 
 // afterHooks runs the counterparts. What fails does not undo what has been done.
 func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []guest.HookFailure {
-	res, err := in.runHooks(ctx, event, in.parts.Spec.Hooks.limits(HooksIgnore))
+	res, err := in.runHooks(ctx, event, hookLimits(in.parts.Spec.Hooks, spec.HooksIgnore))
 	if err != nil {
 		res.Failures = append(res.Failures, noAnswer(event, err))
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
@@ -44,7 +45,7 @@ func TestHooksInAGuest(t *testing.T) {
 	// Time enough for a machine that does much else.
 	shared := newShared(e)
 	e.Run(sandbox.Spec{
-		Name: "h", Hooks: sandbox.HookSpec{TimeoutSeconds: sandbox.MaxHookSeconds, AllSeconds: sandbox.MaxHookSeconds}, Shares: shared.specs(),
+		Name: "h", Hooks: spec.Hooks{TimeoutSeconds: spec.MaxHookSeconds, AllSeconds: spec.MaxHookSeconds}, Shares: shared.specs(),
 	})
 	shared.use("h")
 	persist := newPersistence(e)
@@ -114,7 +115,7 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 
 	setPersist(e, "c", persist.nowhere())
-	res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksIgnore})
+	res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: spec.HooksIgnore})
 	persist.ignored(res)
 	if err != nil || len(res.Hooks) != 1 || res.Hooks[0].Problem != "exit status 3" {
 		t.Errorf("ignoring it: %v, failures %v", err, res.Hooks)
@@ -126,7 +127,7 @@ func TestHooksInAGuest(t *testing.T) {
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 
 	persist.told("c", map[events.Type]int{events.PersistFailed: 1})
-	if res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: sandbox.HooksSkip}); err != nil || len(res.Hooks) != 0 {
+	if res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: spec.HooksSkip}); err != nil || len(res.Hooks) != 0 {
 		t.Errorf("skipping them: %v, %v", err, res.Hooks)
 	}
 	e.Wake("c")

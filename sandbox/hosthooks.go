@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // HostHook is a hook on the host that is a function of the program, beside the executables in hooks.d of the store.
@@ -45,7 +46,7 @@ func (e *HostHooksError) Error() string {
 		}
 		all = append(all, f.String())
 	}
-	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), HooksIgnore)
+	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), spec.HooksIgnore)
 }
 
 // Unwrap makes it an ErrHostHooks.
@@ -124,10 +125,10 @@ type hostRun struct {
 }
 
 // hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that were started have been told that it goes on. p.op is held.
-func (p *process) hostBefore(ctx context.Context, over HookPolicy) (*hostRun, error) {
+func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRun, error) {
 	h := &hostRun{p: p}
-	policy := p.r.Spec.Hooks.policy(over)
-	if policy == HooksSkip {
+	policy := p.r.Spec.Hooks.Effective(over)
+	if policy == spec.HooksSkip {
 		return h, nil
 	}
 	// These take no longer than hooks may.
@@ -141,12 +142,12 @@ func (p *process) hostBefore(ctx context.Context, over HookPolicy) (*hostRun, er
 	if err != nil {
 		h.failures = append(h.failures, noneRun(h.event.Type, err))
 	}
-	if err == nil || policy == HooksIgnore {
+	if err == nil || policy == spec.HooksIgnore {
 		var failures []HostHookFailure
-		h.started, failures = hooks.Before(ctx, h.event, policy == HooksIgnore)
+		h.started, failures = hooks.Before(ctx, h.event, policy == spec.HooksIgnore)
 		h.failures = append(h.failures, failures...)
 	}
-	if len(h.failures) > 0 && policy != HooksIgnore {
+	if len(h.failures) > 0 && policy != spec.HooksIgnore {
 		h.settle(ctx, ErrHostHooks)
 		return nil, &HostHooksError{h.failures}
 	}

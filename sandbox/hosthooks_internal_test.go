@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // putHostHook puts an executable into hooks.d of a store. It notes what it is told for, and the event.
@@ -106,7 +107,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 }
 
 // begunProcess is a VM's process as far as hooks of the host know it.
-func begunProcess(t *testing.T, s *Store, name string, policy HookPolicy) *process {
+func begunProcess(t *testing.T, s *Store, name string, policy spec.HookPolicy) *process {
 	t.Helper()
 	r := labelled(t, s, name, Stopped, nil)
 	r.Spec.Hooks.Policy = policy
@@ -121,7 +122,7 @@ func begunProcess(t *testing.T, s *Store, name string, policy HookPolicy) *proce
 
 func TestHostHooks_before_a_sleep(t *testing.T) {
 	for name, c := range map[string]struct {
-		spec, over HookPolicy
+		spec, over spec.HookPolicy
 		hook       string // what it does besides
 		unsafe     bool
 		fails      string
@@ -132,12 +133,12 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 		"one that succeeds":      {hook: "true", notes: []string{"a sleep"}},
 		"one that fails refuses": {hook: "[ $1 = wake ] || exit 3", fails: "hook a, sleep: exit status 3", notes: []string{"a sleep", "a wake"}},
 		"what it fails with afterwards is said too": {hook: "exit 3", fails: "hook a, wake: exit status 3", notes: []string{"a sleep", "a wake"}},
-		"one that fails is ignored":                 {over: HooksIgnore, hook: "exit 3", failures: 1, notes: []string{"a sleep"}},
-		"one that fails is ignored by the Spec":     {spec: HooksIgnore, hook: "exit 3", failures: 1, notes: []string{"a sleep"}},
-		"the Spec is overruled":                     {spec: HooksIgnore, over: HooksRequire, hook: "exit 3", fails: "exit status 3", notes: []string{"a sleep", "a wake"}},
-		"skipped":                                   {over: HooksSkip, hook: "exit 3"},
+		"one that fails is ignored":                 {over: spec.HooksIgnore, hook: "exit 3", failures: 1, notes: []string{"a sleep"}},
+		"one that fails is ignored by the Spec":     {spec: spec.HooksIgnore, hook: "exit 3", failures: 1, notes: []string{"a sleep"}},
+		"the Spec is overruled":                     {spec: spec.HooksIgnore, over: spec.HooksRequire, hook: "exit 3", fails: "exit status 3", notes: []string{"a sleep", "a wake"}},
+		"skipped":                                   {over: spec.HooksSkip, hook: "exit 3"},
 		"an unsafe one refuses, and none is run":    {hook: "true", unsafe: true, fails: "hook *, sleep: "},
-		"an unsafe one is ignored":                  {over: HooksIgnore, hook: "true", unsafe: true, failures: 1},
+		"an unsafe one is ignored":                  {over: spec.HooksIgnore, hook: "true", unsafe: true, failures: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)

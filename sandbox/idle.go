@@ -3,51 +3,12 @@ package sandbox
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// IdleSpec says when a VM that nobody uses goes to sleep by itself. It is used while
-//
-//   - a command, a session, a copy or a forwarded connection has a connection to it, or the guest has one to a
-//     program of the host's, through vsock; or somebody holds it ([Store.Hold]), or it itself does ([SelfSpec]).
-//     What the guest tells the VM's own process, of its services and hooks, does not count, nor does Watch;
-//   - a packet passes on its network, either way; those that its policy denies do not count;
-//   - its processors work, but for bursts that take less than CPUPercent of the time until it sleeps, and MaxIdleBurst: what a kernel
-//     and programs that wait do now and then. It does not go to sleep in the middle of one;
-//   - a snapshot or a fork of it is being made.
-//
-// What a guest merely waits for is no use: a program that sleeps for an hour goes on sleeping when the VM is woken.
-// A hook in the guest before the sleep can refuse it (ErrHooks); it is asked again after as long as before. A VM
-// that sleeps is woken by the next command.
-type IdleSpec struct {
-	// SleepSeconds is how long nobody must have used it: 1 to MaxIdleSeconds; 0 is for ever.
-	SleepSeconds int `json:"sleep_seconds,omitempty"`
-	// CPUPercent is how much of one CPU the VM's process uses at most, that of its vCPUs included, while
-	// the guest does nothing: 1 to 100. Default: 10.
-	CPUPercent int `json:"cpu_percent,omitempty"`
-}
-
-// Default and limits of an IdleSpec.
-const (
-	DefaultIdleCPUPercent = 10
-	MaxIdleSeconds        = 30 * 24 * 60 * 60
-	// MaxIdleBurst is the most processor time of bursts in the time until a VM sleeps that is no use of it.
-	MaxIdleBurst = 2 * time.Second
-)
-
-func (i IdleSpec) check() error {
-	if i.SleepSeconds < 0 || i.SleepSeconds > MaxIdleSeconds {
-		return fmt.Errorf("%w: sleep after %d s: use 1 to %d, or 0 for never", ErrSpec, i.SleepSeconds, MaxIdleSeconds)
-	}
-	if i.CPUPercent < 0 || i.CPUPercent > 100 {
-		return fmt.Errorf("%w: idle below %d%% of a CPU: use 1 to 100", ErrSpec, i.CPUPercent)
-	}
-	return nil
-}
 
 // idleLooks is how often it is looked whether somebody uses the VM, in the time after which it
 // sleeps, and the bounds of the time between two. Processor time is counted over a time of which idleSpans make the whole: what is
@@ -92,15 +53,15 @@ type cpuAt struct {
 	cpu time.Duration
 }
 
-func newIdleWatch(s IdleSpec, now time.Time, u uses) *idleWatch {
+func newIdleWatch(s spec.Idle, now time.Time, u uses) *idleWatch {
 	w := &idleWatch{percent: s.CPUPercent, since: now, looked: now, last: u}
 	if w.percent == 0 {
-		w.percent = DefaultIdleCPUPercent
+		w.percent = spec.DefaultIdleCPUPercent
 	}
-	w.every = min(max(s.after()/idleLooks, idleSoonest), idleLatest)
-	w.span = min(max(s.after()/idleSpans, idleSoonest), idleLatest)
+	w.every = min(max(s.After()/idleLooks, idleSoonest), idleLatest)
+	w.span = min(max(s.After()/idleSpans, idleSoonest), idleLatest)
 	w.cpus = []cpuAt{{now, u.cpu}}
-	w.allowed = min(s.after()*time.Duration(w.percent)/100, MaxIdleBurst)
+	w.allowed = min(s.After()*time.Duration(w.percent)/100, spec.MaxIdleBurst)
 	return w
 }
 
@@ -122,8 +83,6 @@ func (w *idleWatch) computes(now time.Time, cpu time.Duration) bool {
 	}
 	return busy
 }
-
-func (i IdleSpec) after() time.Duration { return time.Duration(i.SleepSeconds) * time.Second }
 
 // look takes what is known now, and says for how long nobody has used the VM.
 func (w *idleWatch) look(now time.Time, u uses) time.Duration {
@@ -167,21 +126,21 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 		case <-tick.C:
 		}
 		now := time.Now()
-		if w.look(now, p.uses()) < spec.after() || w.busy {
-			tick.Reset(w.next(now, spec.after()))
+		if w.look(now, p.uses()) < spec.After() || w.busy {
+			tick.Reset(w.next(now, spec.After()))
 			continue
 		}
 		res, err := p.sleep(events.WithCause(ctx, events.Idle), "", func() error { return p.stillUnused(w, now) })
 		switch {
 		case err == nil:
-			p.log.Info("gone to sleep, since nobody has used it", "for", spec.after(), "snapshot", res.Snapshot, "bytes", res.BytesStored)
+			p.log.Info("gone to sleep, since nobody has used it", "for", spec.After(), "snapshot", res.Snapshot, "bytes", res.BytesStored)
 			p.end()
 			return
 		case errors.Is(err, ErrNotRunning):
 			return
 		case errors.Is(err, errUsed):
 		default:
-			p.log.Warn("it was to sleep, since nobody uses it, and is awake", "error", err, "again_after", spec.after())
+			p.log.Warn("it was to sleep, since nobody uses it, and is awake", "error", err, "again_after", spec.After())
 		}
 		w = newIdleWatch(spec, time.Now(), p.uses())
 		tick.Reset(w.every)

@@ -4,22 +4,24 @@ import (
 	"errors"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestIdleSpec_that_cannot_be_is_refused(t *testing.T) {
 	t.Parallel()
-	for name, s := range map[string]IdleSpec{
+	for name, s := range map[string]spec.Idle{
 		"negative time":       {SleepSeconds: -1},
-		"too long":            {SleepSeconds: MaxIdleSeconds + 1},
+		"too long":            {SleepSeconds: spec.MaxIdleSeconds + 1},
 		"negative processor":  {SleepSeconds: 1, CPUPercent: -1},
 		"more than a CPU has": {SleepSeconds: 1, CPUPercent: 101},
 	} {
-		if err := s.check(); !errors.Is(err, ErrSpec) {
+		if err := s.Validate(); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	for _, s := range []IdleSpec{{}, {SleepSeconds: 1}, {SleepSeconds: MaxIdleSeconds, CPUPercent: 100}} {
-		if err := s.check(); err != nil {
+	for _, s := range []spec.Idle{{}, {SleepSeconds: 1}, {SleepSeconds: spec.MaxIdleSeconds, CPUPercent: 100}} {
+		if err := s.Validate(); err != nil {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}
@@ -37,7 +39,7 @@ func TestIdleWatch(t *testing.T) {
 		burst bool
 	}
 	for name, tc := range map[string]struct {
-		spec  IdleSpec
+		spec  spec.Idle
 		span  time.Duration
 		steps []step
 	}{
@@ -55,7 +57,7 @@ func TestIdleWatch(t *testing.T) {
 		"it computes": {steps: []step{
 			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + 6*second/5}}, {u: uses{cpu: second/20 + 6*second/5}, want: second},
 		}},
-		"it computes no more than it may": {spec: IdleSpec{CPUPercent: 30}, steps: []step{
+		"it computes no more than it may": {spec: spec.Idle{CPUPercent: 30}, steps: []step{
 			{u: uses{cpu: 3 * second / 10}, want: second}, {u: uses{cpu: 6 * second / 10}, want: 2 * second}, {u: uses{cpu: 61 * second / 10}},
 		}},
 		"bursts that are short": {steps: []step{
@@ -111,7 +113,7 @@ func TestIdleWatch(t *testing.T) {
 func TestIdleWatch_looks_neither_too_often_nor_too_seldom(t *testing.T) {
 	t.Parallel()
 	for seconds, want := range map[int]time.Duration{1: 100 * time.Millisecond, 15: 500 * time.Millisecond, 3600: 5 * time.Second} {
-		if w := newIdleWatch(IdleSpec{SleepSeconds: seconds}, time.Now(), uses{}); w.every != want {
+		if w := newIdleWatch(spec.Idle{SleepSeconds: seconds}, time.Now(), uses{}); w.every != want {
 			t.Errorf("for a sleep after %d s: each %v, want %v", seconds, w.every, want)
 		}
 	}
@@ -120,7 +122,7 @@ func TestIdleWatch_looks_neither_too_often_nor_too_seldom(t *testing.T) {
 func TestIdleWatch_looks_again_at_the_latest_when_it_sleeps(t *testing.T) {
 	t.Parallel()
 	now := time.Unix(1000, 0)
-	w := newIdleWatch(IdleSpec{SleepSeconds: 15}, now, uses{})
+	w := newIdleWatch(spec.Idle{SleepSeconds: 15}, now, uses{})
 	for passed, want := range map[time.Duration]time.Duration{
 		0: 500 * time.Millisecond, 14500 * time.Millisecond: 500 * time.Millisecond, 14900 * time.Millisecond: 100 * time.Millisecond,
 		15 * time.Second: time.Millisecond, time.Minute: time.Millisecond,

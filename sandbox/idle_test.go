@@ -8,12 +8,13 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
 func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	const seconds = 2
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "i", Idle: &sandbox.IdleSpec{SleepSeconds: seconds}}); err != nil {
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
 		t.Fatal(err)
 	}
 	// use is what a command does: a VM that sleeps is woken first.
@@ -56,7 +57,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	use().Close()
 	r = e.WaitPhase("i", sandbox.Asleep, 5*time.Minute)
 	// A clone that does not fall asleep between two questions.
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &sandbox.IdleSpec{}}); err != nil {
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)
 	}
 	if got := e.Sh("j", ask); got != said {

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/freepages"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
@@ -150,7 +151,7 @@ func begin(p Parts) (in *Instance, err error) {
 		in.closers = append(in.closers, v)
 	}
 	if p.RAM == nil {
-		if sh, ok := p.Shells.take(p.Spec.shape()); ok {
+		if sh, ok := p.Shells.take(p.Spec.Shape()); ok {
 			in.mem, in.shell = sh.mem, sh.vm
 			return in, nil
 		}
@@ -204,7 +205,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 	in.balloon = balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)})
 	add(deviceBalloon, in.balloon)
 
-	if p.Spec.Network == NetworkTAP {
+	if p.Spec.Network == spec.NetworkTAP {
 		if in.net, err = in.connect(net); err != nil {
 			return err
 		}
@@ -254,7 +255,7 @@ func (p Parts) cmdline() string {
 		disks = disks[1:]
 	}
 	words = append(words, "drowse.image=/dev/vd"+disks[:1], "drowse.rw=/dev/vd"+disks[1:2], "drowse.hostname="+p.Spec.Hostname)
-	if p.Spec.Network == NetworkTAP {
+	if p.Spec.Network == spec.NetworkTAP {
 		words = append(words, "drowse.ip="+guestAddress)
 		if p.Spec.IPv6 {
 			words = append(words, "drowse.ip6="+guestAddress6)

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -163,7 +164,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
 	e = guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "base", Self: sandbox.SelfSpec{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}}})
+	e.Run(sandbox.Spec{Name: "base", Self: spec.Self{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}}})
 	said = keep(e, "base")
 	return e, e.Sleep("base").Snapshot, said
 }
@@ -389,7 +390,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
-		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shapes: []sandbox.Shape{{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1}}})
+		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Label says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed whether
@@ -145,7 +146,7 @@ type labelDoc struct {
 
 // Label returns a sandbox's label. One that cannot be read is ErrLabel: nothing is removed then for what it says.
 func (s *Store) Label(name string) (Label, error) {
-	if !nameRE.MatchString(name) {
+	if !spec.ValidName(name) {
 		return Label{}, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
 	}
 	root, err := os.OpenRoot(s.vmDir(name))

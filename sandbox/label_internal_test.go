@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -375,7 +376,7 @@ func TestRename_is_refused(t *testing.T) {
 	if _, err := running.RestoreTo(t.Context(), "a", snapshotOf(t, running, &Record{Version: recordVersion, Spec: Spec{Name: "a"}}, kindSleep, time.Now())); !errors.Is(err, ErrRunning) {
 		t.Errorf("taking back one that runs: %v, want ErrRunning", err)
 	}
-	if err := running.SetSpec(t.Context(), "a", SpecChanges{Idle: &IdleSpec{SleepSeconds: 5}}); !errors.Is(err, ErrRunning) {
+	if err := running.SetSpec(t.Context(), "a", spec.Changes{Idle: &spec.Idle{SleepSeconds: 5}}); !errors.Is(err, ErrRunning) {
 		t.Errorf("changing one that runs: %v, want ErrRunning", err)
 	}
 }
@@ -479,10 +480,10 @@ func TestSetSpec_changes_the_size_only_of_what_boots(t *testing.T) {
 		t.Fatal(err)
 	}
 	two, many := 2, 99
-	if err := s.SetSpec(t.Context(), "a", SpecChanges{VCPUs: &two, Idle: &IdleSpec{SleepSeconds: 7}}); err != nil {
+	if err := s.SetSpec(t.Context(), "a", spec.Changes{VCPUs: &two, Idle: &spec.Idle{SleepSeconds: 7}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SetSpec(t.Context(), "a", SpecChanges{VCPUs: &many}); !errors.Is(err, ErrSpec) {
+	if err := s.SetSpec(t.Context(), "a", spec.Changes{VCPUs: &many}); !errors.Is(err, ErrSpec) {
 		t.Errorf("99 CPUs: %v, want ErrSpec", err)
 	}
 	r, err := s.Get("a")
@@ -494,10 +495,10 @@ func TestSetSpec_changes_the_size_only_of_what_boots(t *testing.T) {
 		t.Fatal(err)
 	}
 	one := 1
-	if err := s.SetSpec(t.Context(), "a", SpecChanges{VCPUs: &one}); !errors.Is(err, ErrSpec) {
+	if err := s.SetSpec(t.Context(), "a", spec.Changes{VCPUs: &one}); !errors.Is(err, ErrSpec) {
 		t.Errorf("of one that sleeps: %v, want ErrSpec", err)
 	}
-	if err := s.SetSpec(t.Context(), "a", SpecChanges{VCPUs: &two, Idle: &IdleSpec{}}); err != nil {
+	if err := s.SetSpec(t.Context(), "a", spec.Changes{VCPUs: &two, Idle: &spec.Idle{}}); err != nil {
 		t.Error(err)
 	}
 }

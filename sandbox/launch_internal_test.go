@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // What a VM's process has in its environment is read from a program that stands for one.
@@ -51,7 +53,7 @@ func TestProcessOfAVM_has_no_variables_of_traces(t *testing.T) {
 	t.Run("one that stands by", func(t *testing.T) {
 		p := &Pool{launcher: l, store: s}
 		// It ends without a word, since it is none.
-		if _, err := p.make(t.Context(), Shape{MemoryMiB: 256, VCPUs: 1}); err == nil {
+		if _, err := p.make(t.Context(), spec.Shape{MemoryMiB: 256, VCPUs: 1}); err == nil {
 			t.Error("a program that is none stands by")
 		}
 		check(t)
@@ -60,7 +62,7 @@ func TestProcessOfAVM_has_no_variables_of_traces(t *testing.T) {
 
 func TestPool_counts_what_was_taken_missed_and_failed(t *testing.T) {
 	p := &Pool{o: PoolOptions{Processes: 3}}
-	shape := Shape{MemoryMiB: 256, VCPUs: 1}
+	shape := spec.Shape{MemoryMiB: 256, VCPUs: 1}
 	p.ready = []*standby{{shape: shape}, {shape: shape, what: program{Size: 7}}}
 	for n := range 3 {
 		if got := p.pop(shape); (got != nil) != (n < 2) {

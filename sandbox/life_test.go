@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 var (
@@ -119,7 +120,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	}
 	v := &life{Env: e, dir: lifeFiles(dir), rand: rand.New(rand.NewPCG(*lifeSeed, 0)), procs: map[string]*lifeProc{}}
 	t.Cleanup(v.keep)
-	e.Run(sandbox.Spec{Name: "base", MemoryMiB: 256, Network: sandbox.NetworkTAP})
+	e.Run(sandbox.Spec{Name: "base", MemoryMiB: 256, Network: spec.NetworkTAP})
 	if err := startTally(t.Context(), e.Store, "base"); err != nil {
 		t.Fatal(err)
 	}

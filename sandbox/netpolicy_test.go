@@ -37,6 +37,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // prober does in a guest what it is told, line by line, and says what came of it. What is
@@ -401,7 +402,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", sandbox.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
 	policy := mustPolicy(t, probePolicy)
 
-	rep := e.Run(sandbox.Spec{Name: "pol", Network: sandbox.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})
+	rep := e.Run(sandbox.Spec{Name: "pol", Network: spec.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})
 	if rep.Network == nil || len(rep.Network.Warnings) != 2 || !strings.Contains(rep.Network.Warnings[0], "ip_forward") || !strings.Contains(rep.Network.Warnings[1], "--forward6") {
 		t.Fatalf("the report of a host that does not forward: %+v", rep.Network)
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // All guests have the same address and the same gateway, which is also their name
@@ -645,7 +646,7 @@ func (n *network) refresh() error {
 // removeLeftNetwork takes away what the killed process of a VM has left of its network:
 // pins, which hold nothing open, since the device went with the process.
 func removeLeftNetwork(r *Record) error {
-	if r.Spec.Network != NetworkTAP {
+	if r.Spec.Network != spec.NetworkTAP {
 		return nil
 	}
 	id := cmp.Or(r.NetworkID, r.ID)

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It starts once, which takes long where the
@@ -102,7 +103,7 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	policy := mustPolicy(t, `
 rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
 `)
-	rep := e.Run(sandbox.Spec{Name: "net", Network: sandbox.NetworkTAP, Policy: policy})
+	rep := e.Run(sandbox.Spec{Name: "net", Network: spec.NetworkTAP, Policy: policy})
 	e.Sh("net", "mkfifo /run/order /run/answer")
 	p, err := e.Agent("net").Start(t.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "-c", sender}, Detach: true})
 	if err != nil {
@@ -192,7 +193,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	}
 
 	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: sandbox.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
+	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // What does not persist over a sleep: docs/PERSISTENCE.md and ADR 0049.
@@ -84,7 +85,7 @@ type shedding struct {
 }
 
 // shed promotes and drops what the label says. If it fails, nothing has been dropped that was not promoted.
-func (p *process) shed(ctx context.Context, over HookPolicy) (*shedding, error) {
+func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, error) {
 	name := p.r.Spec.Name
 	l, err := p.store.Label(name)
 	if err != nil {
@@ -95,16 +96,16 @@ func (p *process) shed(ctx context.Context, over HookPolicy) (*shedding, error) 
 	if l.Persist.Empty() {
 		return nil, nil
 	}
-	policy := p.r.Spec.Hooks.policy(over)
-	sh := &shedding{p: p, spec: l.Persist, ignore: policy == HooksIgnore}
-	if policy == HooksSkip || len(sh.spec.Drop)+len(sh.spec.Promote) == 0 && sh.within() == nil {
+	policy := p.r.Spec.Hooks.Effective(over)
+	sh := &shedding{p: p, spec: l.Persist, ignore: policy == spec.HooksIgnore}
+	if policy == spec.HooksSkip || len(sh.spec.Drop)+len(sh.spec.Promote) == 0 && sh.within() == nil {
 		return sh, nil
 	}
 	ctx, cancel := p.in.whileRunning(ctx)
 	defer cancel()
 	if err := sh.ask(ctx); err != nil {
 		p.tellShed(ctx, sh, err)
-		return sh, fmt.Errorf("%w: or use --hooks %s to have it sleep all the same, with what is not promoted not dropped either", p.in.explain(ctx, err), HooksIgnore)
+		return sh, fmt.Errorf("%w: or use --hooks %s to have it sleep all the same, with what is not promoted not dropped either", p.in.explain(ctx, err), spec.HooksIgnore)
 	}
 	p.tellShed(ctx, sh, nil)
 	return sh, nil

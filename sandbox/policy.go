@@ -19,38 +19,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// checkPolicy says whether a VM can have its policy.
-func (s *Spec) checkPolicy() error {
-	if s.Policy == nil {
-		return nil
-	}
-	if s.Network != NetworkTAP {
-		return fmt.Errorf("%w: it has a network policy and no network: add the network %q", ErrSpec, NetworkTAP)
-	}
-	return s.Policy.Validate()
-}
-
-// checkTags says whether a VM can have its tags.
-func (s *Spec) checkTags() error {
-	if len(s.Tags) > 0 && s.Network != NetworkTAP {
-		return fmt.Errorf("%w: it has tags and no network in which they would count: add the network %q", ErrSpec, NetworkTAP)
-	}
-	if err := netpolicy.CheckTags(s.Tags); err != nil {
-		return fmt.Errorf("%w: %w", ErrSpec, err)
-	}
-	return nil
-}
-
-// usePolicy replaces the policy if p is not nil.
-func (s *Spec) usePolicy(p *netpolicy.Policy) error {
-	if p == nil {
-		return nil
-	}
-	s.Policy = p
-	return s.checkPolicy()
-}
 
 // labelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in
 // pieces, since a label is shorter than a policy may be.
@@ -114,7 +84,7 @@ func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.Spec.Network != NetworkTAP {
+	if r.Spec.Network != spec.NetworkTAP {
 		return nil, noNetwork(name)
 	}
 	if r.Spec.Policy == nil {
@@ -124,7 +94,7 @@ func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
 }
 
 func noNetwork(name string) error {
-	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", ErrSpec, name, NetworkTAP)
+	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", ErrSpec, name, spec.NetworkTAP)
 }
 
 // PolicyResult says what SetPolicy has done.
@@ -159,7 +129,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		if err != nil {
 			return res, err
 		}
-		if r.Spec.Network != NetworkTAP {
+		if r.Spec.Network != spec.NetworkTAP {
 			return res, noNetwork(name)
 		}
 		if r.Phase == Running {

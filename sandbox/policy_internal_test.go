@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func parsePolicy(t *testing.T, text string) *netpolicy.Policy {
@@ -42,7 +43,7 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		"none": nil, "empty": {}, "huge": hugePolicy(t),
 		"small": parsePolicy(t, "rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [443]}]"),
 	} {
-		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: NetworkTAP, Policy: p, Tags: []string{"db"}}}
+		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: p, Tags: []string{"db"}}}
 		labels, err := r.labels(kindNamed)
 		if err != nil {
 			t.Fatal(err)
@@ -98,12 +99,12 @@ func TestSpec_policies_that_cannot_be_are_refused(t *testing.T) {
 		policy  *netpolicy.Policy
 		want    error
 	}{
-		{"without a network", NetworkNone, &netpolicy.Policy{}, ErrSpec},
-		{"invalid", NetworkTAP, &netpolicy.Policy{Flows: -1}, netpolicy.ErrPolicy},
-		{"valid", NetworkTAP, &netpolicy.Policy{}, nil},
-		{"none", NetworkTAP, nil, nil},
+		{"without a network", spec.NetworkNone, &netpolicy.Policy{}, ErrSpec},
+		{"invalid", spec.NetworkTAP, &netpolicy.Policy{Flows: -1}, netpolicy.ErrPolicy},
+		{"valid", spec.NetworkTAP, &netpolicy.Policy{}, nil},
+		{"none", spec.NetworkTAP, nil, nil},
 	} {
-		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Policy: tt.policy}.withDefaults()
+		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Policy: tt.policy}.WithDefaults()
 		if !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", tt.name, err, tt.want)
 		}
@@ -114,7 +115,7 @@ func TestSpec_policies_that_cannot_be_are_refused(t *testing.T) {
 		`{"image":"x","network":"tap","policy":{"Rules":[]}}`:       false,
 		`{"image":"x","network":"tap","policy":"allow everything"}`: false,
 	} {
-		if _, err := ParseSpec(strings.NewReader(text)); (err == nil) != ok {
+		if _, err := spec.Parse(strings.NewReader(text)); (err == nil) != ok {
 			t.Errorf("%s: %v", text, err)
 		}
 	}
@@ -127,12 +128,12 @@ func TestSpec_tags_that_cannot_be_are_refused(t *testing.T) {
 		tags    []string
 		want    error
 	}{
-		{"without a network", NetworkNone, []string{"db"}, ErrSpec},
-		{"twice the same", NetworkTAP, []string{"db", "db"}, netpolicy.ErrPolicy},
-		{"valid", NetworkTAP, []string{"db", "team:a"}, nil},
-		{"none", NetworkNone, nil, nil},
+		{"without a network", spec.NetworkNone, []string{"db"}, ErrSpec},
+		{"twice the same", spec.NetworkTAP, []string{"db", "db"}, netpolicy.ErrPolicy},
+		{"valid", spec.NetworkTAP, []string{"db", "team:a"}, nil},
+		{"none", spec.NetworkNone, nil, nil},
 	} {
-		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Tags: tt.tags}.withDefaults()
+		_, err := Spec{Name: "a", Image: "b", Network: tt.network, Tags: tt.tags}.WithDefaults()
 		if !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", tt.name, err, tt.want)
 		}
@@ -144,7 +145,7 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, network := range map[string]string{"with": NetworkTAP, "without": NetworkNone} {
+	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
 		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
 		if err != nil {
 			t.Fatal(err)
@@ -270,7 +271,7 @@ func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_start
 			t.Fatal(err)
 		}
 		// As somebody may write into a record: it parses, and cannot be.
-		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Network: NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // MaxPool is the most processes that a Pool keeps ready.
@@ -27,7 +29,7 @@ type PoolOptions struct {
 	Processes int
 	// Shapes are what VMs they are made for, as many of each as its share of the list: 1 to
 	// MaxPool. Others can use them as well, and save only the start of the process.
-	Shapes []Shape
+	Shapes []spec.Shape
 	// Follow has each VM that is started take the place of the oldest shape, so that after a
 	// while the pool is one for the VMs that there are. Shapes may be empty then: it begins with
 	// those of the VMs that have been put to sleep last, or with that of a VM whose Spec says nothing.
@@ -56,7 +58,7 @@ type Pool struct {
 	mu    sync.Mutex
 	ready []*standby
 	// shapes are what processes are wanted for, the oldest first.
-	shapes []Shape
+	shapes []spec.Shape
 	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after the last of them.
 	starting int
 	calm     time.Time
@@ -93,7 +95,7 @@ type standby struct {
 	conn  *net.UnixConn
 	said  *tail // what it has said on its standard error
 	pid   int
-	shape Shape
+	shape spec.Shape
 	what  program
 }
 
@@ -124,7 +126,7 @@ func (s *Store) NewPool(l Launcher, o PoolOptions) (*Pool, error) {
 		return nil, fmt.Errorf("%w: a pool for VMs of %d shapes: name 1 to %d", ErrSpec, n, MaxPool)
 	}
 	for _, shape := range o.Shapes {
-		if err := shape.check(); err != nil {
+		if err := shape.Validate(); err != nil {
 			return nil, err
 		}
 	}
@@ -148,20 +150,20 @@ func (s *Store) NewPool(l Launcher, o PoolOptions) (*Pool, error) {
 
 // shapesAsleep are those of the VMs that have been put to sleep last, the last one last; that of a VM by
 // default if none sleeps.
-func (s *Store) shapesAsleep(most int) (shapes []Shape, err error) {
+func (s *Store) shapesAsleep(most int) (shapes []spec.Shape, err error) {
 	all, err := s.List()
 	if err != nil && len(all) == 0 {
 		return nil, err // a record that cannot be read is no reason
 	}
 	type asleep struct {
-		shape Shape
+		shape spec.Shape
 		since time.Time
 	}
 	var found []asleep
 	for _, r := range all {
 		// The record was written when it had gone to sleep.
 		if st, err := os.Stat(s.recordPath(r.Spec.Name)); err == nil && r.Phase == Asleep {
-			found = append(found, asleep{r.Spec.shape(), st.ModTime()})
+			found = append(found, asleep{r.Spec.Shape(), st.ModTime()})
 		}
 	}
 	slices.SortFunc(found, func(a, b asleep) int { return a.since.Compare(b.since) })
@@ -169,7 +171,7 @@ func (s *Store) shapesAsleep(most int) (shapes []Shape, err error) {
 		shapes = append(shapes, a.shape)
 	}
 	if len(shapes) == 0 {
-		shapes = append(shapes, Shape{MemoryMiB: DefaultMemoryMiB, VCPUs: DefaultVCPUs})
+		shapes = append(shapes, spec.Shape{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: spec.DefaultVCPUs})
 	}
 	return shapes, nil
 }
@@ -292,13 +294,13 @@ func (p *Pool) keep(ctx context.Context) {
 
 // short says whether a process is to be made now, and for what VM; surplus, if not nil, has
 // been taken out to make room for it.
-func (p *Pool) short() (shape Shape, surplus *standby, ok bool) {
+func (p *Pool) short() (shape spec.Shape, surplus *standby, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed || p.starting > 0 || time.Now().Before(p.calm) {
 		return shape, nil, false
 	}
-	missing := map[Shape]int{}
+	missing := map[spec.Shape]int{}
 	for _, s := range p.shapes {
 		missing[s]++
 	}
@@ -344,7 +346,7 @@ func (p *Pool) put(s *standby, err error) {
 }
 
 // make starts a process for VMs of a shape and waits until it stands by.
-func (p *Pool) make(ctx context.Context, shape Shape) (*standby, error) {
+func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
@@ -445,13 +447,13 @@ func (p *Pool) gone(s *standby) {
 }
 
 // pop takes a process out of the pool for a VM; nil if none is ready.
-func (p *Pool) pop(shape Shape) *standby { return p.popIf(shape, nil) }
+func (p *Pool) pop(shape spec.Shape) *standby { return p.popIf(shape, nil) }
 
 // popIf is pop among those of a program, unless that is nil.
-func (p *Pool) popIf(shape Shape, of *program) *standby {
+func (p *Pool) popIf(shape spec.Shape, of *program) *standby {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.o.Follow && shape.check() == nil {
+	if p.o.Follow && shape.Validate() == nil {
 		p.shapes = append(p.shapes[1:], shape)
 	}
 	// The one that has waited least: what it needs is most likely to be in caches.
@@ -464,7 +466,7 @@ func (p *Pool) popIf(shape Shape, of *program) *standby {
 			found = i
 			break
 		}
-		if same := s.shape.machine() == shape.machine(); found < 0 || same && !fits {
+		if same := s.shape.Machine() == shape.Machine(); found < 0 || same && !fits {
 			found, fits = i, same
 		}
 	}

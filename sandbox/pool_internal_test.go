@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing.T) {
@@ -32,14 +34,14 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			lock.release()
 			script := `case "$*" in *--standby*) printf ready >&3; ` + tc.standby + `;; *) echo '{"name":"a","faults":7}' >&3;; esac`
 			l := Launcher{Command: []string{"/bin/sh", "-c", script, "sh"}}
-			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shapes: []Shape{{MemoryMiB: 256, VCPUs: 1}}})
+			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if err := p.Wait(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			rep, err := s.launchWith(t.Context(), p.Launcher(), Spec{Name: "a"}.shape(), order{Name: "a", Snapshot: "x"})
+			rep, err := s.launchWith(t.Context(), p.Launcher(), Spec{Name: "a"}.Shape(), order{Name: "a", Snapshot: "x"})
 			switch {
 			case tc.again && (err != nil || rep.Faults != 7):
 				t.Errorf("got %+v, %v, want the report of another process", rep, err)
@@ -54,17 +56,17 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 }
 
 func TestPool_gives_the_process_that_fits_best(t *testing.T) {
-	small, linked := Shape{MemoryMiB: 256, VCPUs: 1}, Shape{MemoryMiB: 256, VCPUs: 1, Network: true}
-	large, largeLinked := Shape{MemoryMiB: 512, VCPUs: 1}, Shape{MemoryMiB: 512, VCPUs: 1, Network: true}
+	small, linked := spec.Shape{MemoryMiB: 256, VCPUs: 1}, spec.Shape{MemoryMiB: 256, VCPUs: 1, Network: true}
+	large, largeLinked := spec.Shape{MemoryMiB: 512, VCPUs: 1}, spec.Shape{MemoryMiB: 512, VCPUs: 1, Network: true}
 	for name, tc := range map[string]struct {
-		ready      []Shape
-		want, gets Shape
+		ready      []spec.Shape
+		want, gets spec.Shape
 	}{
-		"the same":                            {[]Shape{large, linked, small, largeLinked}, linked, linked},
-		"the same machine, with a network":    {[]Shape{large, linked, largeLinked}, small, linked},
-		"the same machine, without a network": {[]Shape{largeLinked, small, largeLinked}, linked, small},
-		"another machine: the one made last":  {[]Shape{small, linked}, large, linked},
-		"the same, of two with that machine":  {[]Shape{linked, small}, small, small},
+		"the same":                            {[]spec.Shape{large, linked, small, largeLinked}, linked, linked},
+		"the same machine, with a network":    {[]spec.Shape{large, linked, largeLinked}, small, linked},
+		"the same machine, without a network": {[]spec.Shape{largeLinked, small, largeLinked}, linked, small},
+		"another machine: the one made last":  {[]spec.Shape{small, linked}, large, linked},
+		"the same, of two with that machine":  {[]spec.Shape{linked, small}, small, small},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := &Pool{}

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestNewPool_of_what_cannot_be_is_refused(t *testing.T) {
@@ -17,19 +18,19 @@ func TestNewPool_of_what_cannot_be_is_refused(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := sandbox.Launcher{Command: []string{"/bin/false"}}
-	fits := sandbox.Shape{MemoryMiB: 256, VCPUs: 1}
+	fits := spec.Shape{MemoryMiB: 256, VCPUs: 1}
 	for name, o := range map[string]sandbox.PoolOptions{
-		"no process":     {Shapes: []sandbox.Shape{fits}},
-		"too many":       {Shapes: []sandbox.Shape{fits}, Processes: sandbox.MaxPool + 1},
+		"no process":     {Shapes: []spec.Shape{fits}},
+		"too many":       {Shapes: []spec.Shape{fits}, Processes: sandbox.MaxPool + 1},
 		"no shape":       {Processes: 1},
-		"too little RAM": {Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 1, VCPUs: 1}}},
-		"too many vCPUs": {Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 256, VCPUs: 1000}}},
+		"too little RAM": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 1, VCPUs: 1}}},
+		"too many vCPUs": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1000}}},
 	} {
 		if _, err := s.NewPool(l, o); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	if _, err := s.NewPool(sandbox.Launcher{}, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{fits}}); err == nil {
+	if _, err := s.NewPool(sandbox.Launcher{}, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{fits}}); err == nil {
 		t.Error("a pool without a program was made")
 	}
 }
@@ -46,7 +47,7 @@ func TestPool_whose_processes_fail_says_why(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := sandbox.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}
-			p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+			p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -73,7 +74,7 @@ func TestPool_Wait_ends_with_its_context(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := sandbox.Launcher{Command: []string{"/bin/sh", "-c", "read line <&3", "sh"}}
-	p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+	p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // The conversation of a Launcher that is supervised with a process that serves a pool, on a
@@ -23,9 +25,9 @@ import (
 // until the VM is there or will not be: until then, no process is made.
 type (
 	poolRequest struct {
-		Version int     `json:"version"`
-		Shape   Shape   `json:"shape"`
-		Program program `json:"program"`
+		Version int        `json:"version"`
+		Shape   spec.Shape `json:"shape"`
+		Program program    `json:"program"`
 	}
 	poolReply struct {
 		Version int `json:"version"`
@@ -221,12 +223,12 @@ func checkPeer(c *net.UnixConn) error {
 
 // standbys says where processes come from that were started ahead, for one VM that is being started
 // until done is called; from returns nil when there is none.
-func (s *Store) standbys(l Launcher) (from func(Shape) *standby, done func()) {
+func (s *Store) standbys(l Launcher) (from func(spec.Shape) *standby, done func()) {
 	if l.Pool != nil {
 		l.Pool.starts()
 		return l.Pool.pop, l.Pool.started
 	}
-	none := func(Shape) *standby { return nil }
+	none := func(spec.Shape) *standby { return nil }
 	if !l.Supervised {
 		return none, func() {}
 	}
@@ -238,7 +240,7 @@ func (s *Store) standbys(l Launcher) (from func(Shape) *standby, done func()) {
 	if err != nil {
 		return none, func() {}
 	}
-	return func(shape Shape) *standby {
+	return func(shape spec.Shape) *standby {
 		// Whatever is wrong with the pool, there is a way without it.
 		ready, err := askPool(c, poolRequest{Version: poolVersion, Shape: shape, Program: what})
 		if err != nil {

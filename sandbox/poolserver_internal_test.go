@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // standsBy is a program whose processes stand by, and report that they have been started
@@ -62,7 +64,7 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-func oneShape() []Shape { return []Shape{{MemoryMiB: 256, VCPUs: 1}} }
+func oneShape() []spec.Shape { return []spec.Shape{{MemoryMiB: 256, VCPUs: 1}} }
 
 func TestServe_gives_a_process_to_a_launcher_of_the_same_program_alone(t *testing.T) {
 	same := shellLauncher(standsBy)
@@ -228,7 +230,7 @@ func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {
 			serve(t, s.poolSocket())
 			l := shellLauncher(standsBy)
 			l.Supervised = true
-			rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.shape(), order{Name: "a", Snapshot: "x"})
+			rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.Shape(), order{Name: "a", Snapshot: "x"})
 			if err != nil || rep.Faults != 7 {
 				t.Errorf("got %+v, %v, want the report of a process of its own", rep, err)
 			}
@@ -272,8 +274,8 @@ func TestPool_that_follows_is_made_for_what_was_asked_for_last(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	small, large := Shape{MemoryMiB: 256, VCPUs: 1}, Shape{MemoryMiB: 4096, VCPUs: 2}
-	p, err := s.NewPool(shellLauncher(standsBy), PoolOptions{Processes: 3, Shapes: []Shape{small}, Follow: true})
+	small, large := spec.Shape{MemoryMiB: 256, VCPUs: 1}, spec.Shape{MemoryMiB: 4096, VCPUs: 2}
+	p, err := s.NewPool(shellLauncher(standsBy), PoolOptions{Processes: 3, Shapes: []spec.Shape{small}, Follow: true})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -140,7 +141,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if err := p.store.removeSockets(name); err != nil {
 		return err
 	}
-	if err := p.r.Spec.checkPolicy(); err != nil {
+	if err := p.r.Spec.ValidatePolicy(); err != nil {
 		// Somebody has changed the record. Nothing of the VM has been touched.
 		if p.r.Phase == Starting {
 			p.r.Phase, p.r.PID, p.r.Problem = Stopped, 0, "it did not start: "+err.Error()
@@ -281,7 +282,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Disk, r.Base = p.store.relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
 	r.Awake = time.Now().UTC()
-	if r.NetworkID = ""; r.Spec.Network == NetworkTAP {
+	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Shells.nextNetwork()
 	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
@@ -622,7 +623,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 
 // sleep writes the VM to a snapshot and ends the process. When anything fails, still included, the
 // VM runs on. still, if not nil, is called when the guest stands still.
-func (p *process) sleep(ctx context.Context, policy HookPolicy, still func() error) (res SleepResult, err error) {
+func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func() error) (res SleepResult, err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	p.falling.Store(true)
@@ -700,7 +701,7 @@ func (p *process) fallAsleep(snapshot string, st disk.Stack, slept SleepRecord) 
 }
 
 // snapshot writes the VM to a snapshot and lets it run on.
-func (p *process) snapshot(ctx context.Context, note string, policy HookPolicy) (SleepResult, error) {
+func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPolicy) (SleepResult, error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
@@ -803,16 +804,16 @@ func (p *process) control() *http.Server {
 	handle("GET /info", func(*http.Request) (any, error) { return p.info(), nil }, nil)
 	// A sleep goes on if the one who asked for it goes away.
 	handle("POST /sleep", func(r *http.Request) (any, error) {
-		policy := HookPolicy(r.URL.Query().Get("hooks"))
-		if err := policy.check(); err != nil {
+		policy := spec.HookPolicy(r.URL.Query().Get("hooks"))
+		if err := policy.Validate(); err != nil {
 			return nil, err
 		}
 		return p.sleep(asked(r), policy, nil)
 	}, p.end)
 	handle("POST /snapshot", func(r *http.Request) (any, error) {
 		q := r.URL.Query()
-		policy := HookPolicy(q.Get("hooks"))
-		if err := policy.check(); err != nil {
+		policy := spec.HookPolicy(q.Get("hooks"))
+		if err := policy.Validate(); err != nil {
 			return nil, err
 		}
 		if q.Get("disk-only") == "true" {

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
@@ -135,7 +136,7 @@ func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
 	}
 	record := func(name string, p *netpolicy.Policy) *Record {
 		t.Helper()
-		r := &Record{Version: recordVersion, ID: newID(), Phase: Stopped, Spec: Spec{Name: name, Network: NetworkTAP, Policy: p}}
+		r := &Record{Version: recordVersion, ID: newID(), Phase: Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
 		if err := errors.Join(os.MkdirAll(s.vmDir(name), 0o700), s.save(r)); err != nil {
 			t.Fatal(err)
 		}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // rehearse does with data of no VM what a wake does between its order and the report and that takes long when it is done for the first
@@ -21,7 +22,7 @@ func rehearse() error {
 	r := &Record{
 		Version: recordVersion, ID: newID(), Created: now, Phase: Asleep, Exit: &ExitRecord{}, Fork: &Origin{}, Awake: now, Rotated: now,
 		Sleeps: []SleepRecord{{Asleep: now}},
-		Spec:   Spec{Name: "rehearsal", Network: NetworkTAP, Policy: policy, Hooks: HookSpec{}, Idle: IdleSpec{SleepSeconds: 1}},
+		Spec:   Spec{Name: "rehearsal", Network: spec.NetworkTAP, Policy: policy, Hooks: spec.Hooks{}, Idle: spec.Idle{SleepSeconds: 1}},
 	}
 	data, err := encodeRecord(r)
 	if err != nil {

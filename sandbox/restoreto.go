@@ -13,8 +13,8 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // ErrForeignSnapshot says that a snapshot is of another VM.
@@ -105,21 +105,9 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	return r, nil
 }
 
-// SpecChanges are what of a VM can be changed once it is there; nil leaves a field as it is.
-type SpecChanges struct {
-	// Idle and Hooks hold from the next wake or boot on.
-	Idle  *IdleSpec
-	Hooks *HookSpec
-	// VCPUs and MemoryMiB hold from the next boot on. Those of a VM that sleeps are part of its memory, so it must have
-	// stopped.
-	VCPUs, MemoryMiB *int
-	// Policy holds at once.
-	Policy *netpolicy.Policy
-}
-
 // SetSpec changes a VM. Except for the policy it must not run: ErrRunning. What is refused has changed nothing, but if
 // that is the policy, the others have been changed before.
-func (s *Store) SetSpec(ctx context.Context, name string, c SpecChanges) error {
+func (s *Store) SetSpec(ctx context.Context, name string, c spec.Changes) error {
 	if c.Idle != nil || c.Hooks != nil || c.VCPUs != nil || c.MemoryMiB != nil {
 		if err := s.setSpec(ctx, name, c); err != nil {
 			return err
@@ -132,7 +120,7 @@ func (s *Store) SetSpec(ctx context.Context, name string, c SpecChanges) error {
 	return err
 }
 
-func (s *Store) setSpec(ctx context.Context, name string, c SpecChanges) error {
+func (s *Store) setSpec(ctx context.Context, name string, c spec.Changes) error {
 	r, err := s.Get(name)
 	if err != nil {
 		return err
@@ -152,7 +140,10 @@ func (s *Store) setSpec(ctx context.Context, name string, c SpecChanges) error {
 	if r, err = s.load(name); err != nil {
 		return err
 	}
-	spec, err := r.Spec.changed(c, r.Phase == Asleep)
+	spec, err := r.Spec.Changed(c, r.Phase == Asleep)
+	if err == nil {
+		spec, err = s.complete(spec)
+	}
 	if err != nil {
 		return fmt.Errorf("changing %s: %w", name, err)
 	}
@@ -162,30 +153,6 @@ func (s *Store) setSpec(ctx context.Context, name string, c SpecChanges) error {
 	}
 	s.tell(s.event(ctx, r, events.Updated))
 	return nil
-}
-
-// changed is the Spec with changes. One that is asleep has its size in its memory.
-func (s Spec) changed(c SpecChanges, asleep bool) (Spec, error) {
-	resized := c.VCPUs != nil && *c.VCPUs != s.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != s.MemoryMiB
-	if resized && asleep {
-		return s, fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in: wake and stop it, change it, and boot it with `drowse start`", ErrSpec)
-	}
-	if c.VCPUs != nil {
-		s.VCPUs = *c.VCPUs
-	}
-	if c.MemoryMiB != nil {
-		s.MemoryMiB = *c.MemoryMiB
-	}
-	if c.Idle != nil {
-		s.Idle = *c.Idle
-	}
-	if c.Hooks != nil {
-		s.Hooks = *c.Hooks
-	}
-	if err := s.shape().check(); err != nil {
-		return s, err
-	}
-	return s.withDefaults()
 }
 
 // Limits of the tags of a snapshot.

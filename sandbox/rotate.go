@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Rotation has a sandbox begin anew from a snapshot that is known to be good, at its wakes. What it has done since is left then: its last
@@ -88,7 +89,7 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 		return fail(ErrDiskOnly, "take one with memory")
 	case kind != kindSleep && kind != kindNamed:
 		return fail(ErrLabel, "it is what a fork began with: take one with `drowse snapshot "+r.Spec.Name+"`")
-	case slices.ContainsFunc(r.Spec.Volumes, func(v VolumeMount) bool { return !v.ReadOnly }):
+	case slices.ContainsFunc(r.Spec.Volumes, func(v spec.VolumeMount) bool { return !v.ReadOnly }):
 		return fail(ErrLabel, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
 	}
 	rot.To = id

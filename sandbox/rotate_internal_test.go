@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -192,7 +193,7 @@ func TestSetLabel_refuses_a_rotation_that_no_wake_could_do(t *testing.T) {
 	if l, err := s.Label("a"); err != nil || l.Rotate != (Rotation{To: good}) {
 		t.Errorf("what was refused has changed it: %+v, %v", l.Rotate, err)
 	}
-	r.Spec.Volumes = []VolumeMount{{Name: "v", Path: "/data"}}
+	r.Spec.Volumes = []spec.VolumeMount{{Name: "v", Path: "/data"}}
 	if err := s.save(r); err != nil {
 		t.Fatal(err)
 	}

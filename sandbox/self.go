@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -12,17 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// SelfSpec says what programs in a VM may ask the host for, about this VM and no other. The grant is the
-// VM's: every program in it may use it. Forks and clones have it as well.
-type SelfSpec struct {
-	// Allow has "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N", or some of them. TIME, as 90m, 24h or 7d, is by how
-	// much the guest may put its expiry off in all, beyond what its owner has set, and N how many children that it has asked for there may
-	// be at once, which have no such grant. Empty is nothing: the guest finds nobody to ask.
-	Allow []string `json:"allow,omitempty"`
-}
 
 // Bounds of what a guest may ask for.
 const (
@@ -40,55 +30,9 @@ const (
 // selfNote begins the note of a snapshot that its VM has asked for.
 const selfNote = "asked for by the guest"
 
-func (s SelfSpec) check() error {
-	var seen []string
-	for _, entry := range s.Allow {
-		what, amount, has := strings.Cut(entry, "=")
-		switch {
-		case !slices.Contains(guest.SelfWords(), what), has && what != guest.SelfExtend && what != guest.SelfFork:
-			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s, %s=24h or %s=2", ErrSpec, entry, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend, guest.SelfFork)
-		case slices.Contains(seen, what):
-			return fmt.Errorf("%w: the guest is allowed %q twice", ErrSpec, what)
-		case what == guest.SelfExtend:
-			if d, err := lifetime.ParseDuration(amount); err != nil || d < time.Second || d > lifetime.MaxSeconds*time.Second {
-				return fmt.Errorf("%w: a guest cannot be allowed %q: say by how much in all it may put its expiry off, as %s=24h, and at most %d s", ErrSpec, entry, guest.SelfExtend, lifetime.MaxSeconds)
-			}
-		}
-		if what == guest.SelfFork {
-			if _, err := parseSelfForks(amount); err != nil {
-				return err
-			}
-		}
-		seen = append(seen, what)
-	}
-	return nil
-}
-
-// allows says whether a guest may ask for something.
-func (s SelfSpec) allows(what string) bool {
-	return slices.ContainsFunc(s.Allow, func(entry string) bool {
-		word, _, _ := strings.Cut(entry, "=")
-		return word == what
-	})
-}
-
-// extension is by how much the guest may put its expiry off in all.
-func (s SelfSpec) extension() time.Duration {
-	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, guest.SelfExtend+"="); is {
-			d, err := lifetime.ParseDuration(amount)
-			if err != nil {
-				return 0 // check has refused it
-			}
-			return d
-		}
-	}
-	return 0
-}
-
 // self does what the guest asks for about its own VM.
 type self struct {
-	allow SelfSpec
+	allow spec.Self
 	now   func() time.Time
 	trail *audit.Trail
 
@@ -151,7 +95,7 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	var o audit.Outcome
 	defer func() { p.End(o) }()
 	switch {
-	case !s.allow.allows(r.Do):
+	case !s.allow.Allows(r.Do):
 		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
 	case r.Do == guest.SelfSleep:
 		then = s.sleep

@@ -11,12 +11,13 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
 func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
 	t.Parallel()
-	for name, s := range map[string]SelfSpec{
+	for name, s := range map[string]spec.Self{
 		"something else":        {Allow: []string{"fork"}},
 		"nothing, but said so":  {Allow: []string{""}},
 		"more time of no bound": {Allow: []string{guest.SelfExtend}},
@@ -26,12 +27,12 @@ func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
 		"an amount of sleep":    {Allow: []string{"sleep=1h"}},
 		"the same twice":        {Allow: []string{guest.SelfSleep, guest.SelfSleep}},
 	} {
-		if err := s.check(); !errors.Is(err, ErrSpec) {
+		if err := s.Validate(); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	for _, s := range []SelfSpec{{}, {Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, "extend=7d"}}} {
-		if err := s.check(); err != nil {
+	for _, s := range []spec.Self{{}, {Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, "extend=7d"}}} {
+		if err := s.Validate(); err != nil {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}
@@ -46,7 +47,7 @@ func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), 
 	}
 	now := time.Unix(1000, 0)
 	s = &self{
-		allow: SelfSpec{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
+		allow: spec.Self{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
 		snapshot: func(note string) (string, error) { return "snap of " + note, nil },
 		sleep:    func() {},
 	}

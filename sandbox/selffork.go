@@ -4,18 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
-	"strconv"
-	"strings"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
-
-// MaxSelfForks is how many children at once a guest may be allowed to ask for.
-const MaxSelfForks = 64
 
 // How long a guest's fork may take. Variables, so that tests need not wait as long.
 var (
@@ -46,37 +39,6 @@ type AskedFork struct {
 func (a AskedFork) Wanted(now time.Time) bool {
 	age := now.Sub(a.At)
 	return a.ID != "" && !a.Begun && age < selfForkBegin && age > -selfForkBegin
-}
-
-// parseSelfForks is N of the grant "fork=N".
-func parseSelfForks(amount string) (int, error) {
-	n, err := strconv.Atoi(amount)
-	if err != nil || n < 1 || n > MaxSelfForks {
-		return 0, fmt.Errorf("%w: a guest cannot be allowed %s=%q: say how many children it may have at once, 1 to %d", ErrSpec, guest.SelfFork, amount, MaxSelfForks)
-	}
-	return n, nil
-}
-
-// forks is how many children that it has asked for a guest may have at once.
-func (s SelfSpec) forks() int {
-	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, guest.SelfFork+"="); is {
-			n, err := parseSelfForks(amount)
-			if err != nil {
-				return 0 // check has refused it
-			}
-			return n
-		}
-	}
-	return 0
-}
-
-// childless is what a child may ask for that its parent has asked for: no forks, or they would multiply.
-func (s SelfSpec) childless() SelfSpec {
-	return SelfSpec{Allow: slices.DeleteFunc(slices.Clone(s.Allow), func(entry string) bool {
-		word, _, _ := strings.Cut(entry, "=")
-		return word == guest.SelfFork
-	})}
 }
 
 // selfFork asks for a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
@@ -186,7 +148,7 @@ func (s *Store) forkAsked(ctx context.Context, l Launcher, name string) (child s
 	if err != nil {
 		return "", err
 	}
-	n, may := 0, r.Spec.Self.forks()
+	n, may := 0, r.Spec.Self.Forks()
 	for _, other := range list {
 		if other.Fork != nil && other.Fork.Asked && other.Fork.ParentID == r.ID {
 			n++

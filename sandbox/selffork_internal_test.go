@@ -8,26 +8,27 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
 	t.Parallel()
 	for _, wrong := range []string{"fork", "fork=", "fork=0", "fork=-1", "fork=65", "fork=2x", "sleep=2"} {
-		if err := (SelfSpec{Allow: []string{wrong}}).check(); !errors.Is(err, ErrSpec) {
+		if err := (spec.Self{Allow: []string{wrong}}).Validate(); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: %v", wrong, err)
 		}
 	}
-	s := SelfSpec{Allow: []string{guest.SelfSleep, "fork=3", "extend=2h"}}
-	if err := s.check(); err != nil || s.forks() != 3 || !s.allows(guest.SelfFork) {
-		t.Fatalf("%v, %d forks", err, s.forks())
+	s := spec.Self{Allow: []string{guest.SelfSleep, "fork=3", "extend=2h"}}
+	if err := s.Validate(); err != nil || s.Forks() != 3 || !s.Allows(guest.SelfFork) {
+		t.Fatalf("%v, %d forks", err, s.Forks())
 	}
-	if c := s.childless(); c.forks() != 0 || c.allows(guest.SelfFork) || strings.Join(c.Allow, " ") != "sleep extend=2h" {
+	if c := s.Childless(); c.Forks() != 0 || c.Allows(guest.SelfFork) || strings.Join(c.Allow, " ") != "sleep extend=2h" {
 		t.Errorf("a child has %v", c.Allow)
 	}
-	if s.forks() != 3 {
+	if s.Forks() != 3 {
 		t.Error("the parent has lost its own")
 	}
-	if (SelfSpec{}).forks() != 0 {
+	if (spec.Self{}).Forks() != 0 {
 		t.Error("without a grant there are forks")
 	}
 }
@@ -192,7 +193,7 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 			t.Fatal(err)
 		}
 		spec := f.specs[0]
-		if got := spec.Self.forks() > 0; got == asked || !spec.Self.allows(guest.SelfHold) {
+		if got := spec.Self.Forks() > 0; got == asked || !spec.Self.Allows(guest.SelfHold) {
 			t.Errorf("asked for by the guest %v: a child may ask for %v", asked, spec.Self.Allow)
 		}
 		l := f.labels[spec.Name]
@@ -200,7 +201,7 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 			t.Errorf("the child's label is %+v", l)
 		}
 	}
-	if r.Spec.Self.forks() != 2 {
+	if r.Spec.Self.Forks() != 2 {
 		t.Error("the parent has lost its grant")
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Asked is what a guest has asked for that is in its sandbox's Label, so that it can change that, and nothing that its owner has set.
@@ -54,7 +55,7 @@ func (s *Store) selfWake(ctx context.Context, name string, at time.Time) error {
 
 // selfExtend lets a sandbox last for some seconds from now on at least, for its guest: at most by so much longer in all than
 // its owner has set. One that lasts longer, or for ever, is left as it is. It returns when the sandbox expires.
-func (s *Store) selfExtend(ctx context.Context, name string, may SelfSpec, seconds int) (expires time.Time, err error) {
+func (s *Store) selfExtend(ctx context.Context, name string, may spec.Self, seconds int) (expires time.Time, err error) {
 	if seconds > lifetime.MaxSeconds {
 		return time.Time{}, fmt.Errorf("%w: by %d s: use at most %d", ErrExtension, seconds, lifetime.MaxSeconds)
 	}
@@ -72,7 +73,7 @@ func (s *Store) selfExtend(ctx context.Context, name string, may SelfSpec, secon
 		if l.Asked.Expires.Equal(l.Expires) {
 			from = l.Asked.From
 		}
-		if last := from.Add(may.extension()); until.After(last) {
+		if last := from.Add(may.Extension()); until.After(last) {
 			return fmt.Errorf("%w: until %s, and %s is the last", ErrExtension, until.Format(time.RFC3339), last.Format(time.RFC3339))
 		}
 		l.Expires, l.Asked.Expires, l.Asked.From = until, until, from

@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func labelOf(t *testing.T, s *Store, name string) Label {
@@ -63,7 +64,7 @@ func TestSelfWake_that_is_of_no_use_to_an_ephemeral_sandbox_is_refused(t *testin
 
 func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	s := tempStore(t)
-	may := SelfSpec{Allow: []string{"extend=2h"}}
+	may := spec.Self{Allow: []string{"extend=2h"}}
 	own := time.Now().Add(time.Hour).UTC().Truncate(time.Second)
 	labelled(t, s, "a", Stopped, &Label{Expires: own})
 	hours := func(n int) int { return n * 3600 }

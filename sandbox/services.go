@@ -1,17 +1,13 @@
 package sandbox
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
-	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -19,96 +15,11 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ServiceSpec is a program that the VM's agent keeps running: a service of the VM. It is
-// started whenever the VM boots. A sleep leaves it in memory as it is, and forks and clones
-// have it as the VM had it.
-type ServiceSpec struct {
-	// Name is 1 to 63 lower-case letters, digits, '.', '_' and '-'.
-	Name string   `json:"name"`
-	Argv []string `json:"argv"`
-	// Env has KEY=VALUE over the least that a program needs. It is kept in the VM's record:
-	// secrets belong into files, see Store.SetSecrets.
-	Env  []string `json:"env,omitempty"`
-	Dir  string   `json:"dir,omitempty"`
-	User string   `json:"user,omitempty"`
-	// Restart is "always" (the default), "on-failure" or "never".
-	Restart string `json:"restart,omitempty"`
-	// BackoffSeconds, 1 by default, are waited before the first restart in a row, and doubled
-	// for each up to MaxBackoffSeconds, 60 by default, at most 3600. A run of that length ends the row.
-	BackoffSeconds    int `json:"backoff_seconds,omitempty"`
-	MaxBackoffSeconds int `json:"max_backoff_seconds,omitempty"`
-	// MaxRestarts is how many there are in a row: 10 by default; -1 is no limit.
-	MaxRestarts int `json:"max_restarts,omitempty"`
-	// StopSignal is sent to stop it, 15 (SIGTERM) by default; after StopSeconds, 10 by
-	// default and at most 300, it is killed.
-	StopSignal  int `json:"stop_signal,omitempty"`
-	StopSeconds int `json:"stop_seconds,omitempty"`
-	// LogKiB of its newest output are kept in the guest: 4 to 1024; 256 by default.
-	LogKiB int `json:"log_kib,omitempty"`
-	// Check says how it is seen that it is ready; without one it is once it runs.
-	Check *ServiceCheck `json:"check,omitempty"`
-}
-
-// ServiceCheck is how it is seen, in the guest, that a service is ready and goes on working.
-type ServiceCheck struct {
-	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, a URL of http at one that answers with a status
-	// of 200 to 399, a Unix socket that accepts a connection, a path that is there, or a command that ends with status 0, as the
-	// user and with the variables and directory of the service.
-	TCP  string   `json:"tcp,omitempty"`
-	HTTP string   `json:"http,omitempty"`
-	Unix string   `json:"unix,omitempty"`
-	File string   `json:"file,omitempty"`
-	Exec []string `json:"exec,omitempty"`
-	// IntervalSeconds, 1 by default, are between two checks, 10 at least once it is ready; TimeoutSeconds, 5 by default, are for one.
-	// 1 to 600.
-	IntervalSeconds int `json:"interval_seconds,omitempty"`
-	TimeoutSeconds  int `json:"timeout_seconds,omitempty"`
-	// StartSeconds is how long it may take until it is ready, at most 3600, before it is ended and started again; 0 is for ever.
-	StartSeconds int `json:"start_seconds,omitempty"`
-	// AliveFailures is after how many failures in a row it is ended and started again once it was ready, at most 1000. 0: then it
-	// is not checked any more.
-	AliveFailures int `json:"alive_failures,omitempty"`
-}
-
-// check says what is wrong with it, beyond what the agent says.
-func (c *ServiceCheck) check() string {
-	n := 0
-	for _, is := range []bool{c.TCP != "", c.HTTP != "", c.Unix != "", c.File != "", len(c.Exec) > 0} {
-		if is {
-			n++
-		}
-	}
-	switch {
-	case n != 1:
-		return "its check is not one of tcp, http, unix, file and exec"
-	case c.IntervalSeconds < 0 || c.IntervalSeconds > 600 || c.TimeoutSeconds < 0 || c.TimeoutSeconds > 600:
-		return fmt.Sprintf("its check has times of %d and %d s: use 1 to 600", c.IntervalSeconds, c.TimeoutSeconds)
-	case c.StartSeconds < 0 || c.StartSeconds > 3600:
-		return fmt.Sprintf("%d s until it is ready: use 1 to 3600", c.StartSeconds)
-	case c.AliveFailures < 0 || c.AliveFailures > 1000:
-		return fmt.Sprintf("%d failures of its check: use 1 to 1000", c.AliveFailures)
-	case (c.Unix != "" && !filepath.IsAbs(c.Unix)) || (c.File != "" && !filepath.IsAbs(c.File)):
-		return "the path of its check is not absolute"
-	case len(c.Exec) > 0 && c.Exec[0] == "":
-		return "its check has no command"
-	}
-	for _, w := range slices.Concat(c.Exec, []string{c.TCP, c.HTTP, c.Unix, c.File}) {
-		if strings.IndexByte(w, 0) >= 0 {
-			return "a word of its check has a zero byte"
-		}
-	}
-	if c.TCP != "" && guest.CheckLocal(c.TCP) != nil {
-		return fmt.Sprintf("its check is at %q: use a port of 127.0.0.1, ::1 or localhost", c.TCP)
-	}
-	if u, err := url.Parse(c.HTTP); c.HTTP != "" && (err != nil || u.Scheme != "http" || u.User != nil || guest.CheckLocal(net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "80"))) != nil) {
-		return fmt.Sprintf("its check asks %q: use a URL of http at 127.0.0.1, ::1 or localhost", c.HTTP)
-	}
-	return ""
-}
-
-func (c *ServiceCheck) unit() *guest.ServiceCheck {
+// guestCheck is what the agent is told of a check.
+func guestCheck(c *spec.ServiceCheck) *guest.ServiceCheck {
 	if c == nil {
 		return nil
 	}
@@ -127,101 +38,28 @@ func (c *ServiceCheck) unit() *guest.ServiceCheck {
 	return u
 }
 
-// Defaults and bounds of services.
-const (
-	DefaultMaxRestarts = 10
-	// MaxServices is how many a VM has, and MaxServicesBytes how long all of them are as JSON:
-	// they are in each snapshot's manifest.
-	MaxServices      = guest.MaxServices
-	MaxServicesBytes = 16 << 10
-)
-
-var serviceRE = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)
-
-func (s *ServiceSpec) check() error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("%w: service %s: %s", ErrSpec, s.Name, fmt.Sprintf(format, args...))
-	}
-	within := func(n, low, high int) bool { return n == 0 || n >= low && n <= high }
-	switch {
-	case !serviceRE.MatchString(s.Name):
-		return fmt.Errorf("%w: service %q: use 1 to 63 lower-case letters, digits, '.', '_' and '-'", ErrSpec, s.Name)
-	case len(s.Argv) == 0 || s.Argv[0] == "":
-		return bad("it has no command")
-	case s.Dir != "" && !filepath.IsAbs(s.Dir):
-		return bad("its directory %q is not an absolute path", s.Dir)
-	case s.Restart != "" && s.Restart != guest.RestartAlways && s.Restart != guest.RestartOnFailure && s.Restart != guest.RestartNever:
-		return bad("restart %q: use %q, %q or %q", s.Restart, guest.RestartAlways, guest.RestartOnFailure, guest.RestartNever)
-	case !within(s.BackoffSeconds, 1, 3600) || !within(s.MaxBackoffSeconds, max(1, s.BackoffSeconds), 3600):
-		return bad("a back-off of %d to %d s: use 1 to 3600, the larger one last", s.BackoffSeconds, s.MaxBackoffSeconds)
-	case s.MaxRestarts < -1 || s.MaxRestarts > 1<<20:
-		return bad("%d restarts: use 1 to %d, or -1 for no limit", s.MaxRestarts, 1<<20)
-	case !within(s.StopSignal, 1, 64):
-		return bad("signal %d: use 1 to 64", s.StopSignal)
-	case !within(s.StopSeconds, 1, 300):
-		return bad("%d s to stop: use 1 to 300", s.StopSeconds)
-	case !within(s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10):
-		return bad("a log of %d KiB: use %d to %d", s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10)
-	}
-	if s.Check != nil {
-		if wrong := s.Check.check(); wrong != "" {
-			return bad("%s", wrong)
-		}
-	}
-	for _, w := range slices.Concat(s.Argv, s.Env, []string{s.User, s.Dir}) {
-		if strings.IndexByte(w, 0) >= 0 {
-			return bad("a word of it has a zero byte")
-		}
-	}
-	return nil
-}
-
-func checkServices(list []ServiceSpec) error {
-	if len(list) > MaxServices {
-		return fmt.Errorf("%w: %d services: at most %d are possible", ErrSpec, len(list), MaxServices)
-	}
-	seen := map[string]bool{}
-	for i := range list {
-		if err := list[i].check(); err != nil {
-			return err
-		}
-		if seen[list[i].Name] {
-			return fmt.Errorf("%w: two services are called %s", ErrSpec, list[i].Name)
-		}
-		seen[list[i].Name] = true
-	}
-	text, err := json.Marshal(list)
-	if err != nil {
-		return err
-	}
-	if len(text) > MaxServicesBytes {
-		return fmt.Errorf("%w: its services have %d bytes as JSON, at most %d are possible: put long commands into scripts", ErrSpec, len(text), MaxServicesBytes)
-	}
-	return nil
-}
-
-// unit is what the agent is told.
-func (s *ServiceSpec) unit() guest.Service {
+// guestService is what the agent is told.
+func guestService(s *spec.Service) guest.Service {
 	seconds := func(n int) time.Duration { return time.Duration(n) * time.Second }
 	u := guest.Service{
 		Name: s.Name, Argv: s.Argv, Env: s.Env, Dir: s.Dir, User: s.User, Restart: s.Restart,
 		Backoff: seconds(s.BackoffSeconds), MaxBackoff: seconds(s.MaxBackoffSeconds),
-		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10, Check: s.Check.unit(),
+		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10, Check: guestCheck(s.Check),
 	}
 	if u.Restart == "" {
 		u.Restart = guest.RestartAlways
 	}
 	switch {
 	case s.MaxRestarts == 0:
-		u.MaxRestarts = DefaultMaxRestarts
+		u.MaxRestarts = spec.DefaultMaxRestarts
 	case s.MaxRestarts > 0:
 		u.MaxRestarts = uint32(s.MaxRestarts)
 	}
 	return u
 }
 
-func findService(list []ServiceSpec, name string) int {
-	return slices.IndexFunc(list, func(s ServiceSpec) bool { return s.Name == name })
+func findService(list []spec.Service, name string) int {
+	return slices.IndexFunc(list, func(s spec.Service) bool { return s.Name == name })
 }
 
 func noService(vm, name string) error {
@@ -230,7 +68,7 @@ func noService(vm, name string) error {
 
 // ServiceStatus is a service of a VM, and how it is.
 type ServiceStatus struct {
-	ServiceSpec
+	spec.Service
 	// State is that of guest.ServiceState while the VM runs. "unknown" is one that the guest
 	// does not know: start it. Of a VM that does not run it is "asleep", or empty.
 	State    string     `json:"state,omitempty"`
@@ -260,7 +98,7 @@ func (s *Store) WaitService(ctx context.Context, name, service string) (ServiceS
 		return ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{ServiceSpec: spec}
+	out := ServiceStatus{Service: spec}
 	for {
 		begun := time.Now()
 		g, err := c.WaitService(ctx, service)
@@ -309,8 +147,8 @@ func (s *ServiceStatus) is(g guest.ServiceState) {
 // runs it is started, anew if it is another than before; one that has stopped starts it when
 // it boots. One that sleeps is ErrNotRunning: wake it first. It is in the VM's record before
 // the guest is told.
-func (s *Store) SetService(ctx context.Context, name string, spec ServiceSpec) (ServiceStatus, error) {
-	if err := spec.check(); err != nil {
+func (s *Store) SetService(ctx context.Context, name string, spec spec.Service) (ServiceStatus, error) {
+	if err := spec.Validate(); err != nil {
 		return ServiceStatus{}, err
 	}
 	body, err := json.Marshal(spec)
@@ -319,7 +157,7 @@ func (s *Store) SetService(ctx context.Context, name string, spec ServiceSpec) (
 	}
 	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *Record) error { return r.setService(spec) })
 	if err != nil || !live {
-		return ServiceStatus{ServiceSpec: spec}, err
+		return ServiceStatus{Service: spec}, err
 	}
 	return s.StartService(ctx, name, spec.Name, false)
 }
@@ -356,8 +194,8 @@ func (s *Store) StartService(ctx context.Context, name, service string, restart 
 		return ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{ServiceSpec: spec}
-	state, err := c.SetService(ctx, spec.unit(), true, restart)
+	out := ServiceStatus{Service: spec}
+	state, err := c.SetService(ctx, guestService(&spec), true, restart)
 	if err == nil {
 		out.is(state)
 	}
@@ -371,7 +209,7 @@ func (s *Store) StopService(ctx context.Context, name, service string) (ServiceS
 		return ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{ServiceSpec: spec}
+	out := ServiceStatus{Service: spec}
 	state, err := c.StopService(ctx, service, false)
 	if err == nil {
 		out.is(state)
@@ -380,14 +218,14 @@ func (s *Store) StopService(ctx context.Context, name, service string) (ServiceS
 }
 
 // serviceOf returns a service of a running VM, and a client to close.
-func (s *Store) serviceOf(ctx context.Context, name, service string) (ServiceSpec, *guest.Client, error) {
+func (s *Store) serviceOf(ctx context.Context, name, service string) (spec.Service, *guest.Client, error) {
 	r, err := s.Get(name)
 	if err != nil {
-		return ServiceSpec{}, nil, err
+		return spec.Service{}, nil, err
 	}
 	i := findService(r.Spec.Services, service)
 	if i < 0 {
-		return ServiceSpec{}, nil, noService(name, service)
+		return spec.Service{}, nil, noService(name, service)
 	}
 	c, err := s.Agent(ctx, name)
 	return r.Spec.Services[i], c, err
@@ -402,7 +240,7 @@ func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, err
 	}
 	out := make([]ServiceStatus, len(r.Spec.Services))
 	for i, spec := range r.Spec.Services {
-		out[i].ServiceSpec = spec
+		out[i].Service = spec
 		if r.Phase == Asleep {
 			out[i].State = ServiceAsleep
 		}
@@ -509,14 +347,14 @@ func (s *Store) changeRecord(name string, change func(*Record) error) error {
 	return s.save(r)
 }
 
-func (r *Record) setService(spec ServiceSpec) error {
+func (r *Record) setService(want spec.Service) error {
 	list := slices.Clone(r.Spec.Services)
-	if i := findService(list, spec.Name); i >= 0 {
-		list[i] = spec
+	if i := findService(list, want.Name); i >= 0 {
+		list[i] = want
 	} else {
-		list = append(list, spec)
+		list = append(list, want)
 	}
-	if err := checkServices(list); err != nil {
+	if err := spec.ValidateServices(list); err != nil {
 		return err
 	}
 	r.Spec.Services = list
@@ -556,13 +394,13 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 		return struct{}{}, err
 	}
 	handle("PUT /services", func(r *http.Request) (any, error) {
-		var spec ServiceSpec
-		d := json.NewDecoder(io.LimitReader(r.Body, 4*MaxServicesBytes))
+		var want spec.Service
+		d := json.NewDecoder(io.LimitReader(r.Body, 4*spec.MaxServicesBytes))
 		d.DisallowUnknownFields()
-		if err := d.Decode(&spec); err != nil {
+		if err := d.Decode(&want); err != nil {
 			return nil, fmt.Errorf("reading a service: %w: %w", ErrSpec, err)
 		}
-		return change(func(r *Record) error { return r.setService(spec) })
+		return change(func(r *Record) error { return r.setService(want) })
 	}, nil)
 	handle("DELETE /services", func(r *http.Request) (any, error) {
 		name := r.URL.Query().Get("name")
@@ -583,7 +421,7 @@ func (p *process) startServices(ctx context.Context) {
 	defer c.Close()
 	for i := range p.r.Spec.Services {
 		spec := &p.r.Spec.Services[i]
-		if _, err := c.SetService(ctx, spec.unit(), true, false); err != nil {
+		if _, err := c.SetService(ctx, guestService(spec), true, false); err != nil {
 			p.log.Error("a service could not be started", "service", spec.Name, "error", err)
 		}
 	}

@@ -12,43 +12,44 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestServices_that_are_not_possible_are_refused(t *testing.T) {
-	good := ServiceSpec{Name: "web", Argv: []string{"/bin/true"}}
-	if err := checkServices([]ServiceSpec{good, {Name: "a.b_c-1", Argv: []string{"x"}, Restart: "never", MaxRestarts: -1, BackoffSeconds: 1, MaxBackoffSeconds: 1, StopSignal: 64, StopSeconds: 300, LogKiB: 1024, Dir: "/x"}}); err != nil {
+	good := spec.Service{Name: "web", Argv: []string{"/bin/true"}}
+	if err := spec.ValidateServices([]spec.Service{good, {Name: "a.b_c-1", Argv: []string{"x"}, Restart: "never", MaxRestarts: -1, BackoffSeconds: 1, MaxBackoffSeconds: 1, StopSignal: 64, StopSeconds: 300, LogKiB: 1024, Dir: "/x"}}); err != nil {
 		t.Errorf("good ones: %v", err)
 	}
-	for name, change := range map[string]func(*ServiceSpec){
-		"upper case":          func(s *ServiceSpec) { s.Name = "Web" },
-		"no name":             func(s *ServiceSpec) { s.Name = "" },
-		"no command":          func(s *ServiceSpec) { s.Argv = nil },
-		"an empty command":    func(s *ServiceSpec) { s.Argv = []string{""} },
-		"a zero byte":         func(s *ServiceSpec) { s.Env = []string{"A=\x00"} },
-		"a directory":         func(s *ServiceSpec) { s.Dir = "x" },
-		"a policy":            func(s *ServiceSpec) { s.Restart = "sometimes" },
-		"a back-off":          func(s *ServiceSpec) { s.BackoffSeconds, s.MaxBackoffSeconds = 3, 2 },
-		"negative back-off":   func(s *ServiceSpec) { s.BackoffSeconds = -1 },
-		"restarts":            func(s *ServiceSpec) { s.MaxRestarts = -2 },
-		"a signal":            func(s *ServiceSpec) { s.StopSignal = 65 },
-		"a long stop":         func(s *ServiceSpec) { s.StopSeconds = 301 },
-		"a large log":         func(s *ServiceSpec) { s.LogKiB = 1025 },
-		"a very long command": func(s *ServiceSpec) { s.Argv = []string{strings.Repeat("x", MaxServicesBytes)} },
+	for name, change := range map[string]func(*spec.Service){
+		"upper case":          func(s *spec.Service) { s.Name = "Web" },
+		"no name":             func(s *spec.Service) { s.Name = "" },
+		"no command":          func(s *spec.Service) { s.Argv = nil },
+		"an empty command":    func(s *spec.Service) { s.Argv = []string{""} },
+		"a zero byte":         func(s *spec.Service) { s.Env = []string{"A=\x00"} },
+		"a directory":         func(s *spec.Service) { s.Dir = "x" },
+		"a policy":            func(s *spec.Service) { s.Restart = "sometimes" },
+		"a back-off":          func(s *spec.Service) { s.BackoffSeconds, s.MaxBackoffSeconds = 3, 2 },
+		"negative back-off":   func(s *spec.Service) { s.BackoffSeconds = -1 },
+		"restarts":            func(s *spec.Service) { s.MaxRestarts = -2 },
+		"a signal":            func(s *spec.Service) { s.StopSignal = 65 },
+		"a long stop":         func(s *spec.Service) { s.StopSeconds = 301 },
+		"a large log":         func(s *spec.Service) { s.LogKiB = 1025 },
+		"a very long command": func(s *spec.Service) { s.Argv = []string{strings.Repeat("x", spec.MaxServicesBytes)} },
 	} {
 		s := good
 		change(&s)
-		if err := checkServices([]ServiceSpec{s}); !errors.Is(err, ErrSpec) {
+		if err := spec.ValidateServices([]spec.Service{s}); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	if err := checkServices([]ServiceSpec{good, good}); !errors.Is(err, ErrSpec) {
+	if err := spec.ValidateServices([]spec.Service{good, good}); !errors.Is(err, ErrSpec) {
 		t.Errorf("two of a name: got %v, want ErrSpec", err)
 	}
-	var many []ServiceSpec
-	for i := range MaxServices + 1 {
-		many = append(many, ServiceSpec{Name: fmt.Sprint("s", i), Argv: []string{"x"}})
+	var many []spec.Service
+	for i := range spec.MaxServices + 1 {
+		many = append(many, spec.Service{Name: fmt.Sprint("s", i), Argv: []string{"x"}})
 	}
-	if err := checkServices(many); !errors.Is(err, ErrSpec) {
+	if err := spec.ValidateServices(many); !errors.Is(err, ErrSpec) {
 		t.Errorf("too many: got %v, want ErrSpec", err)
 	}
 }
@@ -107,7 +108,7 @@ func TestSecretNames(t *testing.T) {
 
 // Clones are made by the record in a snapshot.
 func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
-	r := &Record{Spec: Spec{Name: "a", Services: []ServiceSpec{{Name: "web", Argv: []string{"x"}}}}, Secrets: []SecretFile{{Name: "token"}}}
+	r := &Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []SecretFile{{Name: "token"}}}
 	labels, err := r.labels(kindSleep)
 	if err != nil {
 		t.Fatal(err)
@@ -122,8 +123,8 @@ func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
 
 func TestServiceCheck_that_cannot_be_is_refused(t *testing.T) {
 	t.Parallel()
-	spec := func(c ServiceCheck) ServiceSpec { return ServiceSpec{Name: "s", Argv: []string{"x"}, Check: &c} }
-	for name, c := range map[string]ServiceCheck{
+	want := func(c spec.ServiceCheck) spec.Service { return spec.Service{Name: "s", Argv: []string{"x"}, Check: &c} }
+	for name, c := range map[string]spec.ServiceCheck{
 		"nothing":            {},
 		"two":                {TCP: "127.0.0.1:1", File: "/x"},
 		"another machine":    {TCP: "10.0.0.1:80"},
@@ -137,14 +138,14 @@ func TestServiceCheck_that_cannot_be_is_refused(t *testing.T) {
 		"a long start":       {File: "/x", StartSeconds: 3601},
 		"many failures":      {File: "/x", AliveFailures: 1001},
 	} {
-		s := spec(c)
-		if err := s.check(); !errors.Is(err, ErrSpec) {
+		s := want(c)
+		if err := s.Validate(); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: %v, want ErrSpec", name, err)
 		}
 	}
-	for _, c := range []ServiceCheck{{TCP: "localhost:80"}, {TCP: "[::1]:80"}, {HTTP: "http://127.0.0.1/x?y"}, {HTTP: "http://[::1]:8080/"}, {Unix: "/x"}, {Exec: []string{"x"}, AliveFailures: 3}} {
-		s := spec(c)
-		if err := s.check(); err != nil {
+	for _, c := range []spec.ServiceCheck{{TCP: "localhost:80"}, {TCP: "[::1]:80"}, {HTTP: "http://127.0.0.1/x?y"}, {HTTP: "http://[::1]:8080/"}, {Unix: "/x"}, {Exec: []string{"x"}, AliveFailures: 3}} {
+		s := want(c)
+		if err := s.Validate(); err != nil {
 			t.Errorf("%+v: %v", c, err)
 		}
 	}

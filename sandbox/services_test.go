@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // service returns a service of a VM once it is in a state.
@@ -40,11 +41,11 @@ func TestServicesOfAGuest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	// Ready when it has begun; a file that is there needs no process to look for.
-	keep := sandbox.ServiceSpec{
+	keep := spec.Service{
 		Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; : > /root/ready; exec sleep 1000000"},
-		Check: &sandbox.ServiceCheck{File: "/root/ready", AliveFailures: 1},
+		Check: &spec.ServiceCheck{File: "/root/ready", AliveFailures: 1},
 	}
-	e.Run(sandbox.Spec{Name: "sv", Services: []sandbox.ServiceSpec{keep}})
+	e.Run(sandbox.Spec{Name: "sv", Services: []spec.Service{keep}})
 	first := service(e, "sv", "keep", "running")
 	if st, err := e.Store.WaitService(t.Context(), "sv", "keep"); err != nil || !st.Ready || st.PID != first.PID {
 		t.Errorf("waited for, it is %+v, %v", st, err)
@@ -53,7 +54,7 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Errorf("after the boot it is %+v", first)
 	}
 
-	crash := sandbox.ServiceSpec{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}
+	crash := spec.Service{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}
 	if _, err := e.Store.SetService(t.Context(), "sv", crash); err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +108,7 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Fatal(err)
 	}
 	// One that has stopped starts its services when it boots, those that it is given now too.
-	late := sandbox.ServiceSpec{Name: "late", Argv: []string{"/no/such/program"}, Restart: guest.RestartNever}
+	late := spec.Service{Name: "late", Argv: []string{"/no/such/program"}, Restart: guest.RestartNever}
 	if s, err := e.Store.SetService(t.Context(), "sv", late); err != nil || s.State != "" {
 		t.Errorf("setting one of a VM that has stopped: %+v, %v", s, err)
 	}

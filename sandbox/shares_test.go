@@ -7,7 +7,7 @@ import (
 	"strings"
 
 	"github.com/drowse-vm/drowse/internal/guesttest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // shared is a pair of directories of the host that a guest has. Another test's VM uses them: TestHooksInAGuest.
@@ -28,8 +28,8 @@ func newShared(e *guesttest.Env) *shared {
 	return s
 }
 
-func (s *shared) specs() []sandbox.ShareSpec {
-	return []sandbox.ShareSpec{{Source: s.rw, Path: "/srv/rw", Writable: true}, {Source: s.ro, Path: "/srv/ro"}}
+func (s *shared) specs() []spec.Share {
+	return []spec.Share{{Source: s.rw, Path: "/srv/rw", Writable: true}, {Source: s.ro, Path: "/srv/ro"}}
 }
 
 func (s *shared) put(path, text string) {

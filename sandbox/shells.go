@@ -5,37 +5,19 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Shape is what of a VM KVM has to know before there is anything else of it. Its limits are
-// those of a Spec.
-type Shape struct {
-	MemoryMiB int `json:"memory_mib"`
-	VCPUs     int `json:"vcpus"`
-	// Network says that it has a link to the host.
-	Network bool `json:"network,omitempty"`
-}
-
-func (s Spec) shape() Shape {
-	return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs, Network: s.Network == NetworkTAP}
-}
-
-// machine is what a machine of that shape has for KVM.
-func (s Shape) machine() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
-
-// check refuses what no VM can be.
-func (s Shape) check() error {
-	switch {
-	case s.VCPUs < 1 || s.VCPUs > boot.MaxVCPUs:
-		return fmt.Errorf("%w: %d vCPUs: use 1 to %d", ErrSpec, s.VCPUs, boot.MaxVCPUs)
-	case s.MemoryMiB < guestmem.MinSize>>20 || s.MemoryMiB > guestmem.MaxSize>>20:
-		return fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrSpec, s.MemoryMiB, guestmem.MinSize>>20, guestmem.MaxSize>>20)
-	}
-	return nil
-}
+// The limits of package spec are those of the packages that make machines: neither difference is anything but 0.
+var (
+	_ = [1]int{}[spec.MaxVCPUs-boot.MaxVCPUs]
+	_ = [1]int{}[spec.MinMemoryMiB<<20-guestmem.MinSize]
+	_ = [1]int{}[spec.MaxMemoryMiB<<20-guestmem.MaxSize]
+	_ = [1]int{}[spec.MaxMounts-(vmm.MaxDevices-7)]
+)
 
 // shell is what of a VM can be made before anything is known of it but its shape: RAM,
 // and what KVM has.
@@ -60,11 +42,11 @@ func (s shell) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }
 // 100 KiB of KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page
 // tables; a link takes some 850 KiB of the kernel's. The methods may be called from any goroutine.
 type Shells struct {
-	want  map[Shape]int // without networks
-	links int           // how many networks are wanted
+	want  map[spec.Shape]int // without networks
+	links int                // how many networks are wanted
 
 	mu       sync.Mutex
-	ready    map[Shape][]shell
+	ready    map[spec.Shape][]shell
 	networks []*spareNetwork
 	// failure is why a network could not be made: a VM that needs one makes it itself.
 	failure error
@@ -74,13 +56,13 @@ type Shells struct {
 }
 
 // NewShells keeps so many shells of each shape, once Fill has made them.
-func NewShells(want map[Shape]int) (*Shells, error) {
-	out := &Shells{want: map[Shape]int{}, ready: map[Shape][]shell{}}
+func NewShells(want map[spec.Shape]int) (*Shells, error) {
+	out := &Shells{want: map[spec.Shape]int{}, ready: map[spec.Shape][]shell{}}
 	for s, n := range want {
-		if err := s.check(); err != nil {
+		if err := s.Validate(); err != nil {
 			return nil, err
 		}
-		out.want[s.machine()] += n
+		out.want[s.Machine()] += n
 		if s.Network {
 			out.links += n
 		}
@@ -159,14 +141,14 @@ func (s *Shells) network() (*spareNetwork, error) {
 	return n, nil
 }
 
-func (s *Shells) missing(shape Shape, n int) bool {
+func (s *Shells) missing(shape spec.Shape, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return !s.closed && len(s.ready[shape]) < n
 }
 
-func (s *Shells) add(shape Shape) error {
-	mem, err := guestmem.New(Spec{MemoryMiB: shape.MemoryMiB}.memory())
+func (s *Shells) add(shape spec.Shape) error {
+	mem, err := guestmem.New(Spec{MemoryMiB: shape.MemoryMiB}.Memory())
 	if err != nil {
 		return err
 	}
@@ -188,13 +170,13 @@ func (s *Shells) add(shape Shape) error {
 }
 
 // take returns a shell if there is one; nil has none.
-func (s *Shells) take(shape Shape) (shell, bool) {
+func (s *Shells) take(shape spec.Shape) (shell, bool) {
 	if s == nil {
 		return shell{}, false
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	shape = shape.machine()
+	shape = shape.Machine()
 	all := s.ready[shape]
 	if len(all) == 0 {
 		return shell{}, false

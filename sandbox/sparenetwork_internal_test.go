@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
@@ -14,8 +15,8 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 	if _, err := os.Stat("/dev/kvm"); err != nil || os.Geteuid() != 0 {
 		t.Skipf("this host cannot run VMs with a network: %v, user %d", err, os.Geteuid())
 	}
-	with := Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
-	s, err := NewShells(map[Shape]int{with: 2, with.machine(): 1})
+	with := spec.Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
+	s, err := NewShells(map[spec.Shape]int{with: 2, with.Machine(): 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -24,8 +25,8 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 		t.Fatal(err)
 	}
 	made := slices.Clone(s.networks)
-	if len(made) != 2 || len(s.ready[with.machine()]) != 3 {
-		t.Fatalf("%d links and %d machines, want 2 and 3: %v", len(made), len(s.ready[with.machine()]), s.failure)
+	if len(made) != 2 || len(s.ready[with.Machine()]) != 3 {
+		t.Fatalf("%d links and %d machines, want 2 and 3: %v", len(made), len(s.ready[with.Machine()]), s.failure)
 	}
 	for _, n := range made {
 		i, err := net.InterfaceByName(tapName(n.id))
@@ -40,7 +41,7 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 		t.Fatalf("got %+v, %v, want %s", taken, err, id)
 	}
 	defer taken.close()
-	for _, shape := range []Shape{with, with.machine(), with} {
+	for _, shape := range []spec.Shape{with, with.Machine(), with} {
 		sh, ok := s.take(shape)
 		if !ok {
 			t.Fatalf("no machine for %+v", shape)

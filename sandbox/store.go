@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // What a caller may want to tell apart.
@@ -95,10 +96,14 @@ func (s *Store) pageCacheDir() string { return filepath.Join(s.dir, "pages") }
 // they may not stay behind.
 func (s *Store) oldPageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
 
-func (s *Store) vmDir(name string) string      { return filepath.Join(s.dir, "vms", name) }
+func (s *Store) vmDir(name string) string { return filepath.Join(s.dir, "vms", name) }
+
 func (s *Store) recordPath(name string) string { return filepath.Join(s.vmDir(name), "vm.json") }
-func (s *Store) layerDir() string              { return filepath.Join(s.dir, "layers") }
-func (s *Store) snapshotDir(id string) string  { return filepath.Join(s.dir, "snapshots", id) }
+
+func (s *Store) layerDir() string { return filepath.Join(s.dir, "layers") }
+
+func (s *Store) snapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
+
 func (s *Store) controlSocket(name string) string {
 	return filepath.Join(s.vmDir(name), "control.sock")
 }
@@ -379,7 +384,7 @@ func (s *Store) saveBy(write func(path string, data []byte) error, r *Record) fu
 
 // load reads a record as it stands in its file.
 func (s *Store) load(name string) (*Record, error) {
-	if !nameRE.MatchString(name) {
+	if !spec.ValidName(name) {
 		return nil, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
 	}
 	data, err := os.ReadFile(s.recordPath(name))

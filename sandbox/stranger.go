@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -359,8 +360,8 @@ func checkImportedLayer(path string) error {
 		return err
 	case info.State != disk.StateSealed.String():
 		return fmt.Errorf("%w: the layer is %s, not sealed", disk.ErrCorrupt, info.State)
-	case info.Size > MaxDiskMiB<<20:
-		return fmt.Errorf("%w: the layer is of a disk of %d MiB, at most %d are possible", ErrImport, info.Size>>20, MaxDiskMiB)
+	case info.Size > spec.MaxDiskMiB<<20:
+		return fmt.Errorf("%w: the layer is of a disk of %d MiB, at most %d are possible", ErrImport, info.Size>>20, spec.MaxDiskMiB)
 	}
 	return nil
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -140,7 +141,7 @@ func (h *host) word(layers ...string) string {
 func (h *host) record(name string, layers ...string) *Record {
 	return &Record{
 		Version: recordVersion, ID: newID(), Created: time.Now().UTC(), Phase: Asleep,
-		Spec: Spec{Name: name, Image: "app", VCPUs: 1, MemoryMiB: 64, DiskMiB: testDiskSize >> 20, Hostname: name, Network: NetworkNone},
+		Spec: Spec{Name: name, Image: "app", VCPUs: 1, MemoryMiB: 64, DiskMiB: testDiskSize >> 20, Hostname: name, Network: spec.NetworkNone},
 		Boot: BootFiles{KernelID: "built-1", Kernel: "kernels/built-1/vmlinux", SystemDisk: agentDisk, ImageID: h.image},
 		Disk: disk.Stack{Layers: layers},
 	}
@@ -232,11 +233,11 @@ func (h *host) greedy() *Record {
 	}
 	h.layer("ext4-1-64-0123456789abcdef.layer", "stranger")
 	r := h.record("greedy", "ext4-1-64-0123456789abcdef.layer")
-	r.Spec.Network, r.Spec.Policy, r.Spec.Tags, r.Spec.IPv6 = NetworkTAP, p, []string{"db-client"}, true
+	r.Spec.Network, r.Spec.Policy, r.Spec.Tags, r.Spec.IPv6 = spec.NetworkTAP, p, []string{"db-client"}, true
 	r.Spec.Kernel, r.Spec.Cmdline, r.Spec.NoACPI = "/etc/shadow", "init=/bin/sh", true
-	r.Spec.Self = SelfSpec{Allow: []string{"fork=64", "extend=87600h"}}
-	r.Spec.Hooks, r.Spec.Idle = HookSpec{Policy: HooksSkip}, IdleSpec{SleepSeconds: 1}
-	r.Spec.Services = []ServiceSpec{{Name: "miner", Argv: []string{"/bin/miner"}}}
+	r.Spec.Self = spec.Self{Allow: []string{"fork=64", "extend=87600h"}}
+	r.Spec.Hooks, r.Spec.Idle = spec.Hooks{Policy: spec.HooksSkip}, spec.Idle{SleepSeconds: 1}
+	r.Spec.Services = []spec.Service{{Name: "miner", Argv: []string{"/bin/miner"}}}
 	r.Boot.Kernel, r.Lineage, r.TrustedCA = "/etc/shadow", newID(), "00"
 	r.Secrets = []SecretFile{{Name: "token"}}
 	return r
@@ -269,7 +270,7 @@ func TestAttack_import_brings_no_policy_tags_grants_kernel_path_or_owner(t *test
 	r.Boot.SystemDisk = ""
 	if got := (Record{
 		Version: recordVersion,
-		Spec:    Spec{Name: "greedy", Hostname: "greedy", Image: from.image, VCPUs: 1, MemoryMiB: 64, DiskMiB: 64, Network: NetworkTAP},
+		Spec:    Spec{Name: "greedy", Hostname: "greedy", Image: from.image, VCPUs: 1, MemoryMiB: 64, DiskMiB: 64, Network: spec.NetworkTAP},
 		Boot:    BootFiles{ImageID: from.image, KernelID: "built-1"},
 	}); !reflect.DeepEqual(r, got) {
 		t.Errorf("the record of its VM is\n%s", asJSON(t, r))
@@ -461,8 +462,10 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 		change func(*Record, map[string]string)
 		want   error
 	}{
-		"a share":                        {func(r *Record, _ map[string]string) { r.Spec.Shares = []ShareSpec{{Source: "/etc", Path: "/b"}} }, ErrShare},
-		"a volume":                       {func(r *Record, _ map[string]string) { r.Spec.Volumes = []VolumeMount{{Name: "data", Path: "/data"}} }, ErrImport},
+		"a share": {func(r *Record, _ map[string]string) { r.Spec.Shares = []spec.Share{{Source: "/etc", Path: "/b"}} }, ErrShare},
+		"a volume": {func(r *Record, _ map[string]string) {
+			r.Spec.Volumes = []spec.VolumeMount{{Name: "data", Path: "/data"}}
+		}, ErrImport},
 		"a volume that its label names":  {func(_ *Record, l map[string]string) { l[labelVolumes] = `[{"name":"data"}]` }, ErrImport},
 		"a record that cannot be read":   {func(_ *Record, l map[string]string) { l[labelRecord] = "{" }, ErrRecord},
 		"a record of another version":    {func(r *Record, _ map[string]string) { r.Version = 7 }, ErrRecord},
@@ -625,7 +628,7 @@ func TestAttack_import_refuses_layers_that_are_too_large_or_not_sealed(t *testin
 		"a disk of 8 TiB":    {8 << 40, true, ErrImport},
 		"one that is open":   {testDiskSize, false, disk.ErrCorrupt},
 		"as it is to be":     {testDiskSize, true, nil},
-		"the largest of all": {MaxDiskMiB << 20, true, nil},
+		"the largest of all": {spec.MaxDiskMiB << 20, true, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newHost(t)

@@ -7,11 +7,10 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"time"
 
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // TagsResult says what SetTags has done.
@@ -24,59 +23,14 @@ type TagsResult struct {
 	Live bool `json:"live"`
 }
 
-// tagChange is what SetTags asks a VM's process for.
-type tagChange struct {
-	Add    []string `json:"add,omitempty"`
-	Remove []string `json:"remove,omitempty"`
-}
-
-// of gives what tags become: the others in their order, and those that are new behind them.
-func (c tagChange) of(tags []string) []string {
-	out := slices.DeleteFunc(slices.Clone(tags), func(t string) bool { return slices.Contains(c.Remove, t) })
-	for _, t := range c.Add {
-		if !slices.Contains(out, t) {
-			out = append(out, t)
-		}
-	}
-	return out
-}
-
-func (c tagChange) check() error {
-	if len(c.Add)+len(c.Remove) == 0 {
-		return fmt.Errorf("%w: no tag to add or to remove", ErrSpec)
-	}
-	for _, tags := range [][]string{c.Add, c.Remove} {
-		if err := netpolicy.CheckTags(tags); err != nil {
-			return fmt.Errorf("%w: %w", ErrSpec, err)
-		}
-	}
-	for _, t := range c.Add {
-		if slices.Contains(c.Remove, t) {
-			return fmt.Errorf("%w: tag %q is to be added and removed: leave one out", ErrSpec, t)
-		}
-	}
-	return nil
-}
-
-// useTags changes a VM's tags.
-func (s *Spec) useTags(c tagChange) error {
-	next := *s
-	next.Tags = c.of(s.Tags)
-	if err := next.checkTags(); err != nil {
-		return err
-	}
-	s.Tags = next.Tags
-	return nil
-}
-
 // SetTags adds tags to those of a VM, and removes others, for good: they are stored before they are put into force. A
 // tag that is there, or not, is no error. When it returns, no packet of another VM on the host is judged by the old ones
 // any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the old tags hold.
 // Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its moment. ErrSpec or netpolicy.ErrPolicy say
 // that the VM cannot have them.
 func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) (res TagsResult, err error) {
-	c := tagChange{Add: add, Remove: remove}
-	if err := c.check(); err != nil {
+	c := spec.TagChange{Add: add, Remove: remove}
+	if err := c.Validate(); err != nil {
 		return res, err
 	}
 	text, err := json.Marshal(c)
@@ -88,7 +42,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 		if err != nil {
 			return res, err
 		}
-		if r.Spec.Network != NetworkTAP {
+		if r.Spec.Network != spec.NetworkTAP {
 			return res, noNetworkTags(name)
 		}
 		if r.Phase == Running {
@@ -113,11 +67,11 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 }
 
 func noNetworkTags(name string) error {
-	return fmt.Errorf("%w: %s has no network in which tags would count: VMs get one with --net %s", ErrSpec, name, NetworkTAP)
+	return fmt.Errorf("%w: %s has no network in which tags would count: VMs get one with --net %s", ErrSpec, name, spec.NetworkTAP)
 }
 
 // storeTags changes the tags of a VM that has no process.
-func (s *Store) storeTags(name string, c tagChange) (TagsResult, error) {
+func (s *Store) storeTags(name string, c spec.TagChange) (TagsResult, error) {
 	l, err := s.lock(name)
 	if err != nil {
 		return TagsResult{}, err
@@ -127,7 +81,7 @@ func (s *Store) storeTags(name string, c tagChange) (TagsResult, error) {
 	if err != nil {
 		return TagsResult{}, err
 	}
-	if err := r.Spec.useTags(c); err != nil {
+	if err := r.Spec.UseTags(c); err != nil {
 		return TagsResult{}, err
 	}
 	return tagsOf(r, false), s.save(r)
@@ -138,7 +92,7 @@ func tagsOf(r *Record, live bool) TagsResult {
 }
 
 // setTags is SetTags in the VM's process.
-func (p *process) setTags(c tagChange) (TagsResult, error) {
+func (p *process) setTags(c spec.TagChange) (TagsResult, error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
@@ -148,11 +102,11 @@ func (p *process) setTags(c tagChange) (TagsResult, error) {
 	if n == nil {
 		return TagsResult{}, noNetworkTags(p.r.Spec.Name)
 	}
-	if err := c.check(); err != nil {
+	if err := c.Validate(); err != nil {
 		return TagsResult{}, err
 	}
 	old := p.r.Spec.Tags
-	if err := p.r.Spec.useTags(c); err != nil {
+	if err := p.r.Spec.UseTags(c); err != nil {
 		return TagsResult{}, err
 	}
 	// First what lasts: a process that is killed in between comes back with the new ones.
@@ -184,7 +138,7 @@ func (n *network) retag(tags []string) error {
 // handleTags answers for tags on the control socket.
 func (p *process) handleTags(handle func(string, func(*http.Request) (any, error), func())) {
 	handle("PATCH /tags", func(r *http.Request) (any, error) {
-		var c tagChange
+		var c spec.TagChange
 		if err := json.NewDecoder(io.LimitReader(r.Body, 64<<10)).Decode(&c); err != nil {
 			return nil, fmt.Errorf("reading a change of tags: %w", err)
 		}

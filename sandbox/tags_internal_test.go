@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestTagChange_what_tags_become(t *testing.T) {
@@ -32,12 +33,12 @@ func TestTagChange_what_tags_become(t *testing.T) {
 		"more than there may be at all": {nil, append(full[:8:8], "9"), nil, nil, netpolicy.ErrPolicy},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := Spec{Network: NetworkTAP, Tags: tt.tags}
+			s := Spec{Network: spec.NetworkTAP, Tags: tt.tags}
 			before := slices.Clone(tt.tags)
-			c := tagChange{tt.add, tt.remove}
-			err := c.check()
+			c := spec.TagChange{Add: tt.add, Remove: tt.remove}
+			err := c.Validate()
 			if err == nil {
-				err = s.useTags(c)
+				err = s.UseTags(c)
 			}
 			want := tt.want
 			if !errors.Is(err, tt.err) || tt.err != nil && !errors.Is(err, ErrSpec) || !slices.Equal(s.Tags, want) {
@@ -55,7 +56,7 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, network := range map[string]string{"with": NetworkTAP, "without": NetworkNone} {
+	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
 		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
 		if err != nil {
 			t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // toldHooks is how long a VM's hooks, and what is to be promoted, may keep it from the sleep that it goes to because its process was told to end. systemd
@@ -39,7 +40,7 @@ func (p *process) sleepWhenTold(ctx, told context.Context) {
 	late.Stop()
 	if err != nil && !errors.Is(err, ErrNotRunning) {
 		p.log.Warn("told to end, and not asleep yet: going to sleep without hooks", "error", err)
-		res, err = p.sleep(ctx, HooksSkip, nil)
+		res, err = p.sleep(ctx, spec.HooksSkip, nil)
 	}
 	switch {
 	case err == nil:

@@ -11,6 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host shuts down: it tells each to end,
@@ -114,7 +115,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 func TestStandby_processes_end_when_they_are_told_to(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []sandbox.Shape{{MemoryMiB: 128, VCPUs: 1}}})
+	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

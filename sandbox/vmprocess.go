@@ -21,6 +21,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
@@ -79,7 +80,7 @@ func (o order) args(dir string) []string {
 }
 
 // standbyArgs are the arguments of a process that waits for an order.
-func standbyArgs(dir string, s Shape) []string {
+func standbyArgs(dir string, s spec.Shape) []string {
 	args := []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
 	if s.Network {
 		args = append(args, "--net")
@@ -153,7 +154,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	var (
 		dir     string
 		standby bool
-		shape   Shape
+		shape   spec.Shape
 		ord     order
 	)
 	f := flag.NewFlagSet("the process of a VM", flag.ContinueOnError)
@@ -230,8 +231,8 @@ func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, she
 
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
 // the other end of the socket is closed, or told ends.
-func (s *Store) standBy(ctx, told context.Context, shape Shape) (err error) {
-	shells, err := NewShells(map[Shape]int{shape: 1})
+func (s *Store) standBy(ctx, told context.Context, shape spec.Shape) (err error) {
+	shells, err := NewShells(map[spec.Shape]int{shape: 1})
 	if err != nil {
 		return err
 	}

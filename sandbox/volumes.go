@@ -8,81 +8,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
-	"strings"
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
-
-// VolumeMount is a volume in a VM.
-type VolumeMount struct {
-	// Name of the volume.
-	Name string `json:"name"`
-	// Path is where the guest finds it mounted: absolute, of letters, digits and
-	// "._-/", at most 100 bytes, and none of the guest's system directories.
-	Path string `json:"path"`
-	// ReadOnly volumes may be in many VMs at once.
-	ReadOnly bool `json:"read_only,omitempty"`
-}
-
-// Limits of the volumes of a VM.
-const (
-	MaxVolumes    = 8
-	maxVolumePath = 100
-)
-
-var volumePathRE = regexp.MustCompile(`^(/[A-Za-z0-9_][A-Za-z0-9._-]*)+$`)
-
-// systemDirs are mounted already, or would hide what the guest needs to come up.
-var systemDirs = []string{"/dev", "/proc", "/sys", "/run", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/tmp"}
-
-// ParseVolumeMount reads NAME:/PATH or NAME:/PATH:ro.
-func ParseVolumeMount(s string) (VolumeMount, error) {
-	name, rest, ok := strings.Cut(s, ":")
-	path, mode, _ := strings.Cut(rest, ":")
-	if !ok || mode != "" && mode != "ro" && mode != "rw" {
-		return VolumeMount{}, fmt.Errorf("%w: volume %q: use NAME:/PATH or NAME:/PATH:ro", ErrSpec, s)
-	}
-	return VolumeMount{Name: name, Path: path, ReadOnly: mode == "ro"}, nil
-}
-
-func checkMounts(mounts []VolumeMount) error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("%w: %s", ErrSpec, fmt.Sprintf(format, args...))
-	}
-	if len(mounts) > MaxVolumes {
-		return bad("%d volumes: use at most %d", len(mounts), MaxVolumes)
-	}
-	for i, m := range mounts {
-		if !nameRE.MatchString(m.Name) {
-			return bad("volume name %q: use 1 to 40 lower-case letters, digits and inner hyphens", m.Name)
-		}
-		if err := checkMountPath("volume", m.Path); err != nil {
-			return err
-		}
-		for _, o := range mounts[:i] {
-			if o.Name == m.Name || o.Path == m.Path {
-				return bad("volume %s on %s: each name and each path once", m.Name, m.Path)
-			}
-		}
-	}
-	return nil
-}
-
-// checkMountPath checks where a volume or share is to be found in a guest.
-func checkMountPath(what, path string) error {
-	if !volumePathRE.MatchString(path) || len(path) > maxVolumePath {
-		return fmt.Errorf("%w: %s path %q: use an absolute path of letters, digits and ._-, at most %d bytes", ErrSpec, what, path, maxVolumePath)
-	}
-	for _, dir := range systemDirs {
-		// In /etc and /tmp there is room for more.
-		if path == dir || strings.HasPrefix(path, dir+"/") && dir != "/etc" && dir != "/tmp" && dir != "/usr" {
-			return fmt.Errorf("%w: %s path %s: it is a directory of the guest's system", ErrSpec, what, path)
-		}
-	}
-	return nil
-}
 
 // Volumes are the volumes of the store.
 func (s *Store) Volumes() *volume.Store { return volume.Open(filepath.Join(s.dir, "volumes")) }
@@ -128,7 +58,7 @@ func (s *Store) InspectVolume(name string) (*VolumeInfo, error) {
 // volume.ErrInUse.
 func (s *Store) RemoveVolume(ctx context.Context, name string) error {
 	return s.Volumes().Remove(ctx, name, func(r *volume.Record) error {
-		return s.eachUser(r.Name, func(vm *Record, _ VolumeMount) error {
+		return s.eachUser(r.Name, func(vm *Record, _ spec.VolumeMount) error {
 			return fmt.Errorf("%w: VM %s (%s) names it: remove that first", volume.ErrInUse, vm.Spec.Name, vm.Phase)
 		})
 	})
@@ -138,7 +68,7 @@ func (s *Store) RemoveVolume(ctx context.Context, name string) error {
 // while a VM runs or sleeps with it; one that is stopped finds it larger at its next start.
 func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*volume.Record, error) {
 	return s.Volumes().Resize(ctx, name, size, func(r *volume.Record) error {
-		return s.eachUser(r.Name, func(vm *Record, _ VolumeMount) error {
+		return s.eachUser(r.Name, func(vm *Record, _ spec.VolumeMount) error {
 			if vm.Phase != Asleep {
 				return nil // it holds the volume's lock, or nothing
 			}
@@ -149,7 +79,7 @@ func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*vol
 
 // eachUser calls f for each VM that names a volume. A record that cannot be read may
 // name it, and is an error.
-func (s *Store) eachUser(name string, f func(*Record, VolumeMount) error) error {
+func (s *Store) eachUser(name string, f func(*Record, spec.VolumeMount) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
 		return err
@@ -175,7 +105,7 @@ func (s *Store) eachUser(name string, f func(*Record, VolumeMount) error) error 
 }
 
 // findVolumes says early which volumes are not there.
-func (s *Store) findVolumes(mounts []VolumeMount) error {
+func (s *Store) findVolumes(mounts []spec.VolumeMount) error {
 	for _, m := range mounts {
 		if _, err := s.Volumes().Get(m.Name); err != nil {
 			return err
@@ -198,7 +128,7 @@ func (s *Store) attachVolumes(r *Record) (all []*volume.Volume, err error) {
 	for _, m := range r.Spec.Volumes {
 		v, err := s.Volumes().Attach(m.Name, m.ReadOnly, func(*volume.Record) error {
 			// With the lock: a VM that wakes meanwhile does not get it.
-			return s.eachUser(m.Name, func(vm *Record, other VolumeMount) error {
+			return s.eachUser(m.Name, func(vm *Record, other spec.VolumeMount) error {
 				if vm.ID == r.ID || vm.Phase != Asleep || m.ReadOnly && other.ReadOnly {
 					return nil
 				}

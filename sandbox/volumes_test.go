@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -29,17 +30,17 @@ import (
 func TestParseVolumeMount_reads_what_run_takes(t *testing.T) {
 	for _, tt := range []struct {
 		text string
-		want sandbox.VolumeMount
+		want spec.VolumeMount
 		ok   bool
 	}{
-		{"v:/data", sandbox.VolumeMount{Name: "v", Path: "/data"}, true},
-		{"v:/data:rw", sandbox.VolumeMount{Name: "v", Path: "/data"}, true},
-		{"v:/data:ro", sandbox.VolumeMount{Name: "v", Path: "/data", ReadOnly: true}, true},
-		{"v", sandbox.VolumeMount{}, false},
-		{"v:/data:x", sandbox.VolumeMount{}, false},
-		{"v:/data:ro:rw", sandbox.VolumeMount{}, false},
+		{"v:/data", spec.VolumeMount{Name: "v", Path: "/data"}, true},
+		{"v:/data:rw", spec.VolumeMount{Name: "v", Path: "/data"}, true},
+		{"v:/data:ro", spec.VolumeMount{Name: "v", Path: "/data", ReadOnly: true}, true},
+		{"v", spec.VolumeMount{}, false},
+		{"v:/data:x", spec.VolumeMount{}, false},
+		{"v:/data:ro:rw", spec.VolumeMount{}, false},
 	} {
-		got, err := sandbox.ParseVolumeMount(tt.text)
+		got, err := spec.ParseVolumeMount(tt.text)
 		if got != tt.want || tt.ok != (err == nil) || err != nil && !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%q: %+v, %v", tt.text, got, err)
 		}
@@ -51,25 +52,25 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nine := make([]sandbox.VolumeMount, 9)
+	nine := make([]spec.VolumeMount, 9)
 	for i := range nine {
-		nine[i] = sandbox.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
+		nine[i] = spec.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
 	}
 	for name, tt := range map[string]struct {
-		mounts []sandbox.VolumeMount
+		mounts []spec.VolumeMount
 		want   error
 	}{
-		"no such volume":     {[]sandbox.VolumeMount{{Name: "v", Path: "/data"}}, volume.ErrNotFound},
+		"no such volume":     {[]spec.VolumeMount{{Name: "v", Path: "/data"}}, volume.ErrNotFound},
 		"too many":           {nine, sandbox.ErrSpec},
-		"twice":              {[]sandbox.VolumeMount{{Name: "v", Path: "/a"}, {Name: "v", Path: "/b"}}, sandbox.ErrSpec},
-		"one path for two":   {[]sandbox.VolumeMount{{Name: "v", Path: "/a"}, {Name: "w", Path: "/a"}}, sandbox.ErrSpec},
-		"a name with a path": {[]sandbox.VolumeMount{{Name: "../v", Path: "/a"}}, sandbox.ErrSpec},
-		"a relative path":    {[]sandbox.VolumeMount{{Name: "v", Path: "a"}}, sandbox.ErrSpec},
-		"the root":           {[]sandbox.VolumeMount{{Name: "v", Path: "/"}}, sandbox.ErrSpec},
-		"a way out":          {[]sandbox.VolumeMount{{Name: "v", Path: "/a/../etc"}}, sandbox.ErrSpec},
-		"a system directory": {[]sandbox.VolumeMount{{Name: "v", Path: "/proc/x"}}, sandbox.ErrSpec},
-		"a parameter":        {[]sandbox.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
-		"a long path":        {[]sandbox.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
+		"twice":              {[]spec.VolumeMount{{Name: "v", Path: "/a"}, {Name: "v", Path: "/b"}}, sandbox.ErrSpec},
+		"one path for two":   {[]spec.VolumeMount{{Name: "v", Path: "/a"}, {Name: "w", Path: "/a"}}, sandbox.ErrSpec},
+		"a name with a path": {[]spec.VolumeMount{{Name: "../v", Path: "/a"}}, sandbox.ErrSpec},
+		"a relative path":    {[]spec.VolumeMount{{Name: "v", Path: "a"}}, sandbox.ErrSpec},
+		"the root":           {[]spec.VolumeMount{{Name: "v", Path: "/"}}, sandbox.ErrSpec},
+		"a way out":          {[]spec.VolumeMount{{Name: "v", Path: "/a/../etc"}}, sandbox.ErrSpec},
+		"a system directory": {[]spec.VolumeMount{{Name: "v", Path: "/proc/x"}}, sandbox.ErrSpec},
+		"a parameter":        {[]spec.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
+		"a long path":        {[]spec.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
 	} {
 		if _, err := s.Run(t.Context(), sandbox.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
@@ -99,11 +100,11 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	if _, err := e.Store.Volumes().Create(ctx, "v", 64<<20); err != nil {
 		t.Fatal(err)
 	}
-	rw := []sandbox.VolumeMount{{Name: "v", Path: "/data"}}
-	ro := []sandbox.VolumeMount{{Name: "v", Path: "/data", ReadOnly: true}}
+	rw := []spec.VolumeMount{{Name: "v", Path: "/data"}}
+	ro := []spec.VolumeMount{{Name: "v", Path: "/data", ReadOnly: true}}
 	wantInUse := func(what string) {
 		t.Helper()
-		for _, mounts := range [][]sandbox.VolumeMount{rw, ro} {
+		for _, mounts := range [][]spec.VolumeMount{rw, ro} {
 			if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: mounts}); !errors.Is(err, volume.ErrInUse) {
 				t.Errorf("%s, another VM with it (read-only %v): %v, want ErrInUse", what, mounts[0].ReadOnly, err)
 			}
@@ -248,9 +249,11 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 type zeros struct{}
 
 func (zeros) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
+
 func (zeros) NextData(page uint64) (first, end uint64, err error) {
 	return page, page, nil
 }
+
 func (zeros) ReadPages(_ uint64, p []byte) error {
 	clear(p)
 	return nil
@@ -283,7 +286,7 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	}
 	record, err := json.Marshal(sandbox.Record{
 		Version: 1, ID: vm, Phase: sandbox.Asleep, Snapshot: snap,
-		Spec: sandbox.Spec{Name: "a", Image: "none", Volumes: []sandbox.VolumeMount{{Name: "v", Path: "/data"}}},
+		Spec: sandbox.Spec{Name: "a", Image: "none", Volumes: []spec.VolumeMount{{Name: "v", Path: "/data"}}},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/bench"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (m *benches) fork() *cobra.Command {
@@ -42,6 +43,6 @@ func (m *benches) forkDensity() *cobra.Command {
 	})
 	f := cmd.Flags()
 	f.IntVar(&o.Forks, "forks", 50, "children to make")
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM in MiB")
 	return cmd
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/bench"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (m *benches) instruction() *cobra.Command {
@@ -38,8 +38,8 @@ func (m *benches) boot() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 10, "boots for each size and number of CPUs")
 	f.IntVar(&o.Warmup, "warmup", 1, "boots before that do not count")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{sandbox.DefaultMemoryMiB}, "sizes of RAM in MiB")
-	f.IntSliceVar(&o.VCPUs, "vcpus", []int{sandbox.DefaultVCPUs}, "numbers of CPUs of the guest")
+	f.IntSliceVar(&o.MemoryMiB, "memory", []int{spec.DefaultMemoryMiB}, "sizes of RAM in MiB")
+	f.IntSliceVar(&o.VCPUs, "vcpus", []int{spec.DefaultVCPUs}, "numbers of CPUs of the guest")
 	return cmd
 }
 
@@ -98,7 +98,7 @@ func (m *benches) concurrent() *cobra.Command {
 	f.DurationVar(&o.Awake, "awake", 0, "how long the VMs of a round stay awake: from three seconds on they keep pages for the next")
 	f.IntSliceVar(&o.AtOnce, "at-once", []int{1, 4, 20}, "numbers of VMs to wake at once")
 	f.StringSliceVar(&pool, "pool", []string{poolNo, poolYes}, poolHelp)
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM of each in MiB")
 	return cmd
 }
 
@@ -116,7 +116,7 @@ func (m *benches) density() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.Asleep, "asleep", 100, "VMs that sleep")
 	f.IntVar(&o.Awake, "awake", 50, "how many of them to wake then")
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM of each in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM of each in MiB")
 	f.DurationVar(&o.Settle, "settle", time.Minute, "how long those are left alone before they are looked at")
 	f.DurationVar(&o.Idle, "idle", time.Minute, "how long their processor time is counted then")
 	return cmd
@@ -133,7 +133,7 @@ func (m *benches) vsock() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 1000, "pings")
 	f.IntVar(&o.Warmup, "warmup", 20, "pings before that do not count")
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM in MiB")
 	return cmd
 }
 
@@ -167,7 +167,7 @@ func (m *benches) blk() *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "runs of each kind")
 	f.IntVar(&o.Warmup, "warmup", 1, "runs before that do not count")
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM in MiB")
 	f.IntVar(&o.FileMiB, "file", 64, "size of the file, in MiB")
 	f.IntVar(&o.Requests, "requests", 1000, "requests of a run at random")
 	return cmd

@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/bench"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 var errRules = usageError{fmt.Errorf("--rules must be 1 to %d", bench.MaxRules)}
@@ -110,7 +110,7 @@ func (m *benches) policyThroughput() *cobra.Command {
 	f.IntVar(&o.N, "runs", 10, "runs for each direction and policy")
 	f.IntVar(&o.Warmup, "warmup", 1, "runs before that do not count")
 	f.StringSliceVar(&o.Links, "link", bench.ThroughputLinks, "what the policy is on: tap, a guest's device, or veth, a device between threads of this process")
-	f.IntVar(&o.MemoryMiB, "memory", sandbox.DefaultMemoryMiB, "RAM in MiB")
+	f.IntVar(&o.MemoryMiB, "memory", spec.DefaultMemoryMiB, "RAM in MiB")
 	f.IntSliceVar(&o.Rules, "rules", []int{1, 100, 1000}, "numbers of rules of a policy")
 	f.DurationVar(&o.Send, "send", 5*time.Second, "how long is sent in a run")
 	return cmd

@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // stepFlags are the flags of an image build that go with --file.
@@ -37,8 +38,8 @@ func (f *stepFlags) add(cmd *cobra.Command) {
 	fl.StringVar(&f.context, "context", "", "with --file: directory that COPY and ADD take files from (default: that of the file)")
 	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME for the value that this program's environment has; repeatable")
 	fl.IntVar(&f.vm.MemoryMiB, "memory", 0, "with --file: RAM of the VM that commands run in, in MiB (default 512)")
-	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: its CPUs (default %d)", sandbox.DefaultVCPUs))
-	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: size of its disk in MiB (default %d)", sandbox.DefaultDiskMiB))
+	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: its CPUs (default %d)", spec.DefaultVCPUs))
+	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: size of its disk in MiB (default %d)", spec.DefaultDiskMiB))
 	fl.StringVar(&f.vm.Kernel, "kernel", "", "with --file: its kernel, as in drowse run")
 	fl.StringVar(&f.vm.Cmdline, "cmdline", "", "with --file: more kernel parameters")
 	fl.StringVar(&f.vm.Network, "net", "", "with --file: none, or tap: a link to the host, behind a policy (default none)")

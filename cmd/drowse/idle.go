@@ -6,13 +6,13 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // idleFlags add the flags that say when a VM goes to sleep by itself. def is what holds without them.
-func idleFlags(cmd *cobra.Command, idle *sandbox.IdleSpec, def string) {
+func idleFlags(cmd *cobra.Command, idle *spec.Idle, def string) {
 	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "put it to sleep when nobody has used it for so long, as 15s or 10m; 0 is never (default "+def+")")
-	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which it counts as unused (default %d)", sandbox.DefaultIdleCPUPercent))
+	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which it counts as unused (default %d)", spec.DefaultIdleCPUPercent))
 }
 
 // wholeSeconds is a flag: a duration of whole seconds.

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes them.
@@ -328,7 +329,7 @@ func (a *app) renameCommand() *cobra.Command {
 func (a *app) updateCommand() *cobra.Command {
 	var (
 		l             labelFlags
-		idle          sandbox.IdleSpec
+		idle          spec.Idle
 		vcpus, memory int
 		policy, hooks string
 		never, reset  bool
@@ -417,7 +418,7 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 				}
 				if set("hooks") {
 					is := r.Spec.Hooks
-					is.Policy = sandbox.HookPolicy(hooks)
+					is.Policy = spec.HookPolicy(hooks)
 					c.Spec.Hooks = &is
 				}
 			}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (a *app) serviceCommand() *cobra.Command {
@@ -61,10 +62,10 @@ docs/SERVICES.md has the rules.`,
 
 func (a *app) serviceSetCommand() *cobra.Command {
 	var (
-		spec     sandbox.ServiceSpec
+		want     spec.Service
 		noConfig bool
 		ready    string
-		check    sandbox.ServiceCheck
+		check    spec.ServiceCheck
 	)
 	cmd := &cobra.Command{
 		Use: "set [flags] NAME SERVICE COMMAND [ARG...]", Short: "Give a VM a service, or change it, and start it",
@@ -77,22 +78,22 @@ image says, where the flags say nothing else.`,
 			if err != nil {
 				return err
 			}
-			spec.Name, spec.Argv = args[1], args[2:]
-			if spec.Argv[0] == "--" {
-				spec.Argv = spec.Argv[1:]
+			want.Name, want.Argv = args[1], args[2:]
+			if want.Argv[0] == "--" {
+				want.Argv = want.Argv[1:]
 			}
-			if err := readinessOf(ready, check, &spec); err != nil {
+			if err := readinessOf(ready, check, &want); err != nil {
 				return usageError{err}
 			}
-			if len(spec.Argv) == 0 {
+			if len(want.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse service set --help`")}
 			}
 			if !noConfig {
-				c, err := s.Command(args[0], guest.Cmd{Env: spec.Env, Dir: spec.Dir, User: spec.User})
+				c, err := s.Command(args[0], guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
 				if err != nil {
 					return err
 				}
-				spec.Env, spec.Dir, spec.User = c.Env, c.Dir, c.User
+				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
 			r, err := s.Get(args[0])
 			if err != nil {
@@ -103,7 +104,7 @@ image says, where the flags say nothing else.`,
 					return err
 				}
 			}
-			st, err := s.SetService(cmd.Context(), args[0], spec)
+			st, err := s.SetService(cmd.Context(), args[0], want)
 			if err != nil {
 				return err
 			}
@@ -112,27 +113,27 @@ image says, where the flags say nothing else.`,
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
-	f.StringArrayVarP(&spec.Env, "env", "e", nil, "set a variable, KEY=VALUE; it is kept in the VM's record (see `drowse secret`)")
-	f.StringVarP(&spec.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
-	f.StringVarP(&spec.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
+	f.StringArrayVarP(&want.Env, "env", "e", nil, "set a variable, KEY=VALUE; it is kept in the VM's record (see `drowse secret`)")
+	f.StringVarP(&want.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
+	f.StringVarP(&want.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
-	f.StringVar(&spec.Restart, "restart", guest.RestartAlways, "when it is started again: always, on-failure or never")
-	f.IntVar(&spec.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubled for each")
-	f.IntVar(&spec.MaxBackoffSeconds, "max-backoff", 60, "seconds at most; a run of this length ends the row")
-	f.IntVar(&spec.MaxRestarts, "max-restarts", sandbox.DefaultMaxRestarts, "restarts in a row before it is given up; -1: no limit")
-	f.IntVar(&spec.StopSignal, "stop-signal", 15, "number of the signal that stops it")
-	f.IntVar(&spec.StopSeconds, "stop-timeout", 10, "seconds after which it is killed then")
+	f.StringVar(&want.Restart, "restart", guest.RestartAlways, "when it is started again: always, on-failure or never")
+	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubled for each")
+	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "seconds at most; a run of this length ends the row")
+	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it is given up; -1: no limit")
+	f.IntVar(&want.StopSignal, "stop-signal", 15, "number of the signal that stops it")
+	f.IntVar(&want.StopSeconds, "stop-timeout", 10, "seconds after which it is killed then")
 	f.StringVar(&ready, "ready", "", "how it is seen to be ready: tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND (default: it is once it runs)")
 	f.IntVar(&check.IntervalSeconds, "ready-interval", 1, "seconds between two checks; once it is ready 10 at least")
 	f.IntVar(&check.TimeoutSeconds, "ready-timeout", 5, "seconds for one check")
 	f.IntVar(&check.StartSeconds, "ready-within", 0, "seconds after which it is ended and started again if it is not ready; 0: never")
 	f.IntVar(&check.AliveFailures, "alive", 0, "go on checking, and end it and start it again after so many failures in a row; 0: do not")
-	f.IntVar(&spec.LogKiB, "log", 256, "KiB of its newest output that are kept in the guest")
+	f.IntVar(&want.LogKiB, "log", 256, "KiB of its newest output that are kept in the guest")
 	return cmd
 }
 
 // readinessOf puts the check that flags describe into a service.
-func readinessOf(ready string, c sandbox.ServiceCheck, spec *sandbox.ServiceSpec) error {
+func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 	if ready == "" {
 		if c.StartSeconds != 0 || c.AliveFailures != 0 {
 			return errors.New("--ready-within and --alive need --ready")

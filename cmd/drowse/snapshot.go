@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -80,7 +81,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 			if err != nil {
 				return err
 			}
-			o.Hooks = sandbox.HookPolicy(hooks)
+			o.Hooks = spec.HookPolicy(hooks)
 			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
 			if err != nil {
 				return err
@@ -289,7 +290,7 @@ no policy: give them one with "restore --policy". With --trust all is taken as i
 func (a *app) restoreCommand() *cobra.Command {
 	var (
 		name, policy, into string
-		idle               sandbox.IdleSpec
+		idle               spec.Idle
 		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Bounds of looking at VMs that run.
@@ -227,7 +228,7 @@ func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool)
 	if u.cpu, u.memory, err = t.use(u.pid); err != nil {
 		return u, false
 	}
-	if s.Status != records.Running || r.Spec.Network != sandbox.NetworkTAP {
+	if s.Status != records.Running || r.Spec.Network != spec.NetworkTAP {
 		return u, true
 	}
 	ctx, cancel := context.WithTimeout(ctx, topAskTime)

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
@@ -42,7 +43,7 @@ func (n numbered) Get(name string) (*sandbox.Record, error) {
 
 func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
 	vms := fleettest.New()
-	for name, network := range map[string]string{"quiet": sandbox.NetworkNone, "busy": sandbox.NetworkTAP, "asleep": sandbox.NetworkNone} {
+	for name, network := range map[string]string{"quiet": spec.NetworkNone, "busy": spec.NetworkTAP, "asleep": spec.NetworkNone} {
 		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
 			t.Fatal(err)
 		}

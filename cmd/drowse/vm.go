@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -23,7 +24,7 @@ const bootTimeout = 5 * time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var (
-		spec     sandbox.Spec
+		want     sandbox.Spec
 		config   string
 		fromDisk string
 		volumes  []string
@@ -69,28 +70,28 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 				return err
 			}
 			for _, v := range volumes {
-				m, err := sandbox.ParseVolumeMount(v)
+				m, err := spec.ParseVolumeMount(v)
 				if err != nil {
 					return err
 				}
-				spec.Volumes = append(spec.Volumes, m)
+				want.Volumes = append(want.Volumes, m)
 			}
 			for _, v := range shares {
-				sh, err := sandbox.ParseShare(v)
+				sh, err := spec.ParseShare(v)
 				if err != nil {
 					return err
 				}
-				spec.Shares = append(spec.Shares, sh)
+				want.Shares = append(want.Shares, sh)
 			}
-			if spec.Policy, err = policyFrom(policy); err != nil {
+			if want.Policy, err = policyFrom(policy); err != nil {
 				return err
 			}
-			full, err := readConfig(config, cmd, spec, args)
+			full, err := readConfig(config, cmd, want, args)
 			if err != nil {
 				return err
 			}
 			// Without a network there is no policy in which tags count.
-			if full.Network == sandbox.NetworkTAP {
+			if full.Network == spec.NetworkTAP {
 				if cmd.Flags().Changed("tag") {
 					full.Tags = tags
 				}
@@ -146,24 +147,24 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 	secretFlag(cmd, &secrets, " once it runs (see `drowse secret`)")
 	main.add(cmd)
 	f := cmd.Flags()
-	f.StringVar(&spec.Name, "name", "", "name of the VM (default: a random one)")
-	f.StringVar(&spec.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
-	f.IntVar(&spec.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", sandbox.DefaultVCPUs))
-	f.IntVar(&spec.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", sandbox.DefaultMemoryMiB))
-	f.IntVar(&spec.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", sandbox.DefaultDiskMiB))
-	f.StringVar(&spec.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
-	f.StringVar(&spec.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
-	f.BoolVar(&spec.IPv6, "ipv6", false, "with --net tap: an IPv6 address too, and a way out by it")
+	f.StringVar(&want.Name, "name", "", "name of the VM (default: a random one)")
+	f.StringVar(&want.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
+	f.IntVar(&want.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", spec.DefaultVCPUs))
+	f.IntVar(&want.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", spec.DefaultMemoryMiB))
+	f.IntVar(&want.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", spec.DefaultDiskMiB))
+	f.StringVar(&want.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
+	f.StringVar(&want.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
+	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: an IPv6 address too, and a way out by it")
 	policyFlag(cmd, &policy, "everything is denied")
 	label.add(cmd, "let it expire after this time, as 12h or 7d (default: never)")
 	f.StringArrayVar(&tags, "tag", nil, "to find it by; with a network also how rules of other VMs' policies (agents) name it; may be given several times")
-	f.StringVar(&spec.Cmdline, "cmdline", "", "more kernel parameters")
-	f.StringVar((*string)(&spec.Hooks.Policy), "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip (default require)")
-	f.IntVar(&spec.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", sandbox.DefaultHookSeconds))
-	f.IntVar(&spec.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", sandbox.DefaultAllSeconds))
-	f.BoolVar(&spec.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
-	idleFlags(cmd, &spec.Idle, "never")
-	f.StringSliceVar(&spec.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in all, as 24h), "+guest.SelfFork+"=N (children at once; default nothing)")
+	f.StringVar(&want.Cmdline, "cmdline", "", "more kernel parameters")
+	f.StringVar((*string)(&want.Hooks.Policy), "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip (default require)")
+	f.IntVar(&want.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", spec.DefaultHookSeconds))
+	f.IntVar(&want.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", spec.DefaultAllSeconds))
+	f.BoolVar(&want.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	idleFlags(cmd, &want.Idle, "never")
+	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in all, as 24h), "+guest.SelfFork+"=N (children at once; default nothing)")
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only unless rw is said; may be given several times")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
@@ -174,45 +175,45 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 
 // readConfig merges a config file with the flags that were given.
 func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []string) (sandbox.Spec, error) {
-	spec := flags
+	want := flags
 	if path != "" {
 		in := io.Reader(os.Stdin)
 		if path != "-" {
 			f, err := os.Open(path)
 			if err != nil {
-				return spec, fmt.Errorf("opening the VM's config: %w", err)
+				return want, fmt.Errorf("opening the VM's config: %w", err)
 			}
 			defer f.Close()
 			in = f
 		}
 		var err error
-		if spec, err = sandbox.ParseSpec(in); err != nil {
-			return spec, err
+		if want, err = spec.Parse(in); err != nil {
+			return want, err
 		}
 		set := cmd.Flags().Changed
 		for _, o := range []struct {
 			flag string
 			copy func()
 		}{
-			{"name", func() { spec.Name = flags.Name }},
-			{"kernel", func() { spec.Kernel = flags.Kernel }},
-			{"vcpus", func() { spec.VCPUs = flags.VCPUs }},
-			{"memory", func() { spec.MemoryMiB = flags.MemoryMiB }},
-			{"disk", func() { spec.DiskMiB = flags.DiskMiB }},
-			{"hostname", func() { spec.Hostname = flags.Hostname }},
-			{"net", func() { spec.Network = flags.Network }},
-			{"ipv6", func() { spec.IPv6 = flags.IPv6 }},
-			{"policy", func() { spec.Policy = flags.Policy }},
-			{"cmdline", func() { spec.Cmdline = flags.Cmdline }},
-			{"hooks", func() { spec.Hooks.Policy = flags.Hooks.Policy }},
-			{"hook-timeout", func() { spec.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
-			{"hooks-timeout", func() { spec.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
-			{"sleep-after", func() { spec.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
-			{"idle-cpu", func() { spec.Idle.CPUPercent = flags.Idle.CPUPercent }},
-			{"volume", func() { spec.Volumes = flags.Volumes }},
-			{"share", func() { spec.Shares = flags.Shares }},
-			{"allow-self", func() { spec.Self.Allow = flags.Self.Allow }},
-			{"no-acpi", func() { spec.NoACPI = flags.NoACPI }},
+			{"name", func() { want.Name = flags.Name }},
+			{"kernel", func() { want.Kernel = flags.Kernel }},
+			{"vcpus", func() { want.VCPUs = flags.VCPUs }},
+			{"memory", func() { want.MemoryMiB = flags.MemoryMiB }},
+			{"disk", func() { want.DiskMiB = flags.DiskMiB }},
+			{"hostname", func() { want.Hostname = flags.Hostname }},
+			{"net", func() { want.Network = flags.Network }},
+			{"ipv6", func() { want.IPv6 = flags.IPv6 }},
+			{"policy", func() { want.Policy = flags.Policy }},
+			{"cmdline", func() { want.Cmdline = flags.Cmdline }},
+			{"hooks", func() { want.Hooks.Policy = flags.Hooks.Policy }},
+			{"hook-timeout", func() { want.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
+			{"hooks-timeout", func() { want.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
+			{"sleep-after", func() { want.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
+			{"idle-cpu", func() { want.Idle.CPUPercent = flags.Idle.CPUPercent }},
+			{"volume", func() { want.Volumes = flags.Volumes }},
+			{"share", func() { want.Shares = flags.Shares }},
+			{"allow-self", func() { want.Self.Allow = flags.Self.Allow }},
+			{"no-acpi", func() { want.NoACPI = flags.NoACPI }},
 		} {
 			if set(o.flag) {
 				o.copy()
@@ -220,9 +221,9 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 		}
 	}
 	if len(args) > 0 {
-		spec.Image = args[0]
+		want.Image = args[0]
 	}
-	return spec, nil
+	return want, nil
 }
 
 func (a *app) printReport(rep sandbox.Report) error {
@@ -313,7 +314,7 @@ func (a *app) sleepCommand() *cobra.Command {
 				ctx, cancel = context.WithTimeout(ctx, limit)
 				defer cancel()
 			}
-			o := sandbox.SleepOptions{Hooks: sandbox.HookPolicy(hooks)}
+			o := sandbox.SleepOptions{Hooks: spec.HookPolicy(hooks)}
 			if all {
 				return a.sleepAll(ctx, vms, o)
 			}

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -103,7 +104,7 @@ func (l *life) make(ctx context.Context) error {
 	}
 	want := fleet.Request{
 		Spec: sandbox.Spec{
-			Name: workspace, Image: l.image, MemoryMiB: 256, Network: sandbox.NetworkTAP, Policy: policy, Idle: sandbox.IdleSpec{SleepSeconds: idleTime},
+			Name: workspace, Image: l.image, MemoryMiB: 256, Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: idleTime},
 		},
 		Label: sandbox.Label{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
 	}
@@ -238,9 +239,9 @@ func (l *life) install(ctx context.Context) error {
 }
 
 func (l *life) serve(ctx context.Context) error {
-	_, err := l.store.SetService(ctx, workspace, sandbox.ServiceSpec{
+	_, err := l.store.SetService(ctx, workspace, spec.Service{
 		Name: "shop", Argv: []string{"python3", "-S", "serve.py"}, Dir: "/root/shop", Env: []string{"PYTHONPATH=/root/site"},
-		Check: &sandbox.ServiceCheck{TCP: fmt.Sprintf("127.0.0.1:%d", port)},
+		Check: &spec.ServiceCheck{TCP: fmt.Sprintf("127.0.0.1:%d", port)},
 	})
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func main() {
@@ -33,7 +34,7 @@ func run(ctx context.Context, state, program string) (err error) {
 	if err != nil {
 		return err
 	}
-	s, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: "embed", Image: "debian-python", Network: sandbox.NetworkTAP, Policy: policy}})
+	s, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: "embed", Image: "debian-python", Network: spec.NetworkTAP, Policy: policy}})
 	if err != nil {
 		return err
 	}

@@ -38,22 +38,24 @@ var rules = []rule{
 	// As programs elsewhere use the library.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/..."}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
-	{"sandbox/fleet/...", []string{"sandbox", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
+	{"sandbox/fleet/...", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime"}},
-	{"sandbox/metrics", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
+	{"sandbox/metrics", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
-	{"sandbox/traces", []string{"sandbox", "sandbox/fleet/...", "sandbox/events", "guest"}},
+	{"sandbox/traces", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
-	{"sandbox/api/wire", []string{"sandbox", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
-	{"sandbox/api/client", []string{"sandbox", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
+	{"sandbox/api/wire", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api/client", []string{"sandbox", "sandbox/spec", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
 	// The page is files; its tests put it before an API.
-	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
-	{"sandbox/api", []string{"sandbox", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
+	// What a VM is, also for a client on another system.
+	{"sandbox/spec", []string{"netpolicy", "guest", "sandbox/lifetime"}},
 	{"sandbox/events", nil},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes

@@ -42,6 +42,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -245,8 +246,8 @@ publish:
 		t.Fatal(err)
 	}
 	rep := w.Run(sandbox.Spec{
-		Name: vm, Image: imageTag, MemoryMiB: memoryMiB, Network: sandbox.NetworkTAP, Policy: policy,
-		Volumes: []sandbox.VolumeMount{{Name: "containers", Path: "/var/lib/containers"}},
+		Name: vm, Image: imageTag, MemoryMiB: memoryMiB, Network: spec.NetworkTAP, Policy: policy,
+		Volumes: []spec.VolumeMount{{Name: "containers", Path: "/var/lib/containers"}},
 	})
 	w.plain = hello(t, rep.Network.TAP)
 	w.supervise()

@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // certificate makes one for localhost that signs itself.
@@ -159,7 +160,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Kernel: "/etc/shadow"}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("with a file of the host's for a kernel: %v", err)
 	}
-	shares := []sandbox.ShareSpec{{Source: "/etc", Path: "/mnt"}}
+	shares := []spec.Share{{Source: "/etc", Path: "/mnt"}}
 	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Shares: shares}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("a directory of the host is shared over TCP: %v", err)
 	}

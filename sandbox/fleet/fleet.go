@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Sandbox is what is known of one.
@@ -278,7 +279,7 @@ type Changes struct {
 	Persist *lifetime.Persist
 	// Reset begins with an empty label, for one that cannot be read.
 	Reset bool
-	Spec  sandbox.SpecChanges
+	Spec  spec.Changes
 }
 
 // Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does not

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -62,11 +63,11 @@ func rig(t *testing.T) (*fleet.Fleet, *fleettest.VMs, *clock) {
 	return fleet.New(vms, fleet.Options{Records: openRecords(t, t.TempDir()), Now: c.now}), vms, c
 }
 
-func spec(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
+func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
 
 func create(t *testing.T, f *fleet.Fleet, name string, l sandbox.Label) fleet.Sandbox {
 	t.Helper()
-	s, err := f.Create(t.Context(), fleet.Request{Spec: spec(name), Label: l})
+	s, err := f.Create(t.Context(), fleet.Request{Spec: specOf(name), Label: l})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,7 +116,7 @@ func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
 	made, ids := 0, map[string]bool{}
 	for range 16 {
 		wg.Go(func() {
-			s, created, err := f.GetOrCreate(t.Context(), fleet.Request{Spec: spec("one")})
+			s, created, err := f.GetOrCreate(t.Context(), fleet.Request{Spec: specOf("one")})
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
@@ -171,22 +172,22 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		is   error
 	}{
 		"creating a name twice": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: spec("runs")})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("runs")})
 			return err
 		}, "exists", sandbox.ErrExists},
 		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, fleet.Request{}); return err }, "invalid", sandbox.ErrSpec},
 		"creating what has expired": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: spec("x"), Label: sandbox.Label{Expires: c.now()}})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Label: sandbox.Label{Expires: c.now()}})
 			return err
 		}, "label", sandbox.ErrLabel},
 		"creating an ephemeral one that idles": {func(ctx context.Context) error {
-			s := spec("x")
+			s := specOf("x")
 			s.Idle.SleepSeconds = 1
 			_, err := f.Create(ctx, fleet.Request{Spec: s, Label: sandbox.Label{Class: lifetime.Ephemeral}})
 			return err
 		}, "label", sandbox.ErrLabel},
 		"creating a class that is none": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: spec("x"), Label: sandbox.Label{Class: "eternal"}})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Label: sandbox.Label{Class: "eternal"}})
 			return err
 		}, "label", sandbox.ErrLabel},
 		"getting nobody": {func(ctx context.Context) error { _, err := f.Get(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
@@ -206,7 +207,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		"promoting of nobody": {func(ctx context.Context) error { _, err := f.Promote(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
 		"removing nobody":     {func(ctx context.Context) error { _, err := f.Remove(ctx, "nobody", true); return err }, "not-found", sandbox.ErrNotFound},
 		"changing one that runs": {func(ctx context.Context) error {
-			_, err := f.Update(ctx, "runs", fleet.Changes{Spec: sandbox.SpecChanges{Idle: &sandbox.IdleSpec{SleepSeconds: 5}}})
+			_, err := f.Update(ctx, "runs", fleet.Changes{Spec: spec.Changes{Idle: &spec.Idle{SleepSeconds: 5}}})
 			return err
 		}, "running", sandbox.ErrRunning},
 		"forking into no child": {func(ctx context.Context) error { _, err := f.Fork(ctx, "runs", nil); return err }, "invalid", sandbox.ErrSpec},
@@ -216,7 +217,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 			return err
 		}, "invalid", records.ErrInvalid},
 		"what fails below": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: spec("full")})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("full")})
 			return err
 		}, fleet.CodeOther, full},
 		"a call that was called off": {func(ctx context.Context) error {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // VMs are what a Fleet works on. Their contracts are those of the methods of sandbox.Store, errors included: a
@@ -32,7 +33,7 @@ type VMs interface {
 	Label(name string) (sandbox.Label, error)
 	SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error)
 	TellExpired(ctx context.Context, name string) error
-	SetSpec(ctx context.Context, name string, c sandbox.SpecChanges) error
+	SetSpec(ctx context.Context, name string, c spec.Changes) error
 
 	Snapshots() ([]sandbox.SnapshotInfo, error)
 	TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error)

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -100,7 +101,7 @@ func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
 func networkedVMs(t *testing.T) *fleettest.VMs {
 	t.Helper()
 	vms := fleettest.New()
-	for name, network := range map[string]string{"web": sandbox.NetworkTAP, "slow": sandbox.NetworkTAP, "asleep": sandbox.NetworkTAP, "alone": sandbox.NetworkNone} {
+	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
 		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
 			t.Fatal(err)
 		}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -102,9 +103,9 @@ func TestPublished_are_ports_of_VMs_with_a_network(t *testing.T) {
 		spec sandbox.Spec
 		want []port
 	}{
-		"with a network": {sandbox.Spec{Name: "a", Network: sandbox.NetworkTAP, Policy: p}, []port{{"a", at, 8000, netpolicy.TCP}, {"a", at, 53, netpolicy.UDP}}},
-		"without":        {sandbox.Spec{Name: "a", Network: sandbox.NetworkNone, Policy: p}, nil},
-		"no policy":      {sandbox.Spec{Name: "a", Network: sandbox.NetworkTAP}, nil},
+		"with a network": {sandbox.Spec{Name: "a", Network: spec.NetworkTAP, Policy: p}, []port{{"a", at, 8000, netpolicy.TCP}, {"a", at, 53, netpolicy.UDP}}},
+		"without":        {sandbox.Spec{Name: "a", Network: spec.NetworkNone, Policy: p}, nil},
+		"no policy":      {sandbox.Spec{Name: "a", Network: spec.NetworkTAP}, nil},
 	} {
 		if got := published(tc.spec); !slices.Equal(got, tc.want) {
 			t.Errorf("%s: %+v, want %+v", name, got, tc.want)

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // syn opens a TCP connection, or is another packet of it.
@@ -320,12 +321,12 @@ func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.
 		r    sandbox.Record
 		want bool
 	}{
-		"asleep":                     {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
-		"running":                    {sandbox.Record{Phase: sandbox.Running, Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
-		"waking":                     {sandbox.Record{Phase: sandbox.Starting, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, true},
-		"booting for the first time": {sandbox.Record{Phase: sandbox.Starting, Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
-		"stopped":                    {sandbox.Record{Phase: sandbox.Stopped, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
-		"crashed":                    {sandbox.Record{Phase: sandbox.Crashed, Snapshot: "1", Spec: sandbox.Spec{Network: sandbox.NetworkTAP}}, false},
+		"asleep":                     {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"running":                    {sandbox.Record{Phase: sandbox.Running, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"waking":                     {sandbox.Record{Phase: sandbox.Starting, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"booting for the first time": {sandbox.Record{Phase: sandbox.Starting, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
+		"stopped":                    {sandbox.Record{Phase: sandbox.Stopped, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
+		"crashed":                    {sandbox.Record{Phase: sandbox.Crashed, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
 		"without a network":          {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1"}, false},
 	} {
 		if _, ok := v.guardedOf(&tt.r); ok != tt.want {

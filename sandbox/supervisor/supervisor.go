@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Options say what a supervisor does.
@@ -279,7 +280,7 @@ func (v *supervisor) ended(name string) bool {
 
 // published are the ports of a VM that can be listened for.
 func published(s sandbox.Spec) (ports []port) {
-	if s.Policy == nil || s.Network != sandbox.NetworkTAP {
+	if s.Policy == nil || s.Network != spec.NetworkTAP {
 		return nil
 	}
 	for _, p := range s.Policy.Publish {
@@ -382,7 +383,7 @@ func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.Hold, 
 
 // guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
 func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
-	if r.Spec.Network != sandbox.NetworkTAP {
+	if r.Spec.Network != spec.NetworkTAP {
 		return vm, false
 	}
 	switch {

@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Version is that of the API: the v1 of its paths. Fields are added, and never change their meaning.
@@ -159,8 +160,8 @@ type Changes struct {
 	Persist *lifetime.Persist `json:"persist,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
 
-	Idle      *sandbox.IdleSpec `json:"idle,omitempty"`
-	Hooks     *sandbox.HookSpec `json:"hooks,omitempty"`
+	Idle      *spec.Idle        `json:"idle,omitempty"`
+	Hooks     *spec.Hooks       `json:"hooks,omitempty"`
 	VCPUs     *int              `json:"vcpus,omitempty"`
 	MemoryMiB *int              `json:"memory_mib,omitempty"`
 	Policy    *netpolicy.Policy `json:"policy,omitempty"`
@@ -188,7 +189,7 @@ func ChangesOf(c fleet.Changes) Changes {
 func (c Changes) Fleet() (fleet.Changes, error) {
 	out := fleet.Changes{
 		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
-		Spec: sandbox.SpecChanges{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
+		Spec: spec.Changes{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
 	if c.NoExpiry {
 		if c.Expires != nil {
@@ -217,7 +218,7 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 
 // Sleep is POST /v1/sandboxes/NAME/sleep.
 type Sleep struct {
-	Hooks sandbox.HookPolicy `json:"hooks,omitempty"`
+	Hooks spec.HookPolicy `json:"hooks,omitempty"`
 }
 
 // Stop is POST /v1/sandboxes/NAME/stop.
@@ -230,9 +231,9 @@ type Stop struct {
 
 // Snapshot is POST /v1/sandboxes/NAME/snapshot.
 type Snapshot struct {
-	Note     string             `json:"note,omitempty"`
-	Hooks    sandbox.HookPolicy `json:"hooks,omitempty"`
-	DiskOnly bool               `json:"disk_only,omitempty"`
+	Note     string          `json:"note,omitempty"`
+	Hooks    spec.HookPolicy `json:"hooks,omitempty"`
+	DiskOnly bool            `json:"disk_only,omitempty"`
 }
 
 // Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.

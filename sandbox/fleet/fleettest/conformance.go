@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -67,12 +68,12 @@ func Conformance(t *testing.T, s Subject) {
 		return got
 	}
 	const name, later = "conf", "conf-later"
-	spec := s.Spec
-	spec.Name = name
+	want := s.Spec
+	want.Name = name
 	label := sandbox.Label{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
 
 	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
-		s.Make(t, spec, label)
+		s.Make(t, want, label)
 		got, err := f.Get(ctx, name)
 		must(t, got, err, records.Running)
 		if got.Owner != "build" || got.Class != lifetime.Resumable || got.Purpose != "conformance" || !slices.Equal(got.Tags, []string{"a", "b"}) || got.ID == "" {
@@ -103,7 +104,7 @@ func Conformance(t *testing.T, s Subject) {
 		}
 	})
 	t.Run("one that is there is got and not made", func(t *testing.T) {
-		again := spec
+		again := want
 		got, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: again})
 		if err != nil || created || got.Name != name {
 			t.Errorf("got %+v, made: %v, %v", got, created, err)
@@ -244,7 +245,7 @@ func Conformance(t *testing.T, s Subject) {
 		}
 		var e *fleet.Error
 		// Without the guest, which would be asked to trim its disk first.
-		skip := sandbox.SleepOptions{Hooks: sandbox.HooksSkip}
+		skip := sandbox.SleepOptions{Hooks: spec.HooksSkip}
 		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, sandbox.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
 			t.Errorf("got %v, want ErrPersistLimit with code and remedy", err)
 		}

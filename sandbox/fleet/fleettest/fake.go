@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -63,7 +64,7 @@ func New() *VMs {
 	return &VMs{Now: time.Now, vms: map[string]*vm{}, snaps: map[string]*snap{}}
 }
 
-var nameRE = regexp.MustCompile(sandbox.NamePattern)
+var nameRE = regexp.MustCompile(spec.NamePattern)
 
 func newID() string {
 	var b [16]byte
@@ -185,20 +186,20 @@ func (v *VMs) up(m *vm) sandbox.Report {
 }
 
 // Run implements fleet.VMs.
-func (v *VMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
-	if spec.Name == "" {
-		spec.Name = "vm-" + newID()[:8]
+func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+	if want.Name == "" {
+		want.Name = "vm-" + newID()[:8]
 	}
-	if err := v.asked(ctx, "run", spec.Name); err != nil {
+	if err := v.asked(ctx, "run", want.Name); err != nil {
 		return sandbox.Report{}, err
 	}
 	switch {
-	case !nameRE.MatchString(spec.Name):
-		return sandbox.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, spec.Name)
-	case spec.Image == "":
+	case !nameRE.MatchString(want.Name):
+		return sandbox.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, want.Name)
+	case want.Image == "":
 		return sandbox.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
 	}
-	if err := check(spec, label); err != nil {
+	if err := check(want, label); err != nil {
 		return sandbox.Report{}, err
 	}
 	def := func(n *int, d int) {
@@ -206,19 +207,19 @@ func (v *VMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (
 			*n = d
 		}
 	}
-	def(&spec.VCPUs, sandbox.DefaultVCPUs)
-	def(&spec.MemoryMiB, sandbox.DefaultMemoryMiB)
-	def(&spec.DiskMiB, sandbox.DefaultDiskMiB)
-	if spec.Network == "" {
-		spec.Network = sandbox.NetworkNone
+	def(&want.VCPUs, spec.DefaultVCPUs)
+	def(&want.MemoryMiB, spec.DefaultMemoryMiB)
+	def(&want.DiskMiB, spec.DefaultDiskMiB)
+	if want.Network == "" {
+		want.Network = spec.NetworkNone
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.vms[spec.Name] != nil {
-		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, spec.Name)
+	if v.vms[want.Name] != nil {
+		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, want.Name)
 	}
-	m := &vm{label: normal(label), record: sandbox.Record{Version: 1, ID: newID(), Spec: spec, Created: v.now()}}
-	v.vms[spec.Name] = m
+	m := &vm{label: normal(label), record: sandbox.Record{Version: 1, ID: newID(), Spec: want, Created: v.now()}}
+	v.vms[want.Name] = m
 	v.boots++
 	return v.up(m), nil
 }
@@ -380,7 +381,7 @@ func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions
 	default:
 		if persist := m.label.Persist; !persist.Empty() {
 			persisted = &sandbox.Persisted{}
-			if o.Hooks != sandbox.HooksSkip {
+			if o.Hooks != spec.HooksSkip {
 				persisted.Promoted = v.promote(m)
 			}
 			if n := int64(len(m.state)); persist.MaxBytes > 0 {
@@ -722,31 +723,31 @@ func (v *VMs) TellExpired(ctx context.Context, name string) error {
 }
 
 // SetSpec implements fleet.VMs.
-func (v *VMs) SetSpec(_ context.Context, name string, c sandbox.SpecChanges) error {
+func (v *VMs) SetSpec(_ context.Context, name string, c spec.Changes) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
 		return err
 	}
-	spec := &m.record.Spec
+	want := &m.record.Spec
 	if c.Idle != nil || c.Hooks != nil || c.VCPUs != nil || c.MemoryMiB != nil {
 		if live(m.record.Phase) {
 			return fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 		}
-		if m.record.Phase == sandbox.Asleep && (c.VCPUs != nil && *c.VCPUs != spec.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != spec.MemoryMiB) {
+		if m.record.Phase == sandbox.Asleep && (c.VCPUs != nil && *c.VCPUs != want.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != want.MemoryMiB) {
 			return fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in", sandbox.ErrSpec)
 		}
 	}
-	set(&spec.Idle, c.Idle)
-	set(&spec.Hooks, c.Hooks)
-	set(&spec.VCPUs, c.VCPUs)
-	set(&spec.MemoryMiB, c.MemoryMiB)
+	set(&want.Idle, c.Idle)
+	set(&want.Hooks, c.Hooks)
+	set(&want.VCPUs, c.VCPUs)
+	set(&want.MemoryMiB, c.MemoryMiB)
 	if c.Policy != nil {
-		if spec.Network != sandbox.NetworkTAP {
+		if want.Network != spec.NetworkTAP {
 			return fmt.Errorf("%w: %s has no network", sandbox.ErrSpec, name)
 		}
-		spec.Policy = c.Policy
+		want.Policy = c.Policy
 	}
 	v.changed(m)
 	return nil

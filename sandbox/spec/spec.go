@@ -1,4 +1,4 @@
-package sandbox
+package spec
 
 import (
 	"encoding/json"
@@ -9,11 +9,10 @@ import (
 	"strings"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Spec says what a VM is. The zero value of a field means its default.
-type Spec struct {
+// VM says what a VM is. The zero value of a field means its default.
+type VM struct {
 	// Name is what the VM is called: NamePattern. Empty lets the store choose.
 	Name string `json:"name,omitempty"`
 	// Image is a tag or id of the image store.
@@ -38,7 +37,7 @@ type Spec struct {
 	// IPv6 gives the VM an IPv6 address as well, and a way out by it.
 	IPv6 bool `json:"ipv6,omitempty"`
 	// Policy is what the network may do to and for the VM. Nil denies everything. It
-	// does not change once it is in a Spec.
+	// does not change once it is in a VM.
 	Policy *netpolicy.Policy `json:"policy,omitempty"`
 	// Tags are how rules of other VMs' policies name this one: at most
 	// netpolicy.MaxOwnTags. Forks and clones have them as well. Store.SetTags changes them.
@@ -48,17 +47,17 @@ type Spec struct {
 	// NoACPI names the devices on the command line, for kernels without ACPI.
 	NoACPI bool `json:"no_acpi,omitempty"`
 	// Hooks says how hooks in the guest are run. Default: they are required.
-	Hooks HookSpec `json:"hooks,omitzero"`
+	Hooks Hooks `json:"hooks,omitzero"`
 	// Idle says when the VM goes to sleep by itself. Default: never.
-	Idle IdleSpec `json:"idle,omitzero"`
+	Idle Idle `json:"idle,omitzero"`
 	// Volumes are disks of the store's that the VM finds mounted.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
 	// Shares are directories of the host that the VM finds mounted. Forks and clones have the same.
-	Shares []ShareSpec `json:"shares,omitempty"`
+	Shares []Share `json:"shares,omitempty"`
 	// Services are programs that the VM's agent keeps running.
-	Services []ServiceSpec `json:"services,omitempty"`
+	Services []Service `json:"services,omitempty"`
 	// Self is what programs in the VM may ask the host for. Default: nothing.
-	Self SelfSpec `json:"self,omitzero"`
+	Self Self `json:"self,omitzero"`
 }
 
 // Values of Spec.Network.
@@ -67,7 +66,7 @@ const (
 	NetworkTAP  = "tap"
 )
 
-// Defaults of a Spec.
+// Defaults of a VM.
 const (
 	DefaultVCPUs     = 1
 	DefaultMemoryMiB = 256
@@ -76,35 +75,45 @@ const (
 	MaxDiskMiB       = 1 << 20
 )
 
+// Limits of a VM's shape: what packages vmm/boot and vmm/guestmem can do.
+const (
+	MaxVCPUs     = 8
+	MinMemoryMiB = 64
+	MaxMemoryMiB = 16 << 10
+)
+
 // NamePattern is what the name of a VM looks like: a host name, so that it can be
 // one, and short enough for a Unix socket's path.
 const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
 
 var nameRE = regexp.MustCompile(NamePattern)
 
-// ErrSpec says that a VM cannot be like that.
-var ErrSpec = errors.New("invalid VM")
+// ValidName says whether a VM can be called so.
+func ValidName(name string) bool { return nameRE.MatchString(name) }
 
-// maxSpec bounds a file with a Spec, in bytes.
+// ErrInvalid says that a VM cannot be like that.
+var ErrInvalid = errors.New("invalid VM")
+
+// maxSpec bounds a file with a VM, in bytes.
 const maxSpec = 1 << 20
 
-// ParseSpec reads a Spec as JSON. Fields that do not exist are an error, since they
+// Parse reads a VM as JSON. Fields that do not exist are an error, since they
 // are a misspelling of one that does.
-func ParseSpec(r io.Reader) (Spec, error) {
-	var s Spec
+func Parse(r io.Reader) (VM, error) {
+	var s VM
 	d := json.NewDecoder(io.LimitReader(r, maxSpec))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&s); err != nil {
-		return s, fmt.Errorf("reading the VM's config: %w: %s: `drowse run --help` lists the fields", ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
+		return s, fmt.Errorf("reading the VM's config: %w: %s: `drowse run --help` lists the fields", ErrInvalid, strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return s, fmt.Errorf("reading the VM's config: %w: there is more after the JSON object", ErrSpec)
+		return s, fmt.Errorf("reading the VM's config: %w: there is more after the JSON object", ErrInvalid)
 	}
 	return s, nil
 }
 
-// withDefaults fills in what is not said, and checks the rest.
-func (s Spec) withDefaults() (Spec, error) {
+// WithDefaults fills in what is not said, and checks the rest.
+func (s VM) WithDefaults() (VM, error) {
 	def := func(v *int, d int) {
 		if *v == 0 {
 			*v = d
@@ -119,13 +128,13 @@ func (s Spec) withDefaults() (Spec, error) {
 	if s.Network == "" {
 		s.Network = NetworkNone
 	}
-	bad := func(format string, args ...any) (Spec, error) {
-		return s, fmt.Errorf("%w: %s", ErrSpec, fmt.Sprintf(format, args...))
+	bad := func(format string, args ...any) (VM, error) {
+		return s, fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
 	}
 	switch {
-	case !nameRE.MatchString(s.Name):
+	case !ValidName(s.Name):
 		return bad("name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Name)
-	case !nameRE.MatchString(s.Hostname):
+	case !ValidName(s.Hostname):
 		return bad("host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
 	case s.Image == "":
 		return bad("no image: name one of `drowse image ls`, or build one with `drowse image build`")
@@ -137,10 +146,10 @@ func (s Spec) withDefaults() (Spec, error) {
 	if s.IPv6 && s.Network != NetworkTAP {
 		return bad("it has IPv6 and no network: add the network %q", NetworkTAP)
 	}
-	if err := s.shape().check(); err != nil {
+	if err := s.Shape().Validate(); err != nil {
 		return s, err
 	}
-	if err := s.checkPolicy(); err != nil {
+	if err := s.ValidatePolicy(); err != nil {
 		return s, err
 	}
 	if err := s.checkTags(); err != nil {
@@ -149,25 +158,62 @@ func (s Spec) withDefaults() (Spec, error) {
 	if err := s.Hooks.check(); err != nil {
 		return s, err
 	}
-	if err := s.Idle.check(); err != nil {
+	if err := s.Idle.Validate(); err != nil {
 		return s, err
 	}
-	if err := s.Self.check(); err != nil {
+	if err := s.Self.Validate(); err != nil {
 		return s, err
 	}
 	if err := checkMounts(s.Volumes); err != nil {
 		return s, err
 	}
-	if err := checkShares(s.Shares, s.Volumes); err != nil {
+	if err := ValidateShares(s.Shares, s.Volumes); err != nil {
 		return s, err
 	}
-	if err := checkServices(s.Services); err != nil {
+	if err := ValidateServices(s.Services); err != nil {
 		return s, err
-	}
-	if err := vmm.CheckHostMemory(s.memory()); err != nil {
-		return s, fmt.Errorf("%w: %w", ErrSpec, err)
 	}
 	return s, nil
 }
 
-func (s Spec) memory() uint64 { return uint64(s.MemoryMiB) << 20 }
+// Memory is the size of its RAM in bytes.
+func (s VM) Memory() uint64 { return uint64(s.MemoryMiB) << 20 }
+
+// Features are those of a kernel without which the VM could not come up.
+func (s VM) Features() []string {
+	if len(s.Shares) > 0 {
+		return []string{featureShares}
+	}
+	return nil
+}
+
+// featureShares is what a kernel must have for shares: package kernel.
+const featureShares = "shares"
+
+// Shape is what of a VM KVM has to know before there is anything else of it. Its limits are
+// those of a VM.
+type Shape struct {
+	MemoryMiB int `json:"memory_mib"`
+	VCPUs     int `json:"vcpus"`
+	// Network says that it has a link to the host.
+	Network bool `json:"network,omitempty"`
+}
+
+// Shape is what KVM has to know of the VM first.
+func (s VM) Shape() Shape {
+	return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs, Network: s.Network == NetworkTAP}
+}
+
+// Machine is what a machine of that shape has for KVM.
+func (s Shape) Machine() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
+
+// Validate refuses what no VM can be.
+func (s Shape) Validate() error {
+	switch {
+	case s.VCPUs < 1 || s.VCPUs > MaxVCPUs:
+		return fmt.Errorf("%w: %d vCPUs: use 1 to %d", ErrInvalid, s.VCPUs, MaxVCPUs)
+	case s.MemoryMiB < MinMemoryMiB || s.MemoryMiB > MaxMemoryMiB:
+		return fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrInvalid, s.MemoryMiB, MinMemoryMiB, MaxMemoryMiB)
+	}
+	return nil
+}
