@@ -5,5 +5,17 @@ import "github.com/drowse-vm/drowse/sandbox/spec"
 // Spec says what a VM is: see spec.VM.
 type Spec = spec.VM
 
-// ErrSpec says that a VM cannot be like that.
-var ErrSpec = spec.ErrInvalid
+// What a caller may want to tell apart. ErrSpec says that a VM cannot be like that.
+var (
+	ErrSpec       = spec.ErrInvalid
+	ErrNotFound   = spec.ErrNotFound
+	ErrExists     = spec.ErrExists
+	ErrNotRunning = spec.ErrNotRunning
+	ErrRunning    = spec.ErrRunning
+	ErrCrashed    = spec.ErrCrashed
+	ErrRecord     = spec.ErrRecord
+	ErrServed     = spec.ErrServed
+	ErrHooks      = spec.ErrHooks
+	ErrShare      = spec.ErrShare
+	ErrSecrets    = spec.ErrSecrets
+)

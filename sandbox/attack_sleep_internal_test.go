@@ -12,7 +12,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -38,7 +40,7 @@ func falling(t *testing.T, lost bool) (s *Store, r *Record, old string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := listenUnix(s.controlSocket("a"))
+	l, err := osfile.ListenUnix(s.controlSocket("a"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +76,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 			}
 		}},
 		"another snapshot cannot be read": {harm: func(t *testing.T, s *Store) {
-			if err := os.Mkdir(s.snapshotDir(newID()), 0o700); err != nil {
+			if err := os.Mkdir(s.snapshotDir(spec.NewID()), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},
@@ -109,7 +111,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
 	// A pipe in place of a manifest holds up whoever reads it.
-	id := newID()
+	id := spec.NewID()
 	if err := errors.Join(os.Mkdir(s.snapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.snapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
 		t.Fatal(err)
 	}
@@ -134,7 +136,7 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) {
 	for name, keep := range map[string]func(t *testing.T, s *Store, old string){
 		"a clone": func(t *testing.T, s *Store, old string) {
-			c := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "c"}, Phase: Asleep, Snapshot: old, Parent: old}
+			c := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: Asleep, Snapshot: old, Parent: old}
 			l, err := s.create(c)
 			if err != nil {
 				t.Fatal(err)

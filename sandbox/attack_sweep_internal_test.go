@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -32,7 +33,7 @@ func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	id := newID()
+	id := spec.NewID()
 	if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Image: r.Boot.ImageID, Labels: labels, Memory: noMemory{},
 		Disks: []snapshot.Disk{{Name: deviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
@@ -204,7 +205,7 @@ func TestAttack_fork_snapshot_is_swept_before_its_child_has_seen_it(t *testing.T
 	parent := sleepingVM(t, s, "p", 1)
 	id := diskSnapshotOf(t, s, parent, kindFork)
 	// As it is in the instant between reading the child's record and finding the snapshot.
-	child := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "c"}, Phase: Running, Parent: id, Fork: parent.origin()}
+	child := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: Running, Parent: id, Fork: parent.origin()}
 	m := &mark{layers: holders{}, snapshots: map[string]string{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
 	lock, err := s.create(child)
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func auditOf(t *testing.T, s *Store, name string) (is audit.Trailer, all []audit.Entry) {
@@ -28,7 +29,7 @@ func TestAudit_begins_empty_with_its_VM_and_names_what_it_was_made_of(t *testing
 	}
 	begin := func(r *Record) {
 		t.Helper()
-		r.Version, r.ID, r.Phase = recordVersion, newID(), Asleep
+		r.Version, r.ID, r.Phase = recordVersion, spec.NewID(), Asleep
 		l, err := s.create(r)
 		if err != nil {
 			t.Fatal(err)

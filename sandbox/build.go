@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // BuildOptions say how an image is made of the steps of a build file. File and Tag are needed.
@@ -434,7 +435,7 @@ func (s *Store) newBuild() (name string, lock *os.File, err error) {
 		return "", nil, fmt.Errorf("beginning a build: %w", err)
 	}
 	for range 10 {
-		name = buildPrefix + newID()[:8]
+		name = buildPrefix + spec.NewID()[:8]
 		f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 		if err != nil {
 			return "", nil, fmt.Errorf("beginning a build: %w", err)

@@ -49,7 +49,7 @@ type Launcher struct {
 	Supervised bool
 	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
 	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
-	Secrets func(ctx context.Context, vm string, awaited []SecretFile) ([]Secret, error)
+	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
 }
 
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
@@ -59,19 +59,19 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 }
 
 // RunLabelled is Run for a sandbox that has a label, if that is not nil, from its first moment on.
-func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *Label) (Report, error) {
-	spec, err := s.complete(spec)
+func (s *Store) RunLabelled(ctx context.Context, l Launcher, want Spec, label *Label) (Report, error) {
+	want, err := s.complete(want)
 	if err != nil {
 		return Report{}, err
 	}
-	r := &Record{Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
 	if err := r.setLabel(label); err != nil {
 		return Report{}, err
 	}
-	if err := errors.Join(s.findVolumes(spec.Volumes), s.findShares(spec.Shares)); err != nil {
+	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return Report{}, err
 	}
-	if r.Boot, err = s.resolve(ctx, l, spec); err != nil {
+	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", nil)
@@ -81,18 +81,18 @@ func (s *Store) RunLabelled(ctx context.Context, l Launcher, spec Spec, label *L
 const maxSocketPath = 107
 
 // complete fills in what a Spec leaves open, its name as well, and checks that this host and store can have such a VM.
-func (s *Store) complete(spec Spec) (Spec, error) {
-	if spec.Name == "" {
-		spec.Name = "vm-" + newID()[:8]
+func (s *Store) complete(want Spec) (Spec, error) {
+	if want.Name == "" {
+		want.Name = "vm-" + spec.NewID()[:8]
 	}
-	spec, err := spec.WithDefaults()
+	want, err := want.WithDefaults()
 	if err != nil {
-		return spec, err
+		return want, err
 	}
-	if err := vmm.CheckHostMemory(spec.Memory()); err != nil {
-		return spec, fmt.Errorf("%w: %w", ErrSpec, err)
+	if err := vmm.CheckHostMemory(want.Memory()); err != nil {
+		return want, fmt.Errorf("%w: %w", ErrSpec, err)
 	}
-	return spec, s.checkPaths(spec.Name)
+	return want, s.checkPaths(want.Name)
 }
 
 // checkPaths refuses a name whose sockets would have paths that are too long.
@@ -557,20 +557,20 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	if err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	spec := old.Spec
-	spec.Name, spec.Hostname = name, ""
-	if spec.Policy, err = policyOf(m.Labels); err != nil {
+	want := old.Spec
+	want.Name, want.Hostname = name, ""
+	if want.Policy, err = policyOf(m.Labels); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if spec, err = s.complete(spec); err != nil {
+	if want, err = s.complete(want); err != nil {
 		return nil, err
 	}
 	r := &Record{
-		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
 	}
 	r.inherit(&old)
-	if err := errors.Join(s.checkVolumes(r, id), s.findShares(spec.Shares)); err != nil {
+	if err := errors.Join(s.checkVolumes(r, id), s.findShares(want.Shares)); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return r, nil

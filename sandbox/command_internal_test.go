@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestCommand_image_fills_what_the_caller_left_out(t *testing.T) {
@@ -56,7 +57,7 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "vm"}, Phase: Stopped, Boot: BootFiles{ImageID: img.ID}}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: Stopped, Boot: BootFiles{ImageID: img.ID}}
 	l, err := s.create(r)
 	if err != nil {
 		t.Fatal(err)

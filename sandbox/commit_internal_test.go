@@ -22,6 +22,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -48,7 +49,7 @@ func commitVM(dir string) error {
 	if err != nil {
 		return err
 	}
-	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", VCPUs: 1}, Phase: Stopped, Created: time.Now()}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", VCPUs: 1}, Phase: Stopped, Created: time.Now()}
 	st, err := disk.Create(filepath.Join(s.layerDir(), r.newLayer()), commitDisk)
 	if err != nil {
 		return err
@@ -147,7 +148,7 @@ func commitForEver(dir string) error {
 		if err != nil {
 			return err
 		}
-		id := newID()
+		id := spec.NewID()
 		if _, err := snapshot.Create(context.Background(), s.snapshotDir(id), snapshot.Spec{
 			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: deviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
 		}); err != nil {
@@ -331,6 +332,7 @@ type cutDisk struct {
 }
 
 func (m *cutDisk) point() string { return filepath.Join(m.dir, "mnt") }
+
 func (m *cutDisk) state() string { return filepath.Join(m.point(), "s") }
 
 func (m *cutDisk) do(name string, args ...string) string {

@@ -65,7 +65,7 @@ func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 		return fail(err)
 	}
 	labels[labelNote] = note
-	id = newID()
+	id = spec.NewID()
 	if _, err := snapshot.Create(ctx, s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
 		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
@@ -118,7 +118,7 @@ func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookL
 	}
 	failures = hooked.Failures
 	if hooked.Refused {
-		return sealed, 0, failures, &HooksError{failures}
+		return sealed, 0, failures, &spec.HooksError{Failures: failures}
 	}
 	sealed = in.disk.Stack()
 	_, err = in.disk.SealThen(ctx, newTop, recorded)
@@ -148,7 +148,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	policy := p.r.Spec.Hooks.Effective(over)
 	limits := hookLimits(p.r.Spec.Hooks, policy)
 	limits.Skip = policy == spec.HooksSkip
-	id := newID()
+	id := spec.NewID()
 	labels, err := p.r.labels(kindDisk)
 	if err != nil {
 		return res, err
@@ -247,7 +247,7 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 	return s.launchNew(ctx, l, r, "", unlock)
 }
 
-func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *snapshot.Manifest) (*Record, error) {
+func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == deviceDisk {
@@ -257,26 +257,26 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 	switch {
 	case size == 0 || size%(1<<20) != 0:
 		return nil, fmt.Errorf("%w: it has no disk of drowse's", ErrRecord)
-	case spec.DiskMiB != 0 && uint64(spec.DiskMiB) != size>>20:
-		return nil, fmt.Errorf("%w: a disk of %d MiB was asked for, and it has %d", ErrSpec, spec.DiskMiB, size>>20)
+	case want.DiskMiB != 0 && uint64(want.DiskMiB) != size>>20:
+		return nil, fmt.Errorf("%w: a disk of %d MiB was asked for, and it has %d", ErrSpec, want.DiskMiB, size>>20)
 	}
-	spec.DiskMiB = int(size >> 20)
-	if spec.Image == "" {
-		spec.Image = m.Image
+	want.DiskMiB = int(size >> 20)
+	if want.Image == "" {
+		want.Image = m.Image
 	}
-	spec, err := s.complete(spec)
+	want, err := s.complete(want)
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(s.findVolumes(spec.Volumes), s.findShares(spec.Shares)); err != nil {
+	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
-	boot, err := s.resolve(ctx, l, spec)
+	boot, err := s.resolve(ctx, l, want)
 	if err != nil {
 		return nil, err
 	}
 	if boot.ImageID != m.Image {
-		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, spec.Image, boot.ImageID)
+		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, want.Image, boot.ImageID)
 	}
 	st := snapshotDisk(m)
 	if full, err := s.absolute(st); err != nil {
@@ -285,7 +285,7 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, spec Spec, m *sn
 		return nil, err
 	}
 	return &Record{
-		Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: st, Parent: m.ID,
 	}, nil
 }

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
 	"github.com/drowse-vm/drowse/snapshot/pager"
@@ -796,7 +797,7 @@ func (m *testMachine) capture() (i *instant, child *testMachine) {
 	deviceSeed := h.rnd.Uint64()
 	var ram content
 	o := CaptureOptions{
-		Dir: dir, ID: newID(), Live: live, NewTop: h.path("disk"), Image: "image", Kernel: "kernel",
+		Dir: dir, ID: spec.NewID(), Live: live, NewTop: h.path("disk"), Image: "image", Kernel: "kernel",
 		Names: func(st disk.Stack) []string { return st.Layers },
 		Sealed: func(disk.Stack) (err error) {
 			if ram, err = m.look(); err == nil && fail == failSealed {

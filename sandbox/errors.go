@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -119,7 +120,7 @@ func reportError(err error) *ErrorReport {
 	for _, c := range codes {
 		if errors.Is(err, c.err) {
 			r := &ErrorReport{Code: c.code, Message: err.Error()}
-			var h *HooksError
+			var h *spec.HooksError
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
 			}

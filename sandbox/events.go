@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Events is the journal of what becomes of the store's VMs. Each is written when it has been done, by the process that has
@@ -162,7 +163,7 @@ func (p *process) tellHooks(ctx context.Context, failures []guest.HookFailure) {
 
 // tellRefusal tells of the hooks that an error is of.
 func (p *process) tellRefusal(ctx context.Context, err error) {
-	var h *HooksError
+	var h *spec.HooksError
 	if errors.As(err, &h) {
 		p.tellHooks(ctx, h.Failures)
 	}

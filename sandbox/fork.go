@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -281,7 +282,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 
 // running asks the VM's process for an image, and makes children of it.
 func (f *forker) running(ctx context.Context) error {
-	id := newID()
+	id := spec.NewID()
 	c, err := f.store.dialFork(ctx, f.parent.Spec.Name, id, f.note())
 	if err != nil {
 		return err
@@ -295,17 +296,17 @@ func (f *forker) running(ctx context.Context) error {
 		c.abort()
 		return err
 	}
-	err = f.startAll(ctx, func(ctx context.Context, spec Spec) (Report, error) {
+	err = f.startAll(ctx, func(ctx context.Context, want Spec) (Report, error) {
 		r := &Record{
-			Version: recordVersion, ID: newID(), Spec: spec, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+			Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
 		r.inherit(f.parent)
 		r.Disk.Layers = c.first.Layers
-		if err := r.setLabel(f.labels[spec.Name]); err != nil {
+		if err := r.setLabel(f.labels[want.Name]); err != nil {
 			return Report{}, err
 		}
-		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: spec.Name, NewIdentity: true, Fork: true}, nil, c.image)
+		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.image)
 	})
 	if err == nil && f.early {
 		return nil

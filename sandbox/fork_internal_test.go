@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -28,7 +30,7 @@ func parentSays(t *testing.T, says func(c *net.UnixConn)) *Store {
 	if err := os.Mkdir(s.vmDir("p"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	l, err := listenUnix(s.controlSocket("p"))
+	l, err := osfile.ListenUnix(s.controlSocket("p"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +75,7 @@ func TestAForkGetsTheImageAndThenTheOutcome(t *testing.T) {
 	if _, err := f.WriteString("RAM"); err != nil {
 		t.Fatal(err)
 	}
-	id := newID()
+	id := spec.NewID()
 	for _, tc := range []struct {
 		name string
 		then func(c *net.UnixConn)
@@ -118,11 +120,11 @@ func TestAForkGetsTheImageAndThenTheOutcome(t *testing.T) {
 
 func TestAForkThatCannotBeBegunSaysWhy(t *testing.T) {
 	s := parentSays(t, func(c *net.UnixConn) { send(t, c, forkLine{Error: reportError(ErrNotRunning)}, nil) })
-	if _, err := s.dialFork(t.Context(), "p", newID(), ""); !errors.Is(err, ErrNotRunning) {
+	if _, err := s.dialFork(t.Context(), "p", spec.NewID(), ""); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("refused: got %v, want ErrNotRunning", err)
 	}
 	s = parentSays(t, func(c *net.UnixConn) { send(t, c, forkLine{Pages: 1}, nil) })
-	if _, err := s.dialFork(t.Context(), "p", newID(), ""); err == nil {
+	if _, err := s.dialFork(t.Context(), "p", spec.NewID(), ""); err == nil {
 		t.Error("without an image: no error")
 	}
 	asked := make(chan struct{})
@@ -135,7 +137,7 @@ func TestAForkThatCannotBeBegunSaysWhy(t *testing.T) {
 		<-asked
 		cancel()
 	}()
-	if _, err := s.dialFork(ctx, "p", newID(), ""); !errors.Is(err, context.Canceled) {
+	if _, err := s.dialFork(ctx, "p", spec.NewID(), ""); !errors.Is(err, context.Canceled) {
 		t.Errorf("given up: got %v, want Canceled", err)
 	}
 }
@@ -179,10 +181,10 @@ func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	id := newID()
+	id := spec.NewID()
 	r := &Record{
-		Version: recordVersion, ID: newID(), Spec: Spec{Name: "child"}, Phase: Stopped, Parent: id,
-		Fork: &Origin{Parent: "p", ParentID: newID(), Generation: 1},
+		Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "child"}, Phase: Stopped, Parent: id,
+		Fork: &Origin{Parent: "p", ParentID: spec.NewID(), Generation: 1},
 	}
 	l, err := s.create(r)
 	if err != nil {
@@ -204,7 +206,7 @@ func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	claims(id)
-	r.Snapshot = newID() // it has slept since
+	r.Snapshot = spec.NewID() // it has slept since
 	if err := s.save(r); err != nil {
 		t.Fatal(err)
 	}

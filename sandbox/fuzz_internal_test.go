@@ -253,7 +253,7 @@ func FuzzControl(f *testing.F) {
 		if len(body) > maxFuzzed || len(query) > 4096 {
 			return
 		}
-		r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
+		r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
 		p := &process{store: &Store{}, log: slog.New(slog.DiscardHandler), r: r, asleep: true}
 		where := paths[int(path)%len(paths)]
 		req := httptest.NewRequestWithContext(t.Context(), methods[int(method)%len(methods)], where, bytes.NewReader(body))

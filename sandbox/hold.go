@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Hold keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and must be
@@ -23,12 +25,12 @@ type Hold struct {
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when it does not hold any more
 	ended   chan struct{} // closed when nothing of it goes on
-	network *NetworkInfo
+	network *spec.NetworkInfo
 }
 
 // Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but their warnings can
 // change. nil if it has none, or its process is one of an older drowse that does not say.
-func (h *Hold) Network() *NetworkInfo { return h.network }
+func (h *Hold) Network() *spec.NetworkInfo { return h.network }
 
 // Hold holds a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for the call
 // alone.
@@ -267,7 +269,7 @@ func (p *process) held() string {
 	return holdGranted + " " + string(info) + "\n"
 }
 
-func parseHeld(line []byte) (*NetworkInfo, error) {
+func parseHeld(line []byte) (*spec.NetworkInfo, error) {
 	word, rest, more := bytes.Cut(bytes.TrimSuffix(line, []byte("\n")), []byte(" "))
 	if string(word) != holdGranted {
 		return nil, fmt.Errorf("it answers %.80q, want that it holds", line)
@@ -275,7 +277,7 @@ func parseHeld(line []byte) (*NetworkInfo, error) {
 	if !more {
 		return nil, nil
 	}
-	var n NetworkInfo
+	var n spec.NetworkInfo
 	if err := json.Unmarshal(rest, &n); err != nil {
 		return nil, fmt.Errorf("reading which network it has: %w", err)
 	}

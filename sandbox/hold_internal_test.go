@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestHoldSet_that_are_dismissed_are_waited_for(t *testing.T) {
@@ -95,7 +97,7 @@ func sleeper(t *testing.T, name string) *Store {
 	if err := os.Mkdir(s.vmDir(name), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.save(&Record{Version: recordVersion, ID: newID(), Phase: Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
+	if err := s.save(&Record{Version: recordVersion, ID: spec.NewID(), Phase: Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
 		t.Fatal(err)
 	}
 	return s

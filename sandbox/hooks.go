@@ -2,13 +2,12 @@ package sandbox
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -27,31 +26,6 @@ func hookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
 	}
 }
 
-// ErrHooks says that hooks in the guest stand against a sleep or a snapshot.
-var ErrHooks = errors.New("hooks in the guest have refused")
-
-// HooksError is an ErrHooks with what the hooks said.
-type HooksError struct{ Failures []guest.HookFailure }
-
-// Error is one line.
-func (e *HooksError) Error() string {
-	var b strings.Builder
-	for i, f := range e.Failures {
-		if i == 3 {
-			fmt.Fprintf(&b, "; and %d more", len(e.Failures)-i)
-			break
-		}
-		if i > 0 {
-			b.WriteString("; ")
-		}
-		b.WriteString(f.String())
-	}
-	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, b.String(), spec.HooksIgnore)
-}
-
-// Unwrap makes it an ErrHooks.
-func (e *HooksError) Unwrap() error { return ErrHooks }
-
 // hookRun are the hooks that have been run before something, and are due their
 // counterpart.
 type hookRun struct {
@@ -65,7 +39,7 @@ type hookRun struct {
 // listenHooks lets the guest say when it has hooks, so that those without are not asked
 // before each sleep.
 func (in *Instance) listenHooks() error {
-	l, err := listenUnix(guest.HooksPath(in.parts.Socket))
+	l, err := osfile.ListenUnix(guest.HooksPath(in.parts.Socket))
 	if err != nil {
 		return fmt.Errorf("listening for hooks of the guest: %w", err)
 	}
@@ -113,7 +87,7 @@ func (in *Instance) before(ctx context.Context, event guest.HookEvent, over spec
 		in.afterHooks(late, guest.HookWake)
 		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", ErrHooks, err, spec.HooksSkip)
 	case res.Refused && policy != spec.HooksIgnore:
-		return nil, &HooksError{h.failures}
+		return nil, &spec.HooksError{Failures: h.failures}
 	}
 	return h, nil
 }

@@ -179,7 +179,7 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 // Whatever stands against a sleep after them, they are told, and not in the words of the guest.
 func TestHostHooks_are_told_when_the_sleep_has_not_come_about(t *testing.T) {
 	for why, err := range map[string]error{
-		"hooks":    &HooksError{[]guest.HookFailure{{Name: "x", Output: "the guest's words"}}},
+		"hooks":    &spec.HooksError{Failures: []guest.HookFailure{{Name: "x", Output: "the guest's words"}}},
 		"no-space": errors.Join(errors.New("x"), reportOf("no-space")),
 		"used":     errUsed,
 		"error":    errors.New("the guest's words"),

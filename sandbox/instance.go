@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
@@ -63,7 +64,7 @@ type Parts struct {
 	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
 	RAM *os.File
 	// Secrets are those that the guest waits for until they are in Machine().Secrets().
-	Secrets []SecretFile
+	Secrets []spec.SecretFile
 	// ProxyIdentity makes what the guest believes its proxy by; it is called if the policy has one, more than once.
 	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
@@ -312,7 +313,7 @@ func (in *Instance) boot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ready, err := listenUnix(guest.ReadyPath(in.parts.Socket))
+	ready, err := osfile.ListenUnix(guest.ReadyPath(in.parts.Socket))
 	if err != nil {
 		return fmt.Errorf("listening for the agent: %w", err)
 	}

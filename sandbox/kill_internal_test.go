@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // startingVM is a VM in a store of its own that has no process yet, or a made-up one.
@@ -17,7 +19,7 @@ func startingVM(t *testing.T, phase Phase, pid, maker int) *Store {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
+	l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
 	if err != nil {
 		t.Fatal(err)
 	}

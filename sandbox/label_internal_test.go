@@ -42,7 +42,7 @@ func tempStore(t *testing.T) *Store {
 // labelled is a VM without a process.
 func labelled(t *testing.T, s *Store, name string, phase Phase, l *Label) *Record {
 	t.Helper()
-	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name}, Phase: phase, label: l}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name}, Phase: phase, label: l}
 	lock, err := s.create(r)
 	if err != nil {
 		t.Fatal(err)
@@ -58,7 +58,7 @@ func snapshotOf(t *testing.T, s *Store, r *Record, kind string, at time.Time) st
 	if err != nil {
 		t.Fatal(err)
 	}
-	id := newID()
+	id := spec.NewID()
 	_, err = snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}, Created: at,
 	})
@@ -526,7 +526,7 @@ func BenchmarkLabel(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: Stopped, label: &Label{Owner: "build"}}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Stopped, label: &Label{Owner: "build"}}
 	lock, err := s.create(r)
 	if err != nil {
 		b.Fatal(err)

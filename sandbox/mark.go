@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -222,7 +223,7 @@ func idsIn(path string) (ids []string) {
 	defer f.Close()
 	data, _ := io.ReadAll(io.LimitReader(f, maxGuess))
 	for _, run := range anID.FindAll(data, -1) {
-		if len(run) == len(newID()) {
+		if len(run) == len(spec.NewID()) {
 			ids = append(ids, string(run))
 		}
 	}

@@ -10,44 +10,8 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// NetEvent is a packet from or to a VM that did not pass; or, with Host, what the VM has asked its proxy for, and
-// was refused or has got a secret.
-type NetEvent struct {
-	Time      time.Time           `json:"time"`
-	Direction netpolicy.Direction `json:"direction"`
-	Verdict   netpolicy.Verdict   `json:"verdict"`
-	Reason    netpolicy.Reason    `json:"reason"`
-	// Rule is the name of the rule that decided, if one did.
-	Rule string `json:"rule,omitempty"`
-	// Protocol is tcp, udp, icmp, icmpv6 or a number. It is empty, as are the peer and
-	// the ports, where the packet was denied before they were known.
-	Protocol string `json:"protocol,omitempty"`
-	// Peer is the other side, and Name what the VM has asked its resolver for to find it.
-	Peer     netip.Addr `json:"peer,omitzero"`
-	PeerPort uint16     `json:"peer_port,omitempty"`
-	Name     string     `json:"name,omitempty"`
-	// ServerName is the name in TLS, where that is why it did not pass.
-	ServerName string `json:"server_name,omitempty"`
-	// Host is what the proxy was asked for, Secret the name of the one that was put into the request, or was to be,
-	// and Status that of the answer.
-	Host   string `json:"host,omitempty"`
-	Secret string `json:"secret,omitempty"`
-	Status int    `json:"status,omitempty"`
-	// Guest is the VM's own address, that of IPv6 for packets of IPv6.
-	Guest     netip.Addr `json:"guest"`
-	GuestPort uint16     `json:"guest_port,omitempty"`
-	// EtherType of the frame (IEEE 802).
-	EtherType uint16 `json:"ethertype"`
-	// Bytes of the frame, of all its segments.
-	Bytes uint32 `json:"bytes"`
-	// Suppressed is how many denied packets before this one, in its direction, were not
-	// told of, since there were more than 100 in a second.
-	Suppressed uint32 `json:"suppressed,omitempty"`
-	// Lost is how many events before this one whoever reads has been too slow for.
-	Lost uint64 `json:"lost,omitempty"`
-}
 
 // uptime is CLOCK_MONOTONIC, which events have their time from.
 func uptime() time.Duration {
@@ -97,8 +61,8 @@ func (n *network) refused(r tlsname.Refusal) {
 	n.events.add(ev)
 }
 
-func (n *network) netEvent(e netpolicy.Event) NetEvent {
-	ev := NetEvent{
+func (n *network) netEvent(e netpolicy.Event) spec.NetEvent {
+	ev := spec.NetEvent{
 		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
 		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.guestAddress(e), GuestPort: e.GuestPort,
 		EtherType: e.EtherType, Bytes: e.Bytes, Suppressed: e.Suppressed,
@@ -118,7 +82,7 @@ const (
 // eventLog keeps the last events, and tells those who follow.
 type eventLog struct {
 	mu        sync.Mutex // guards what follows
-	ring      []NetEvent
+	ring      []spec.NetEvent
 	next      int // where the oldest is, once the ring is full
 	total     uint64
 	followers map[*follower]bool
@@ -126,13 +90,13 @@ type eventLog struct {
 
 // follower gets events as they come. What it is too slow for is lost, and counted.
 type follower struct {
-	ch   chan NetEvent
+	ch   chan spec.NetEvent
 	lost uint64 // guarded by the log's mutex
 }
 
 func newEventLog() *eventLog { return &eventLog{followers: map[*follower]bool{}} }
 
-func (l *eventLog) add(e NetEvent) {
+func (l *eventLog) add(e spec.NetEvent) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.total++
@@ -155,7 +119,7 @@ func (l *eventLog) add(e NetEvent) {
 
 // recent returns the last events, the oldest first, and, if follow is set, a follower
 // that gets all after them. stop must be called then.
-func (l *eventLog) recent(follow bool) (events []NetEvent, f *follower, stop func()) {
+func (l *eventLog) recent(follow bool) (events []spec.NetEvent, f *follower, stop func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	events = append(append(events, l.ring[l.next:]...), l.ring[:l.next]...)
@@ -166,7 +130,7 @@ func (l *eventLog) recent(follow bool) (events []NetEvent, f *follower, stop fun
 	if !follow {
 		return events, nil, func() {}
 	}
-	f = &follower{ch: make(chan NetEvent, maxFollowed)}
+	f = &follower{ch: make(chan spec.NetEvent, maxFollowed)}
 	l.followers[f] = true
 	return events, f, func() {
 		l.mu.Lock()

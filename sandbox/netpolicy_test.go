@@ -351,13 +351,13 @@ func (p *probe) expect(what, want string) {
 }
 
 // event waits for a denied packet.
-func event(t *testing.T, e *guesttest.Env, name, what string, is func(sandbox.NetEvent) bool) {
+func event(t *testing.T, e *guesttest.Env, name, what string, is func(spec.NetEvent) bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	found := errors.New("found")
 	var seen []string
-	err := e.Store.NetworkEvents(ctx, name, true, func(ev sandbox.NetEvent) error {
+	err := e.Store.NetworkEvents(ctx, name, true, func(ev spec.NetEvent) error {
 		seen = append(seen, fmt.Sprintf("%+v", ev))
 		if is(ev) {
 			return found
@@ -438,12 +438,12 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("the host has got %q, not from the VM's own address %v", o.got, own)
 	}
 	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
-	event(t, e, "pol", "a port that no rule names", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol", "a port that no rule names", func(ev spec.NetEvent) bool {
 		return ev.Direction == netpolicy.Egress && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault && ev.Protocol == "tcp" &&
 			ev.Peer == netip.MustParseAddr("93.184.216.34") && ev.PeerPort == 81 && ev.Guest == own && ev.GuestPort != 0 && ev.Bytes > 0 && time.Since(ev.Time) < 10*time.Minute
 	})
 	p.expect("tcp 93.184.216.99 80 "+forSure, "ECONNREFUSED")
-	event(t, e, "pol", "a rejected connection", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol", "a rejected connection", func(ev spec.NetEvent) bool {
 		return ev.Verdict == netpolicy.Reject && ev.Reason == netpolicy.ReasonRule && ev.Rule == "never" && ev.Peer == netip.MustParseAddr("93.184.216.99")
 	})
 
@@ -453,7 +453,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("the server has got %q, not from the host's own IPv6 address", o.got)
 	}
 	p.expect("tcp 2001:db8:1::34 81 "+inVain, "timeout")
-	event(t, e, "pol", "a port that no rule names, by IPv6", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol", "a port that no rule names, by IPv6", func(ev spec.NetEvent) bool {
 		return ev.Direction == netpolicy.Egress && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault && ev.Protocol == "tcp" &&
 			ev.Peer == netip.MustParseAddr("2001:db8:1::34") && ev.PeerPort == 81 && ev.Guest == own6
 	})
@@ -475,7 +475,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		if got == "ping" || time.Now().After(deadline) {
 			t.Fatalf("a new address of the host: %s", got)
 		}
-		err := e.Store.NetworkEvents(t.Context(), "pol", false, func(ev sandbox.NetEvent) error {
+		err := e.Store.NetworkEvents(t.Context(), "pol", false, func(ev spec.NetEvent) error {
 			denied = denied || ev.Peer == netip.MustParseAddr("93.184.216.36") && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault
 			return nil
 		})
@@ -492,12 +492,12 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("name good.example", "93.184.216.35")
 	p.expect("tcp 93.184.216.35 8080 "+forSure, "ping")
 	p.expect("tcp 93.184.216.35 8081 "+inVain, "timeout")
-	event(t, e, "pol", "an address with a name", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 8081 && ev.Name == "good.example" })
+	event(t, e, "pol", "an address with a name", func(ev spec.NetEvent) bool { return ev.PeerPort == 8081 && ev.Name == "good.example" })
 
 	// The name has to be the one in TLS too, where that is checked: the peer never hears of another one.
 	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "good.example"), "record 22")
 	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "evil.example"), "ECONNRESET")
-	event(t, e, "pol", "another name in TLS", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol", "another name in TLS", func(ev spec.NetEvent) bool {
 		return ev.Reason == netpolicy.ReasonTLSName && ev.Verdict == netpolicy.Reject && ev.Rule == "checked" && ev.ServerName == "evil.example" &&
 			ev.Peer == netip.MustParseAddr("93.184.216.35") && ev.PeerPort == 443 && ev.GuestPort != 0
 	})
@@ -551,7 +551,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	swapped := time.Now()
 	p.expect("send after-the-swap", "sent")
-	event(t, e, "pol", "the flow that was cut", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol", "the flow that was cut", func(ev spec.NetEvent) bool {
 		return ev.Time.After(swapped.Add(-time.Second)) && ev.Peer == netip.MustParseAddr("93.184.216.34") && ev.PeerPort == 80
 	})
 	p.expect("tcp 93.184.216.34 80 "+inVain, "timeout")
@@ -612,7 +612,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p2 := startProbe(t, e, "pol2")
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	p2.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
-	event(t, e, "pol2", "a denied packet of the clone", func(ev sandbox.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })
+	event(t, e, "pol2", "a denied packet of the clone", func(ev spec.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping") // beside it
 
 	// They reach each other by their tags, which the clone has as well. Nobody listens, and the other guest says so.
@@ -633,7 +633,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p.expect("tcp "+clone.Network.Address.String()+" 9001 "+inVain, "timeout")
-	event(t, e, "pol2", "a packet of a VM with another tag", func(ev sandbox.NetEvent) bool {
+	event(t, e, "pol2", "a packet of a VM with another tag", func(ev spec.NetEvent) bool {
 		return ev.Direction == netpolicy.Ingress && ev.Peer == own && ev.GuestPort == 9001
 	})
 

@@ -32,18 +32,6 @@ var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolic
 // guestAddress6 is the same for IPv6, where a VM has it. Names are asked for by IPv4.
 var guestAddress6 = fmt.Sprintf("%v/64,%v", netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6)
 
-// NetworkInfo says how the host knows a running VM.
-type NetworkInfo struct {
-	// TAP is the name of the VM's network device on the host.
-	TAP string `json:"tap"`
-	// Address is the VM's own. The guest does not know it: see netpolicy.TheWire.
-	Address netip.Addr `json:"address"`
-	// Address6 is its IPv6 address, if it has IPv6.
-	Address6 netip.Addr `json:"address6,omitzero"`
-	// Warnings are what the policy allows and the host does not do.
-	Warnings []string `json:"warnings,omitempty"`
-}
-
 // network is the host's end of a VM's link, with its policy. Nothing passes before the
 // policy is there: until then the TAP device is down and has no address.
 type network struct {
@@ -121,7 +109,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *network, e
 		policy = &netpolicy.Policy{}
 	}
 	if id == "" {
-		id = newID()
+		id = spec.NewID()
 	}
 	n = &network{log: log, agent: id, parts: p, secrets: secrets, policy: policy, attached: make(chan struct{}), events: newEventLog()}
 	if n.agents, err = hostnet.Range(); err != nil {
@@ -337,10 +325,10 @@ func (n *network) release() error {
 }
 
 // info describes the network.
-func (n *network) info() *NetworkInfo {
+func (n *network) info() *spec.NetworkInfo {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return &NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
+	return &spec.NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
 }
 
 // set replaces the policy while packets pass. If it fails, the old one holds.

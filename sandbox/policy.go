@@ -102,8 +102,8 @@ type PolicyResult struct {
 	Name string `json:"name"`
 	// Live says that the VM runs and packets are judged by the new policy; else it is
 	// the one that the VM will be brought back with.
-	Live    bool         `json:"live"`
-	Network *NetworkInfo `json:"network,omitempty"`
+	Live    bool              `json:"live"`
+	Network *spec.NetworkInfo `json:"network,omitempty"`
 }
 
 // SetPolicy replaces a VM's network policy, for good: it is stored before it is put into
@@ -218,7 +218,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 // its process began.
 type NetworkStats struct {
 	Name string `json:"name"`
-	NetworkInfo
+	spec.NetworkInfo
 	Egress  netpolicy.Usage `json:"egress"`
 	Ingress netpolicy.Usage `json:"ingress"`
 	// Counters are packets by what became of them and why.
@@ -271,7 +271,7 @@ const maxEventLine = 64 << 10
 // NetworkEvents calls fn for the last packets of a running VM that did not pass, the
 // oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
 // does. At most 1024 are kept. It returns what fn returns, if that is an error.
-func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn func(NetEvent) error) error {
+func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn func(spec.NetEvent) error) error {
 	return watch(ctx, s, name, "/policy/events", follow, fn)
 }
 

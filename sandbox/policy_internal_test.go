@@ -146,7 +146,7 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
+		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -193,7 +193,7 @@ func TestEventLog_keeps_the_last_and_counts_what_is_lost(t *testing.T) {
 	l := newEventLog()
 	_, f, stop := l.recent(true)
 	for i := range maxEvents + 10 {
-		l.add(NetEvent{Bytes: uint32(i)})
+		l.add(spec.NetEvent{Bytes: uint32(i)})
 	}
 	got, none, _ := l.recent(false)
 	if none != nil || len(got) != maxEvents || got[0].Bytes != 10 || got[0].Lost != 10 || got[1].Lost != 0 || got[len(got)-1].Bytes != maxEvents+9 {
@@ -204,12 +204,12 @@ func TestEventLog_keeps_the_last_and_counts_what_is_lost(t *testing.T) {
 			t.Fatalf("%+v, want number %d", e, i)
 		}
 	}
-	l.add(NetEvent{Bytes: 7})
+	l.add(spec.NetEvent{Bytes: 7})
 	if e := <-f.ch; e.Bytes != 7 || e.Lost != maxEvents+10-maxFollowed {
 		t.Errorf("%+v", e)
 	}
 	stop()
-	l.add(NetEvent{})
+	l.add(spec.NetEvent{})
 	if len(f.ch) != 0 {
 		t.Error("it follows on")
 	}
@@ -271,7 +271,7 @@ func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_start
 			t.Fatal(err)
 		}
 		// As somebody may write into a record: it parses, and cannot be.
-		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
 		if err != nil {
 			t.Fatal(err)
 		}

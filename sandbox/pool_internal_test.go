@@ -27,7 +27,7 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: Starting})
+			lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -222,7 +222,7 @@ func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: Starting})
+			lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -7,19 +7,18 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -49,7 +48,7 @@ type Report struct {
 	// Hooks are those in the guest that failed after a wake or a restore.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// Network is nil without one.
-	Network *NetworkInfo `json:"network,omitempty"`
+	Network *spec.NetworkInfo `json:"network,omitempty"`
 }
 
 // process is the life of a VM in its own process.
@@ -582,7 +581,7 @@ func processCPU() time.Duration {
 }
 
 func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
-	id := newID()
+	id := spec.NewID()
 	labels, err := p.r.labels(kind)
 	if err != nil {
 		return nil, SleepResult{}, err
@@ -771,7 +770,7 @@ func (p *process) info() Info {
 
 // listen opens the control socket: HTTP with JSON, for this host's root only.
 func (p *process) listen(srv *http.Server) error {
-	l, err := listenUnix(p.store.controlSocket(p.r.Spec.Name))
+	l, err := osfile.ListenUnix(p.store.controlSocket(p.r.Spec.Name))
 	if err != nil {
 		return fmt.Errorf("opening the control socket: %w", err)
 	}
@@ -845,19 +844,4 @@ func writeError(w http.ResponseWriter, err error) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusInternalServerError)
 	_ = json.NewEncoder(w).Encode(reportError(err))
-}
-
-// listenUnix binds a Unix socket that only its owner may use.
-func listenUnix(path string) (net.Listener, error) {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, err
-	}
-	// A socket's file has its mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which others may use it, and the
-	// umask is that of the whole process.
-	private := func(_, _ string, c syscall.RawConn) error {
-		var changed error
-		err := c.Control(func(fd uintptr) { changed = unix.Fchmod(int(fd), 0o600) })
-		return errors.Join(err, changed)
-	}
-	return (&net.ListenConfig{Control: private}).Listen(context.Background(), "unix", path)
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // ProxyRootsEnv names a file with certificates, as PEM, that the proxies of VMs trust besides those of the host: for
@@ -202,7 +203,7 @@ func (n *network) listenProxy() error {
 
 // proxied notes what the proxy tells.
 func (n *network) proxied(e proxy.Event) {
-	ev := NetEvent{
+	ev := spec.NetEvent{
 		Time: time.Now().UTC(), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: e.Reason, Rule: e.Rule, Protocol: "tcp",
 		PeerPort: e.Port, Guest: n.address.Addr(), Host: e.Host, Secret: e.Secret, Status: e.Status, Suppressed: e.Suppressed,
 	}
@@ -275,6 +276,6 @@ func (in *Instance) trust(ctx context.Context, root []byte) error {
 }
 
 // forGuest says whether there are secrets that the guest finds as files.
-func forGuest(list []SecretFile) bool {
-	return slices.ContainsFunc(list, func(f SecretFile) bool { return !f.Proxy })
+func forGuest(list []spec.SecretFile) bool {
+	return slices.ContainsFunc(list, func(f spec.SecretFile) bool { return !f.Proxy })
 }

@@ -59,8 +59,8 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 }
 
 func TestRecord_inherits_what_is_in_memory(t *testing.T) {
-	a := &Record{ID: newID(), TrustedCA: "f"}
-	fork, grandchild, foreign := &Record{ID: newID()}, &Record{ID: newID()}, &Record{ID: newID()}
+	a := &Record{ID: spec.NewID(), TrustedCA: "f"}
+	fork, grandchild, foreign := &Record{ID: spec.NewID()}, &Record{ID: spec.NewID()}, &Record{ID: spec.NewID()}
 	fork.inherit(a)
 	grandchild.inherit(fork)
 	if a.lineage() != a.ID || fork.lineage() != a.ID || grandchild.lineage() != a.ID || grandchild.TrustedCA != "f" {
@@ -91,12 +91,12 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 	state := func(name string, hidden bool) []secrets.State {
 		return []secrets.State{{Secret: secrets.Secret{Name: name, Hidden: hidden}}}
 	}
-	file := func(name, value string) Secret {
-		return Secret{SecretFile: SecretFile{Name: name, Mode: 0o400, UID: 1}, Value: []byte(value)}
+	file := func(name, value string) spec.Secret {
+		return spec.Secret{SecretFile: spec.SecretFile{Name: name, Mode: 0o400, UID: 1}, Value: []byte(value)}
 	}
 	policy := mustParse(t, injects)
 	for name, c := range map[string]struct {
-		secret Secret
+		secret spec.Secret
 		policy *netpolicy.Policy
 		there  []secrets.State
 		proxy  bool
@@ -106,14 +106,14 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 		"a file":                                  {file("token", "x\n"), policy, nil, false, "x\n", false},
 		"named by the policy":                     {file("API_KEY", "sk-12345678\n"), policy, nil, true, "sk-12345678", false},
 		"named by the policy, with CRLF":          {file("API_KEY", "sk-12345678\r\n"), policy, nil, true, "sk-12345678", false},
-		"for the proxy by its owner's word":       {Secret{SecretFile: SecretFile{Name: "LATER", Proxy: true}, Value: []byte("sk-12345678")}, nil, nil, true, "sk-12345678", false},
+		"for the proxy by its owner's word":       {spec.Secret{SecretFile: spec.SecretFile{Name: "LATER", Proxy: true}, Value: []byte("sk-12345678")}, nil, nil, true, "sk-12345678", false},
 		"the proxy's, of which no policy speaks":  {file("API_KEY", "sk-12345678"), nil, state("API_KEY", true), true, "sk-12345678", false},
 		"a file that the policy names afterwards": {file("API_KEY", "sk-12345678"), policy, state("API_KEY", false), true, "", true},
 		"too short for a request":                 {file("API_KEY", "short\n"), policy, nil, true, "", true},
 		"two lines":                               {file("API_KEY", "sk-12345678\nsk-12345678\n"), policy, nil, true, "", true},
 	} {
 		s := c.secret
-		err := s.become(c.policy, c.there)
+		err := forProxy(&s, c.policy, c.there)
 		if c.bad {
 			if !errors.Is(err, ErrSecrets) {
 				t.Errorf("%s: %v, want ErrSecrets", name, err)
@@ -124,7 +124,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 			t.Errorf("%s: %+v %q, %v", name, s.SecretFile, s.Value, err)
 		}
 	}
-	if err := (&Secret{SecretFile: SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}).check(); !errors.Is(err, ErrSecrets) {
+	if err := checkSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
 		t.Errorf("a mode for one of the proxy's: %v", err)
 	}
 }
@@ -136,7 +136,7 @@ func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
 	}
 	record := func(name string, p *netpolicy.Policy) *Record {
 		t.Helper()
-		r := &Record{Version: recordVersion, ID: newID(), Phase: Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
+		r := &Record{Version: recordVersion, ID: spec.NewID(), Phase: Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
 		if err := errors.Join(os.MkdirAll(s.vmDir(name), 0o700), s.save(r)); err != nil {
 			t.Fatal(err)
 		}

@@ -25,7 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // caller asks an API whenever it is told to, with the key that it believes to have.
@@ -148,7 +148,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	}
 	key := randomText(t, "sk-")
 	// As from a file with a line, and without a word that it is for the proxy: the policy says so.
-	if err := e.Store.SetSecrets(t.Context(), vm, sandbox.Secret{SecretFile: sandbox.SecretFile{Name: "API_KEY"}, Value: []byte(key + "\n")}); err != nil {
+	if err := e.Store.SetSecrets(t.Context(), vm, spec.Secret{SecretFile: spec.SecretFile{Name: "API_KEY"}, Value: []byte(key + "\n")}); err != nil {
 		t.Fatal(err)
 	}
 	// What comes back has no key either.
@@ -169,7 +169,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	}
 	pid := works("at first")
 	var injected int
-	err := e.Store.NetworkEvents(t.Context(), vm, false, func(ev sandbox.NetEvent) error {
+	err := e.Store.NetworkEvents(t.Context(), vm, false, func(ev spec.NetEvent) error {
 		if ev.Reason == netpolicy.ReasonInject && ev.Verdict == netpolicy.Allow && ev.Host == "api.example" && ev.Secret == "API_KEY" && ev.Status == 200 && ev.Rule == "api" && ev.PeerPort == 443 {
 			injected++
 		}
@@ -193,11 +193,11 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 
 	// The program goes on with what it has in memory. Its owner hands the key in.
 	l := e.Launcher
-	l.Secrets = func(_ context.Context, _ string, awaited []sandbox.SecretFile) ([]sandbox.Secret, error) {
-		if len(awaited) != 1 || awaited[0] != (sandbox.SecretFile{Name: "API_KEY", Proxy: true}) {
+	l.Secrets = func(_ context.Context, _ string, awaited []spec.SecretFile) ([]spec.Secret, error) {
+		if len(awaited) != 1 || awaited[0] != (spec.SecretFile{Name: "API_KEY", Proxy: true}) {
 			t.Errorf("asked for %+v", awaited)
 		}
-		return []sandbox.Secret{{SecretFile: awaited[0], Value: []byte(key)}}, nil
+		return []spec.Secret{{SecretFile: awaited[0], Value: []byte(key)}}, nil
 	}
 	if _, err := e.Store.Wake(t.Context(), l, vm); err != nil {
 		t.Fatal(err)

@@ -20,7 +20,7 @@ func rehearse() error {
 	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Host}}}}
 	now := time.Now().UTC()
 	r := &Record{
-		Version: recordVersion, ID: newID(), Created: now, Phase: Asleep, Exit: &ExitRecord{}, Fork: &Origin{}, Awake: now, Rotated: now,
+		Version: recordVersion, ID: spec.NewID(), Created: now, Phase: Asleep, Exit: &ExitRecord{}, Fork: &Origin{}, Awake: now, Rotated: now,
 		Sleeps: []SleepRecord{{Asleep: now}},
 		Spec:   Spec{Name: "rehearsal", Network: spec.NetworkTAP, Policy: policy, Hooks: spec.Hooks{}, Idle: spec.Idle{SleepSeconds: 1}},
 	}
@@ -47,6 +47,6 @@ func rehearse() error {
 	if _, err := netpolicy.Compile(read.Spec.Policy, netpolicy.Identity{Address4: netpolicy.TheWire.Guest4}, netpolicy.Environment{}); err != nil {
 		return err
 	}
-	report := Report{Name: "rehearsal", Begun: now, Stages: map[string]float64{"resume_ready": 1}, Network: &NetworkInfo{Address: netpolicy.TheWire.Guest4}}
+	report := Report{Name: "rehearsal", Begun: now, Stages: map[string]float64{"resume_ready": 1}, Network: &spec.NetworkInfo{Address: netpolicy.TheWire.Guest4}}
 	return json.NewEncoder(io.Discard).Encode(report)
 }

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
@@ -18,83 +17,27 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Bounds of the secrets of one VM.
-const (
-	MaxSecrets    = secrets.MaxSecrets
-	MaxSecretName = secrets.MaxName
-	MaxSecret     = secrets.MaxValue // bytes of a value
-)
-
-// DefaultSecretMode is for everybody in the VM: the VM is what separates.
-const DefaultSecretMode = 0o444
-
-// ErrSecrets says that a VM cannot have a secret, or cannot be captured because of one.
-var ErrSecrets = errors.New("secrets")
-
-// SecretFile says what a secret looks like in the guest: a file in guest.SecretsDir, if it is not one of the proxy's.
-type SecretFile struct {
-	// Name is 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'.
-	Name string `json:"name"`
-	// Mode has its permissions; 0 is DefaultSecretMode.
-	Mode uint16 `json:"mode,omitempty"`
-	// UID and GID are its owner, in numbers.
-	UID uint32 `json:"uid,omitempty"`
-	GID uint32 `json:"gid,omitempty"`
-	// Proxy says that the guest does not get it: it is for the VM's proxy, which puts it into requests as the network policy
-	// says. Secrets that the policy names there are so in any case, and stay so. Mode, UID and GID are 0 then.
-	Proxy bool `json:"proxy,omitempty"`
-}
-
-// Secret is a secret with its value, which is in memory of the VM's process only.
-type Secret struct {
-	SecretFile
-	// Value is at most MaxSecret bytes.
-	Value []byte `json:"value"`
-	// Transient says that the VM is not to wait for it after a wake or boot: its name is
-	// forgotten with its value. The name of any other is kept in the VM's record.
-	Transient bool `json:"transient,omitempty"`
-}
-
-// SecretState is what Store.Secrets says of a secret.
-type SecretState struct {
-	SecretFile
-	// Present says that the value is there; else programs that open the file wait for it.
-	Present bool `json:"present"`
-	Size    int  `json:"size"` // bytes
-	// Kept says that the VM waits for it after a wake or boot.
-	Kept bool `json:"kept"`
-}
-
-// CheckSecretName says whether a secret can be called so.
-func CheckSecretName(name string) error {
-	ok := name != "" && len(name) <= MaxSecretName && name[0] != '.'
-	for _, c := range []byte(name) {
-		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || strings.IndexByte("._-", c) >= 0)
-	}
-	if !ok {
-		return fmt.Errorf("%w: name %q: use 1 to %d letters, digits, '.', '_' and '-', and no '.' at the beginning", ErrSecrets, name, MaxSecretName)
-	}
-	return nil
-}
-
-func (f SecretFile) file() secrets.Secret {
+// deviceSecret is a secret as the device knows it.
+func deviceSecret(f spec.SecretFile) secrets.Secret {
 	if f.Mode == 0 {
-		f.Mode = DefaultSecretMode
+		f.Mode = spec.DefaultSecretMode
 	}
 	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
 }
 
-func (s *Secret) check() error {
-	if err := CheckSecretName(s.Name); err != nil {
+// checkSecret says what is wrong with a secret.
+func checkSecret(s *spec.Secret) error {
+	if err := spec.CheckSecretName(s.Name); err != nil {
 		return err
 	}
 	if s.Mode > 0o777 {
 		return fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", ErrSecrets, s.Name, s.Mode)
 	}
-	if len(s.Value) > MaxSecret {
-		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", ErrSecrets, s.Name, len(s.Value), MaxSecret)
+	if len(s.Value) > spec.MaxSecret {
+		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", ErrSecrets, s.Name, len(s.Value), spec.MaxSecret)
 	}
 	if !s.Proxy {
 		return nil
@@ -114,9 +57,9 @@ func oneLine(value []byte) []byte {
 	return bytes.TrimSuffix(value, []byte("\r"))
 }
 
-// become makes a secret the proxy's if the policy says so or it is so already. One that the guest has had is
+// forProxy makes a secret the proxy's if the policy says so or it is so already. One that the guest has had is
 // none for the proxy, and the reverse.
-func (s *Secret) become(policy *netpolicy.Policy, there []secrets.State) error {
+func forProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) error {
 	s.Proxy = s.Proxy || policy.Injects(s.Name)
 	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
 		if s.Proxy && !there[i].Hidden {
@@ -127,7 +70,7 @@ func (s *Secret) become(policy *netpolicy.Policy, there []secrets.State) error {
 	if s.Proxy {
 		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value)
 	}
-	return s.check()
+	return checkSecret(s)
 }
 
 // SetSecrets hands secrets to a running VM, whose programs find them as files in
@@ -138,9 +81,9 @@ func (s *Secret) become(policy *netpolicy.Policy, there []secrets.State) error {
 //
 // A VM that does not run is ErrNotRunning: wake it first. If it fails, nothing has changed
 // but values of secrets that were there before.
-func (s *Store) SetSecrets(ctx context.Context, name string, list ...Secret) error {
+func (s *Store) SetSecrets(ctx context.Context, name string, list ...spec.Secret) error {
 	for i := range list {
-		if err := list[i].check(); err != nil {
+		if err := checkSecret(&list[i]); err != nil {
 			return err
 		}
 	}
@@ -164,7 +107,7 @@ func (s *Store) SetSecrets(ctx context.Context, name string, list ...Secret) err
 	})
 }
 
-func secretNames(list []Secret) []string {
+func secretNames(list []spec.Secret) []string {
 	var names []string
 	for _, l := range list {
 		names = append(names, l.Name)
@@ -200,18 +143,18 @@ func (s *Store) RemoveSecrets(ctx context.Context, name string, names ...string)
 
 // Secrets lists the secrets of a VM. Of one that does not run, they are those that it
 // will wait for.
-func (s *Store) Secrets(ctx context.Context, name string) ([]SecretState, error) {
+func (s *Store) Secrets(ctx context.Context, name string) ([]spec.SecretState, error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return nil, err
 	}
-	var out []SecretState
+	var out []spec.SecretState
 	if r.Phase == Running {
 		err = s.call(ctx, name, http.MethodGet, "/secrets", &out)
 		return out, err
 	}
 	for _, f := range r.Secrets {
-		out = append(out, SecretState{SecretFile: f, Kept: true})
+		out = append(out, spec.SecretState{SecretFile: f, Kept: true})
 	}
 	return out, nil
 }
@@ -255,7 +198,7 @@ func (s *Store) dropSecrets(name string, names []string) error {
 		return err
 	}
 	for _, n := range names {
-		i := slices.IndexFunc(r.Secrets, func(f SecretFile) bool { return f.Name == n })
+		i := slices.IndexFunc(r.Secrets, func(f spec.SecretFile) bool { return f.Name == n })
 		if i < 0 {
 			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, name, n)
 		}
@@ -287,11 +230,11 @@ func (s *Store) handIn(ctx context.Context, l Launcher, name string) error {
 // The rest is in the VM's process.
 
 // maxSecretsBody bounds a request with secrets, in bytes: values are in base64.
-const maxSecretsBody = MaxSecrets * (MaxSecret*4/3 + 1024)
+const maxSecretsBody = spec.MaxSecrets * (spec.MaxSecret*4/3 + 1024)
 
 func (p *process) handleSecrets(handle func(string, func(*http.Request) (any, error), func())) {
 	handle("PUT /secrets", func(r *http.Request) (any, error) {
-		var list []Secret
+		var list []spec.Secret
 		d := json.NewDecoder(io.LimitReader(r.Body, maxSecretsBody))
 		d.DisallowUnknownFields()
 		if err := d.Decode(&list); err != nil {
@@ -310,7 +253,7 @@ func (p *process) handleSecrets(handle func(string, func(*http.Request) (any, er
 	handle("GET /secrets", func(*http.Request) (any, error) { return p.listSecrets(), nil }, nil)
 }
 
-func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
+func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if err := p.alive(); err != nil {
@@ -332,18 +275,18 @@ func (p *process) setSecrets(ctx context.Context, list []Secret) (err error) {
 	names := slices.Clone(p.r.Secrets)
 	for i := range list {
 		l := &list[i]
-		if err := l.become(p.r.Spec.Policy, before); err != nil {
+		if err := forProxy(l, p.r.Spec.Policy, before); err != nil {
 			return err
 		}
-		if err := dev.Set(l.file(), l.Value); err != nil {
+		if err := dev.Set(deviceSecret(l.SecretFile), l.Value); err != nil {
 			return fmt.Errorf("%w: %w", ErrSecrets, err)
 		}
-		names = slices.DeleteFunc(names, func(f SecretFile) bool { return f.Name == l.Name })
+		names = slices.DeleteFunc(names, func(f spec.SecretFile) bool { return f.Name == l.Name })
 		if !l.Transient {
 			names = append(names, l.SecretFile)
 		}
 	}
-	if slices.ContainsFunc(list, func(l Secret) bool { return !l.Proxy }) {
+	if slices.ContainsFunc(list, func(l spec.Secret) bool { return !l.Proxy }) {
 		if err := p.in.serveSecrets(ctx); err != nil {
 			return err
 		}
@@ -372,7 +315,7 @@ func (p *process) removeSecrets(names []string) error {
 		if !slices.ContainsFunc(dev.List(), func(s secrets.State) bool { return s.Name == n }) {
 			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, p.r.Spec.Name, n)
 		}
-		kept = slices.DeleteFunc(kept, func(f SecretFile) bool { return f.Name == n })
+		kept = slices.DeleteFunc(kept, func(f spec.SecretFile) bool { return f.Name == n })
 	}
 	if !slices.Equal(old, kept) {
 		p.r.Secrets = kept
@@ -387,25 +330,25 @@ func (p *process) removeSecrets(names []string) error {
 	return nil
 }
 
-func (p *process) listSecrets() []SecretState {
+func (p *process) listSecrets() []spec.SecretState {
 	p.op.Lock()
 	defer p.op.Unlock()
-	out := []SecretState{}
+	out := []spec.SecretState{}
 	for _, s := range p.in.machine.Secrets().List() {
-		out = append(out, SecretState{
+		out = append(out, spec.SecretState{
 			SecretFile: stateFile(s.Secret), Present: s.Present, Size: s.Size,
-			Kept: slices.ContainsFunc(p.r.Secrets, func(f SecretFile) bool { return f.Name == s.Name }),
+			Kept: slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name }),
 		})
 	}
 	return out
 }
 
 // stateFile is what a secret looks like. Those of the proxy have no file.
-func stateFile(s secrets.Secret) SecretFile {
+func stateFile(s secrets.Secret) spec.SecretFile {
 	if s.Hidden {
-		return SecretFile{Name: s.Name, Proxy: true}
+		return spec.SecretFile{Name: s.Name, Proxy: true}
 	}
-	return SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
+	return spec.SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
 }
 
 // serveSecretsLimit is how long the agent may take to start what serves secrets.
@@ -431,7 +374,7 @@ func (in *Instance) serveSecrets(ctx context.Context) error {
 // awaitSecrets tells the guest which secrets will come.
 func (in *Instance) awaitSecrets() error {
 	for _, f := range in.parts.Secrets {
-		if err := in.machine.Secrets().Await(f.file()); err != nil {
+		if err := in.machine.Secrets().Await(deviceSecret(f)); err != nil {
 			return fmt.Errorf("%w: %w", ErrSecrets, err)
 		}
 	}

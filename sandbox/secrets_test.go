@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -168,7 +169,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	secret := randomText(t, "secret-")
 	set := func(vm, value string) {
 		t.Helper()
-		token := sandbox.Secret{SecretFile: sandbox.SecretFile{Name: "token"}, Value: []byte(value)}
+		token := spec.Secret{SecretFile: spec.SecretFile{Name: "token"}, Value: []byte(value)}
 		if err := e.Store.SetSecrets(t.Context(), vm, token); err != nil {
 			t.Fatal(err)
 		}
@@ -230,7 +231,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	if err != nil || len(list) != 1 || list[0].Name != "token" || list[0].Present || !list[0].Kept {
 		t.Errorf("a VM that sleeps waits for %+v, %v", list, err)
 	}
-	if err := e.Store.SetSecrets(t.Context(), "sec", sandbox.Secret{SecretFile: sandbox.SecretFile{Name: "token"}}); !errors.Is(err, sandbox.ErrNotRunning) {
+	if err := e.Store.SetSecrets(t.Context(), "sec", spec.Secret{SecretFile: spec.SecretFile{Name: "token"}}); !errors.Is(err, sandbox.ErrNotRunning) {
 		t.Errorf("a secret for a VM that sleeps: %v, want ErrNotRunning", err)
 	}
 
@@ -254,11 +255,11 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 
 	// Whoever brings it back may be asked.
 	l := e.Launcher
-	l.Secrets = func(_ context.Context, vm string, awaited []sandbox.SecretFile) ([]sandbox.Secret, error) {
+	l.Secrets = func(_ context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error) {
 		if vm != "sec" || len(awaited) != 1 || awaited[0].Name != "token" {
 			t.Errorf("asked for %v of %s", awaited, vm)
 		}
-		return []sandbox.Secret{{SecretFile: awaited[0], Value: []byte(secret)}}, nil
+		return []spec.Secret{{SecretFile: awaited[0], Value: []byte(secret)}}, nil
 	}
 	if _, err := e.Store.Wake(t.Context(), l, "sec"); err != nil {
 		t.Fatal(err)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -59,7 +60,7 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	}
 	name := p.r.Spec.Name
 	path := guest.SelfPath(p.store.VsockPath(name))
-	l, err := listenUnix(path)
+	l, err := osfile.ListenUnix(path)
 	if err != nil {
 		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
 	}

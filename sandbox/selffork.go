@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // How long a guest's fork may take. Variables, so that tests need not wait as long.
@@ -43,7 +44,7 @@ func (a AskedFork) Wanted(now time.Time) bool {
 
 // selfFork asks for a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
 func (s *Store) selfFork(ctx context.Context, name string) (child string, err error) {
-	id := newID()
+	id := spec.NewID()
 	if err := s.setSelf(ctx, name, func(l *Label) error {
 		l.Asked.Fork = AskedFork{ID: id, At: time.Now().UTC()}
 		return nil

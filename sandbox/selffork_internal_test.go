@@ -132,7 +132,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 	s := tempStore(t)
 	ask := func() (AskedFork, error) {
 		t.Helper()
-		askedFork(t, s, func(a *AskedFork) { *a = AskedFork{ID: newID(), At: time.Now()} })
+		askedFork(t, s, func(a *AskedFork) { *a = AskedFork{ID: spec.NewID(), At: time.Now()} })
 		err := s.ForkAsked(t.Context(), Launcher{}, "a")
 		return labelOf(t, s, "a").Asked.Fork, err
 	}

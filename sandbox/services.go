@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -435,7 +436,7 @@ func (in *Instance) listenServices() error {
 	if in.services != nil || in.parts.ServiceEvent == nil {
 		return nil
 	}
-	l, err := listenUnix(guest.ServicesPath(in.parts.Socket))
+	l, err := osfile.ListenUnix(guest.ServicesPath(in.parts.Socket))
 	if err != nil {
 		return fmt.Errorf("listening for services of the guest: %w", err)
 	}

@@ -94,13 +94,13 @@ func TestServiceTrail_is_bounded_and_knows_its_services(t *testing.T) {
 }
 
 func TestSecretNames(t *testing.T) {
-	for _, name := range []string{"a", "A_b.c-9", strings.Repeat("x", MaxSecretName)} {
-		if err := CheckSecretName(name); err != nil {
+	for _, name := range []string{"a", "A_b.c-9", strings.Repeat("x", spec.MaxSecretName)} {
+		if err := spec.CheckSecretName(name); err != nil {
 			t.Errorf("%q: %v", name, err)
 		}
 	}
-	for _, name := range []string{"", ".", "..", ".a", "a/b", "a b", "a\n", "ä", strings.Repeat("x", MaxSecretName+1)} {
-		if err := CheckSecretName(name); !errors.Is(err, ErrSecrets) {
+	for _, name := range []string{"", ".", "..", ".a", "a/b", "a b", "a\n", "ä", strings.Repeat("x", spec.MaxSecretName+1)} {
+		if err := spec.CheckSecretName(name); !errors.Is(err, ErrSecrets) {
 			t.Errorf("%q: got %v, want ErrSecrets", name, err)
 		}
 	}
@@ -108,7 +108,7 @@ func TestSecretNames(t *testing.T) {
 
 // Clones are made by the record in a snapshot.
 func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
-	r := &Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []SecretFile{{Name: "token"}}}
+	r := &Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
 	labels, err := r.labels(kindSleep)
 	if err != nil {
 		t.Fatal(err)
@@ -116,7 +116,7 @@ func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
 	if text := labels[labelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
 		t.Errorf("it is %s", text)
 	}
-	if !slices.Equal(r.Secrets, []SecretFile{{Name: "token"}}) {
+	if !slices.Equal(r.Secrets, []spec.SecretFile{{Name: "token"}}) {
 		t.Error("the record itself has changed")
 	}
 }

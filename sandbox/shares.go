@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"errors"
 	"fmt"
 	"path/filepath"
 	"strconv"
@@ -15,9 +14,6 @@ import (
 const deviceShare = "share-"
 
 func shareTag(i int) string { return deviceShare + strconv.Itoa(i) }
-
-// ErrShare says that the directory of a share cannot be shared.
-var ErrShare = errors.New("unusable share")
 
 // findShares says early what cannot be shared.
 func (s *Store) findShares(shares []spec.Share) error {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -17,6 +18,9 @@ var (
 	_ = [1]int{}[spec.MinMemoryMiB<<20-guestmem.MinSize]
 	_ = [1]int{}[spec.MaxMemoryMiB<<20-guestmem.MaxSize]
 	_ = [1]int{}[spec.MaxMounts-(vmm.MaxDevices-7)]
+	_ = [1]int{}[spec.MaxSecrets-secrets.MaxSecrets]
+	_ = [1]int{}[spec.MaxSecretName-secrets.MaxName]
+	_ = [1]int{}[spec.MaxSecret-secrets.MaxValue]
 )
 
 // shell is what of a VM can be made before anything is known of it but its shape: RAM,

@@ -5,6 +5,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // spareNetwork is what of a VM's link to the host can be made before anything is known of the VM: a TAP device that is down, with
@@ -16,7 +17,7 @@ type spareNetwork struct {
 }
 
 func newSpareNetwork() (_ *spareNetwork, err error) {
-	s := &spareNetwork{id: newID()}
+	s := &spareNetwork{id: spec.NewID()}
 	if s.tap, err = tap.Create(tap.Config{Name: tapName(s.id), Down: true}); err != nil {
 		return nil, err
 	}

@@ -6,6 +6,8 @@ import (
 	"os"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // An order to wake or boot a VM may come late: the VM has run meanwhile. Its record is then as the run has left it.
@@ -32,7 +34,7 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 				t.Fatal(err)
 			}
 			// The kernel is not there, so that what is not refused fails before it needs KVM.
-			l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
+			l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
 			if err != nil {
 				t.Fatal(err)
 			}

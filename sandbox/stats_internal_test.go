@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestProcessStats_are_those_of_the_process(t *testing.T) {
@@ -70,7 +72,7 @@ func TestStats_of_a_VM_that_does_not_run_are_refused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: "vm"}, Phase: Asleep})
+	l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: Asleep})
 	if err != nil {
 		t.Fatal(err)
 	}

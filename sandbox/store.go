@@ -3,8 +3,6 @@ package sandbox
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,17 +20,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-)
-
-// What a caller may want to tell apart.
-var (
-	ErrNotFound   = errors.New("no such VM")
-	ErrExists     = errors.New("a VM of that name exists")
-	ErrNotRunning = errors.New("the VM is not running")
-	ErrRunning    = errors.New("the VM is running")
-	ErrCrashed    = errors.New("the VM's process was killed")
-	ErrRecord     = errors.New("unreadable VM record")
-	ErrServed     = errors.New("another process does that already")
 )
 
 // Store is a directory that holds everything of a set of VMs. Any number of
@@ -173,7 +160,7 @@ type Record struct {
 	TrustedCA string `json:"trusted_ca,omitempty"`
 	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
 	// are made of it have none.
-	Secrets []SecretFile `json:"secrets,omitempty"`
+	Secrets []spec.SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
 	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one before goes.
@@ -231,13 +218,6 @@ type ExitRecord struct {
 	Time   time.Time `json:"time"`
 }
 
-// newID makes an id of 32 hex digits.
-func newID() string {
-	var b [16]byte
-	_, _ = rand.Read(b[:]) // never fails
-	return hex.EncodeToString(b[:])
-}
-
 // writeFileAtomic replaces a file so that, after a crash at any instant, the old or
 // the new content is there.
 func (s *Store) writeFileAtomic(path string, data []byte) error {
@@ -258,7 +238,7 @@ func (s *Store) replaceFile(path string, data []byte) error {
 
 // writeTemp writes, safely, what is to take the place of a file.
 func (s *Store) writeTemp(path string, data []byte) (temp string, err error) {
-	temp = filepath.Join(filepath.Dir(path), ".tmp-"+newID()[:16])
+	temp = filepath.Join(filepath.Dir(path), ".tmp-"+spec.NewID()[:16])
 	f, err := s.fs.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return "", err

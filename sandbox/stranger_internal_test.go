@@ -140,7 +140,7 @@ func (h *host) word(layers ...string) string {
 // record is of a VM without anything special.
 func (h *host) record(name string, layers ...string) *Record {
 	return &Record{
-		Version: recordVersion, ID: newID(), Created: time.Now().UTC(), Phase: Asleep,
+		Version: recordVersion, ID: spec.NewID(), Created: time.Now().UTC(), Phase: Asleep,
 		Spec: Spec{Name: name, Image: "app", VCPUs: 1, MemoryMiB: 64, DiskMiB: testDiskSize >> 20, Hostname: name, Network: spec.NetworkNone},
 		Boot: BootFiles{KernelID: "built-1", Kernel: "kernels/built-1/vmlinux", SystemDisk: agentDisk, ImageID: h.image},
 		Disk: disk.Stack{Layers: layers},
@@ -155,7 +155,7 @@ func (h *host) snapshot(r *Record, kind string, change func(*snapshot.Spec)) str
 		h.t.Fatal(err)
 	}
 	spec := snapshot.Spec{
-		ID: newID(), Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
+		ID: spec.NewID(), Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
 		Disks: []snapshot.Disk{{Name: deviceDisk, Size: testDiskSize, Layers: r.Disk.Layers}},
 		Host:  map[string]string{factsKey: h.facts}, Labels: labels, Memory: noMemory{},
 	}
@@ -238,14 +238,14 @@ func (h *host) greedy() *Record {
 	r.Spec.Self = spec.Self{Allow: []string{"fork=64", "extend=87600h"}}
 	r.Spec.Hooks, r.Spec.Idle = spec.Hooks{Policy: spec.HooksSkip}, spec.Idle{SleepSeconds: 1}
 	r.Spec.Services = []spec.Service{{Name: "miner", Argv: []string{"/bin/miner"}}}
-	r.Boot.Kernel, r.Lineage, r.TrustedCA = "/etc/shadow", newID(), "00"
-	r.Secrets = []SecretFile{{Name: "token"}}
+	r.Boot.Kernel, r.Lineage, r.TrustedCA = "/etc/shadow", spec.NewID(), "00"
+	r.Secrets = []spec.SecretFile{{Name: "token"}}
 	return r
 }
 
 func TestAttack_import_brings_no_policy_tags_grants_kernel_path_or_owner(t *testing.T) {
 	from := newHost(t)
-	victim := newID()
+	victim := spec.NewID()
 	id := from.snapshot(from.greedy(), kindSleep, func(s *snapshot.Spec) {
 		s.Labels[labelOwner], s.Labels["drowse.unknown"], s.Labels[labelNote] = victim, "?", "words"
 	})
@@ -377,7 +377,7 @@ func fill(v reflect.Value) {
 
 func TestAttack_import_gets_no_layer_of_a_local_VM_by_its_name(t *testing.T) {
 	from := newHost(t)
-	secret, secretUpper := newID()+"-1", newID()+"-2"
+	secret, secretUpper := spec.NewID()+"-1", spec.NewID()+"-2"
 	// The stranger has layers of his own by these names, to have a snapshot of them, and leaves them out of the stream.
 	from.layer(secret, "bait")
 	from.layer(secretUpper, "bait", secret)
@@ -424,7 +424,7 @@ func TestAttack_import_gets_no_layer_of_a_local_VM_by_its_name(t *testing.T) {
 func TestAttack_import_takes_no_name_that_a_local_VM_is_going_to_give_a_layer(t *testing.T) {
 	from := newHost(t)
 	to := from.another()
-	local := newID()
+	local := spec.NewID()
 	to.layer(local+"-1", "local")
 	from.layer(local+"-1", "stranger")
 	from.layer(local+"-2", "stranger 2", local+"-1")
@@ -504,7 +504,7 @@ func TestAttack_import_does_not_become_what_a_local_VM_comes_back_from(t *testin
 	stream := from.stream(id)
 	for name, change := range map[string]func(*Record){
 		"it sleeps in it":               func(r *Record) { r.Snapshot = id },
-		"it was taken back from it":     func(r *Record) { r.Snapshot, r.Previous = newID(), id },
+		"it was taken back from it":     func(r *Record) { r.Snapshot, r.Previous = spec.NewID(), id },
 		"its fork has begun as it":      func(r *Record) { r.Fork, r.Parent = &Origin{Parent: "y"}, id },
 		"its next snapshot builds upon": func(r *Record) { r.Base = id },
 	} {

@@ -13,12 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // sleepingVM has a disk of so many layers that are its own, each with a block of its number.
 func sleepingVM(t *testing.T, s *Store, name string, layers int) *Record {
 	t.Helper()
-	r := &Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name}, Phase: Asleep}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name}, Phase: Asleep}
 	l, err := s.create(r)
 	if err != nil {
 		t.Fatal(err)

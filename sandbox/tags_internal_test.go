@@ -57,7 +57,7 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.create(&Record{Version: recordVersion, ID: newID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
+		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // policyTimeout is how long a VM that is just starting or falling asleep is waited for.
@@ -98,7 +99,7 @@ stopped comes back with them. A tag that is there already, or is not, is no erro
 }
 
 // warnNetwork tells what a policy allows and the host does not do.
-func (a *app) warnNetwork(name string, n *sandbox.NetworkInfo) {
+func (a *app) warnNetwork(name string, n *spec.NetworkInfo) {
 	if n == nil {
 		return
 	}
@@ -347,7 +348,7 @@ that come, until the VM sleeps or ends.`,
 				return err
 			}
 			e := json.NewEncoder(a.stdout)
-			err = s.NetworkEvents(cmd.Context(), args[0], follow, func(ev sandbox.NetEvent) error { return e.Encode(ev) })
+			err = s.NetworkEvents(cmd.Context(), args[0], follow, func(ev spec.NetEvent) error { return e.Encode(ev) })
 			if follow && errors.Is(err, context.Canceled) {
 				return nil // by Ctrl-C
 			}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (a *app) secretCommand() *cobra.Command {
@@ -71,7 +72,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&mode, "mode", strconv.FormatUint(sandbox.DefaultSecretMode, 8), "permissions of the files, in octal")
+	f.StringVar(&mode, "mode", strconv.FormatUint(spec.DefaultSecretMode, 8), "permissions of the files, in octal")
 	f.Uint32Var(&uid, "uid", 0, "their owner, in numbers")
 	f.Uint32Var(&gid, "gid", 0, "their group, in numbers")
 	f.BoolVar(&proxy, "proxy", false, "for the VM's proxy, and not for the VM: no file; so are those that its network policy names")
@@ -92,7 +93,7 @@ func (a *app) secretListCommand() *cobra.Command {
 				return err
 			}
 			if list == nil {
-				list = []sandbox.SecretState{}
+				list = []spec.SecretState{}
 			}
 			return a.print(list, func(w io.Writer) {
 				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
@@ -106,7 +107,7 @@ func (a *app) secretListCommand() *cobra.Command {
 						after = "awaited"
 					}
 					if m == 0 {
-						m = sandbox.DefaultSecretMode
+						m = spec.DefaultSecretMode
 					}
 					mode, owner := fmt.Sprintf("%04o", m), fmt.Sprintf("%d:%d", l.UID, l.GID)
 					if l.Proxy {
@@ -143,7 +144,7 @@ func secretFlag(cmd *cobra.Command, to *[]string, more string) {
 
 // readSecrets reads NAME=@FILE and NAME=-. There are no other ways: a command line can be
 // seen by everybody.
-func readSecrets(words []string, stdin io.Reader) (list []sandbox.Secret, err error) {
+func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error) {
 	defer func() {
 		if err != nil {
 			wipeSecrets(list)
@@ -161,7 +162,7 @@ func readSecrets(words []string, stdin io.Reader) (list []sandbox.Secret, err er
 		case from == "-" && seen["-"]:
 			return list, usageError{errors.New("stdin can be one secret, not two")}
 		}
-		if err := sandbox.CheckSecretName(name); err != nil {
+		if err := spec.CheckSecretName(name); err != nil {
 			return list, usageError{err}
 		}
 		seen[name] = true
@@ -176,8 +177,8 @@ func readSecrets(words []string, stdin io.Reader) (list []sandbox.Secret, err er
 			defer f.Close()
 			in = f
 		}
-		value, err := readAtMost(in, sandbox.MaxSecret)
-		list = append(list, sandbox.Secret{SecretFile: sandbox.SecretFile{Name: name}, Value: value})
+		value, err := readAtMost(in, spec.MaxSecret)
+		list = append(list, spec.Secret{SecretFile: spec.SecretFile{Name: name}, Value: value})
 		if err != nil {
 			return list, fmt.Errorf("reading secret %s: %w", name, err)
 		}
@@ -198,13 +199,13 @@ func readAtMost(r io.Reader, limit int) ([]byte, error) {
 	return buf, err
 }
 
-func wipeSecrets(list []sandbox.Secret) {
+func wipeSecrets(list []spec.Secret) {
 	for _, l := range list {
 		clear(l.Value)
 	}
 }
 
-func secretNames(list []sandbox.Secret) []string {
+func secretNames(list []spec.Secret) []string {
 	names := []string{}
 	for _, l := range list {
 		names = append(names, l.Name)
@@ -223,7 +224,7 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Store, name string) error 
 
 // handIn gives secrets to VMs that run. Those that a VM has or waits for stay as they are
 // but for the value.
-func handIn(ctx context.Context, s *sandbox.Store, list []sandbox.Secret, names ...string) error {
+func handIn(ctx context.Context, s *sandbox.Store, list []spec.Secret, names ...string) error {
 	for _, name := range names {
 		if len(list) == 0 {
 			break
@@ -242,7 +243,7 @@ func handIn(ctx context.Context, s *sandbox.Store, list []sandbox.Secret, names 
 
 // asTheyAre gives secrets the looks that those of the same names have. It returns the names
 // of the others as well, which are transient or not.
-func asTheyAre(list []sandbox.Secret, there []sandbox.SecretState, transient bool) (out []sandbox.Secret, others []string) {
+func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (out []spec.Secret, others []string) {
 next:
 	for _, l := range list {
 		l.Transient = transient
@@ -260,7 +261,7 @@ next:
 
 // lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
 // has already get the new value, and stay.
-func lendSecrets(ctx context.Context, s *sandbox.Store, name string, list []sandbox.Secret) (back func(), err error) {
+func lendSecrets(ctx context.Context, s *sandbox.Store, name string, list []spec.Secret) (back func(), err error) {
 	if len(list) == 0 {
 		return func() {}, nil
 	}

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestReadSecrets(t *testing.T) {
@@ -20,9 +20,9 @@ func TestReadSecrets(t *testing.T) {
 		}
 		return "@" + path
 	}
-	small, full, large := file("small", 3), file("full", sandbox.MaxSecret), file("large", sandbox.MaxSecret+1)
+	small, full, large := file("small", 3), file("full", spec.MaxSecret), file("large", spec.MaxSecret+1)
 	list, err := readSecrets([]string{"A=" + small, "b=-", "c=" + full}, strings.NewReader("from stdin\n"))
-	if err != nil || len(list) != 3 || string(list[0].Value) != "xxx" || string(list[1].Value) != "from stdin\n" || len(list[2].Value) != sandbox.MaxSecret || list[1].Name != "b" {
+	if err != nil || len(list) != 3 || string(list[0].Value) != "xxx" || string(list[1].Value) != "from stdin\n" || len(list[2].Value) != spec.MaxSecret || list[1].Name != "b" {
 		t.Fatalf("got %d secrets, %v", len(list), err)
 	}
 	for name, words := range map[string][]string{
@@ -53,8 +53,8 @@ func TestReadSecrets(t *testing.T) {
 }
 
 func TestAsTheyAre_secrets_that_a_VM_has_keep_their_looks(t *testing.T) {
-	list := []sandbox.Secret{{SecretFile: sandbox.SecretFile{Name: "a"}, Value: []byte("1")}, {SecretFile: sandbox.SecretFile{Name: "b"}, Value: []byte("2")}}
-	there := []sandbox.SecretState{{SecretFile: sandbox.SecretFile{Name: "b", Mode: 0o400, UID: 7}, Kept: true}}
+	list := []spec.Secret{{SecretFile: spec.SecretFile{Name: "a"}, Value: []byte("1")}, {SecretFile: spec.SecretFile{Name: "b"}, Value: []byte("2")}}
+	there := []spec.SecretState{{SecretFile: spec.SecretFile{Name: "b", Mode: 0o400, UID: 7}, Kept: true}}
 	out, others := asTheyAre(list, there, true)
 	if len(out) != 2 || !out[0].Transient || out[1].Transient || out[1].Mode != 0o400 || out[1].UID != 7 || string(out[1].Value) != "2" {
 		t.Errorf("got %+v", out)

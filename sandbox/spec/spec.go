@@ -1,6 +1,8 @@
 package spec
 
 import (
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -216,4 +218,11 @@ func (s Shape) Validate() error {
 		return fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrInvalid, s.MemoryMiB, MinMemoryMiB, MaxMemoryMiB)
 	}
 	return nil
+}
+
+// NewID makes an id of 32 hex digits.
+func NewID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
 }

@@ -16,7 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // gate wakes VMs for packets. The addresses of VMs lead to a device of the gate's, by routes that are worse than that
@@ -30,7 +30,7 @@ type gate struct {
 	// touched is Options.Touched.
 	touched func(Touch)
 	// wake sees to it that a VM is awake, and stays so until the hold is released.
-	wake func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error)
+	wake func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error)
 	// send puts a frame on a VM's device.
 	send            func(device string, frame []byte) error
 	agents, agents6 netip.Prefix

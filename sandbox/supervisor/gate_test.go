@@ -56,7 +56,7 @@ type stage struct {
 	released int
 	awake    chan struct{} // wakes wait until it is closed
 	fails    error
-	info     sandbox.NetworkInfo
+	info     spec.NetworkInfo
 	clock    time.Time
 }
 
@@ -75,11 +75,11 @@ func newStage(t *testing.T, policy string) *stage {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &stage{awake: make(chan struct{}), info: sandbox.NetworkInfo{TAP: "tap-a", Address: own, Address6: own6}, clock: time.Unix(1e9, 0)}
+	s := &stage{awake: make(chan struct{}), info: spec.NetworkInfo{TAP: "tap-a", Address: own, Address6: own6}, clock: time.Unix(1e9, 0)}
 	s.gate = &gate{
 		log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64"),
 		resting: map[netip.Addr]*resting{}, now: func() time.Time { return s.clock },
-		wake: func(_ context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
+		wake: func(_ context.Context, name string) (hold, *spec.NetworkInfo, error) {
 			<-s.awake
 			s.mu.Lock()
 			defer s.mu.Unlock()

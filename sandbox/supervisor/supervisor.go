@@ -329,7 +329,7 @@ func (v *supervisor) open(ctx context.Context) {
 }
 
 // awake sees to it that a VM is awake and stays so until the hold is released.
-func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *sandbox.NetworkInfo, error) {
+func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *spec.NetworkInfo, error) {
 	for range wakeTries {
 		hold, err := v.store.Hold(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
@@ -431,7 +431,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 		}
 		v.device = d
 		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
-		g.wake = func(ctx context.Context, name string) (hold, *sandbox.NetworkInfo, error) {
+		g.wake = func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error) {
 			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {
 				return nil, nil, err

@@ -77,7 +77,7 @@ func ErrorOf(err error) Error {
 	if errors.As(err, &fe) {
 		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
 	}
-	var he *sandbox.HooksError
+	var he *spec.HooksError
 	var hhe *sandbox.HostHooksError
 	var re *sandbox.ErrorReport
 	switch {
@@ -101,7 +101,7 @@ func (e Error) Err() error {
 	case fleet.CodeCanceled:
 		cause = fmt.Errorf("%s: %w", e.Message, context.Canceled)
 	case "hooks":
-		cause = errors.Join(cause, &sandbox.HooksError{Failures: e.Hooks})
+		cause = errors.Join(cause, &spec.HooksError{Failures: e.Hooks})
 	case "host-hooks":
 		cause = errors.Join(cause, &sandbox.HostHooksError{Failures: e.HostHooks})
 	}

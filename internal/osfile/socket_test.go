@@ -1,4 +1,4 @@
-package sandbox
+package osfile
 
 import (
 	"io/fs"
@@ -11,7 +11,7 @@ func TestListenUnix_makes_a_socket_that_only_its_owner_may_use(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "s")
 	for range 2 { // the second time one is there that nobody serves
-		l, err := listenUnix(path)
+		l, err := ListenUnix(path)
 		if err != nil {
 			t.Fatal(err)
 		}
