@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// What does not persist over a sleep: docs/PERSISTENCE.md and ADR 0049.
+// What does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
 
 var (
 	// ErrPromote says that a part of the guest could not be copied to the host.

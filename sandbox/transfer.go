@@ -100,7 +100,7 @@ type ImportResult struct {
 //
 // Whoever has made the stream is a stranger. Taken are the memory with the state of the machine, the disk, and which
 // devices there are; the image by its content. A network device has no policy then, so nothing passes. What else the
-// stream says is dropped, and ImportResult says what: see docs/SANDBOXES.md. Layers of the disk come from the stream
+// stream says is dropped, and ImportResult says what: see docs/guides/snapshots.md. Layers of the disk come from the stream
 // alone, and have names by their content unless the store has the same under the same name.
 //
 // It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,

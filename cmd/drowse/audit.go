@@ -33,7 +33,7 @@ commands, sessions, copies, forwarded connections. A VM that sleeps is not woken
 
 The result is an exit code or signal, "running", "detached" for a process that was left to
 itself, or "unknown" where whoever has asked for it was killed before its end. Values of
-environment variables, standard input and output are not kept. docs/AUDIT.md says what the
+environment variables, standard input and output are not kept. docs/guides/audit.md says what the
 trail proves, and what not.
 
 With --follow, each is printed as it begins and again as it ends, until the VM is removed;

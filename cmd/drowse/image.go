@@ -104,7 +104,7 @@ With --file, FILE has steps in the syntax of a Dockerfile: FROM (an image of
 ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a VM that is gone afterwards,
 without a network unless --net and --policy give it one. Steps that were done before on
 the same files are not done again, unless --no-cache says so. What commands print goes to
-stderr. docs/IMAGES.md says what else of a Dockerfile is known.`,
+stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
   drowse image build --from docker://ghcr.io/me/app:v1
   docker save app | drowse image build --from docker-archive:- --tag app

@@ -41,7 +41,7 @@ nothing that it is made from has changed. It runs on every kind of KVM.
 
 With --config, FILE has options in the form of a kernel's .config, which take the place of
 those that drowse sets. Such a kernel is used by VMs that name it (run --kernel ID) and by
-images that need what it has; the others keep the usual one. docs/KERNELS.md says more.`,
+images that need what it has; the others keep the usual one. docs/reference/KERNELS.md says more.`,
 		Example: `  drowse kernel build --install-deps
   echo CONFIG_VXLAN=y | drowse kernel build --config -`,
 		Args: cobra.NoArgs,

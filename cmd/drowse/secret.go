@@ -23,9 +23,9 @@ func (a *app) secretCommand() *cobra.Command {
 		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
 values are in the memory of the VM's process only: neither in its record, nor on its disk,
 nor in a snapshot of it. Those that the proxy of its network policy puts into requests are no
-files: programs have a placeholder in a variable of that name (docs/PROXY.md). They go when the VM falls asleep or stops. When it is awake again,
+files: programs have a placeholder in a variable of that name (docs/guides/proxy.md). They go when the VM falls asleep or stops. When it is awake again,
 programs that open the files wait until the secrets have been handed in anew, for a minute
-at most. docs/SECRETS.md says what is promised, and what cannot be.`,
+at most. docs/guides/secrets.md says what is promised, and what cannot be.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())

@@ -43,10 +43,10 @@ Send events to webhooks, in their order, each until it is taken; where it is, it
 when it is started again.
 
 Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
-to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/API.md.
-There is a page for browsers at the same address: docs/WEB.md.
+to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/guides/api.md.
+There is a page for browsers at the same address: docs/guides/web.md.
 
-Send traces of what it does to a collector that OTEL_EXPORTER_OTLP_ENDPOINT names: docs/TRACES.md.
+Send traces of what it does to a collector that OTEL_EXPORTER_OTLP_ENDPOINT names: docs/guides/monitoring.md.
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
 --on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,

@@ -22,7 +22,7 @@ func (a *app) serviceCommand() *cobra.Command {
 		Use: "service", Short: "Keep programs running in a VM", Args: cobra.NoArgs,
 		Long: `Keep programs running in a VM: its agent starts them when the VM boots, and starts them
 again when they end. They sleep and wake with the VM like everything else in its memory.
-docs/SERVICES.md has the rules.`,
+docs/guides/services.md has the rules.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	do := func(use, short string, f func(context.Context, *sandbox.Store, string, string) (sandbox.ServiceStatus, error)) *cobra.Command {

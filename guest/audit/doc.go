@@ -9,7 +9,7 @@
 // A line is written before the guest is asked for anything, and another one at the end. What
 // cannot be recorded is not done. Lines are written whole, by any number of processes, under
 // the file's lock; a full file makes way for a new one, and KeptFiles older ones are kept.
-// Nothing is synced: what a power cut takes is said in docs/AUDIT.md.
+// Nothing is synced: what a power cut takes is said in docs/guides/audit.md.
 //
 // Values of environment variables, standard input, output and contents of files are never
 // recorded. Everything is what the programs that use package guest say of themselves:

@@ -62,7 +62,7 @@ type wanted struct {
 	options       string // separated by spaces
 }
 
-// wants are the features that are known, in the order in which they are shown. docs/KERNELS.md has the same table, and a test compares the two.
+// wants are the features that are known, in the order in which they are shown. docs/reference/KERNELS.md has the same table, and a test compares the two.
 var wants = []wanted{
 	{"guest", "disks, the agent's socket, the root file system: what no VM can do without", "VIRTIO_MMIO VIRTIO_BLK VIRTIO_VSOCKETS EROFS_FS EXT4_FS OVERLAY_FS DEVTMPFS PROC_FS SYSFS TMPFS"},
 	{"soft-kvm", "boots on a KVM without VMX or SVM", "KVM_GUEST KVM_GUEST_SOFT"},

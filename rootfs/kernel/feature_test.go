@@ -204,7 +204,7 @@ type documentedFeature struct{ name, purpose, built, debian, options string }
 
 func documented(t *testing.T) (out []documentedFeature) {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "..", "docs", "KERNELS.md"))
+	text, err := os.ReadFile(filepath.Join("..", "..", "docs", "reference", "KERNELS.md"))
 	if err != nil {
 		t.Fatal(err)
 	}

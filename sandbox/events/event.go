@@ -123,7 +123,7 @@ type Event struct {
 	Details Details  `json:"details,omitzero"`
 }
 
-// Details say more of some types; docs/EVENTS.md has which.
+// Details say more of some types; docs/reference/events.md has which.
 type Details struct {
 	Snapshot string `json:"snapshot,omitempty"`
 	// Bytes are what the snapshot takes on disk, or what a removal has freed.

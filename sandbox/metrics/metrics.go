@@ -1,5 +1,5 @@
 // Package metrics says in figures, for Prometheus, what sandboxes do: how many there are in which status, and what the process that serves them has
-// done itself. docs/METRICS.md has a line on each.
+// done itself. docs/reference/telemetry.md has a line on each.
 package metrics
 
 import (

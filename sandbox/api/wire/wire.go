@@ -1,5 +1,5 @@
 // Package wire has the bodies of the HTTP API's requests and answers that are not documents of other packages: what a
-// server (package api) and a client (package client) have in common. docs/API.md describes them.
+// server (package api) and a client (package client) have in common. docs/guides/api.md describes them.
 package wire
 
 import (
