@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -36,7 +37,7 @@ func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	id := spec.NewID()
 	if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Image: r.Boot.ImageID, Labels: labels, Memory: noMemory{},
-		Disks: []snapshot.Disk{{Name: deviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
+		Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
 	}); err != nil {
 		t.Fatal(err)
 	}

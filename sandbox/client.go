@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -441,7 +442,7 @@ func (r *Record) goBack(m *snapshot.Manifest) {
 
 func snapshotDisk(m *snapshot.Manifest) disk.Stack {
 	for _, d := range m.Disks {
-		if d.Name == deviceDisk {
+		if d.Name == instance.DeviceDisk {
 			return disk.Stack{Layers: d.Layers}
 		}
 	}

@@ -22,6 +22,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -150,7 +151,7 @@ func commitForEver(dir string) error {
 		}
 		id := spec.NewID()
 		if _, err := snapshot.Create(context.Background(), s.snapshotDir(id), snapshot.Spec{
-			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: deviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
+			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
 		}); err != nil {
 			return err
 		}

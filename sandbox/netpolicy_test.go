@@ -37,6 +37,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -399,7 +400,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		o.tls("93.184.216.35:443")
 		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34", "api.example": "93.184.216.37"})
 	})
-	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", sandbox.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
+	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", instance.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
 	policy := mustPolicy(t, probePolicy)
 
 	rep := e.Run(sandbox.Spec{Name: "pol", Network: spec.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})

@@ -3,17 +3,11 @@ package sandbox
 import (
 	"fmt"
 	"path/filepath"
-	"strconv"
 	"strings"
 
-	"github.com/drowse-vm/drowse/devices/fs"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// deviceShare and a share's index name its device, and are the tag that the guest mounts it by.
-const deviceShare = "share-"
-
-func shareTag(i int) string { return deviceShare + strconv.Itoa(i) }
 
 // findShares says early what cannot be shared.
 func (s *Store) findShares(shares []spec.Share) error {
@@ -25,7 +19,7 @@ func (s *Store) findShares(shares []spec.Share) error {
 		return err
 	}
 	for _, sh := range shares {
-		d, err := openShare(sh)
+		d, err := instance.OpenShare(sh)
 		if err != nil {
 			return err
 		}
@@ -46,12 +40,4 @@ func (s *Store) findShares(shares []spec.Share) error {
 // within says whether a clean path is dir or below it.
 func within(path, dir string) bool {
 	return path == dir || dir == "/" || strings.HasPrefix(path, dir+"/")
-}
-
-func openShare(sh spec.Share) (*fs.Dir, error) {
-	d, err := fs.Open(sh.Source, sh.Writable)
-	if err != nil {
-		return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot", ErrShare, sh.Path, err)
-	}
-	return d, nil
 }

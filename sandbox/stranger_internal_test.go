@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
@@ -57,9 +58,9 @@ func newHost(t *testing.T) *host {
 	h.write(filepath.Join(s.dir, agentDisk), "the agent")
 	// As if a VM had run here.
 	h.facts = "facts of this host"
-	before := goodFacts.Load()
-	goodFacts.Store(&h.facts)
-	t.Cleanup(func() { goodFacts.Store(before) })
+	before := instance.GoodFacts.Load()
+	instance.GoodFacts.Store(&h.facts)
+	t.Cleanup(func() { instance.GoodFacts.Store(before) })
 	return h
 }
 
@@ -156,8 +157,8 @@ func (h *host) snapshot(r *Record, kind string, change func(*snapshot.Spec)) str
 	}
 	spec := snapshot.Spec{
 		ID: spec.NewID(), Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
-		Disks: []snapshot.Disk{{Name: deviceDisk, Size: testDiskSize, Layers: r.Disk.Layers}},
-		Host:  map[string]string{factsKey: h.facts}, Labels: labels, Memory: noMemory{},
+		Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: testDiskSize, Layers: r.Disk.Layers}},
+		Host:  map[string]string{instance.FactsKey: h.facts}, Labels: labels, Memory: noMemory{},
 	}
 	if change != nil {
 		change(&spec)
@@ -466,7 +467,7 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 		"a volume": {func(r *Record, _ map[string]string) {
 			r.Spec.Volumes = []spec.VolumeMount{{Name: "data", Path: "/data"}}
 		}, ErrImport},
-		"a volume that its label names":  {func(_ *Record, l map[string]string) { l[labelVolumes] = `[{"name":"data"}]` }, ErrImport},
+		"a volume that its label names":  {func(_ *Record, l map[string]string) { l[instance.LabelVolumes] = `[{"name":"data"}]` }, ErrImport},
 		"a record that cannot be read":   {func(_ *Record, l map[string]string) { l[labelRecord] = "{" }, ErrRecord},
 		"a record of another version":    {func(r *Record, _ map[string]string) { r.Version = 7 }, ErrRecord},
 		"another processor than this":    {func(_ *Record, l map[string]string) { l["facts"] = `{"arch":"arm64"}` }, vmm.ErrForeign},
@@ -479,7 +480,7 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 			id := from.snapshot(r, kindNamed, func(s *snapshot.Spec) {
 				for k, v := range extra {
 					if k == "facts" {
-						s.Host[factsKey] = v
+						s.Host[instance.FactsKey] = v
 						continue
 					}
 					s.Labels[k] = v

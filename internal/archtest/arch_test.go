@@ -55,7 +55,9 @@ var rules = []rule{
 	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
 	// What a VM is, also for a client on another system.
-	{"sandbox/spec", []string{"netpolicy", "guest", "sandbox/lifetime"}},
+	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
+	// One VM in this process.
+	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/events", nil},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes

@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"bytes"
@@ -149,7 +149,7 @@ type history struct {
 	seed     uint64
 	rnd      *rand.Rand
 	dir      string
-	spec     Spec
+	spec     spec.VM
 	user     bool
 	pool     []uint64 // linear pages that the guest's window shows
 	noise    *os.File
@@ -353,7 +353,7 @@ func (m *testMachine) close() {
 
 // prepare chooses what the machines of this history are like.
 func (h *history) prepare() {
-	h.spec = Spec{Name: "equal", VCPUs: 1, MemoryMiB: 64 + h.rnd.IntN(200)}
+	h.spec = spec.VM{Name: "equal", VCPUs: 1, MemoryMiB: 64 + h.rnd.IntN(200)}
 	if h.seed%2 == 1 {
 		h.spec.MemoryMiB = 3<<10 + 1 + h.rnd.IntN(300)
 		if h.seed%10 == 5 {

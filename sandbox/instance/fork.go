@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"context"
@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -120,7 +121,7 @@ func parseForkNote(data []byte, vcpus int) (note forkNote, err error) {
 		return forkNote{}, fmt.Errorf("%w: %w", guestmem.ErrImage, err)
 	}
 	if note.Version != forkVersion || note.VCPUs != vcpus {
-		return forkNote{}, fmt.Errorf("%w: it is of version %d with %d vCPUs, version %d with %d is wanted", ErrSpec, note.Version, note.VCPUs, forkVersion, vcpus)
+		return forkNote{}, fmt.Errorf("%w: it is of version %d with %d vCPUs, version %d with %d is wanted", spec.ErrInvalid, note.Version, note.VCPUs, forkVersion, vcpus)
 	}
 	return note, nil
 }
@@ -141,7 +142,7 @@ func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *sn
 	if err := frozen.Close(); err != nil {
 		return nil, err
 	}
-	note, err := json.Marshal(forkNote{forkVersion, spec.VCPUs, spec.Host, spec.Payloads, spec.Labels[labelVolumes]})
+	note, err := json.Marshal(forkNote{forkVersion, spec.VCPUs, spec.Host, spec.Payloads, spec.Labels[LabelVolumes]})
 	if err != nil {
 		return nil, fmt.Errorf("describing a fork: %w", err)
 	}
@@ -178,7 +179,7 @@ func (p Parts) memory() (*guestmem.Memory, error) {
 // build upon. It need not ever be there.
 func RestoreFork(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
 	if p.RAM == nil {
-		return nil, fmt.Errorf("starting a fork: %w: there is no image of its RAM", ErrSpec)
+		return nil, fmt.Errorf("starting a fork: %w: there is no image of its RAM", spec.ErrInvalid)
 	}
 	in, err := begin(p)
 	if err != nil {
@@ -199,12 +200,12 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
-	if err := checkHost(note.Host); err != nil {
+	if err := CheckHost(note.Host); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	m := &snapshot.Manifest{ID: filepath.Base(snapshotDir)}
 	if note.Volumes != "" {
-		m.Labels = map[string]string{labelVolumes: note.Volumes}
+		m.Labels = map[string]string{LabelVolumes: note.Volumes}
 	}
 	if err := in.checkVolumes(m); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)

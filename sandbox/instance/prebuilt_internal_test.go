@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"net"
@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -16,7 +17,7 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 		t.Skipf("this host cannot run VMs with a network: %v, user %d", err, os.Geteuid())
 	}
 	with := spec.Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
-	s, err := NewShells(map[spec.Shape]int{with: 2, with.Machine(): 1})
+	s, err := NewPrebuilt(map[spec.Shape]int{with: 2, with.Machine(): 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,13 +30,13 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 		t.Fatalf("%d links and %d machines, want 2 and 3: %v", len(made), len(s.ready[with.Machine()]), s.failure)
 	}
 	for _, n := range made {
-		i, err := net.InterfaceByName(tapName(n.id))
+		i, err := net.InterfaceByName(hostnet.InterfaceName(n.id))
 		if err != nil || i.Flags&net.FlagUp != 0 {
 			t.Errorf("the device of a link: %+v, %v", i, err)
 		}
 	}
 	// What a record says is what its VM gets.
-	id := s.nextNetwork()
+	id := s.NextNetwork()
 	taken, err := s.network()
 	if err != nil || taken == nil || taken.id != id {
 		t.Fatalf("got %+v, %v, want %s", taken, err, id)
@@ -59,19 +60,19 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 		if n == taken {
 			continue
 		}
-		if _, err := net.InterfaceByName(tapName(n.id)); err == nil || slices.Contains(names, n.id) {
+		if _, err := net.InterfaceByName(hostnet.InterfaceName(n.id)); err == nil || slices.Contains(names, n.id) {
 			t.Errorf("a link that nobody has taken is left")
 		}
 	}
-	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
+	if n, err := s.network(); n != nil || err != nil || s.NextNetwork() != "" {
 		t.Errorf("a link after Close: %v, %v", n, err)
 	}
 }
 
 func TestShells_none_have_no_link(t *testing.T) {
 	t.Parallel()
-	var s *Shells
-	if n, err := s.network(); n != nil || err != nil || s.nextNetwork() != "" {
+	var s *Prebuilt
+	if n, err := s.network(); n != nil || err != nil || s.NextNetwork() != "" {
 		t.Errorf("got %v, %v", n, err)
 	}
 }

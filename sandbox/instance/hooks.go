@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"context"
@@ -11,9 +11,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// hookLimits are what the guest's agent is told. The record is left without defaults,
+// HookLimits are what the guest's agent is told. The record is left without defaults,
 // so that it stays one that needs no hooks to be understood.
-func hookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
+func HookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
 	seconds := func(n, d int) time.Duration {
 		if n == 0 {
 			n = d
@@ -50,27 +50,27 @@ func (in *Instance) listenHooks() error {
 
 // runHooks runs the guest's hooks for one event.
 func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest.HookLimits) (guest.Hooked, error) {
-	ctx, cancel := in.whileRunning(ctx)
+	ctx, cancel := in.WhileRunning(ctx)
 	defer cancel()
 	c, err := in.Agent(ctx)
 	if err != nil {
-		return guest.Hooked{}, in.explain(ctx, err)
+		return guest.Hooked{}, in.Explain(ctx, err)
 	}
 	// Before the guest is paused, so that no connection is in what is saved of it.
 	defer c.Close()
 	res, err := c.Hooks(ctx, event, l)
 	if err != nil {
-		return res, in.explain(ctx, err)
+		return res, in.Explain(ctx, err)
 	}
 	return res, nil
 }
 
-// before runs the hooks for a sleep or a snapshot. If they refuse, they have been told
+// RunHooksBefore runs the hooks for a sleep or a snapshot. If they refuse, they have been told
 // to go on.
-func (in *Instance) before(ctx context.Context, event guest.HookEvent, over spec.HookPolicy) (*hookRun, error) {
+func (in *Instance) RunHooksBefore(ctx context.Context, event guest.HookEvent, over spec.HookPolicy) (*hookRun, error) {
 	want := in.parts.Spec.Hooks
 	policy := want.Effective(over)
-	h := &hookRun{in: in, limits: hookLimits(want, policy)}
+	h := &hookRun{in: in, limits: HookLimits(want, policy)}
 	if policy == spec.HooksSkip || !in.hooks.Load() {
 		return h, nil
 	}
@@ -85,7 +85,7 @@ func (in *Instance) before(ctx context.Context, event guest.HookEvent, over spec
 		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), lateWake)
 		defer cancel()
 		in.afterHooks(late, guest.HookWake)
-		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", ErrHooks, err, spec.HooksSkip)
+		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", spec.ErrHooks, err, spec.HooksSkip)
 	case res.Refused && policy != spec.HooksIgnore:
 		return nil, &spec.HooksError{Failures: h.failures}
 	}
@@ -100,8 +100,8 @@ func noAnswer(event guest.HookEvent, err error) guest.HookFailure {
 	return guest.HookFailure{Name: "*", Event: event, Problem: err.Error()}
 }
 
-// after tells the hooks that the machine goes on, once. It waits for them.
-func (h *hookRun) after(ctx context.Context) {
+// After tells the hooks that the machine goes on, once. It waits for them.
+func (h *hookRun) After(ctx context.Context) {
 	if h == nil || !h.due {
 		return
 	}
@@ -110,7 +110,7 @@ func (h *hookRun) after(ctx context.Context) {
 
 // afterHooks runs the counterparts. What fails does not undo what has been done.
 func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []guest.HookFailure {
-	res, err := in.runHooks(ctx, event, hookLimits(in.parts.Spec.Hooks, spec.HooksIgnore))
+	res, err := in.runHooks(ctx, event, HookLimits(in.parts.Spec.Hooks, spec.HooksIgnore))
 	if err != nil {
 		res.Failures = append(res.Failures, noAnswer(event, err))
 	}
@@ -118,4 +118,24 @@ func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []gue
 		in.log.Warn("hook in the guest", "problem", f.String())
 	}
 	return res.Failures
+}
+
+// Failed are those that have failed.
+func (h *hookRun) Failed() []guest.HookFailure { return h.failures }
+
+// ListenServices lets the guest say what becomes of its services. A VM without services does
+// not listen.
+func (in *Instance) ListenServices() error {
+	in.servicesMu.Lock()
+	defer in.servicesMu.Unlock()
+	if in.services != nil || in.parts.ServiceEvent == nil {
+		return nil
+	}
+	l, err := osfile.ListenUnix(guest.ServicesPath(in.parts.Socket))
+	if err != nil {
+		return fmt.Errorf("listening for services of the guest: %w", err)
+	}
+	in.services = l
+	go guest.ServeServices(l, in.parts.ServiceEvent)
+	return nil
 }

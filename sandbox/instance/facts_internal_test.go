@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"errors"
@@ -9,9 +9,9 @@ import (
 )
 
 func TestFactsOfAnotherHostAreRefusedAlsoAfterGoodOnes(t *testing.T) {
-	defer goodFacts.Store(goodFacts.Load())
+	defer GoodFacts.Store(GoodFacts.Load())
 	good := "those of this host"
-	goodFacts.Store(&good)
+	GoodFacts.Store(&good)
 	for name, tc := range map[string]struct {
 		facts string
 		want  error
@@ -22,10 +22,10 @@ func TestFactsOfAnotherHostAreRefusedAlsoAfterGoodOnes(t *testing.T) {
 		"something like them":  {good + " ", snapshot.ErrForeign},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if err := checkHost(map[string]string{factsKey: tc.facts}); !errors.Is(err, tc.want) {
+			if err := CheckHost(map[string]string{FactsKey: tc.facts}); !errors.Is(err, tc.want) {
 				t.Errorf("got %v, want %v", err, tc.want)
 			}
-			if *goodFacts.Load() != good {
+			if *GoodFacts.Load() != good {
 				t.Error("what was refused counts as good")
 			}
 		})

@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"net/netip"
@@ -41,13 +41,13 @@ func protocolName(e netpolicy.Event) string {
 }
 
 // event notes an event of the link.
-func (n *network) event(e netpolicy.Event) {
+func (n *Network) event(e netpolicy.Event) {
 	n.flows.Denied(e)
 	n.events.add(n.netEvent(e))
 }
 
 // refused notes a connection that was reset for its TLS name.
-func (n *network) refused(r tlsname.Refusal) {
+func (n *Network) refused(r tlsname.Refusal) {
 	n.flows.Refused(r.Flow, r.Reason, r.Name)
 	if r.Quiet {
 		return
@@ -61,7 +61,7 @@ func (n *network) refused(r tlsname.Refusal) {
 	n.events.add(ev)
 }
 
-func (n *network) netEvent(e netpolicy.Event) spec.NetEvent {
+func (n *Network) netEvent(e netpolicy.Event) spec.NetEvent {
 	ev := spec.NetEvent{
 		Time: time.Now().Add(e.Uptime - uptime()).UTC(), Direction: e.Direction, Verdict: e.Verdict, Reason: e.Reason,
 		Rule: n.ruleName(e), Protocol: protocolName(e), PeerPort: e.PeerPort, Guest: n.guestAddress(e), GuestPort: e.GuestPort,
@@ -143,7 +143,7 @@ func (l *eventLog) recent(follow bool) (events []spec.NetEvent, f *follower, sto
 const etherIPv6 = 0x86dd
 
 // guestAddress is the VM's own address in the protocol of an event.
-func (n *network) guestAddress(e netpolicy.Event) netip.Addr {
+func (n *Network) guestAddress(e netpolicy.Event) netip.Addr {
 	if e.EtherType == etherIPv6 && n.own6.IsValid() {
 		return n.own6
 	}

@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"log/slog"
@@ -11,7 +11,7 @@ import (
 
 // A host gets more addresses than a policy can know while VMs run: one that is not known would be open as a public one.
 func TestAttack_host_with_too_many_addresses_opens_nothing(t *testing.T) {
-	n := &network{log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64")}
+	n := &Network{log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64")}
 	p := &netpolicy.Policy{Rules: []netpolicy.Rule{{
 		Name: "web", Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Public},
 		Protocols: []netpolicy.Protocol{netpolicy.TCP}, Ports: []netpolicy.PortRange{netpolicy.AnyPort},

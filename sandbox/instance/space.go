@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"context"
@@ -161,9 +161,9 @@ func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	return false
 }
 
-// keepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the VM as a
+// KeepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the VM as a
 // whole may need the guest's help.
-func (in *Instance) keepRunning() (release func()) {
+func (in *Instance) KeepRunning() (release func()) {
 	w := &in.space
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -181,8 +181,8 @@ func (in *Instance) keepRunning() (release func()) {
 	}
 }
 
-// spaceProblem says whether the guest waits for space on the host.
-func (in *Instance) spaceProblem() string {
+// SpaceProblem says whether the guest waits for space on the host.
+func (in *Instance) SpaceProblem() string {
 	in.space.mu.Lock()
 	defer in.space.mu.Unlock()
 	if in.space.waiting {

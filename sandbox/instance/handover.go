@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"context"
@@ -128,7 +128,7 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 	}
 	c, err := in.Agent(ctx)
 	if err != nil {
-		return guest.Resumed{}, in.explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
+		return guest.Resumed{}, in.Explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
 	}
 	defer c.Close()
 	if !answered {
@@ -138,7 +138,7 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 	}
 	res, err := c.Resume(ctx, what)
 	if err != nil {
-		return res, in.explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
+		return res, in.Explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
 	}
 	if !answered {
 		in.isReady()

@@ -1,4 +1,4 @@
-package sandbox
+package instance
 
 import (
 	"encoding/binary"
@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -32,7 +33,7 @@ func loopingInstance(t *testing.T) *Instance {
 		t.Fatal(err)
 	}
 	in, err := begin(Parts{
-		Spec:   Spec{Name: "a", VCPUs: 1, MemoryMiB: 64},
+		Spec:   spec.VM{Name: "a", VCPUs: 1, MemoryMiB: 64},
 		Kernel: file("kernel", guestProgram([]byte{0xeb, 0xfe})), // jmp to itself
 		Image:  file("image", make([]byte, 4096)), Disk: st, Socket: filepath.Join(dir, "s"), VM: "0",
 	})
@@ -66,7 +67,7 @@ func TestStandStill_waits_until_a_secret_is_wiped(t *testing.T) {
 
 	release, _, err := in.standStill(t.Context(), time.Millisecond)
 	release()
-	if !errors.Is(err, ErrSecrets) {
+	if !errors.Is(err, spec.ErrSecrets) {
 		t.Fatalf("a guest that does not say that it has wiped one: %v, want ErrSecrets", err)
 	}
 	type result struct {
