@@ -430,7 +430,7 @@ func (b *build) close(ctx context.Context) error {
 
 // newBuild names a VM for a build. The lock says that the build is under way.
 func (s *Store) newBuild() (name string, lock *os.File, err error) {
-	dir := filepath.Join(s.dir, buildsDir)
+	dir := filepath.Join(s.Dir(), buildsDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", nil, fmt.Errorf("beginning a build: %w", err)
 	}
@@ -467,7 +467,7 @@ func (s *Store) endBuild(ctx context.Context, name string, lock *os.File) error 
 
 // SweepBuilds removes the VMs of builds that have died.
 func (s *Store) SweepBuilds(ctx context.Context) error {
-	dir := filepath.Join(s.dir, buildsDir)
+	dir := filepath.Join(s.Dir(), buildsDir)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

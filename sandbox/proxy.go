@@ -37,7 +37,7 @@ func (r *Record) inherit(from *Record) {
 
 // proxyKey reads the store's key, or makes it.
 func (s *Store) proxyKey() ([]byte, error) {
-	path := filepath.Join(s.dir, proxyKeyFile)
+	path := filepath.Join(s.Dir(), proxyKeyFile)
 	key, err := readProxyKey(path)
 	if !errors.Is(err, fs.ErrNotExist) {
 		return key, err
@@ -47,7 +47,7 @@ func (s *Store) proxyKey() ([]byte, error) {
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
 	// By a link, which fails if somebody else was first.
-	f, err := os.CreateTemp(s.dir, ".tmp-*") // with mode 0600
+	f, err := os.CreateTemp(s.Dir(), ".tmp-*") // with mode 0600
 	if err != nil {
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
@@ -57,7 +57,7 @@ func (s *Store) proxyKey() ([]byte, error) {
 			err = nil
 		}
 	}
-	if err = errors.Join(err, os.Remove(f.Name()), syncDir(s.dir)); err != nil {
+	if err = errors.Join(err, os.Remove(f.Name()), syncDir(s.Dir())); err != nil {
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
 	return readProxyKey(path)

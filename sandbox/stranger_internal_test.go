@@ -55,7 +55,7 @@ func newHost(t *testing.T) *host {
 	}
 	h.image = img.ID
 	putKernel(t, s, "built-1", kernel.Built, "CONFIG_TUN=y\n")
-	h.write(filepath.Join(s.dir, agentDisk), "the agent")
+	h.write(filepath.Join(s.Dir(), agentDisk), "the agent")
 	// As if a VM had run here.
 	h.facts = "facts of this host"
 	before := instance.GoodFacts.Load()
@@ -72,7 +72,7 @@ func (h *host) another() *host {
 		h.t.Fatal(err)
 	}
 	for _, dir := range []string{"images", "kernels"} {
-		if err := os.CopyFS(filepath.Join(s.dir, dir), os.DirFS(filepath.Join(h.dir, dir))); err != nil {
+		if err := os.CopyFS(filepath.Join(s.Dir(), dir), os.DirFS(filepath.Join(h.dir, dir))); err != nil {
 			h.t.Fatal(err)
 		}
 	}
@@ -547,10 +547,10 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 			}
 			sp.Labels = labels
 		})
-		if err := os.Rename(filepath.Join(s.dir, agentDisk), filepath.Join(s.dir, "aside")); err != nil {
+		if err := os.Rename(filepath.Join(s.Dir(), agentDisk), filepath.Join(s.Dir(), "aside")); err != nil {
 			t.Fatal(err)
 		}
-		defer os.Rename(filepath.Join(s.dir, "aside"), filepath.Join(s.dir, agentDisk)) //nolint:errcheck // checked by what follows
+		defer os.Rename(filepath.Join(s.Dir(), "aside"), filepath.Join(s.Dir(), agentDisk)) //nolint:errcheck // checked by what follows
 		var b bytes.Buffer
 		if err := s.ExportSnapshot(t.Context(), id, &b); err == nil {
 			t.Error("an export without the agent's disk succeeded")
