@@ -60,6 +60,7 @@ export DROWSE_TEST_DEBIAN ?= bookworm
 .PHONY: build
 build: check-go
 	@$(GO_BUILD) -ldflags '$(LDFLAGS)' -o bin/drowse ./cmd/drowse >&2
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-vmm ./cmd/drowse-vmm >&2
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-agent ./cmd/drowse-agent >&2
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-peer-guest ./cmd/drowse-peer-guest >&2
 
@@ -225,6 +226,7 @@ generate: check-go
 .PHONY: install
 install: build
 	install -D -m 755 bin/drowse $(DESTDIR)$(PREFIX)/bin/drowse
+	install -D -m 755 bin/drowse-vmm $(DESTDIR)$(PREFIX)/bin/drowse-vmm
 	install -D -m 755 bin/drowse-agent $(DESTDIR)$(PREFIX)/bin/drowse-agent
 
 # clean leaves the kernels and images that have been built; distclean does not.
