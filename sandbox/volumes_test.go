@@ -51,16 +51,17 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nine := make([]sandbox.VolumeMount, 9)
-	for i := range nine {
-		nine[i] = sandbox.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
+	many := make([]sandbox.VolumeMount, sandbox.MaxVolumes+1)
+	for i := range many {
+		many[i] = sandbox.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
 	}
 	for name, tt := range map[string]struct {
 		mounts []sandbox.VolumeMount
 		want   error
 	}{
 		"no such volume":     {[]sandbox.VolumeMount{{Name: "v", Path: "/data"}}, volume.ErrNotFound},
-		"too many":           {nine, sandbox.ErrSpec},
+		"as many as may be":  {many[:sandbox.MaxVolumes], volume.ErrNotFound},
+		"too many":           {many, sandbox.ErrSpec},
 		"twice":              {[]sandbox.VolumeMount{{Name: "v", Path: "/a"}, {Name: "v", Path: "/b"}}, sandbox.ErrSpec},
 		"one path for two":   {[]sandbox.VolumeMount{{Name: "v", Path: "/a"}, {Name: "w", Path: "/a"}}, sandbox.ErrSpec},
 		"a name with a path": {[]sandbox.VolumeMount{{Name: "../v", Path: "/a"}}, sandbox.ErrSpec},
