@@ -146,8 +146,8 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 	wantLayers(t, s, true, gone.Disk.Layers...)
 }
 
-// sweepThatWaits sweeps a store, and has something done while the sweep reads the record of a VM of this name, which is a pipe. Records
-// are read in the order of their names.
+// sweepThatWaits sweeps a store, and has something done while the sweep reads the record of a VM of this name, which is
+// a pipe. Records are read in the order of their names.
 func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
 	t.Helper()
 	text, err := encodeRecord(labelled(t, s, name, Asleep, nil))

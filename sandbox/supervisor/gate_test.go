@@ -327,7 +327,8 @@ func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 	}
 	name := func(i int) string { return fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i) }
 	for i := 0; i < maxGates-2; i += 2 { // others', which the kernel makes sooner in pairs
-		if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}); err != nil {
+		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}
+		if err := netlink.LinkAdd(pair); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -579,7 +579,8 @@ func committed(t testing.TB, mem *guestmem.Memory) uint64 {
 	}
 }
 
-// tellsZeros says whether the kernel tells its page of zeros from committed ones, which takes PAGEMAP_SCAN (Linux 6.7), and has one.
+// tellsZeros says whether the kernel has a page of zeros, and tells it from committed ones, which takes PAGEMAP_SCAN
+// (Linux 6.7).
 func tellsZeros(t testing.TB) bool {
 	t.Helper()
 	mem := newMemory(t, guestmem.MinSize)
