@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 func BenchmarkReadExtent(b *testing.B) {

@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"golang.org/x/sys/unix"
 )
 

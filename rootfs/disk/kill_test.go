@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 const childEnv = "DROWSE_DISK_TEST_CHILD"

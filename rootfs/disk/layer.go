@@ -13,7 +13,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"golang.org/x/sys/unix"
 )
 

@@ -13,7 +13,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 var (

@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"golang.org/x/sys/unix"
 )
 

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 // ErrNoSpace: the host's file system has no room for the larger copy of a volume.

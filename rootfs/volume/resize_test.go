@@ -12,7 +12,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
 

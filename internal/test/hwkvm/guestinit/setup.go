@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 const (

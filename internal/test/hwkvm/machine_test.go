@@ -18,7 +18,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 // helperEnv makes the test binary do one thing instead of testing, in a machine or as the runner of one.

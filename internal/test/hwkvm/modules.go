@@ -14,7 +14,7 @@ import (
 
 	"github.com/ulikunitz/xz"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 // bootModules are loaded by init: the device drivers of the machine, the file system, KVM, and tap devices.

@@ -22,8 +22,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm"
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 const (

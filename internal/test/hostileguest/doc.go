@@ -6,7 +6,7 @@
 // boots the guest on this machine's KVM, pauses it all the time, saves and restores it, uses the devices from its own side, and looks at
 // what it costs: the time from pause to stillness, memory, files, goroutines, log.
 //
-//	go test ./internal/hostileguest -v                       # 20 seconds
+//	go test ./internal/test/hostileguest -v                       # 20 seconds
 //	make test-hostile                                        # an hour on each kind of KVM
 //	make test-hostile HOSTILE='-hostile-for 10m -hostile-seed 7'
 //

@@ -9,7 +9,7 @@ import (
 
 	"github.com/u-root/u-root/pkg/cpio"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 // writeInitramfs writes an uncompressed newc archive (Documentation/driver-api/early-userspace/buffer-format.rst) with

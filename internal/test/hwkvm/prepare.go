@@ -224,7 +224,7 @@ func buildInit(ctx context.Context) ([]byte, error) {
 		return nil, fmt.Errorf("build init: %w", err)
 	}
 	err = eachInitSource(func(path string, b []byte) error {
-		p := filepath.Join(dir, "internal", "hwkvm", filepath.FromSlash(path))
+		p := filepath.Join(dir, "internal", "test", "hwkvm", filepath.FromSlash(path))
 		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
 			return err
 		}
@@ -234,7 +234,7 @@ func buildInit(ctx context.Context) ([]byte, error) {
 		return nil, fmt.Errorf("build init: %w", err)
 	}
 	bin := filepath.Join(dir, "init")
-	cmd := exec.CommandContext(ctx, goTool, "build", "-trimpath", "-ldflags=-s -w", "-o", bin, "./internal/hwkvm/guestinit")
+	cmd := exec.CommandContext(ctx, goTool, "build", "-trimpath", "-ldflags=-s -w", "-o", bin, "./internal/test/hwkvm/guestinit")
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64", "GOAMD64=v1", "GOWORK=off", "GOFLAGS=", "GOPROXY=off", "GOTOOLCHAIN=local")
 	var out bytes.Buffer

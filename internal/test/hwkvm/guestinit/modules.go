@@ -9,7 +9,7 @@ import (
 	"strings"
 	"syscall"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 // errNoModule says that the initramfs has no module of that name or alias.

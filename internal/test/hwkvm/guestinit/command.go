@@ -13,7 +13,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 const openFiles = 1 << 20 // RLIMIT_NOFILE of the command

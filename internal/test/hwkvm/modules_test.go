@@ -14,7 +14,7 @@ import (
 
 	"github.com/u-root/u-root/pkg/cpio"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 // fakeTree makes a module tree from "name: dep dep | softdep softdep" lines.

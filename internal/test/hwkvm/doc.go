@@ -4,8 +4,8 @@
 // is the one that users have: correct SYSCALL, a guest kernel at the speed of everything else, standard exits. The host's
 // file system is the root file system inside, shared by 9p, so test binaries and their data need no copying:
 //
-//	go run ./internal/hwkvm/cmd/hwkvm -- CMD ARGS...    # go run turns every failing status into 1
-//	go build -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm && go test -exec "$PWD/bin/hwkvm --" ./vmm/...
+//	go run ./internal/test/hwkvm/cmd/hwkvm -- CMD ARGS...    # go run turns every failing status into 1
+//	go build -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm && go test -exec "$PWD/bin/hwkvm --" ./vmm/...
 //
 // Use it to prove that code works on ordinary KVM, and to run real software in guests. Take no figures of drowse from it.
 //

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/hwkvm/wire"
+	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
 func TestFindModule(t *testing.T) {
