@@ -60,7 +60,7 @@ var rules = []rule{
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/test/faultfs", "internal/osfile"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},
@@ -71,15 +71,16 @@ var rules = []rule{
 	{"devices", []string{"devices/virtq", "vmm/guestmem"}},
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
-	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/test/faultfs"}},
+	{"snapshot/...", []string{"snapshot", "vmm/guestmem"}},
 	{"netpolicy/...", []string{"netpolicy/..."}},
-	{"rootfs/...", []string{"rootfs/...", "internal/test/faultfs"}},
+	{"rootfs/...", []string{"rootfs/...", "internal/osfile"}},
 	{"guest/...", []string{"guest/..."}},
 
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	// What only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
+	{"internal/test/faultfs", []string{"internal/osfile"}},
 	{"internal/test/hwkvm/...", []string{"internal/test/hwkvm/..."}},
 	// It stands where a VM's process does, with every device.
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},

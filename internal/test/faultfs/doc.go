@@ -1,6 +1,6 @@
-// Package faultfs is the file system that crash-safe code writes through, so that a test can break it.
+// Package faultfs takes the place of the file system that crash-safe code writes through, so that a test can break it.
 //
-// Production code uses [OS]. A test uses a [Sim], which is a real directory plus three powers: it
+// Production code uses [osfile.OS]. A test uses a [Sim], which is a real directory plus three powers: it
 // counts calls by kind, fails chosen calls (ENOSPC, EIO, short writes, failed fsync), and remembers
 // which bytes and which directory entries were made durable, so that [Sim.Crash] can build the
 // directory that a power failure at this instant might have left behind.
@@ -19,6 +19,6 @@
 // # What does not pass through here
 //
 // Code that gives an *os.File to the kernel (preadv, pwritev into guest memory) bypasses the
-// interface. [File.OS] hands that file out, and a test that plays the part of the kernel finds the
+// interface. [osfile.File.OS] hands that file out, and a test that plays the part of the kernel finds the
 // recorded twin again with [Sim.Twin].
 package faultfs

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 func newSim(t *testing.T) (*Sim, string) {
@@ -29,7 +31,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func create(t *testing.T, s FS, name string) File {
+func create(t *testing.T, s osfile.FS, name string) osfile.File {
 	t.Helper()
 	f, err := s.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o644)
 	must(t, err)
@@ -37,7 +39,7 @@ func create(t *testing.T, s FS, name string) File {
 	return f
 }
 
-func write(t *testing.T, f File, p []byte, off int64) {
+func write(t *testing.T, f osfile.File, p []byte, off int64) {
 	t.Helper()
 	_, err := f.WriteAt(p, off)
 	must(t, err)
@@ -386,19 +388,19 @@ func TestTwinLeadsFromTheKernelsFileToTheRecordedOne(t *testing.T) {
 func TestCopyRangeGivesTheSameBytesInKernelAndByHand(t *testing.T) {
 	src := bytes.Repeat([]byte("0123456789"), 2000)
 	s, dir := newSim(t)
-	for _, fsys := range []FS{OS, s} {
+	for _, fsys := range []osfile.FS{osfile.OS, s} {
 		a, b := create(t, fsys, filepath.Join(dir, "src")), create(t, fsys, filepath.Join(dir, "dst"))
 		must(t, a.Truncate(0))
 		must(t, b.Truncate(0))
 		write(t, a, src, 0)
-		must(t, CopyRange(b, 5, a, 3, 12345, make([]byte, 1000)))
+		must(t, osfile.CopyRange(b, 5, a, 3, 12345, make([]byte, 1000)))
 		got := make([]byte, 12345)
 		_, err := b.ReadAt(got, 5)
 		must(t, err)
 		if !bytes.Equal(got, src[3:3+12345]) {
 			t.Errorf("%T copied other bytes", fsys)
 		}
-		if err := CopyRange(b, 0, a, int64(len(src))-5, 10, make([]byte, 100)); !errors.Is(err, io.ErrUnexpectedEOF) {
+		if err := osfile.CopyRange(b, 0, a, int64(len(src))-5, 10, make([]byte, 100)); !errors.Is(err, io.ErrUnexpectedEOF) {
 			t.Errorf("%T: copy beyond the end: %v", fsys, err)
 		}
 	}

@@ -10,6 +10,8 @@ import (
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Op is a kind of call, for counting and for faults.
@@ -129,8 +131,8 @@ func (s *Sim) Count(op Op) int {
 	return s.counts[op]
 }
 
-// Twin finds the recorded file whose [File.OS] is f, or nil.
-func (s *Sim) Twin(f *os.File) File {
+// Twin finds the recorded file whose [osfile.File.OS] is f, or nil.
+func (s *Sim) Twin(f *os.File) osfile.File {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if t := s.twins[f]; t != nil {
@@ -195,8 +197,8 @@ func (s *Sim) find(name string) (dir *node, base string, n *node, err error) {
 	return dir, base, n, nil
 }
 
-// OpenFile implements [FS].
-func (s *Sim) OpenFile(name string, flag int, perm fs.FileMode) (File, error) {
+// OpenFile implements [osfile.FS].
+func (s *Sim) OpenFile(name string, flag int, perm fs.FileMode) (osfile.File, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, err := s.fault(OpOpen, name); err != nil {
@@ -206,7 +208,7 @@ func (s *Sim) OpenFile(name string, flag int, perm fs.FileMode) (File, error) {
 	if err != nil {
 		return nil, err
 	}
-	f, err := OS.OpenFile(name, flag, perm)
+	f, err := osfile.OS.OpenFile(name, flag, perm)
 	if err != nil {
 		return nil, err
 	}
@@ -221,7 +223,7 @@ func (s *Sim) OpenFile(name string, flag int, perm fs.FileMode) (File, error) {
 	return sf, nil
 }
 
-// Rename implements [FS].
+// Rename implements [osfile.FS].
 func (s *Sim) Rename(oldname, newname string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -236,7 +238,7 @@ func (s *Sim) Rename(oldname, newname string) error {
 	if err != nil {
 		return err
 	}
-	if err := OS.Rename(oldname, newname); err != nil {
+	if err := osfile.OS.Rename(oldname, newname); err != nil {
 		return err
 	}
 	if od == nd {
@@ -248,7 +250,7 @@ func (s *Sim) Rename(oldname, newname string) error {
 	return nil
 }
 
-// Link implements [FS].
+// Link implements [osfile.FS].
 func (s *Sim) Link(oldname, newname string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -263,7 +265,7 @@ func (s *Sim) Link(oldname, newname string) error {
 	if err != nil {
 		return err
 	}
-	if err := OS.Link(oldname, newname); err != nil {
+	if err := osfile.OS.Link(oldname, newname); err != nil {
 		return err
 	}
 	nd.change(dirOp{add: nb, node: n})
@@ -271,7 +273,7 @@ func (s *Sim) Link(oldname, newname string) error {
 }
 
 // Exchange lets two entries of one directory change their names in one step, as
-// renameat2(2) does with RENAME_EXCHANGE. It is no part of [FS].
+// renameat2(2) does with RENAME_EXCHANGE. It is no part of [osfile.FS].
 func (s *Sim) Exchange(a, b string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -296,7 +298,7 @@ func (s *Sim) Exchange(a, b string) error {
 	return nil
 }
 
-// Remove implements [FS].
+// Remove implements [osfile.FS].
 func (s *Sim) Remove(name string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -307,14 +309,14 @@ func (s *Sim) Remove(name string) error {
 	if err != nil {
 		return err
 	}
-	if err := OS.Remove(name); err != nil {
+	if err := osfile.OS.Remove(name); err != nil {
 		return err
 	}
 	d.change(dirOp{remove: b})
 	return nil
 }
 
-// Mkdir implements [FS].
+// Mkdir implements [osfile.FS].
 func (s *Sim) Mkdir(name string, perm fs.FileMode) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -325,20 +327,20 @@ func (s *Sim) Mkdir(name string, perm fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	if err := OS.Mkdir(name, perm); err != nil {
+	if err := osfile.OS.Mkdir(name, perm); err != nil {
 		return err
 	}
 	d.change(dirOp{add: b, node: newDir()})
 	return nil
 }
 
-// Stat implements [FS].
-func (s *Sim) Stat(name string) (fs.FileInfo, error) { return OS.Stat(name) }
+// Stat implements [osfile.FS].
+func (s *Sim) Stat(name string) (fs.FileInfo, error) { return osfile.OS.Stat(name) }
 
-// ReadDir implements [FS].
-func (s *Sim) ReadDir(name string) ([]fs.DirEntry, error) { return OS.ReadDir(name) }
+// ReadDir implements [osfile.FS].
+func (s *Sim) ReadDir(name string) ([]fs.DirEntry, error) { return osfile.OS.ReadDir(name) }
 
-// SyncDir implements [FS].
+// SyncDir implements [osfile.FS].
 func (s *Sim) SyncDir(name string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -358,7 +360,7 @@ func (s *Sim) SyncDir(name string) error {
 }
 
 type simFile struct {
-	File
+	osfile.File
 	sim  *Sim
 	node *node
 }

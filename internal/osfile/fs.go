@@ -1,4 +1,4 @@
-package faultfs
+package osfile
 
 import (
 	"errors"
