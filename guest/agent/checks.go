@@ -122,16 +122,16 @@ func (v *service) check(ctx context.Context, u *agentpb.Service) error {
 	if err != nil {
 		return err
 	}
-	p.out.detach(dropped)
+	p.dropOutput()
 	select {
-	case <-p.exited:
+	case <-p.done():
 	case <-ctx.Done():
-		_ = v.all.procs.reaper.signal(p.pid, syscall.SIGKILL)
-		<-p.exited
+		_ = v.all.procs.signal(p, syscall.SIGKILL)
+		<-p.done()
 		return ctx.Err()
 	}
-	if p.exit.Code != 0 {
-		return errors.New("its command " + exitText(p.exit))
+	if p.result().Code != 0 {
+		return errors.New("its command " + exitText(p.result()))
 	}
 	return nil
 }
@@ -258,7 +258,7 @@ func (v *service) supervised(u *agentpb.Service, p *process, stop chan struct{})
 				<-verdict
 			}
 			return false
-		case <-p.exited:
+		case <-p.done():
 			cancel()
 			if verdict != nil {
 				<-verdict
@@ -284,10 +284,10 @@ func (v *service) supervised(u *agentpb.Service, p *process, stop chan struct{})
 
 // signalEnd tells a process to end, kills it when its time is up, and waits for its end.
 func (v *service) signalEnd(p *process, u *agentpb.Service) {
-	_ = v.all.procs.reaper.signal(p.pid, syscall.Signal(u.StopSignal))
-	t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.reaper.signal(p.pid, syscall.SIGKILL) })
+	_ = v.all.procs.signal(p, syscall.Signal(u.StopSignal))
+	t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.signal(p, syscall.SIGKILL) })
 	defer t.Stop()
-	<-p.exited
+	<-p.done()
 }
 
 // wakeWaiters has who waits for the service look again. The caller holds v.mu.
@@ -299,8 +299,8 @@ func (v *service) wakeWaiters() {
 }
 
 // WaitService implements agentpb.AgentService.
-func (s *Server) WaitService(ctx context.Context, m *agentpb.WaitServiceRequest) (*agentpb.ServiceState, error) {
-	v, err := s.services.get(m.Name)
+func (a *Services) WaitService(ctx context.Context, m *agentpb.WaitServiceRequest) (*agentpb.ServiceState, error) {
+	v, err := a.get(m.Name)
 	if err != nil {
 		return nil, err
 	}

@@ -35,7 +35,7 @@ const (
 const noLinks = unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS
 
 // Drop implements agentpb.AgentService.
-func (s *Server) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.DropResponse, error) {
+func (f *Files) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.DropResponse, error) {
 	limit := time.Duration(m.LimitNanos)
 	switch {
 	case len(m.Paths) > agentpb.MaxDropPaths:
@@ -61,7 +61,7 @@ func (s *Server) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Dro
 		}
 		out.NowNanos = now
 	} else {
-		defer s.hookWatch.settle()
+		defer f.settle()
 	}
 	for _, p := range m.Paths {
 		d := dropper{ctx: ctx, path: p, out: &agentpb.DroppedPath{}}
@@ -71,10 +71,7 @@ func (s *Server) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Dro
 		out.Paths = append(out.Paths, d.out)
 	}
 	if m.Trim {
-		s.machine.Lock()
-		err := s.cfg.Machine.Trim()
-		s.machine.Unlock()
-		if err != nil {
+		if err := f.trim(); err != nil {
 			out.TrimProblem = cut(err.Error(), agentpb.MaxDropProblem)
 		}
 	}

@@ -249,7 +249,7 @@ func TestDrop_ends_when_its_time_is_up(t *testing.T) {
 func TestDrop_refuses_what_is_out_of_bounds(t *testing.T) {
 	minute := int64(time.Minute)
 	path := func(p string) []*agentpb.DropPath { return []*agentpb.DropPath{{Path: p}} }
-	s := &Server{}
+	s := newFiles(func() {}, nil)
 	for name, m := range map[string]*agentpb.DropRequest{
 		"the root":               {Paths: path("/"), LimitNanos: minute},
 		"a relative path":        {Paths: path("tmp"), LimitNanos: minute},

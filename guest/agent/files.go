@@ -14,6 +14,19 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
+// Files serves the files of the guest: single ones, streams of them, and what changes among them.
+type Files struct {
+	settle  func() // called when something may have become of the hooks
+	trim    func() error
+	watches watches
+}
+
+// newFiles makes one. settle is called after each change, trim when the disk is to forget what is not used.
+func newFiles(settle func(), trim func() error) *Files { return &Files{settle: settle, trim: trim} }
+
+// Close ends all watches.
+func (f *Files) Close() { f.watches.close() }
+
 // checkPath refuses paths that do not name a file of the guest from its root.
 func checkPath(path string) error {
 	switch {
@@ -52,7 +65,7 @@ func statFile(path string, follow bool) (*agentpb.FileInfo, error) {
 }
 
 // Stat implements agentpb.AgentService.
-func (s *Server) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileInfo, error) {
+func (f *Files) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileInfo, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -64,16 +77,16 @@ func (s *Server) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileI
 const maxDirAnswer = agentpb.MaxMessage / 4
 
 // ReadDir implements agentpb.AgentService.
-func (s *Server) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.ReadDirResponse, error) {
+func (f *Files) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.ReadDirResponse, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
-	f, err := os.Open(m.Path)
+	d, err := os.Open(m.Path)
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
-	names, err := f.Readdirnames(-1)
+	defer d.Close()
+	names, err := d.Readdirnames(-1)
 	if err != nil {
 		return nil, err
 	}
@@ -103,8 +116,8 @@ func (s *Server) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb
 const defaultDirMode = 0o755
 
 // Mkdir implements agentpb.AgentService.
-func (s *Server) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
-	defer s.hookWatch.settle()
+func (f *Files) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
+	defer f.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -119,8 +132,8 @@ func (s *Server) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Emp
 }
 
 // Remove implements agentpb.AgentService.
-func (s *Server) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
-	defer s.hookWatch.settle()
+func (f *Files) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
+	defer f.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -134,8 +147,8 @@ func (s *Server) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.E
 }
 
 // Rename implements agentpb.AgentService.
-func (s *Server) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
-	defer s.hookWatch.settle()
+func (f *Files) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
+	defer f.settle()
 	for _, p := range []string{m.From, m.To} {
 		if err := checkPath(p); err != nil {
 			return nil, err
@@ -145,8 +158,8 @@ func (s *Server) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.E
 }
 
 // Symlink implements agentpb.AgentService.
-func (s *Server) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb.Empty, error) {
-	defer s.hookWatch.settle()
+func (f *Files) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb.Empty, error) {
+	defer f.settle()
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -157,7 +170,7 @@ func (s *Server) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb
 }
 
 // Readlink implements agentpb.AgentService.
-func (s *Server) Readlink(_ context.Context, m *agentpb.ReadlinkRequest) (*agentpb.ReadlinkResponse, error) {
+func (f *Files) Readlink(_ context.Context, m *agentpb.ReadlinkRequest) (*agentpb.ReadlinkResponse, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}

@@ -2,23 +2,15 @@ package agent
 
 import (
 	"context"
-	"fmt"
 	"os"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
-)
-
-// ioctls of a file system (linux/fs.h): _IOWR('X', 119, int) and 120.
-const (
-	fiFreeze = 0xc0045877
-	fiThaw   = 0xc0045878
 )
 
 const maxFrozen = time.Minute // that a request may ask for
@@ -36,7 +28,7 @@ type freeze struct {
 }
 
 // Freeze implements agentpb.AgentService.
-func (s *Server) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentpb.FreezeResponse, error) {
+func (s *Standby) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentpb.FreezeResponse, error) {
 	limits, err := newHookLimits(m.EachNanos, m.AllNanos, m.IgnoreFailures)
 	if err != nil {
 		return nil, err
@@ -61,7 +53,7 @@ func (s *Server) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentpb
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
 		return out, nil
 	}
-	if err := s.cfg.Machine.Freeze(); err != nil {
+	if err := s.machine.Freeze(); err != nil {
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
 		return nil, err
 	}
@@ -72,7 +64,7 @@ func (s *Server) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentpb
 }
 
 // Thaw implements agentpb.AgentService.
-func (s *Server) Thaw(ctx context.Context, _ *agentpb.ThawRequest) (*agentpb.ThawResponse, error) {
+func (s *Standby) Thaw(ctx context.Context, _ *agentpb.ThawRequest) (*agentpb.ThawResponse, error) {
 	f := &s.freeze
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -85,7 +77,7 @@ func (s *Server) Thaw(ctx context.Context, _ *agentpb.ThawRequest) (*agentpb.Tha
 }
 
 // thawLate thaws when nobody has asked for it in time.
-func (s *Server) thawLate() {
+func (s *Standby) thawLate() {
 	f := &s.freeze
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -100,44 +92,12 @@ func (s *Server) thawLate() {
 
 // thaw lets writers go on, first of all. Precondition: s.freeze.mu is held, and
 // the file system is frozen.
-func (s *Server) thaw(ctx context.Context, failures *[]*agentpb.HookFailure) error {
+func (s *Standby) thaw(ctx context.Context, failures *[]*agentpb.HookFailure) error {
 	f := &s.freeze
 	f.timer.Stop()
-	err := s.cfg.Machine.Thaw()
+	err := s.machine.Thaw()
 	f.active.Store(false)
 	s.after(ctx, f.limits, agentpb.HookThaw, agentpb.HookFreeze, f.started, failures)
 	f.started = nil
 	return err
-}
-
-// Freeze implements Machine by FIFREEZE, which writes out what is dirty, empties
-// the journal and flushes the device (ext4: ext4_freeze). The overlay above is
-// not frozen: all that is written to it is written to this file system.
-func (k *Kernel) Freeze() error {
-	if k.Writable == "" {
-		return status.Error(codes.FailedPrecondition, "this guest has no writable disk of drowse's")
-	}
-	d, err := os.Open(k.Writable)
-	if err != nil {
-		return fmt.Errorf("open the writable disk's file system: %w", err)
-	}
-	if err := unix.IoctlSetInt(int(d.Fd()), fiFreeze, 0); err != nil {
-		d.Close()
-		return fmt.Errorf("freeze the writable disk's file system: %w", err)
-	}
-	k.frozen = d
-	return nil
-}
-
-// Thaw implements Machine by FITHAW. A file system that somebody in the guest
-// has thawed is an error: then it was not frozen all the time.
-func (k *Kernel) Thaw() error {
-	if k.frozen == nil {
-		return nil
-	}
-	defer func() { k.frozen.Close(); k.frozen = nil }()
-	if err := unix.IoctlSetInt(int(k.frozen.Fd()), fiThaw, 0); err != nil {
-		return fmt.Errorf("thaw the writable disk's file system: %w", err)
-	}
-	return nil
 }

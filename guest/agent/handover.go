@@ -33,15 +33,15 @@ var errNoHandover = errors.New("the host does not wait at the handover ports")
 // Handover implements agentpb.AgentService. The machine is captured while it waits. When
 // it finds itself in a restored machine it has the wake path before it, on which nothing
 // is allocated, nobody is woken, and every system call counts.
-func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.HandoverResponse, error) {
-	s.machine.Lock()
-	defer s.machine.Unlock()
+func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.HandoverResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	// Ports that a restored machine does not let us have make a general protection fault:
 	// an error of this call, not the end of the machine's init.
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
-	p := s.cfg.Ports
+	p := s.ports
 	if err := p.Open(); err != nil {
 		return nil, fmt.Errorf("open the handover ports: %w", err)
 	}
@@ -82,20 +82,20 @@ func (s *Server) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.H
 	}
 }
 
-// update does what a message says. The caller holds s.machine.
-func (s *Server) update(m *agentpb.Handover) error {
-	s.services.wakes.Add(1)
+// update does what a message says. The caller holds s.mu.
+func (s *Standby) update(m *agentpb.Handover) error {
+	s.woken()
 	// First, since the time that the message says was that of a moment ago.
-	if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
+	if err := s.machine.SetClock(m.WallNanos); err != nil {
 		return err
 	}
-	if err := s.cfg.Machine.AddEntropy(m.Entropy[:]); err != nil {
+	if err := s.machine.AddEntropy(m.Entropy[:]); err != nil {
 		return err
 	}
 	if !m.NewIdentity {
 		return nil
 	}
-	id, err := s.cfg.Machine.NewIdentity(m.Hostname)
+	id, err := s.machine.NewIdentity(m.Hostname)
 	if err != nil {
 		return err
 	}

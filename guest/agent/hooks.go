@@ -50,7 +50,7 @@ type hooks struct {
 }
 
 // Hooks implements agentpb.AgentService.
-func (s *Server) Hooks(ctx context.Context, m *agentpb.HooksRequest) (*agentpb.HooksResponse, error) {
+func (s *Standby) Hooks(ctx context.Context, m *agentpb.HooksRequest) (*agentpb.HooksResponse, error) {
 	limits, err := newHookLimits(m.EachNanos, m.AllNanos, m.IgnoreFailures)
 	if err != nil {
 		return nil, err
@@ -81,7 +81,7 @@ func (s *Server) Hooks(ctx context.Context, m *agentpb.HooksRequest) (*agentpb.H
 
 // counterpart runs the hooks that are due in reverse. Precondition: s.hooks.mu
 // is held.
-func (s *Server) counterpart(ctx context.Context, l hookLimits, event string, out *agentpb.HooksResponse) {
+func (s *Standby) counterpart(ctx context.Context, l hookLimits, event string, out *agentpb.HooksResponse) {
 	h := &s.hooks
 	out.Ran += uint32(len(h.started))
 	s.after(ctx, l, event, h.before, h.started, &out.Failures)
@@ -105,10 +105,10 @@ func newHookLimits(each, all int64, ignore bool) (hookLimits, error) {
 
 // before runs the hooks for an event that something is about to happen. It
 // returns those that were started, and whether one has refused.
-func (s *Server) before(ctx context.Context, l hookLimits, event string, failures *[]*agentpb.HookFailure) (started []string, refused bool) {
-	names, err := hookNames(s.cfg.HookDir)
+func (s *Standby) before(ctx context.Context, l hookLimits, event string, failures *[]*agentpb.HookFailure) (started []string, refused bool) {
+	names, err := hookNames(s.hookDir)
 	if err != nil {
-		*failures = append(*failures, &agentpb.HookFailure{Name: s.cfg.HookDir, Event: event, Problem: err.Error()})
+		*failures = append(*failures, &agentpb.HookFailure{Name: s.hookDir, Event: event, Problem: err.Error()})
 		if !l.ignore {
 			return nil, true
 		}
@@ -135,7 +135,7 @@ func (s *Server) before(ctx context.Context, l hookLimits, event string, failure
 }
 
 // after runs the counterparts. All are run, whatever fails.
-func (s *Server) after(ctx context.Context, l hookLimits, event, before string, started []string, failures *[]*agentpb.HookFailure) {
+func (s *Standby) after(ctx context.Context, l hookLimits, event, before string, started []string, failures *[]*agentpb.HookFailure) {
 	if len(started) == 0 {
 		return
 	}
@@ -187,31 +187,31 @@ func hookNames(dir string) ([]string, error) {
 
 // runHook runs one hook and returns how it failed, or nil, and whether it was
 // started at all. Its process group is killed when its time is up.
-func (s *Server) runHook(ctx context.Context, limit time.Duration, name string, args ...string) (f *agentpb.HookFailure, ran bool) {
+func (s *Standby) runHook(ctx context.Context, limit time.Duration, name string, args ...string) (f *agentpb.HookFailure, ran bool) {
 	fail := func(problem string) *agentpb.HookFailure {
 		return &agentpb.HookFailure{Name: cut(name, agentpb.MaxHookName), Event: args[0], Problem: cut(problem, agentpb.MaxHookProblem)}
 	}
 	if err := ctx.Err(); err != nil {
 		return fail("not run: " + hookEnd(err)), false
 	}
-	argv := append([]string{filepath.Join(s.cfg.HookDir, name)}, args...)
+	argv := append([]string{filepath.Join(s.hookDir, name)}, args...)
 	p, err := s.procs.start(&agentpb.ExecStart{Argv: argv, NoStdin: true})
 	if err != nil {
 		return fail(err.Error()), false
 	}
-	p.out.detach(kept) // the newest of what it prints
+	p.keepNewest() // the newest of what it prints
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %v", limit))
 	defer cancel()
 	killed := ""
 	select {
-	case <-p.exited:
+	case <-p.done():
 	case <-ctx.Done():
 		killed = hookEnd(context.Cause(ctx)) + ": killed"
-		_ = s.procs.reaper.signal(p.pid, syscall.SIGKILL)
+		_ = s.procs.signal(p, syscall.SIGKILL)
 		t := time.NewTimer(killTime)
 		defer t.Stop()
 		select {
-		case <-p.exited:
+		case <-p.done():
 		case <-t.C:
 			// It is stuck in the kernel, as in a write to a frozen file system.
 			return fail(killed + ", and has not ended yet"), true
@@ -220,14 +220,14 @@ func (s *Server) runHook(ctx context.Context, limit time.Duration, name string, 
 	switch {
 	case killed != "":
 		f = fail(killed)
-	case p.exit.Signal != 0:
-		f = fail(fmt.Sprintf("ended by signal %d", p.exit.Signal))
-	case p.exit.Code != 0:
-		f = fail(fmt.Sprintf("exit status %d", p.exit.Code))
+	case p.result().Signal != 0:
+		f = fail(fmt.Sprintf("ended by signal %d", p.result().Signal))
+	case p.result().Code != 0:
+		f = fail(fmt.Sprintf("exit status %d", p.result().Code))
 	default:
 		return nil, true
 	}
-	f.Output = lastOutput(p.out, agentpb.MaxHookOutput)
+	f.Output = p.lastOutput(agentpb.MaxHookOutput)
 	return f, true
 }
 
@@ -239,27 +239,4 @@ func hookEnd(err error) string {
 		return "the host has gone away"
 	}
 	return err.Error()
-}
-
-// lastOutput is the end of what a process has printed, at most n bytes.
-func lastOutput(o *output, n int) string {
-	start, end := o.bounds()
-	if end-start > uint64(n) {
-		start = end - uint64(n)
-	}
-	_, reader := o.attach(start)
-	buf := make([]byte, 0, n)
-	for len(buf) < n {
-		k, _, _, _ := o.read(reader, buf[len(buf):n])
-		if k == 0 {
-			break
-		}
-		buf = buf[:len(buf)+k]
-	}
-	return strings.ToValidUTF8(strings.TrimSpace(string(buf)), "?")
-}
-
-// cut shortens a text, for a message that must be valid UTF-8.
-func cut(s string, n int) string {
-	return strings.ToValidUTF8(s[:min(len(s), n)], "?")
 }

@@ -64,7 +64,7 @@ func watchHooks(dir string, report func(present bool) error) (*hookWatch, error)
 func (w *hookWatch) run() {
 	defer close(w.done)
 	for {
-		err := w.f.rc.Read(func(fd uintptr) bool {
+		err := w.f.raw().Read(func(fd uintptr) bool {
 			w.mu.Lock()
 			defer w.mu.Unlock()
 			return w.drain(fd)
@@ -83,7 +83,7 @@ func (w *hookWatch) settle() {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	_ = w.f.rc.Control(func(fd uintptr) { w.drain(fd) })
+	_ = w.f.raw().Control(func(fd uintptr) { w.drain(fd) })
 }
 
 func (w *hookWatch) close() {
@@ -182,37 +182,4 @@ func notEmpty(dir string) bool {
 	defer d.Close()
 	names, _ := d.Readdirnames(1)
 	return len(names) > 0
-}
-
-// ReportHooks tells the host, which listens at the given port, whether there are
-// hooks, and waits until it knows. A host that does not listen does not ask.
-func ReportHooks(port uint32, present bool) error {
-	line := "hooks 0\n"
-	if present {
-		line = "hooks 1\n"
-	}
-	return again(1, func() error { return tellHost(port, line, true) })
-}
-
-// hostTimeoutSeconds bounds the dialling of the host, and the wait for its
-// answer.
-const hostTimeoutSeconds = 5
-
-// awaitAnswer waits for one byte.
-func awaitAnswer(fd int) error {
-	tv := unix.Timeval{Sec: hostTimeoutSeconds}
-	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
-		return err
-	}
-	var b [1]byte
-	for {
-		n, err := unix.Read(fd, b[:])
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err == nil && n == 0 {
-			return errors.New("the host has not answered")
-		}
-		return err
-	}
 }

@@ -105,9 +105,9 @@ func initReap(fail func(error) int) int {
 		all = append(all, p)
 	}
 	for i, p := range all {
-		<-p.exited
-		if int(p.exit.Code) != i {
-			fmt.Printf("process %d: %v\n", i, p.exit)
+		<-p.done()
+		if int(p.result().Code) != i {
+			fmt.Printf("process %d: %v\n", i, p.result())
 			return 1
 		}
 	}
@@ -167,7 +167,9 @@ func initStop(fail func(error) int) int {
 			return fail(err)
 		}
 		if strings.Contains(script, "up") {
-			<-p.out.readable // its trap is set
+			if _, err := p.awaitOutput(context.Background(), "up", 16); err != nil { // its trap is set
+				return fail(err)
+			}
 		}
 	}
 	time.Sleep(50 * time.Millisecond)
@@ -185,6 +187,7 @@ func initIdentity(fail func(error) int) int {
 	if err := unix.Mount("tmpfs", "/etc", "tmpfs", 0, ""); err != nil {
 		return fail(err)
 	}
+	const bootIDPath, machineIDPath = "/proc/sys/kernel/random/boot_id", "/etc/machine-id"
 	if err := os.WriteFile(machineIDPath, []byte("old\n"), 0o444); err != nil {
 		return fail(err)
 	}

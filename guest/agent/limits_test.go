@@ -13,7 +13,7 @@ import (
 )
 
 func TestProcesses_one_more_than_there_may_be_is_refused(t *testing.T) {
-	procs := &table{reaper: newReaper(false), byID: map[string]*process{}}
+	procs := newTable(false)
 	for i := range maxProcesses {
 		if err := procs.reserve(&process{}, ""); err != nil {
 			t.Fatalf("process %d: %v", i, err)

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/drowse-vm/drowse/guest/agent/early"
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -58,6 +60,7 @@ const (
 	machineIDPath = "/etc/machine-id"
 	bootIDFile    = "/run/drowse/boot_id"
 	nanosPerSec   = 1_000_000_000
+	uuidSize      = 36 // as text
 )
 
 // clockSlack is how far the clock may be off and is not set. Where the guest's TSC went on
@@ -218,4 +221,51 @@ func (k *Kernel) Power(reboot bool) error {
 		return fmt.Errorf("reboot(2): %w", err)
 	}
 	return nil
+}
+
+// ioctls of a file system (linux/fs.h): _IOWR('X', 119, int) and 120.
+const (
+	fiFreeze = 0xc0045877
+	fiThaw   = 0xc0045878
+)
+
+// Freeze implements Machine by FIFREEZE, which writes out what is dirty, empties
+// the journal and flushes the device (ext4: ext4_freeze). The overlay above is
+// not frozen: all that is written to it is written to this file system.
+func (k *Kernel) Freeze() error {
+	if k.Writable == "" {
+		return status.Error(codes.FailedPrecondition, "this guest has no writable disk of drowse's")
+	}
+	d, err := os.Open(k.Writable)
+	if err != nil {
+		return fmt.Errorf("open the writable disk's file system: %w", err)
+	}
+	if err := unix.IoctlSetInt(int(d.Fd()), fiFreeze, 0); err != nil {
+		d.Close()
+		return fmt.Errorf("freeze the writable disk's file system: %w", err)
+	}
+	k.frozen = d
+	return nil
+}
+
+// Thaw implements Machine by FITHAW. A file system that somebody in the guest
+// has thawed is an error: then it was not frozen all the time.
+func (k *Kernel) Thaw() error {
+	if k.frozen == nil {
+		return nil
+	}
+	defer func() { k.frozen.Close(); k.frozen = nil }()
+	if err := unix.IoctlSetInt(int(k.frozen.Fd()), fiThaw, 0); err != nil {
+		return fmt.Errorf("thaw the writable disk's file system: %w", err)
+	}
+	return nil
+}
+
+// currentBootID is the boot id that programs see; "" if there is none.
+func currentBootID() string {
+	b, err := os.ReadFile(bootIDPath)
+	if err != nil || len(b) < uuidSize {
+		return ""
+	}
+	return string(b[:uuidSize])
 }

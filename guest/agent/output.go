@@ -56,6 +56,13 @@ func newOutput(limit int, keep bool) *output {
 	return o
 }
 
+// newLog makes an output that nobody attaches to: the oldest bytes go.
+func newLog(limit int) *output {
+	o := newOutput(limit, false)
+	o.state = kept
+	return o
+}
+
 func poke(ch chan struct{}) {
 	select {
 	case ch <- struct{}{}:

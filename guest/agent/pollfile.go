@@ -95,6 +95,12 @@ func (c *pollFile) Write(p []byte) (int, error) {
 // SyscallConn implements syscall.Conn.
 func (c *pollFile) SyscallConn() (syscall.RawConn, error) { return c.rc, nil }
 
+// raw gives calls of one's own the descriptor, on the poller.
+func (c *pollFile) raw() syscall.RawConn { return c.rc }
+
+// setAddr says what LocalAddr and RemoteAddr answer.
+func (c *pollFile) setAddr(a net.Addr) { c.addr = a }
+
 func (c *pollFile) Close() error                       { return c.f.Close() }
 func (c *pollFile) LocalAddr() net.Addr                { return c.addr }
 func (c *pollFile) RemoteAddr() net.Addr               { return c.addr }

@@ -1,8 +1,10 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -79,6 +81,24 @@ type table struct {
 	wg     sync.WaitGroup // goroutines of processes
 }
 
+// newTable makes an empty table. With init its reaper collects orphans as well, from reap on.
+func newTable(init bool) *table {
+	return &table{reaper: newReaper(init), byID: make(map[string]*process)}
+}
+
+// reap begins to collect orphans, before the first process has been started.
+func (t *table) reap() {
+	t.reaper.mu.Lock()
+	defer t.reaper.mu.Unlock()
+	t.reaper.run()
+}
+
+// signal sends a signal to the group of a process. It is ESRCH for one that has ended.
+func (t *table) signal(p *process, sig syscall.Signal) error { return t.reaper.signal(p.pid, sig) }
+
+// endMachine ends every process of the machine but this one, as PID 1: SIGTERM, up to grace to comply, then SIGKILL.
+func (t *table) endMachine(grace time.Duration) { t.reaper.endAll(grace) }
+
 // startError is a command that could not be started for a reason that a shell
 // reports with an exit code.
 type startError struct {
@@ -88,6 +108,21 @@ type startError struct {
 
 func (e *startError) Error() string { return e.err.Error() }
 func (e *startError) Unwrap() error { return e.err }
+
+// done is closed when the process has ended and all its output is there.
+func (p *process) done() <-chan struct{} { return p.exited }
+
+// result is how the process has ended, once done is closed.
+func (p *process) result() *agentpb.ExecExit { return p.exit }
+
+// number is its process id.
+func (p *process) number() int { return p.pid }
+
+// keepNewest has the newest output kept, for a process that nobody attaches to.
+func (p *process) keepNewest() { p.out.detach(kept) }
+
+// dropOutput has all output thrown away.
+func (p *process) dropOutput() { p.out.detach(dropped) }
 
 // startOptions say what of a process is not in its message.
 type startOptions struct {
@@ -658,4 +693,84 @@ func (pm *pump) run() {
 // processEnded makes run stop waiting for more.
 func (pm *pump) processEnded() {
 	_ = pm.f.SetReadDeadline(time.Unix(1, 0))
+}
+
+// endAll kills every process that the agent has started and waits for them.
+// None is started from then on, and one whose start has begun is one of them: a service may be about to be started again.
+func (t *table) endAll() {
+	t.mu.Lock()
+	t.closed = true
+	t.mu.Unlock()
+	t.starts.Wait()
+	t.mu.Lock()
+	all := make([]*process, 0, len(t.byID))
+	for _, p := range t.byID {
+		if p != nil {
+			all = append(all, p)
+		}
+	}
+	t.mu.Unlock()
+	for _, p := range all {
+		p.out.detach(dropped)
+		_ = t.reaper.signal(p.pid, syscall.SIGKILL)
+	}
+	for _, p := range all {
+		<-p.exited
+	}
+	t.reaper.stop()
+}
+
+// problemOf is what an error says, without the code that it has for the host.
+func problemOf(err error) string {
+	if st, ok := status.FromError(err); ok {
+		return st.Message()
+	}
+	return err.Error()
+}
+
+// errStopping says that nothing is started any more.
+var errStopping = status.Error(codes.Unavailable, "the machine is being stopped")
+
+// lastOutput is the end of what the process has printed, at most n bytes.
+func (p *process) lastOutput(n int) string {
+	o := p.out
+	start, end := o.bounds()
+	if end-start > uint64(n) {
+		start = end - uint64(n)
+	}
+	_, reader := o.attach(start)
+	buf := make([]byte, 0, n)
+	for len(buf) < n {
+		k, _, _, _ := o.read(reader, buf[len(buf):n])
+		if k == 0 {
+			break
+		}
+		buf = buf[:len(buf)+k]
+	}
+	return strings.ToValidUTF8(strings.TrimSpace(string(buf)), "?")
+}
+
+// awaitOutput waits until the output of a process that nobody attaches to begins with want. If it does not, the error is io.EOF, and said
+// is what there was, of at most the given bytes.
+func (p *process) awaitOutput(ctx context.Context, want string, most int) (said string, err error) {
+	_, reader := p.out.attach(0)
+	buf := make([]byte, most)
+	n := 0
+	for {
+		k, _, _, ended := p.out.read(reader, buf[n:])
+		n += k
+		switch {
+		case strings.HasPrefix(string(buf[:n]), want):
+			return "", nil
+		case k > 0 && n < len(buf):
+			continue
+		case ended || n == len(buf):
+			return strings.ToValidUTF8(strings.TrimSpace(string(buf[:n])), "?"), io.EOF
+		}
+		select {
+		case <-p.out.readable:
+		case <-ctx.Done():
+			return "", ctx.Err()
+		}
+	}
 }

@@ -10,7 +10,7 @@ import (
 
 // A service that is started again at that moment would live on, and whoever waits for it with it.
 func TestEndAll_ends_a_process_whose_start_has_begun_and_has_no_other_started(t *testing.T) {
-	procs := &table{reaper: newReaper(false), byID: map[string]*process{}}
+	procs := newTable(false)
 	begun := &process{out: newOutput(attachedOutput, false), exited: make(chan struct{})}
 	if err := procs.reserve(begun, ""); err != nil {
 		t.Fatal(err)

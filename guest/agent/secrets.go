@@ -3,7 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
-	"strings"
+	"io"
 	"sync"
 	"syscall"
 
@@ -29,7 +29,7 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 	defer s.secrets.mu.Unlock()
 	if p := s.secrets.p; p != nil {
 		select {
-		case <-p.exited: // somebody has unmounted them, or killed it
+		case <-p.done(): // somebody has unmounted them, or killed it
 		default:
 			p.writeInput(ctx, []byte{'\n'})
 			return &agentpb.Empty{}, ctx.Err()
@@ -39,38 +39,17 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 	if err != nil {
 		return nil, err
 	}
-	said, err := awaitReady(ctx, p)
+	said, err := p.awaitOutput(ctx, SecretsReady, agentpb.MaxHookOutput)
+	if errors.Is(err, io.EOF) {
+		err = errNotServed
+	}
 	if err != nil {
-		_ = s.procs.reaper.signal(p.pid, syscall.SIGKILL)
+		_ = s.procs.signal(p, syscall.SIGKILL)
 		return nil, status.Errorf(codes.FailedPrecondition, "serve secrets: %v: %s", err, said)
 	}
-	p.out.detach(kept)
+	p.keepNewest()
 	s.secrets.p = p
 	return &agentpb.Empty{}, nil
-}
-
-// awaitReady waits until the process says that it is ready, and returns what else it has said.
-func awaitReady(ctx context.Context, p *process) (said string, err error) {
-	_, reader := p.out.attach(0)
-	buf := make([]byte, agentpb.MaxHookOutput)
-	n := 0
-	for {
-		k, _, _, ended := p.out.read(reader, buf[n:])
-		n += k
-		switch {
-		case strings.HasPrefix(string(buf[:n]), SecretsReady):
-			return "", nil
-		case k > 0 && n < len(buf):
-			continue
-		case ended || n == len(buf):
-			return strings.ToValidUTF8(strings.TrimSpace(string(buf[:n])), "?"), errNotServed
-		}
-		select {
-		case <-p.out.readable:
-		case <-ctx.Done():
-			return "", ctx.Err()
-		}
-	}
 }
 
 var errNotServed = errors.New("its server has ended")

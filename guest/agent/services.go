@@ -2,7 +2,6 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -30,9 +29,9 @@ const (
 	maxEvents       = 64 // that wait for the host
 )
 
-// services are the programs that the agent keeps running. They and what is known of them are
+// Services are the programs that the agent keeps running. They and what is known of them are
 // in the agent's memory, so a sleep and a wake change nothing, and a fork has them too.
-type services struct {
+type Services struct {
 	procs *table
 
 	mu     sync.Mutex
@@ -46,10 +45,26 @@ type services struct {
 	events *eventQueue // nil: nobody is told
 }
 
+// newServices keeps services running as processes of a table. alive is the least between two checks of one that is ready, 0 is 10 s; report,
+// if it is not nil, tells the host of an event, one at a time.
+func newServices(procs *table, alive time.Duration, report func(line string) error) *Services {
+	if alive == 0 {
+		alive = aliveInterval
+	}
+	a := &Services{procs: procs, byName: make(map[string]*service), alive: alive}
+	if report != nil {
+		a.events = &eventQueue{report: report}
+	}
+	return a
+}
+
+// woken notes that the machine has been restored.
+func (a *Services) woken() { a.wakes.Add(1) }
+
 // service is one of them. Its supervisor, a goroutine, exists while it runs or waits to be
 // started again.
 type service struct {
-	all *services
+	all *Services
 	log *output
 
 	// change serialises what starts and stops it. It is held while a stop waits.
@@ -75,12 +90,12 @@ type service struct {
 }
 
 // SetService implements agentpb.AgentService.
-func (s *Server) SetService(ctx context.Context, m *agentpb.SetServiceRequest) (*agentpb.ServiceState, error) {
+func (a *Services) SetService(ctx context.Context, m *agentpb.SetServiceRequest) (*agentpb.ServiceState, error) {
 	unit, err := checkService(m.Service)
 	if err != nil {
 		return nil, err
 	}
-	v, err := s.services.enter(unit)
+	v, err := a.enter(unit)
 	if err != nil {
 		return nil, err
 	}
@@ -105,8 +120,8 @@ func (s *Server) SetService(ctx context.Context, m *agentpb.SetServiceRequest) (
 }
 
 // StopService implements agentpb.AgentService.
-func (s *Server) StopService(ctx context.Context, m *agentpb.StopServiceRequest) (*agentpb.ServiceState, error) {
-	v, err := s.services.get(m.Name)
+func (a *Services) StopService(ctx context.Context, m *agentpb.StopServiceRequest) (*agentpb.ServiceState, error) {
+	v, err := a.get(m.Name)
 	if err != nil {
 		return nil, err
 	}
@@ -116,25 +131,25 @@ func (s *Server) StopService(ctx context.Context, m *agentpb.StopServiceRequest)
 		return nil, err
 	}
 	if m.Forget {
-		s.services.mu.Lock()
-		delete(s.services.byName, m.Name)
-		s.services.mu.Unlock()
+		a.mu.Lock()
+		delete(a.byName, m.Name)
+		a.mu.Unlock()
 	}
 	return v.describe(), nil
 }
 
 // ListServices implements agentpb.AgentService.
-func (s *Server) ListServices(context.Context, *agentpb.ListServicesRequest) (*agentpb.ListServicesResponse, error) {
+func (a *Services) ListServices(context.Context, *agentpb.ListServicesRequest) (*agentpb.ListServicesResponse, error) {
 	out := &agentpb.ListServicesResponse{}
-	for _, v := range s.services.list() {
+	for _, v := range a.list() {
 		out.Services = append(out.Services, v.describe())
 	}
 	return out, nil
 }
 
 // ServiceLog implements agentpb.AgentService.
-func (s *Server) ServiceLog(ctx context.Context, m *agentpb.ServiceLogRequest) (*agentpb.ServiceLogResponse, error) {
-	v, err := s.services.get(m.Name)
+func (a *Services) ServiceLog(ctx context.Context, m *agentpb.ServiceLogRequest) (*agentpb.ServiceLogResponse, error) {
+	v, err := a.get(m.Name)
 	if err != nil {
 		return nil, err
 	}
@@ -196,7 +211,7 @@ func startOf(u *agentpb.Service) *agentpb.ExecStart {
 }
 
 // enter returns the service of that name, which it makes if there is none.
-func (a *services) enter(unit *agentpb.Service) (*service, error) {
+func (a *Services) enter(unit *agentpb.Service) (*service, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.closed {
@@ -208,15 +223,12 @@ func (a *services) enter(unit *agentpb.Service) (*service, error) {
 	if len(a.byName) >= agentpb.MaxServices {
 		return nil, status.Errorf(codes.ResourceExhausted, "%d services are known, the limit", agentpb.MaxServices)
 	}
-	v := &service{all: a, unit: unit, state: agentpb.ServiceStopped, log: newOutput(int(unit.LogLimit), false)}
-	v.log.detach(kept)
+	v := &service{all: a, unit: unit, state: agentpb.ServiceStopped, log: newLog(int(unit.LogLimit))}
 	a.byName[unit.Name] = v
 	return v, nil
 }
 
-var errStopping = status.Error(codes.Unavailable, "the machine is being stopped")
-
-func (a *services) get(name string) (*service, error) {
+func (a *Services) get(name string) (*service, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	v := a.byName[name]
@@ -226,7 +238,7 @@ func (a *services) get(name string) (*service, error) {
 	return v, nil
 }
 
-func (a *services) list() []*service {
+func (a *Services) list() []*service {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var out []*service
@@ -245,7 +257,7 @@ func (v *service) name() string {
 
 // retire ends the supervision of all: what ends from now on is not started again. With wait
 // it waits for the supervisors, whose processes must have been ended.
-func (a *services) retire(wait bool) {
+func (a *Services) retire(wait bool) {
 	a.mu.Lock()
 	a.closed = true
 	a.mu.Unlock()
@@ -388,14 +400,14 @@ func (v *service) run(stop, first chan struct{}, row uint32) (wait time.Duration
 	} else {
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventStarted})
 		failed = v.supervised(u, p, stop)
-		failed = failed || p.exit.Code != 0
+		failed = failed || p.result().Code != 0
 		v.mu.Lock()
-		v.p, v.exit, v.endedAt = nil, p.exit, time.Now()
+		v.p, v.exit, v.endedAt = nil, p.result(), time.Now()
 		v.ready, v.readyAt = false, time.Time{}
 		v.wakeWaiters()
 		v.mu.Unlock()
-		v.note(exitText(p.exit))
-		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.exit.Code, Signal: p.exit.Signal})
+		v.note(exitText(p.result()))
+		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.result().Code, Signal: p.result().Signal})
 	}
 	select {
 	case <-stop:
@@ -436,7 +448,7 @@ func (v *service) terminate(p *process) {
 		v.signalEnd(p, u)
 		return
 	}
-	<-p.exited
+	<-p.done()
 }
 
 func (v *service) current() *agentpb.Service {
@@ -476,13 +488,6 @@ func exitText(e *agentpb.ExecExit) string {
 	return fmt.Sprintf("has ended with status %d", e.Code)
 }
 
-func problemOf(err error) string {
-	if st, ok := status.FromError(err); ok {
-		return st.Message()
-	}
-	return err.Error()
-}
-
 // tell tells the host.
 func (v *service) tell(e agentpb.ServiceEvent) {
 	v.mu.Lock()
@@ -502,7 +507,7 @@ func (v *service) describe() *agentpb.ServiceState {
 		out.ReadyNanos = v.readyAt.UnixNano()
 	}
 	if v.p != nil {
-		out.Pid = int32(v.p.pid)
+		out.Pid = int32(v.p.number())
 	}
 	if !v.started.IsZero() {
 		out.StartedNanos = v.started.UnixNano()
@@ -574,23 +579,4 @@ func (q *eventQueue) close() {
 	q.closed = true
 	q.mu.Unlock()
 	q.wg.Wait()
-}
-
-// reportTries is how often the host is told of an event that it does not take: the connection
-// may have been cut by a wake.
-const reportTries = 3
-
-// ReportService tells the host, which listens at the given port, of an event, and waits
-// until it knows. A host that does not listen does not ask.
-func ReportService(port uint32, line string) error {
-	var err error
-	for range reportTries {
-		if err = again(1, func() error { return tellHost(port, line, true) }); err == nil {
-			return nil
-		}
-		if errors.Is(err, unix.ENODEV) {
-			break
-		}
-	}
-	return err
 }

@@ -25,8 +25,9 @@ type session struct {
 	stream agentpb.Agent_ExecServer
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	reader uint64      // this session's right to read the output
-	disk   *diskRecord // nil: nobody asks what the process changes
+	reader uint64 // this session's right to read the output
+	// changes says what the process has changed; nil: nobody asks.
+	changes func(context.Context) *agentpb.DiskChanges
 
 	window flow.Window
 	// ends[n%Window] is the output offset after the n-th message. It is written
@@ -37,53 +38,41 @@ type session struct {
 }
 
 var (
-	errTakenOver = status.Error(codes.Aborted, "another connection attached to the process")
-	errEnded     = errors.New("the session has ended")
+	errProcessTaken = status.Error(codes.Aborted, "another connection attached to the process")
+	errSessionEnded = errors.New("the session has ended")
 )
 
-// Exec implements agentpb.AgentService.
-func (s *Server) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) (err error) {
-	defer recovered(&err)
-	first, err := stream.Recv()
+// run starts a command and serves the stream that has asked for it. changes, if it is not nil, says what the command has changed on the
+// disk, once it has ended.
+func (t *table) run(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecStart, changes func(context.Context) *agentpb.DiskChanges) error {
+	p, err := t.start(m)
+	var se *startError
+	if errors.As(err, &se) {
+		exit := &agentpb.ExecExit{Code: se.code, Error: se.Error()}
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
+	}
 	if err != nil {
 		return err
 	}
-	switch m := first.Msg.(type) {
-	case *agentpb.ExecRequest_Start:
-		var r *diskRecord
-		if m.Start.Changes {
-			if r, err = s.recordDisk(ctx, m.Start); err != nil {
-				return err
-			}
-			defer r.close()
-		}
-		p, err := s.procs.start(m.Start)
-		var se *startError
-		if errors.As(err, &se) {
-			exit := &agentpb.ExecExit{Code: se.code, Error: se.Error()}
-			return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
-		}
-		if err != nil {
-			return err
-		}
-		return s.procs.serve(ctx, stream, p, 0, r)
-	case *agentpb.ExecRequest_Attach:
-		p, err := s.procs.get(m.Attach.Id)
-		if err != nil {
-			return err
-		}
-		if !p.detach {
-			return status.Errorf(codes.FailedPrecondition, "process %q belongs to its connection", p.id)
-		}
-		return s.procs.serve(ctx, stream, p, m.Attach.Offset, nil)
+	return t.serve(ctx, stream, p, 0, changes)
+}
+
+// attach serves a stream that goes on with a process.
+func (t *table) attach(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecAttach) error {
+	p, err := t.get(m.Id)
+	if err != nil {
+		return err
 	}
-	return status.Error(codes.InvalidArgument, "the first message must start a process or attach to one")
+	if !p.detach {
+		return status.Errorf(codes.FailedPrecondition, "process %q belongs to its connection", p.id)
+	}
+	return t.serve(ctx, stream, p, m.Offset, nil)
 }
 
 // serve attaches the stream to p until the process ends, the connection does,
 // or another one attaches.
-func (t *table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *process, offset uint64, r *diskRecord) error {
-	s := &session{t: t, disk: r, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
+func (t *table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *process, offset uint64, changes func(context.Context) *agentpb.DiskChanges) error {
+	s := &session{t: t, changes: changes, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	start := s.attach(offset)
 	defer s.detach()
@@ -111,7 +100,7 @@ func (s *session) attach(offset uint64) uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.session != nil {
-		p.session.cancel(errTakenOver)
+		p.session.cancel(errProcessTaken)
 	}
 	p.session = s
 	if p.input != nil {
@@ -133,7 +122,7 @@ var longAgo = time.Unix(1, 0)
 // detach leaves the process: to itself when it may outlive its connection,
 // and killed otherwise.
 func (s *session) detach() {
-	s.cancel(errEnded)
+	s.cancel(errSessionEnded)
 	p := s.p
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -195,9 +184,9 @@ func (s *session) sendOutput() error {
 	}
 	s.t.settle()
 	exit := s.p.exit
-	if s.disk != nil {
+	if s.changes != nil {
 		exit = proto.CloneOf(exit)
-		exit.Changes = s.disk.since(s.ctx)
+		exit.Changes = s.changes(s.ctx)
 	}
 	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
 }
@@ -209,7 +198,7 @@ func (s *session) receive() error {
 		m, err := s.stream.Recv()
 		if err != nil {
 			if errors.Is(err, io.EOF) {
-				err = errEnded
+				err = errSessionEnded
 			}
 			return err
 		}
@@ -309,7 +298,7 @@ func (p *process) resize(size *agentpb.WindowSize) {
 	if p.master == nil {
 		return
 	}
-	_ = p.master.rc.Control(func(fd uintptr) { _ = setWindowSize(int(fd), size) })
+	_ = p.master.raw().Control(func(fd uintptr) { _ = setWindowSize(int(fd), size) })
 }
 
 // info describes the process for List.
@@ -344,9 +333,8 @@ func cutArgv(argv []string) []string {
 // maxListBytes bounds a List answer, within what the host accepts.
 const maxListBytes = agentpb.MaxMessage / 2
 
-// List implements agentpb.AgentService.
-func (s *Server) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
-	t := s.procs
+// list describes all processes.
+func (t *table) list() *agentpb.ListResponse {
 	t.mu.Lock()
 	all := make([]*process, 0, len(t.byID))
 	for _, p := range t.byID {
@@ -364,7 +352,7 @@ func (s *Server) List(context.Context, *agentpb.ListRequest) (*agentpb.ListRespo
 		}
 		out.Processes = append(out.Processes, i)
 	}
-	return out, nil
+	return out
 }
 
 func argvBytes(argv []string) int {
@@ -375,33 +363,33 @@ func argvBytes(argv []string) int {
 	return n
 }
 
-// Kill implements agentpb.AgentService.
-func (s *Server) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty, error) {
-	p, err := s.procs.get(m.Id)
+// kill sends a signal to a process, or forgets it, or both.
+func (t *table) kill(m *agentpb.KillRequest) error {
+	p, err := t.get(m.Id)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if m.Signal != 0 {
-		err := s.procs.reaper.signal(p.pid, syscall.Signal(m.Signal))
+		err := t.reaper.signal(p.pid, syscall.Signal(m.Signal))
 		if errors.Is(err, syscall.ESRCH) && !m.Forget {
-			return nil, status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
+			return status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
 		}
 		if err != nil && !errors.Is(err, syscall.ESRCH) {
-			return nil, fmt.Errorf("signal process %q: %w", m.Id, err)
+			return fmt.Errorf("signal process %q: %w", m.Id, err)
 		}
 	}
 	if m.Forget {
 		select {
 		case <-p.exited:
-			s.procs.forget(p)
+			t.forget(p)
 		default:
 			if m.Signal == 0 {
-				return nil, status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
+				return status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
 			}
 			p.mu.Lock()
 			p.forget = true
 			p.mu.Unlock()
 		}
 	}
-	return &agentpb.Empty{}, nil
+	return nil
 }

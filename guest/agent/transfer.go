@@ -33,9 +33,11 @@ type transfer struct {
 	rest []byte        // of the message being read
 }
 
+// errEnded says that the host has sent all that it sends.
+var errEnded = errors.New("the session has ended")
+
 // Transfer implements agentpb.AgentService.
-func (s *Server) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) (err error) {
-	defer recovered(&err)
+func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) error {
 	first, err := stream.Recv()
 	if err != nil {
 		return err
@@ -68,7 +70,7 @@ func (s *Server) Transfer(ctx context.Context, stream agentpb.Agent_TransferServ
 		}
 		return err
 	}
-	s.hookWatch.settle()
+	f.settle()
 	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
 }
 

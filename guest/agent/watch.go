@@ -69,11 +69,13 @@ type watch struct {
 	expire   *time.Timer
 }
 
-var errWatchOver = status.Error(codes.Unavailable, "the watch has ended")
+var (
+	errWatchOver = status.Error(codes.Unavailable, "the watch has ended")
+	errTakenOver = status.Error(codes.Aborted, "another connection attached to the watch")
+)
 
 // Watch implements agentpb.AgentService.
-func (s *Server) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) (err error) {
-	defer recovered(&err)
+func (f *Files) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) error {
 	first, err := stream.Recv()
 	if err != nil {
 		return err
@@ -85,7 +87,7 @@ func (s *Server) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) (e
 	if err := checkWatch(m.Start); err != nil {
 		return err
 	}
-	w, resumed, err := s.watches.get(m.Start)
+	w, resumed, err := f.watches.get(m.Start)
 	if err != nil {
 		return err
 	}
