@@ -5,17 +5,20 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/guest/agent/capture"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
 // lostPorts are ports that are taken away while the agent stands by.
 type lostPorts struct {
-	IOPorts
+	capture.IOPorts
 	closed bool
 }
 
-func (*lostPorts) Open() error  { return nil }
-func (p *lostPorts) Close()     { p.closed = true }
+func (*lostPorts) Open() error { return nil }
+
+func (p *lostPorts) Close() { p.closed = true }
+
 func (*lostPorts) Command(byte) {}
 
 func TestPortsThatAreTakenAwayAreAnErrorOfTheCall(t *testing.T) {

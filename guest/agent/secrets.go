@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -20,7 +21,7 @@ const SecretsReady = "ready\n"
 // since the agent must not wait for files that it serves itself.
 type secretServer struct {
 	mu sync.Mutex
-	p  *process // nil: none was started yet
+	p  *proc.Process // nil: none was started yet
 }
 
 // Secrets implements agentpb.AgentService.
@@ -29,25 +30,25 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 	defer s.secrets.mu.Unlock()
 	if p := s.secrets.p; p != nil {
 		select {
-		case <-p.done(): // somebody has unmounted them, or killed it
+		case <-p.Done(): // somebody has unmounted them, or killed it
 		default:
-			p.writeInput(ctx, []byte{'\n'})
+			p.WriteInput(ctx, []byte{'\n'})
 			return &agentpb.Empty{}, ctx.Err()
 		}
 	}
-	p, err := s.procs.startWith(&agentpb.ExecStart{Argv: []string{"drowse-agent", agentpb.SubsystemSecrets}}, startOptions{path: self})
+	p, err := s.procs.StartWith(&agentpb.ExecStart{Argv: []string{"drowse-agent", agentpb.SubsystemSecrets}}, proc.StartOptions{Path: proc.Self})
 	if err != nil {
 		return nil, err
 	}
-	said, err := p.awaitOutput(ctx, SecretsReady, agentpb.MaxHookOutput)
+	said, err := p.AwaitOutput(ctx, SecretsReady, agentpb.MaxHookOutput)
 	if errors.Is(err, io.EOF) {
 		err = errNotServed
 	}
 	if err != nil {
-		_ = s.procs.signal(p, syscall.SIGKILL)
+		_ = s.procs.Signal(p, syscall.SIGKILL)
 		return nil, status.Errorf(codes.FailedPrecondition, "serve secrets: %v: %s", err, said)
 	}
-	p.keepNewest()
+	p.KeepNewest()
 	s.secrets.p = p
 	return &agentpb.Empty{}, nil
 }

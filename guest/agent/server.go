@@ -18,6 +18,11 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/capture"
+	"github.com/drowse-vm/drowse/guest/agent/files"
+	"github.com/drowse-vm/drowse/guest/agent/machine"
+	"github.com/drowse-vm/drowse/guest/agent/proc"
+	"github.com/drowse-vm/drowse/guest/agent/service"
 	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -29,9 +34,9 @@ type Config struct {
 	// Init says that the agent is PID 1: it reaps orphans and stops the machine.
 	Init bool
 	// Machine is the machine the agent changes. Required.
-	Machine Machine
+	Machine machine.Machine
 	// Ports are where Handover meets the VMM; nil are the machine's.
-	Ports Ports
+	Ports capture.Ports
 	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
 	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
@@ -50,13 +55,13 @@ type Config struct {
 // called from any goroutine.
 type Server struct {
 	cfg   Config
-	procs *table
+	procs *proc.Table
 	rpc   *ttrpc.Server
 
 	// Their methods are methods of agentpb.AgentService.
-	*Services
-	*Standby
-	*Files
+	*service.Services
+	*capture.Standby
+	*files.Files
 
 	forwards forwards
 	secrets  secretServer
@@ -77,13 +82,13 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("agent: no machine to serve")
 	}
 	if cfg.HookDir == "" {
-		cfg.HookDir = DefaultHookDir
+		cfg.HookDir = capture.DefaultHookDir
 	}
 	if cfg.Disk == nil {
 		cfg.Disk = upper.Open
 	}
 	if cfg.Ports == nil {
-		cfg.Ports = &IOPorts{}
+		cfg.Ports = &capture.IOPorts{}
 	}
 	// ttrpc reports broken connections to a global logger. Here its output
 	// would be the console of the guest, where nobody waits for it.
@@ -92,17 +97,17 @@ func New(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("agent: %w", err)
 	}
-	procs := newTable(cfg.Init)
+	procs := proc.NewTable(cfg.Init)
 	s := &Server{cfg: cfg, procs: procs, rpc: rpc, conns: make(map[*trackedConn]struct{})}
-	s.Services = newServices(procs, cfg.AliveInterval, cfg.ReportService)
-	s.Standby = newStandby(standbyConfig{
-		Machine: cfg.Machine, Ports: cfg.Ports, HookDir: cfg.HookDir, Procs: procs, Woken: s.Services.woken, Report: cfg.ReportHooks,
+	s.Services = service.New(procs, cfg.AliveInterval, cfg.ReportService)
+	s.Standby = capture.New(capture.Config{
+		Machine: cfg.Machine, Ports: cfg.Ports, HookDir: cfg.HookDir, Procs: procs, Woken: s.Services.Woken, Report: cfg.ReportHooks,
 	})
-	s.Files = newFiles(s.Standby.Settle, s.Standby.Trim)
+	s.Files = files.New(s.Standby.Settle, s.Standby.Trim)
 	agentpb.RegisterAgentService(rpc, s)
-	procs.settle = s.Standby.Settle
+	procs.Settle = s.Standby.Settle
 	if cfg.Init {
-		procs.reap()
+		procs.Reap()
 	}
 	return s, nil
 }
@@ -184,9 +189,9 @@ func (s *Server) Close() {
 	s.forwards.close()
 	s.Files.Close()
 	s.Standby.Close()
-	s.Services.retire(false)
-	s.procs.endAll()
-	s.Services.retire(true)
+	s.Services.Retire(false)
+	s.procs.EndAll()
+	s.Services.Retire(true)
 }
 
 // maxConnections bounds the connections served at once; more are closed.

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest/agent/poll"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -20,6 +21,7 @@ const listenBacklog = 128
 type vsockAddr struct{ cid, port uint32 }
 
 func (vsockAddr) Network() string { return "vsock" }
+
 func (a vsockAddr) String() string {
 	return strconv.FormatUint(uint64(a.cid), 10) + ":" + strconv.FormatUint(uint64(a.port), 10)
 }
@@ -28,7 +30,7 @@ func (a vsockAddr) String() string {
 // guest that reaches the port by local loopback is turned away: the agent
 // runs as root and obeys whoever may connect.
 type vsockListener struct {
-	*pollFile
+	*poll.File
 	port uint32
 }
 
@@ -46,11 +48,11 @@ func ListenVsock(port uint32) (net.Listener, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("listen on vsock port %d: %w", port, err)
 	}
-	pf, err := newPollFile(fd, "vsock")
+	pf, err := poll.New(fd, "vsock")
 	if err != nil {
 		return nil, fmt.Errorf("poll vsock port %d: %w", port, err)
 	}
-	return &vsockListener{pollFile: pf, port: port}, nil
+	return &vsockListener{File: pf, port: port}, nil
 }
 
 // Accept waits for the next connection from the host.
@@ -59,7 +61,7 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 		var fd int
 		var cid uint32
 		var errno syscall.Errno
-		err := l.raw().Read(func(lfd uintptr) bool {
+		err := l.Raw().Read(func(lfd uintptr) bool {
 			fd, cid, errno = rawAccept(lfd)
 			return errno != syscall.EAGAIN
 		})
@@ -75,11 +77,11 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 			unix.Close(fd)
 			continue
 		}
-		pf, err := newPollFile(fd, "vsock")
+		pf, err := poll.New(fd, "vsock")
 		if err != nil {
 			return nil, err
 		}
-		pf.setAddr(vsockAddr{cid: cid, port: l.port})
+		pf.SetAddr(vsockAddr{cid: cid, port: l.port})
 		return pf, nil
 	}
 }

@@ -74,6 +74,13 @@ var rules = []rule{
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem"}},
 	{"netpolicy/...", []string{"netpolicy/..."}},
 	{"rootfs/...", []string{"rootfs/...", "internal/osfile"}},
+	// The parts of the agent know nothing of it, nor of each other but what is below.
+	{"guest/agent/poll", nil},
+	{"guest/agent/machine", []string{"guest/agent/early", "guest/agentpb"}},
+	{"guest/agent/proc", []string{"guest/agent/poll", "guest/agentpb", "guest/internal/flow"}},
+	{"guest/agent/service", []string{"guest/agent/proc", "guest/agentpb"}},
+	{"guest/agent/capture", []string{"guest/agent/proc", "guest/agent/machine", "guest/agent/poll", "guest/agentpb"}},
+	{"guest/agent/files", []string{"guest/agent/fswatch", "guest/agentpb", "guest/internal/..."}},
 	{"guest/...", []string{"guest/..."}},
 
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
