@@ -118,7 +118,7 @@ fuzz: check-go
 .PHONY: test-hard
 test-hard: test-state $(REPORT)
 	@scripts/deps test hard
-	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@echo "== tests on KVM of the hardware kind" >&2
 	@$(GO_TEST) -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
@@ -129,11 +129,11 @@ HOSTILE ?= -hostile-for 1h
 .PHONY: test-hostile
 test-hostile: check-go
 	@scripts/deps hard
-	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@status=0; \
-	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/hostileguest $(HOSTILE) || status=1; \
-	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/hostileguest $(HOSTILE) || status=1; \
+	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest $(HOSTILE) || status=1; \
+	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/test/hostileguest $(HOSTILE) || status=1; \
 	exit $$status
 
 # test-workloads has git, pip, npm, a Go build, SQLite, a web server and a container sleep and
@@ -146,15 +146,15 @@ workloads-state: build kernel
 
 test-workloads: workloads-state image
 	@$(GO_TEST) -tags workloads -count 1 -run UnderLoad -v ./sandbox
-	@$(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/workloads
+	@$(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/test/workloads
 
 # The program of the container is made outside, where the processor is not emulated.
 test-workloads-hard: workloads-state
 	@scripts/deps hard
-	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
-	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/workloads/testdata/app/main.go
-	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app $(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/workloads
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/test/workloads/testdata/app/main.go
+	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app $(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/test/workloads
 
 # test-browser has a Chromium open the page of drowse serve, on VMs in memory and once before a guest. It is not a part of test: the browser is 130 MB to download and
 # 440 MB to install.
@@ -176,9 +176,9 @@ BULK ?= -bulk-mib 1024
 .PHONY: agent-proofs-hard
 agent-proofs-hard: test-state
 	@scripts/deps hard
-	@$(GO_BUILD) -o bin/hwkvm ./internal/hwkvm/cmd/hwkvm
+	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
-	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/workloads $(BULK)
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/test/workloads $(BULK)
 
 # life-proofs has clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
 # and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.

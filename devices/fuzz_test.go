@@ -18,12 +18,12 @@ import (
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
 	"github.com/drowse-vm/drowse/devices/console"
-	"github.com/drowse-vm/drowse/devices/devicetest"
 	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/devices/mmio"
 	"github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/devices/serial"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 

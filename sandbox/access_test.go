@@ -19,7 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/sshd"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 // forwardsEndWithTheSleep takes connections through both ends of the guest's loopback, puts

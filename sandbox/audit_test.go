@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/guest/audit"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 // recordedInTheTrail looks for what sshServesAGuestWithoutAServer and forwardsEndWithTheSleep

@@ -20,7 +20,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -442,7 +443,7 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 			if err := d.Close(); err != nil { // as a killed process's kernel does, less the flush
 				t.Fatal(err)
 			}
-			s.fs = faultfs.OS
+			s.fs = osfile.OS
 			_, d, err = beginVM(s)
 			if err != nil {
 				t.Fatal(err)

@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 // diskOfAGuest has a command change the disk of a real guest, and asks what has changed.

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"

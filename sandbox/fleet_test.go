@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"

@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -48,7 +48,7 @@ while True:
         f.write('%d %d %d %d %d %d\n' % (os.getpid(), mine.getsockname()[1], asked, committed, rows, last or 0))
 `
 
-// A VM writes to a database and talks to itself over a sleep: what of internal/workloads takes two minutes on a soft KVM, in the image of these tests.
+// A VM writes to a database and talks to itself over a sleep: what of internal/test/workloads takes two minutes on a soft KVM, in the image of these tests.
 func TestDatabaseUnderLoadAndConnectionToItselfGoOnAfterASleep(t *testing.T) {
 	const name = "loaded"
 	e := guesttest.New(t)

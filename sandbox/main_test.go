@@ -4,7 +4,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 

@@ -22,7 +22,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox/spec"

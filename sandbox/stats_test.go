@@ -3,7 +3,7 @@ package sandbox_test
 import (
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 // statsOfAGuest measures a clone with one vCPU and 256 MiB that has come back from a snapshot.

@@ -16,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -46,7 +46,7 @@ type Store struct {
 	// hostHooks are not changed.
 	hostHooks []HostHook
 	// fs is where records are written, for tests of what fails.
-	fs faultfs.FS
+	fs osfile.FS
 }
 
 // OpenStore opens or makes a store. dir is made absolute.
@@ -60,7 +60,7 @@ func OpenStore(dir string) (*Store, error) {
 			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
 		}
 	}
-	return &Store{dir: dir, fs: faultfs.OS}, nil
+	return &Store{dir: dir, fs: osfile.OS}, nil
 }
 
 // Dir is the store's directory.

@@ -15,7 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -72,7 +73,7 @@ func (s simFS) RemoveAll(name string) error {
 func (s simFS) Free(string) (uint64, error) { return 1 << 40, nil }
 
 type simWriter struct {
-	faultfs.File
+	osfile.File
 	off int64
 }
 

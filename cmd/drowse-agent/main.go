@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent"
 	"github.com/drowse-vm/drowse/guest/agent/early"
 	"github.com/drowse-vm/drowse/guest/agent/layer"
+	"github.com/drowse-vm/drowse/guest/agent/machine"
 	"github.com/drowse-vm/drowse/guest/agent/secretfs"
 	"github.com/drowse-vm/drowse/guest/agent/sftp"
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -87,7 +88,7 @@ func main() {
 			"as PID 1 the command takes no argument.\n")
 		os.Exit(exitUsage)
 	}
-	if err := serve(&agent.Kernel{}, false, func(string) {}); err != nil {
+	if err := serve(&machine.Kernel{}, false, func(string) {}); err != nil {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 		os.Exit(1)
 	}
@@ -180,7 +181,7 @@ func serveSecrets() error {
 func runInit() {
 	m, err := early.Start()
 	if err == nil {
-		err = serve(&agent.Kernel{BeforePower: m.ReadOnly, Writable: m.Writable()}, true, m.Announce)
+		err = serve(&machine.Kernel{BeforePower: m.ReadOnly, Writable: m.Writable()}, true, m.Announce)
 	}
 	if err == nil {
 		err = errors.New("the agent stopped serving")
@@ -190,7 +191,7 @@ func runInit() {
 }
 
 // serve listens, announces it, and serves until a signal says to stop.
-func serve(k *agent.Kernel, isInit bool, announce func(version string)) error {
+func serve(k *machine.Kernel, isInit bool, announce func(version string)) error {
 	if err := k.Prepare(); err != nil {
 		return err
 	}

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 // shareImages gives a test's state an image folder of its own, with links to the images of all tests.

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 

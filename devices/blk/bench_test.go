@@ -7,8 +7,8 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
 	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
 // A guest whose journal meets an I/O error has a read-only root from then on, also when the host has room again.

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
 // The host's writer takes nothing, and the guest goes on to print: each request waits for the writer, but no pause waits for that,

@@ -15,7 +15,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
 	"github.com/drowse-vm/drowse/devices/virtq"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
 // What a guest brings about itself by too many files or a position beyond the end of one is its own failure: the machine's owner, who

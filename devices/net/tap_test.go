@@ -13,8 +13,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 
-	"github.com/drowse-vm/drowse/devices/devicetest"
 	"github.com/drowse-vm/drowse/devices/net/tap"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
 // newTAP makes a TAP device in a network namespace of the test's own. The host is

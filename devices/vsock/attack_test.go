@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
 	"github.com/drowse-vm/drowse/devices/mmio"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
 // A driver can start a device without queues and reset it a million times a second. None of that is a failure of the host,

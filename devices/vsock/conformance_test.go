@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/devicetest"
+	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -38,7 +39,7 @@ type diskRecord struct {
 
 // recordDisk looks at the disk before a command begins. The caller closes what is returned.
 func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRecord, error) {
-	if err := checkStart(m); err != nil {
+	if err := proc.CheckStart(m); err != nil {
 		return nil, err
 	}
 	if s.records.Add(1) > maxRecords {
@@ -74,12 +75,12 @@ func (r *diskRecord) since(ctx context.Context) *agentpb.DiskChanges {
 	defer cancel()
 	d, err := r.compare(ctx)
 	if err != nil {
-		return &agentpb.DiskChanges{Partial: cut(problemOf(err), agentpb.MaxServiceText)}
+		return &agentpb.DiskChanges{Partial: agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)}
 	}
 	out, left := changesMessage(d)
 	out.More = uint64(d.More + left)
 	if d.Until != "" {
-		out.Partial = fmt.Sprintf("more was written to the disk since its image than is looked at for this (%d files, %v): nothing is known of paths behind %q", recordEntries, recordTime, cut("/"+d.Until, agentpb.MaxServiceText))
+		out.Partial = fmt.Sprintf("more was written to the disk since its image than is looked at for this (%d files, %v): nothing is known of paths behind %q", recordEntries, recordTime, agentpb.Cut("/"+d.Until, agentpb.MaxServiceText))
 	}
 	return out
 }

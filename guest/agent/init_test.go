@@ -15,6 +15,8 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest/agent/machine"
+	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -90,13 +92,13 @@ func asInit(what string) int {
 // initReap starts commands that leave orphans, and commands with statuses to
 // get right, at the same time.
 func initReap(fail func(error) int) int {
-	s, err := New(Config{Init: true, Machine: &Kernel{}})
+	s, err := New(Config{Init: true, Machine: &machine.Kernel{}})
 	if err != nil {
 		return fail(err)
 	}
-	var all []*process
+	var all []*proc.Process
 	for i := range 30 {
-		p, err := s.procs.start(&agentpb.ExecStart{
+		p, err := s.procs.Start(&agentpb.ExecStart{
 			Argv: []string{"/bin/sh", "-c", fmt.Sprintf("(sleep 0.05; exit 9) & (true) & exit %d", i)}, NoStdin: true,
 		})
 		if err != nil {
@@ -105,9 +107,9 @@ func initReap(fail func(error) int) int {
 		all = append(all, p)
 	}
 	for i, p := range all {
-		<-p.exited
-		if int(p.exit.Code) != i {
-			fmt.Printf("process %d: %v\n", i, p.exit)
+		<-p.Done()
+		if int(p.Exit().Code) != i {
+			fmt.Printf("process %d: %v\n", i, p.Exit())
 			return 1
 		}
 	}
@@ -141,7 +143,7 @@ func children() int {
 }
 
 // printMachine says what happens to it.
-type printMachine struct{ Kernel }
+type printMachine struct{ machine.Kernel }
 
 func (m *printMachine) Power(reboot bool) error {
 	left := "none"
@@ -162,12 +164,14 @@ func initStop(fail func(error) int) int {
 		"trap '' TERM; echo up; while :; do sleep 0.01; done",
 		"kill -STOP $$",
 	} {
-		p, err := s.procs.start(&agentpb.ExecStart{Argv: []string{"/bin/sh", "-c", script}, NoStdin: true, Detach: true})
+		p, err := s.procs.Start(&agentpb.ExecStart{Argv: []string{"/bin/sh", "-c", script}, NoStdin: true, Detach: true})
 		if err != nil {
 			return fail(err)
 		}
 		if strings.Contains(script, "up") {
-			<-p.out.readable // its trap is set
+			if _, err := p.AwaitOutput(context.Background(), "up", 16); err != nil { // its trap is set
+				return fail(err)
+			}
 		}
 	}
 	time.Sleep(50 * time.Millisecond)
@@ -185,10 +189,11 @@ func initIdentity(fail func(error) int) int {
 	if err := unix.Mount("tmpfs", "/etc", "tmpfs", 0, ""); err != nil {
 		return fail(err)
 	}
+	const bootIDPath, machineIDPath = "/proc/sys/kernel/random/boot_id", "/etc/machine-id"
 	if err := os.WriteFile(machineIDPath, []byte("old\n"), 0o444); err != nil {
 		return fail(err)
 	}
-	k := &Kernel{}
+	k := &machine.Kernel{}
 	seen := map[string]bool{}
 	for i := range 3 {
 		name := fmt.Sprintf("clone%d", i)
@@ -231,15 +236,21 @@ func TestServer_a_panic_in_a_method_is_an_error_and_the_agent_lives(t *testing.T
 	}
 }
 
-type panicMachine struct{ Kernel }
+type panicMachine struct{ machine.Kernel }
 
-func (panicMachine) SetClock(int64) error               { panic("no clock") }
-func (panicMachine) AddEntropy([]byte) error            { return nil }
+func (panicMachine) SetClock(int64) error { panic("no clock") }
+
+func (panicMachine) AddEntropy([]byte) error { return nil }
+
 func (panicMachine) NewIdentity(string) (string, error) { return "", nil }
-func (panicMachine) Freeze() error                      { return nil }
-func (panicMachine) Thaw() error                        { return nil }
-func (panicMachine) Trim() error                        { return nil }
-func (panicMachine) Power(bool) error                   { return nil }
+
+func (panicMachine) Freeze() error { return nil }
+
+func (panicMachine) Thaw() error { return nil }
+
+func (panicMachine) Trim() error { return nil }
+
+func (panicMachine) Power(bool) error { return nil }
 
 func TestVsock_listener_turns_local_processes_away(t *testing.T) {
 	const port = 51024

@@ -5,17 +5,20 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/guest/agent/capture"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
 // lostPorts are ports that are taken away while the agent stands by.
 type lostPorts struct {
-	IOPorts
+	capture.IOPorts
 	closed bool
 }
 
-func (*lostPorts) Open() error  { return nil }
-func (p *lostPorts) Close()     { p.closed = true }
+func (*lostPorts) Open() error { return nil }
+
+func (p *lostPorts) Close() { p.closed = true }
+
 func (*lostPorts) Command(byte) {}
 
 func TestPortsThatAreTakenAwayAreAnErrorOfTheCall(t *testing.T) {
@@ -31,7 +34,7 @@ func TestPortsThatAreTakenAwayAreAnErrorOfTheCall(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "invalid memory address") {
 		t.Errorf("got %v, want what the fault became", err)
 	}
-	if !ports.closed || !s.machine.TryLock() {
+	if _, err := s.AddEntropy(t.Context(), &agentpb.AddEntropyRequest{}); err != nil || !ports.closed {
 		t.Error("the agent is still at its ports")
 	}
 }

@@ -37,9 +37,9 @@ func (s *Server) Stop(reboot bool, grace time.Duration) {
 		if grace == 0 {
 			grace = defaultGrace
 		}
-		s.services.retire(false)
+		s.Services.Retire(false)
 		if s.cfg.Init {
-			s.procs.reaper.endAll(grace)
+			s.procs.EndMachine(grace)
 		}
 		if err := s.cfg.Machine.Power(reboot); err != nil {
 			os.Stderr.WriteString("drowse-agent: cannot stop the machine: " + err.Error() + "\n")

@@ -18,6 +18,11 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/drowse-vm/drowse/guest/agent/capture"
+	"github.com/drowse-vm/drowse/guest/agent/files"
+	"github.com/drowse-vm/drowse/guest/agent/machine"
+	"github.com/drowse-vm/drowse/guest/agent/proc"
+	"github.com/drowse-vm/drowse/guest/agent/service"
 	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -29,9 +34,9 @@ type Config struct {
 	// Init says that the agent is PID 1: it reaps orphans and stops the machine.
 	Init bool
 	// Machine is the machine the agent changes. Required.
-	Machine Machine
+	Machine machine.Machine
 	// Ports are where Handover meets the VMM; nil are the machine's.
-	Ports Ports
+	Ports capture.Ports
 	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
 	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
@@ -50,26 +55,17 @@ type Config struct {
 // called from any goroutine.
 type Server struct {
 	cfg   Config
-	procs *table
+	procs *proc.Table
 	rpc   *ttrpc.Server
 
-	// machine serialises what changes the machine.
-	machine sync.Mutex
-	bootID  string // the latest identity; "" is the kernel's own
-	// handover is the message of a Handover, here since the wake path allocates nothing.
-	handover struct {
-		raw     [agentpb.HandoverSize]byte
-		message agentpb.Handover
-	}
+	// Their methods are methods of agentpb.AgentService.
+	*service.Services
+	*capture.Standby
+	*files.Files
 
-	hooks     hooks
-	hookWatch *hookWatch // nil: the host asks whenever it must know
-	freeze    freeze
-	forwards  forwards
-	secrets   secretServer
-	services  services
-	watches   watches
-	records   atomic.Int32 // commands whose changes are recorded
+	forwards forwards
+	secrets  secretServer
+	records  atomic.Int32 // commands whose changes are recorded
 
 	stopping sync.Once
 
@@ -86,16 +82,13 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("agent: no machine to serve")
 	}
 	if cfg.HookDir == "" {
-		cfg.HookDir = DefaultHookDir
-	}
-	if cfg.AliveInterval == 0 {
-		cfg.AliveInterval = aliveInterval
+		cfg.HookDir = capture.DefaultHookDir
 	}
 	if cfg.Disk == nil {
 		cfg.Disk = upper.Open
 	}
 	if cfg.Ports == nil {
-		cfg.Ports = &IOPorts{}
+		cfg.Ports = &capture.IOPorts{}
 	}
 	// ttrpc reports broken connections to a global logger. Here its output
 	// would be the console of the guest, where nobody waits for it.
@@ -104,29 +97,17 @@ func New(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("agent: %w", err)
 	}
-	s := &Server{
-		cfg:   cfg,
-		procs: &table{reaper: newReaper(cfg.Init), byID: make(map[string]*process)},
-		rpc:   rpc,
-		conns: make(map[*trackedConn]struct{}),
-	}
-	s.services.procs, s.services.byName = s.procs, make(map[string]*service)
-	s.services.alive = cfg.AliveInterval
-	if cfg.ReportService != nil {
-		s.services.events = &eventQueue{report: cfg.ReportService}
-	}
+	procs := proc.NewTable(cfg.Init)
+	s := &Server{cfg: cfg, procs: procs, rpc: rpc, conns: make(map[*trackedConn]struct{})}
+	s.Services = service.New(procs, cfg.AliveInterval, cfg.ReportService)
+	s.Standby = capture.New(capture.Config{
+		Machine: cfg.Machine, Ports: cfg.Ports, HookDir: cfg.HookDir, Procs: procs, Woken: s.Services.Woken, Report: cfg.ReportHooks,
+	})
+	s.Files = files.New(s.Standby.Settle, s.Standby.Trim)
 	agentpb.RegisterAgentService(rpc, s)
-	if cfg.ReportHooks != nil {
-		// Without it there would be hooks that nobody runs.
-		if s.hookWatch, err = watchHooks(cfg.HookDir, cfg.ReportHooks); err != nil {
-			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
-		}
-	}
-	s.procs.settle = s.hookWatch.settle
+	procs.Settle = s.Standby.Settle
 	if cfg.Init {
-		s.procs.reaper.mu.Lock()
-		s.procs.reaper.run()
-		s.procs.reaper.mu.Unlock()
+		procs.Reap()
 	}
 	return s, nil
 }
@@ -206,37 +187,11 @@ func (s *Server) Close() {
 	s.mu.Unlock()
 	s.rpc.Close()
 	s.forwards.close()
-	s.watches.close()
-	s.thawLate()
-	s.hookWatch.close()
-	s.services.retire(false)
-	s.procs.endAll()
-	s.services.retire(true)
-}
-
-// endAll kills every process that the agent has started and waits for them.
-// None is started from then on, and one whose start has begun is one of them: a service may be about to be started again.
-func (t *table) endAll() {
-	t.mu.Lock()
-	t.closed = true
-	t.mu.Unlock()
-	t.starts.Wait()
-	t.mu.Lock()
-	all := make([]*process, 0, len(t.byID))
-	for _, p := range t.byID {
-		if p != nil {
-			all = append(all, p)
-		}
-	}
-	t.mu.Unlock()
-	for _, p := range all {
-		p.out.detach(dropped)
-		_ = t.reaper.signal(p.pid, syscall.SIGKILL)
-	}
-	for _, p := range all {
-		<-p.exited
-	}
-	t.reaper.stop()
+	s.Files.Close()
+	s.Standby.Close()
+	s.Services.Retire(false)
+	s.procs.EndAll()
+	s.Services.Retire(true)
 }
 
 // maxConnections bounds the connections served at once; more are closed.
@@ -291,6 +246,18 @@ func (c *trackedConn) Close() error {
 	return c.Conn.Close()
 }
 
+// Transfer implements agentpb.AgentService.
+func (s *Server) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) (err error) {
+	defer recovered(&err)
+	return s.Files.Transfer(ctx, stream)
+}
+
+// Watch implements agentpb.AgentService.
+func (s *Server) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) (err error) {
+	defer recovered(&err)
+	return s.Files.Watch(ctx, stream)
+}
+
 // Ping implements agentpb.AgentService.
 func (s *Server) Ping(context.Context, *agentpb.PingRequest) (*agentpb.PingResponse, error) {
 	var up unix.Timespec
@@ -299,79 +266,9 @@ func (s *Server) Ping(context.Context, *agentpb.PingRequest) (*agentpb.PingRespo
 	}
 	return &agentpb.PingResponse{
 		Version:     s.cfg.Version,
-		BootId:      s.currentBootID(),
+		BootId:      s.Standby.BootID(),
 		UptimeNanos: up.Nano(),
 		Pid:         int32(os.Getpid()),
 		WallNanos:   time.Now().UnixNano(),
 	}, nil
-}
-
-// currentBootID returns the boot id, read from the kernel once.
-func (s *Server) currentBootID() string {
-	s.machine.Lock()
-	defer s.machine.Unlock()
-	if s.bootID == "" {
-		if b, err := os.ReadFile(bootIDPath); err == nil && len(b) >= 36 {
-			s.bootID = string(b[:36])
-		}
-	}
-	return s.bootID
-}
-
-// Resume implements agentpb.AgentService. It is the wake path.
-func (s *Server) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
-	out := &agentpb.ResumeResponse{}
-	if err := s.refresh(m, out); err != nil {
-		return nil, err
-	}
-	// A guest without hooks spends no system call on them here. One that was
-	// captured while frozen must not stay so.
-	out.HooksWait, out.Hooks = s.hooksState()
-	if s.freeze.active.Load() {
-		s.thawLate()
-	}
-	return out, nil
-}
-
-// hooksState says whether hooks wait for their counterpart, and whether there may be any.
-func (s *Server) hooksState() (waiting, present bool) {
-	return s.hooks.waiting.Load(), s.hookWatch == nil || s.hookWatch.present.Load()
-}
-
-func (s *Server) refresh(m *agentpb.ResumeRequest, out *agentpb.ResumeResponse) error {
-	s.machine.Lock()
-	defer s.machine.Unlock()
-	s.services.wakes.Add(1)
-	if m.WallNanos != 0 {
-		if err := s.cfg.Machine.SetClock(m.WallNanos); err != nil {
-			return err
-		}
-	}
-	if len(m.Entropy) > 0 {
-		if err := s.cfg.Machine.AddEntropy(m.Entropy); err != nil {
-			return err
-		}
-	}
-	if m.NewIdentity {
-		id, err := s.cfg.Machine.NewIdentity(m.Hostname)
-		if err != nil {
-			return err
-		}
-		s.bootID, out.BootId = id, id
-	}
-	return nil
-}
-
-// SetClock implements agentpb.AgentService.
-func (s *Server) SetClock(_ context.Context, m *agentpb.SetClockRequest) (*agentpb.Empty, error) {
-	s.machine.Lock()
-	defer s.machine.Unlock()
-	return &agentpb.Empty{}, s.cfg.Machine.SetClock(m.WallNanos)
-}
-
-// AddEntropy implements agentpb.AgentService.
-func (s *Server) AddEntropy(_ context.Context, m *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
-	s.machine.Lock()
-	defer s.machine.Unlock()
-	return &agentpb.Empty{}, s.cfg.Machine.AddEntropy(m.Entropy)
 }

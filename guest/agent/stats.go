@@ -17,7 +17,7 @@ const (
 	// maxProcFile bounds what is read of a file in /proc; a line that it cuts is left out.
 	maxProcFile = 256 << 10
 	// tick is USER_HZ, in which proc_stat(5) counts, in nanoseconds.
-	tick = nanosPerSec / 100
+	tick = 1_000_000_000 / 100
 	// sectorSize is what /proc/diskstats counts in, whatever the disk's is
 	// (Documentation/admin-guide/iostats.rst).
 	sectorSize = 512

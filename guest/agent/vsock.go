@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest/agent/poll"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
@@ -20,6 +21,7 @@ const listenBacklog = 128
 type vsockAddr struct{ cid, port uint32 }
 
 func (vsockAddr) Network() string { return "vsock" }
+
 func (a vsockAddr) String() string {
 	return strconv.FormatUint(uint64(a.cid), 10) + ":" + strconv.FormatUint(uint64(a.port), 10)
 }
@@ -28,7 +30,7 @@ func (a vsockAddr) String() string {
 // guest that reaches the port by local loopback is turned away: the agent
 // runs as root and obeys whoever may connect.
 type vsockListener struct {
-	*pollFile
+	*poll.File
 	port uint32
 }
 
@@ -46,11 +48,11 @@ func ListenVsock(port uint32) (net.Listener, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("listen on vsock port %d: %w", port, err)
 	}
-	pf, err := newPollFile(fd, "vsock")
+	pf, err := poll.New(fd, "vsock")
 	if err != nil {
 		return nil, fmt.Errorf("poll vsock port %d: %w", port, err)
 	}
-	return &vsockListener{pollFile: pf, port: port}, nil
+	return &vsockListener{File: pf, port: port}, nil
 }
 
 // Accept waits for the next connection from the host.
@@ -59,7 +61,7 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 		var fd int
 		var cid uint32
 		var errno syscall.Errno
-		err := l.rc.Read(func(lfd uintptr) bool {
+		err := l.Raw().Read(func(lfd uintptr) bool {
 			fd, cid, errno = rawAccept(lfd)
 			return errno != syscall.EAGAIN
 		})
@@ -75,11 +77,11 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 			unix.Close(fd)
 			continue
 		}
-		pf, err := newPollFile(fd, "vsock")
+		pf, err := poll.New(fd, "vsock")
 		if err != nil {
 			return nil, err
 		}
-		pf.addr = vsockAddr{cid: cid, port: l.port}
+		pf.SetAddr(vsockAddr{cid: cid, port: l.port})
 		return pf, nil
 	}
 }
@@ -155,4 +157,56 @@ func tellHost(port uint32, line string, answer bool) error {
 		}
 	}
 	return nil
+}
+
+// ReportHooks tells the host, which listens at the given port, whether there are
+// hooks, and waits until it knows. A host that does not listen does not ask.
+func ReportHooks(port uint32, present bool) error {
+	line := "hooks 0\n"
+	if present {
+		line = "hooks 1\n"
+	}
+	return again(1, func() error { return tellHost(port, line, true) })
+}
+
+// hostTimeoutSeconds bounds the dialling of the host, and the wait for its
+// answer.
+const hostTimeoutSeconds = 5
+
+// awaitAnswer waits for one byte.
+func awaitAnswer(fd int) error {
+	tv := unix.Timeval{Sec: hostTimeoutSeconds}
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
+		return err
+	}
+	var b [1]byte
+	for {
+		n, err := unix.Read(fd, b[:])
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err == nil && n == 0 {
+			return errors.New("the host has not answered")
+		}
+		return err
+	}
+}
+
+// reportTries is how often the host is told of an event that it does not take: the connection
+// may have been cut by a wake.
+const reportTries = 3
+
+// ReportService tells the host, which listens at the given port, of an event, and waits
+// until it knows. A host that does not listen does not ask.
+func ReportService(port uint32, line string) error {
+	var err error
+	for range reportTries {
+		if err = again(1, func() error { return tellHost(port, line, true) }); err == nil {
+			return nil
+		}
+		if errors.Is(err, unix.ENODEV) {
+			break
+		}
+	}
+	return err
 }

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 func BenchmarkReadExtent(b *testing.B) {
@@ -94,15 +94,15 @@ func BenchmarkSeal(b *testing.B) {
 }
 
 // noSync is the machine's file system without its slow part, to build long chains fast.
-type noSync struct{ faultfs.FS }
+type noSync struct{ osfile.FS }
 
-type noSyncFile struct{ faultfs.File }
+type noSyncFile struct{ osfile.File }
 
 func (noSyncFile) Sync() error           { return nil }
 func (noSyncFile) Datasync() error       { return nil }
 func (noSync) SyncDir(name string) error { return nil }
 
-func (n noSync) OpenFile(name string, flag int, perm os.FileMode) (faultfs.File, error) {
+func (n noSync) OpenFile(name string, flag int, perm os.FileMode) (osfile.File, error) {
 	f, err := n.FS.OpenFile(name, flag, perm)
 	if err != nil {
 		return nil, err
@@ -115,7 +115,7 @@ func BenchmarkOpen(b *testing.B) {
 	for _, layers := range []int{1, 100, 1000} {
 		b.Run(fmt.Sprintf("layers=%d", layers), func(b *testing.B) {
 			dir := b.TempDir()
-			e := env{fs: noSync{faultfs.OS}, boot: hostBoot()}
+			e := env{fs: noSync{osfile.OS}, boot: hostBoot()}
 			s, err := e.createDisk(filepath.Join(dir, "top"), Stack{}, header{size: 8 << 30}, true)
 			must(b, err)
 			d, err := e.open(s, Options{})

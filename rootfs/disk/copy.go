@@ -10,7 +10,7 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const (
@@ -101,7 +101,7 @@ func (d *Disk) Clone(ctx context.Context, path string) (err error) {
 	return ioError("clone disk", d.env.fs.SyncDir(filepath.Dir(path)))
 }
 
-func (d *Disk) copyTo(ctx context.Context, dst faultfs.File) error {
+func (d *Disk) copyTo(ctx context.Context, dst osfile.File) error {
 	buf := make([]byte, copyChunk)
 	for off := int64(0); off < d.size; {
 		if err := ctx.Err(); err != nil {
@@ -122,7 +122,7 @@ func (d *Disk) copyTo(ctx context.Context, dst faultfs.File) error {
 }
 
 // copySparse copies the parts of a layer's file that are not holes.
-func copySparse(dst faultfs.File, off int64, l *layer, fileOff, n int64, buf []byte) error {
+func copySparse(dst osfile.File, off int64, l *layer, fileOff, n int64, buf []byte) error {
 	shift := off - fileOff
 	for end := fileOff + n; ; {
 		fileOff = nextData(l.os, fileOff, end)
@@ -130,7 +130,7 @@ func copySparse(dst faultfs.File, off int64, l *layer, fileOff, n int64, buf []b
 			return nil
 		}
 		stop := nextHole(l.os, fileOff, end)
-		if err := faultfs.CopyRange(dst, fileOff+shift, l.f, fileOff, stop-fileOff, buf); err != nil {
+		if err := osfile.CopyRange(dst, fileOff+shift, l.f, fileOff, stop-fileOff, buf); err != nil {
 			return err
 		}
 		fileOff = stop

@@ -15,8 +15,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const mib = 1 << 20
@@ -522,20 +523,20 @@ func TestClosedDiskAnswersErrClosed(t *testing.T) {
 
 func TestUnflushedWritesOfAnotherBootAreDroppedBlockByBlock(t *testing.T) {
 	dir := t.TempDir()
-	s, err := env{fs: faultfs.OS, boot: testBoot}.createDisk(filepath.Join(dir, "0"), Stack{}, header{size: mib}, true)
+	s, err := env{fs: osfile.OS, boot: testBoot}.createDisk(filepath.Join(dir, "0"), Stack{}, header{size: mib}, true)
 	must(t, err)
-	d, err := env{fs: faultfs.OS, boot: testBoot}.open(s, Options{})
+	d, err := env{fs: osfile.OS, boot: testBoot}.open(s, Options{})
 	must(t, err)
 	mustWrite(t, d, 0, fillBlock(1, BlockSize))
 	must(t, d.Flush())
 	mustWrite(t, d, BlockSize, fillBlock(2, BlockSize))
 	must(t, d.closeFiles()) // as SIGKILL does
-	ro, err := env{fs: faultfs.OS, boot: testBoot}.open(s, Options{ReadOnly: true})
+	ro, err := env{fs: osfile.OS, boot: testBoot}.open(s, Options{ReadOnly: true})
 	must(t, err)
 	wantBytes(t, ro, 0, append(fillBlock(1, BlockSize), fillBlock(2, BlockSize)...))
 	must(t, ro.Close())
 	for _, boot := range [][bootIDSize]byte{{2}, {}} {
-		ro, err := env{fs: faultfs.OS, boot: boot}.open(s, Options{ReadOnly: true})
+		ro, err := env{fs: osfile.OS, boot: boot}.open(s, Options{ReadOnly: true})
 		must(t, err)
 		wantBytes(t, ro, 0, append(fillBlock(1, BlockSize), make([]byte, BlockSize)...))
 		must(t, ro.Close())

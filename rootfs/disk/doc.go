@@ -29,6 +29,6 @@
 //     are untouched.
 //
 // The tests reach the metadata path (headers, map, creation, sealing, squashing) and the data written
-// by [Disk.WriteAt] through internal/faultfs; the device's own path, which hands *os.File to the
+// by [Disk.WriteAt] through internal/test/faultfs; the device's own path, which hands *os.File to the
 // kernel, is covered by model tests and by killing a real child process.
 package disk

@@ -10,7 +10,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"golang.org/x/sys/unix"
 )
 

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const childEnv = "DROWSE_DISK_TEST_CHILD"
@@ -175,7 +175,7 @@ func TestKilledProcessLosesNoFinishedWrite(t *testing.T) {
 		s, err := readStack(dir)
 		must(t, err)
 		// Another boot id is a power loss, for which only flushed data counts, so read with this one.
-		d, err := env{fs: faultfs.OS, boot: hostBoot()}.open(s, Options{ReadOnly: true})
+		d, err := env{fs: osfile.OS, boot: hostBoot()}.open(s, Options{ReadOnly: true})
 		must(t, err)
 		for i := range int64(killBlocks) {
 			p := make([]byte, BlockSize)

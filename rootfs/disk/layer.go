@@ -13,13 +13,14 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // env is what a disk needs from its host.
 type env struct {
-	fs   faultfs.FS
+	fs   osfile.FS
 	boot [bootIDSize]byte // zero: unknown, equal to none
 }
 
@@ -41,12 +42,12 @@ func parseBootID(s string) (id [bootIDSize]byte, err error) {
 	return [bootIDSize]byte(p), nil
 }
 
-func hostEnv() env { return env{fs: faultfs.OS, boot: hostBoot()} }
+func hostEnv() env { return env{fs: osfile.OS, boot: hostBoot()} }
 
 // layer is one open file of a stack.
 type layer struct {
 	path  string
-	f     faultfs.File
+	f     osfile.File
 	os    *os.File
 	data  int64 // file offset of block 0
 	limit int64 // bytes of the disk that the layer can hold data for

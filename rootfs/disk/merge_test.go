@@ -8,8 +8,9 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Merge does what older versions did to shorten a stack, so that tests can open what it leaves: at each stage of a merge, and after it.
@@ -170,7 +171,7 @@ func copyRuns(ctx context.Context, low, up *layer) error {
 				step = n
 				err = low.f.Fallocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, low.data+off, n)
 			} else {
-				err = faultfs.CopyRange(low.f, low.data+off, up.f, up.data+off, step, buf)
+				err = osfile.CopyRange(low.f, low.data+off, up.f, up.data+off, step, buf)
 			}
 			off, n = off+step, n-step
 		}

@@ -13,7 +13,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 var (
@@ -394,7 +395,7 @@ func TestRandomWorkloadReadsLikeTheModel(t *testing.T) {
 	for i := range *modelSeeds {
 		seed := *firstSeed + uint64(i)
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
-			w := newWorld(t, env{fs: faultfs.OS, boot: testBoot}, t.TempDir(), seed)
+			w := newWorld(t, env{fs: osfile.OS, boot: testBoot}, t.TempDir(), seed)
 			w.fatal(w.start(), "start")
 			for range 150 {
 				w.fatal(w.step(), "step")

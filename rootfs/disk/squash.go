@@ -9,8 +9,9 @@ import (
 	"path/filepath"
 	"slices"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // squashSuffix ends the name of the file that Squash writes to until it is whole. One that a crash
@@ -184,7 +185,7 @@ func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
 				return err
 			}
 			step := min(n, copyStep)
-			if err := faultfs.CopyRange(l.f, l.data+off, from.f, from.data+off, step, buf); err != nil {
+			if err := osfile.CopyRange(l.f, l.data+off, from.f, from.data+off, step, buf); err != nil {
 				return ioError("copy from "+from.path, err)
 			}
 			off, n = off+step, n-step

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // ErrNoSpace: the host's file system has no room for the larger copy of a volume.
@@ -166,7 +166,7 @@ func (s *Store) copyData(ctx context.Context, v *Volume, path string) (err error
 			end = v.size
 		}
 		end = min(end, data+copyStep, v.size)
-		if err := faultfs.CopyRange(f, data, v.data, data, end-data, buf); err != nil {
+		if err := osfile.CopyRange(f, data, v.data, data, end-data, buf); err != nil {
 			return err
 		}
 		off = end

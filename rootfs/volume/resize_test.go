@@ -12,7 +12,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
 
@@ -156,7 +156,7 @@ func TestResize_leaves_the_old_or_the_new_when_the_power_goes(t *testing.T) {
 			if err := sim.Crash(seed, dir); err != nil {
 				t.Fatal(err)
 			}
-			after := storeOn(faultfs.OS, dir)
+			after := storeOn(osfile.OS, dir)
 			fatal := func(args ...any) {
 				t.Helper()
 				t.Fatalf("cut %d (%v), seed %d: %s", cut, rerr, seed, fmt.Sprint(args...))
@@ -201,7 +201,7 @@ func TestResize_leaves_the_old_or_the_new_when_the_power_goes(t *testing.T) {
 }
 
 func TestAttach_while_the_volume_is_resized_waits_for_nobody_and_finds_it(t *testing.T) {
-	s := storeOn(faultfs.OS, t.TempDir())
+	s := storeOn(osfile.OS, t.TempDir())
 	create(t, s, "v")
 	stop := make(chan struct{})
 	var wg sync.WaitGroup

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
 
@@ -61,7 +61,7 @@ const Label = "drowse-volume"
 //	                              and the larger copy of one that is being resized
 type Store struct {
 	dir string
-	fs  faultfs.FS
+	fs  osfile.FS
 	// format makes the file system in a new file.
 	format func(ctx context.Context, path string, size int64) error
 	// grow makes a file and the file system in it larger.
@@ -70,7 +70,7 @@ type Store struct {
 
 // Open names a directory of volumes. It is made when the first volume is.
 func Open(dir string) *Store {
-	return &Store{dir: dir, fs: faultfs.OS, grow: disk.GrowRaw, format: func(ctx context.Context, path string, size int64) error {
+	return &Store{dir: dir, fs: osfile.OS, grow: disk.GrowRaw, format: func(ctx context.Context, path string, size int64) error {
 		return disk.FormatRaw(ctx, path, Label, size)
 	}}
 }

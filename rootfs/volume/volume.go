@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // What a caller may want to tell apart.
@@ -72,9 +72,9 @@ const (
 // Volume is an attached volume: a disk for a block device. Its methods may be
 // called from any goroutine; Close must be the last.
 type Volume struct {
-	fs       faultfs.FS
+	fs       osfile.FS
 	dir      string
-	data     faultfs.File
+	data     osfile.File
 	readOnly bool
 	size     int64
 
@@ -210,7 +210,7 @@ const (
 )
 
 // checkClean refuses a file system that cannot be read without being written to.
-func checkClean(f faultfs.File) error {
+func checkClean(f osfile.File) error {
 	var magic [2]byte
 	var incompat [4]byte
 	if _, err := f.ReadAt(magic[:], superMagicAt); err != nil {
@@ -398,7 +398,7 @@ func (v *Volume) allocate(mode uint32, off, n int64) error {
 	}
 }
 
-func readRecord(fsys faultfs.FS, dir string) (*Record, error) {
+func readRecord(fsys osfile.FS, dir string) (*Record, error) {
 	f, err := fsys.OpenFile(filepath.Join(dir, recordName), os.O_RDONLY|unix.O_CLOEXEC, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w: %w", ErrNotFound, err)
@@ -422,7 +422,7 @@ func readRecord(fsys faultfs.FS, dir string) (*Record, error) {
 // writeRecord replaces a record: after a crash at any instant, the old or the new
 // one is there. Only the holder of the lock for writing does so, so the temporary
 // name is nobody else's.
-func writeRecord(fsys faultfs.FS, dir string, r *Record) (err error) {
+func writeRecord(fsys osfile.FS, dir string, r *Record) (err error) {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
 		return err

@@ -13,7 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/faultfs"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
 const testSize = MinSize
@@ -29,7 +30,7 @@ func simStore(t *testing.T) (*Store, *faultfs.Sim) {
 	return storeOn(sim, root), sim
 }
 
-func storeOn(fsys faultfs.FS, root string) *Store {
+func storeOn(fsys osfile.FS, root string) *Store {
 	lengthen := func(_ context.Context, path string, size int64) error {
 		f, err := fsys.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 		if err != nil {
@@ -300,7 +301,7 @@ func TestFlush_that_failed_is_never_promised_again(t *testing.T) {
 }
 
 func TestDiscard_gives_space_back(t *testing.T) {
-	s := storeOn(faultfs.OS, t.TempDir())
+	s := storeOn(osfile.OS, t.TempDir())
 	create(t, s, "v")
 	v := attach(t, s, "v", false)
 	f, at, _, err := v.WriteExtent(0, 4<<20)
@@ -346,7 +347,7 @@ func TestCreate_and_Remove_leave_all_or_nothing_when_the_power_goes(t *testing.T
 			if err := sim.Crash(seed, dir); err != nil {
 				t.Fatal(err)
 			}
-			after := storeOn(faultfs.OS, dir)
+			after := storeOn(osfile.OS, dir)
 			if r, err := after.Get("v"); err == nil {
 				v, err := after.Attach("v", false, nil)
 				if err != nil || v.Size() != testSize {
@@ -388,7 +389,7 @@ func TestSettled_content_is_that_of_the_snapshot_whatever_fails(t *testing.T) {
 		_ = v.Flush()
 	}
 	check := func(name, dir string) bool {
-		after := storeOn(faultfs.OS, dir)
+		after := storeOn(osfile.OS, dir)
 		r, err := after.Get("v")
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
@@ -489,7 +490,7 @@ func FuzzReadRecord(f *testing.F) {
 		if err := os.WriteFile(filepath.Join(dir, recordName), p, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		r, err := readRecord(faultfs.OS, dir)
+		r, err := readRecord(osfile.OS, dir)
 		if err != nil {
 			if !errors.Is(err, ErrRecord) {
 				t.Errorf("%v is no ErrRecord", err)

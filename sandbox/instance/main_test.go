@@ -3,7 +3,7 @@ package instance_test
 import (
 	"testing"
 
-	"github.com/drowse-vm/drowse/internal/guesttest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
 func TestMain(m *testing.M) { guesttest.Main(m) }

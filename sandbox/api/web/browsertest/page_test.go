@@ -19,7 +19,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/chromium"
+	"github.com/drowse-vm/drowse/internal/test/chromium"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"

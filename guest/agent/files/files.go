@@ -1,0 +1,182 @@
+package files
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Files serves the files of the guest: single ones, streams of them, and what changes among them.
+type Files struct {
+	settle  func() // called when something may have become of the hooks
+	trim    func() error
+	watches watches
+}
+
+// New makes one. settle is called after each change, trim when the disk is to forget what is not used.
+func New(settle func(), trim func() error) *Files { return &Files{settle: settle, trim: trim} }
+
+// Close ends all watches.
+func (f *Files) Close() { f.watches.close() }
+
+// checkPath refuses paths that do not name a file of the guest from its root.
+func checkPath(path string) error {
+	switch {
+	case !filepath.IsAbs(path):
+		return status.Errorf(codes.InvalidArgument, "path %q is not absolute", path)
+	case len(path) > agentpb.MaxPath:
+		return status.Errorf(codes.InvalidArgument, "path of %d bytes, at most %d", len(path), agentpb.MaxPath)
+	case strings.IndexByte(path, 0) >= 0:
+		return status.Errorf(codes.InvalidArgument, "path %q contains a zero byte", path)
+	}
+	return nil
+}
+
+// statFile describes one file.
+func statFile(path string, follow bool) (*agentpb.FileInfo, error) {
+	var st unix.Stat_t
+	var err error
+	if follow {
+		err = unix.Stat(path, &st)
+	} else {
+		err = unix.Lstat(path, &st)
+	}
+	if err != nil {
+		return nil, &os.PathError{Op: "stat", Path: path, Err: err}
+	}
+	fi := &agentpb.FileInfo{
+		Name: filepath.Base(path), Size: st.Size, Mode: st.Mode, Uid: st.Uid, Gid: st.Gid,
+		MtimeNanos: st.Mtim.Nano(),
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFLNK {
+		if fi.Link, err = os.Readlink(path); err != nil {
+			return nil, err
+		}
+	}
+	return fi, nil
+}
+
+// Stat implements agentpb.AgentService.
+func (f *Files) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileInfo, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	return statFile(m.Path, m.Follow)
+}
+
+// maxDirAnswer bounds the names and link targets of one ReadDir answer, in
+// bytes, so that the message stays within what the host accepts.
+const maxDirAnswer = agentpb.MaxMessage / 4
+
+// ReadDir implements agentpb.AgentService.
+func (f *Files) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.ReadDirResponse, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	d, err := os.Open(m.Path)
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	names, err := d.Readdirnames(-1)
+	if err != nil {
+		return nil, err
+	}
+	sort.Strings(names)
+	names = names[sort.Search(len(names), func(i int) bool { return names[i] > m.After }):]
+	out := &agentpb.ReadDirResponse{}
+	size := 0
+	for i, name := range names {
+		if i == agentpb.MaxDirEntries || size > maxDirAnswer {
+			out.More = true
+			break
+		}
+		fi, err := statFile(filepath.Join(m.Path, name), false)
+		if os.IsNotExist(err) {
+			// Gone since, but the caller must get past it.
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		size += len(fi.Name) + len(fi.Link)
+		out.Entries = append(out.Entries, fi)
+	}
+	return out, nil
+}
+
+const defaultDirMode = 0o755
+
+// Mkdir implements agentpb.AgentService.
+func (f *Files) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
+	defer f.settle()
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	mode := os.FileMode(m.Mode & 0o777)
+	if mode == 0 {
+		mode = defaultDirMode
+	}
+	if m.Parents {
+		return &agentpb.Empty{}, os.MkdirAll(m.Path, mode)
+	}
+	return &agentpb.Empty{}, os.Mkdir(m.Path, mode)
+}
+
+// Remove implements agentpb.AgentService.
+func (f *Files) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
+	defer f.settle()
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	if !m.Recursive {
+		return &agentpb.Empty{}, os.Remove(m.Path)
+	}
+	if filepath.Clean(m.Path) == "/" {
+		return nil, status.Error(codes.InvalidArgument, "the root directory is not removed")
+	}
+	return &agentpb.Empty{}, os.RemoveAll(m.Path)
+}
+
+// Rename implements agentpb.AgentService.
+func (f *Files) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
+	defer f.settle()
+	for _, p := range []string{m.From, m.To} {
+		if err := checkPath(p); err != nil {
+			return nil, err
+		}
+	}
+	return &agentpb.Empty{}, os.Rename(m.From, m.To)
+}
+
+// Symlink implements agentpb.AgentService.
+func (f *Files) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb.Empty, error) {
+	defer f.settle()
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	if m.Target == "" || len(m.Target) > agentpb.MaxPath || strings.IndexByte(m.Target, 0) >= 0 {
+		return nil, status.Errorf(codes.InvalidArgument, "a link cannot point to %q", m.Target)
+	}
+	return &agentpb.Empty{}, os.Symlink(m.Target, m.Path)
+}
+
+// Readlink implements agentpb.AgentService.
+func (f *Files) Readlink(_ context.Context, m *agentpb.ReadlinkRequest) (*agentpb.ReadlinkResponse, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	target, err := os.Readlink(m.Path)
+	if err != nil {
+		return nil, err
+	}
+	return &agentpb.ReadlinkResponse{Target: target}, nil
+}

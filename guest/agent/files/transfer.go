@@ -1,0 +1,382 @@
+package files
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+	"github.com/drowse-vm/drowse/guest/internal/treetar"
+)
+
+// transfer is one Transfer stream.
+type transfer struct {
+	stream agentpb.Agent_TransferServer
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	window flow.Window
+	acker  flow.Acker
+
+	data chan []byte   // received and not yet consumed, within a window
+	end  chan struct{} // closed when the host has sent everything
+	rest []byte        // of the message being read
+}
+
+// errEnded says that the host has sent all that it sends.
+var errEnded = errors.New("the session has ended")
+
+// Transfer implements agentpb.AgentService.
+func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	t := &transfer{stream: stream, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
+	t.ctx, t.cancel = context.WithCancelCause(ctx)
+	defer t.cancel(errEnded)
+	go func() { t.cancel(t.receive()) }()
+
+	var done *agentpb.TransferDone
+	switch m := first.Msg.(type) {
+	case *agentpb.TransferRequest_Read:
+		done, err = t.readFile(m.Read)
+	case *agentpb.TransferRequest_Write:
+		done, err = t.writeFile(m.Write)
+	case *agentpb.TransferRequest_Pack:
+		done, err = t.pack(m.Pack, false)
+	case *agentpb.TransferRequest_Unpack:
+		done, err = t.unpack(m.Unpack, false)
+	case *agentpb.TransferRequest_ResumePack:
+		done, err = t.pack(m.ResumePack, true)
+	case *agentpb.TransferRequest_ResumeUnpack:
+		done, err = t.unpack(m.ResumeUnpack, true)
+	default:
+		err = status.Error(codes.InvalidArgument, agentpb.NoTransfer)
+	}
+	if err != nil {
+		if cause := context.Cause(t.ctx); cause != nil && errors.Is(err, context.Canceled) {
+			return cause
+		}
+		return err
+	}
+	f.settle()
+	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
+}
+
+// receive handles what the host sends. It always returns an error.
+func (t *transfer) receive() error {
+	ended := false
+	for {
+		m, err := t.stream.Recv()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = errEnded
+			}
+			return err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferRequest_Ack:
+			if err := t.window.Ack(m.Ack); err != nil {
+				return status.Error(codes.InvalidArgument, err.Error())
+			}
+		case *agentpb.TransferRequest_Data:
+			select {
+			case t.data <- m.Data:
+			default:
+				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
+			}
+		case *agentpb.TransferRequest_End:
+			if !ended {
+				ended = true
+				close(t.end)
+			}
+		default:
+			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
+		}
+	}
+}
+
+// Write sends p as data messages: transfer is an io.Writer.
+func (t *transfer) Write(p []byte) (int, error) {
+	sent := 0
+	for sent < len(p) {
+		n := min(len(p)-sent, agentpb.MaxChunk)
+		if _, err := t.window.Acquire(t.ctx); err != nil {
+			return sent, err
+		}
+		err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: p[sent : sent+n]}})
+		if err != nil {
+			return sent, err
+		}
+		sent += n
+	}
+	return sent, nil
+}
+
+// Read returns the data that the host sends, io.EOF after its end message.
+func (t *transfer) Read(p []byte) (int, error) {
+	for len(t.rest) == 0 {
+		data, err := t.next()
+		if err != nil {
+			return 0, err
+		}
+		t.rest = data
+		if n, due := t.acker.Consumed(len(data)); due {
+			if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}}); err != nil {
+				return 0, err
+			}
+		}
+	}
+	n := copy(p, t.rest)
+	t.rest = t.rest[n:]
+	return n, nil
+}
+
+func (t *transfer) next() ([]byte, error) {
+	select {
+	case data := <-t.data:
+		return data, nil
+	default:
+	}
+	select {
+	case data := <-t.data:
+		return data, nil
+	case <-t.end:
+		select { // data that came before the end message
+		case data := <-t.data:
+			return data, nil
+		default:
+			return nil, io.EOF
+		}
+	case <-t.ctx.Done():
+		return nil, t.ctx.Err()
+	}
+}
+
+func (t *transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	if m.Offset < 0 || m.Length < 0 {
+		return nil, status.Errorf(codes.InvalidArgument, "offset %d, length %d", m.Offset, m.Length)
+	}
+	f, err := os.Open(m.Path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	info, err := statFile(m.Path, true)
+	if err != nil {
+		return nil, err
+	}
+	if info.Mode&unix.S_IFMT == unix.S_IFDIR {
+		return nil, &os.PathError{Op: "read", Path: m.Path, Err: unix.EISDIR}
+	}
+	if m.Offset > 0 {
+		if _, err := f.Seek(m.Offset, io.SeekStart); err != nil {
+			return nil, err
+		}
+	}
+	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
+		return nil, err
+	}
+	var r io.Reader = f
+	if m.Length > 0 {
+		r = io.LimitReader(f, m.Length)
+	}
+	n, err := io.CopyBuffer(struct{ io.Writer }{t}, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk))
+	return &agentpb.TransferDone{Bytes: n, Entries: 1}, err
+}
+
+const defaultFileMode = 0o644
+
+func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	if m.Offset < 0 || m.Atomic && (m.Offset > 0 || m.Append) || m.Offset > 0 && m.Append {
+		return nil, status.Error(codes.InvalidArgument, "offset, append and atomic exclude each other")
+	}
+	if m.Parents {
+		if err := os.MkdirAll(filepath.Dir(m.Path), defaultDirMode); err != nil {
+			return nil, err
+		}
+	}
+	f, err := openForWrite(m)
+	if err != nil {
+		return nil, err
+	}
+	n, err := t.fill(f, m)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if m.Atomic {
+		if err == nil {
+			err = commit(f.Name(), m.Path)
+		}
+		if err != nil {
+			os.Remove(f.Name())
+		}
+	}
+	if err == nil && m.MtimeNanos != 0 {
+		mtime := time.Unix(0, m.MtimeNanos)
+		err = os.Chtimes(m.Path, time.Time{}, mtime)
+	}
+	return &agentpb.TransferDone{Bytes: n, Entries: 1}, err
+}
+
+// openForWrite opens the file itself, or a temporary one beside it.
+func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
+	mode := os.FileMode(m.Mode & 0o777)
+	if mode == 0 {
+		mode = defaultFileMode
+	}
+	if m.Atomic {
+		f, err := os.CreateTemp(filepath.Dir(m.Path), ".drowse-*")
+		if err != nil {
+			return nil, err
+		}
+		if err := f.Chmod(mode); err != nil {
+			f.Close()
+			os.Remove(f.Name())
+			return nil, err
+		}
+		return f, nil
+	}
+	flags := os.O_WRONLY | os.O_CREATE
+	switch {
+	case m.Append:
+		flags |= os.O_APPEND
+	case m.Offset == 0:
+		flags |= os.O_TRUNC
+	}
+	f, err := os.OpenFile(m.Path, flags, mode)
+	if err != nil {
+		return nil, err
+	}
+	if m.Offset > 0 {
+		if _, err := f.Seek(m.Offset, io.SeekStart); err != nil {
+			f.Close()
+			return nil, err
+		}
+	}
+	if m.Mode != 0 { // whatever umask and an old file have
+		if err := f.Chmod(mode); err != nil {
+			f.Close()
+			return nil, err
+		}
+	}
+	return f, nil
+}
+
+func (t *transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
+	n, err := io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
+	if err != nil {
+		return n, err
+	}
+	if m.Owner != nil {
+		if err := f.Chown(int(m.Owner.Uid), int(m.Owner.Gid)); err != nil {
+			return n, err
+		}
+	}
+	if m.Atomic {
+		return n, f.Sync()
+	}
+	return n, nil
+}
+
+// commit puts a complete temporary file in its place and makes that last.
+func commit(tmp, path string) error {
+	if err := os.Rename(tmp, path); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	return dir.Sync()
+}
+
+func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	path := filepath.Clean(m.Path)
+	info, err := statFile(path, true)
+	if err != nil {
+		return nil, err
+	}
+	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
+		return nil, err
+	}
+	name := filepath.Base(path)
+	if path == "/" {
+		name = "root"
+	}
+	// A link named by the caller is followed; those inside the tree are not.
+	src, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return nil, err
+	}
+	if resume {
+		res, err := treetar.PackResumed(t.ctx, t, src, name)
+		return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
+	}
+	w := bufio.NewWriterSize(t, agentpb.MaxChunk)
+	res, err := treetar.Pack(t.ctx, w, src, name)
+	if err == nil {
+		err = w.Flush()
+	}
+	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
+}
+
+func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
+	if err := checkPath(m.Path); err != nil {
+		return nil, err
+	}
+	if strings.ContainsAny(m.Marker, "/\x00") || len(m.Marker) > unix.NAME_MAX || m.Marker == "." || m.Marker == ".." {
+		return nil, status.Errorf(codes.InvalidArgument, "a marker named %q", m.Marker)
+	}
+	if err := os.MkdirAll(m.Path, defaultDirMode); err != nil {
+		return nil, err
+	}
+	root, err := os.OpenRoot(m.Path)
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	o := treetar.Options{
+		Limits:    treetar.Limits{Bytes: m.MaxBytes, Entries: m.MaxEntries},
+		KeepOwner: true, KeepSetID: true, KeepLinks: true, Marker: m.Marker,
+	}
+	if m.Owner != nil {
+		o.Owner = &treetar.Owner{UID: int(m.Owner.Uid), GID: int(m.Owner.Gid)}
+	}
+	unpack := treetar.Unpack
+	if resume {
+		unpack = func(ctx context.Context, _ io.Reader, root *os.Root, o treetar.Options) (treetar.Result, error) {
+			return treetar.UnpackResumed(ctx, t, root, o)
+		}
+	}
+	res, err := unpack(t.ctx, t, root, o)
+	if err != nil {
+		return nil, fmt.Errorf("unpack into %s: %w", m.Path, err)
+	}
+	// The end of the archive may come before the end of the stream.
+	if _, err := io.Copy(io.Discard, struct{ io.Reader }{t}); err != nil {
+		return nil, err
+	}
+	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, nil
+}

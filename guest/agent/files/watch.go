@@ -1,0 +1,416 @@
+package files
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agent/fswatch"
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+const (
+	// maxWatches bounds the watches of files that there are at once. The one whose connection was lost
+	// first goes when there are more.
+	maxWatches = 16
+	// watchStays is how long a watch lasts without a connection, by the guest's clock, which stands still
+	// while it sleeps.
+	watchStays = 10 * time.Minute
+	// maxWatchQueue and maxWatchBytes bound what waits to be told, in events and in bytes. What is more is
+	// counted, and told as an overflow.
+	maxWatchQueue = 4096
+	maxWatchBytes = 512 << 10
+	// watchEventSize is what an event takes beside its names, about, in bytes.
+	watchEventSize = 128
+	// watchGather is how long events are gathered before the next are read: each reading costs
+	// a wake-up.
+	watchGather = 20 * time.Millisecond
+)
+
+// watches are the watches of files, by their names. The zero value is ready.
+type watches struct {
+	mu     sync.Mutex
+	closed bool
+	byID   map[string]*watch
+	wg     sync.WaitGroup
+}
+
+// watch is a watch of files. It lives on for some time when its connection is lost, as all are when
+// the machine sleeps, and keeps what happens meanwhile.
+type watch struct {
+	all       *watches
+	id        string
+	paths     []string
+	recursive bool
+	w         *fswatch.Watcher
+	stop      chan struct{}
+	stopOnce  sync.Once
+
+	mu      sync.Mutex
+	queue   []*agentpb.WatchEvent // not acknowledged
+	bytes   int
+	last    uint64 // number of the newest
+	acked   uint64 // number of the last that was acknowledged, and when it was taken
+	ackedAt int64
+	lost    uint64        // events since then for which there was no room
+	changed chan struct{} // closed when there is something to tell; nil if nobody waits
+	over    bool          // no more comes
+	// takeOver ends the connection that is attached; nil for none. detached is since when there is none.
+	// turn counts connections.
+	takeOver context.CancelCauseFunc
+	turn     uint64
+	detached time.Time
+	expire   *time.Timer
+}
+
+var (
+	errWatchOver = status.Error(codes.Unavailable, "the watch has ended")
+	errTakenOver = status.Error(codes.Aborted, "another connection attached to the watch")
+)
+
+// Watch implements agentpb.AgentService.
+func (f *Files) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	m, ok := first.Msg.(*agentpb.WatchRequest_Start)
+	if !ok {
+		return status.Error(codes.InvalidArgument, "the first message must say what to watch")
+	}
+	if err := checkWatch(m.Start); err != nil {
+		return err
+	}
+	w, resumed, err := f.watches.get(m.Start)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	turn, ok := w.attach(cancel)
+	if !ok {
+		return errWatchOver
+	}
+	defer w.detach(turn)
+	after := uint64(0)
+	if resumed {
+		after = m.Start.After
+	}
+	w.ack(after)
+	acks := make(chan uint64, 1)
+	go func() { cancel(receiveAcks(ctx, stream, acks)) }()
+	if err := stream.Send(&agentpb.WatchResponse{Ready: true, Resumed: resumed}); err != nil {
+		return err
+	}
+	return w.serve(ctx, stream, acks, after)
+}
+
+func checkWatch(m *agentpb.WatchStart) error {
+	if len(m.Paths) == 0 || len(m.Paths) > agentpb.MaxWatchPaths {
+		return status.Errorf(codes.InvalidArgument, "%d paths to watch, 1 to %d are possible", len(m.Paths), agentpb.MaxWatchPaths)
+	}
+	if m.Id == "" || len(m.Id) > agentpb.MaxID {
+		return status.Errorf(codes.InvalidArgument, "a watch needs a name of 1 to %d bytes", agentpb.MaxID)
+	}
+	for _, p := range m.Paths {
+		if err := checkPath(p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveAcks takes what the host says of its progress. It always returns an error.
+func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks chan<- uint64) error {
+	for {
+		m, err := stream.Recv()
+		if err != nil {
+			return errEnded
+		}
+		ack, ok := m.Msg.(*agentpb.WatchRequest_Ack)
+		if !ok {
+			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a watch", m.Msg)
+		}
+		select {
+		case acks <- ack.Ack:
+		case <-ctx.Done():
+			return errEnded
+		}
+	}
+}
+
+// get returns the watch of that name, or a new one.
+func (a *watches) get(m *agentpb.WatchStart) (w *watch, resumed bool, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.closed {
+		return nil, false, errWatchOver
+	}
+	if w := a.byID[m.Id]; w != nil {
+		if !slices.Equal(w.paths, m.Paths) || w.recursive != m.Recursive {
+			return nil, false, status.Errorf(codes.AlreadyExists, "watch %q is one of other paths", m.Id)
+		}
+		if w.knows(m.After, m.AfterNanos) {
+			return w, true, nil
+		}
+		delete(a.byID, m.Id)
+		w.end()
+	}
+	if len(a.byID) >= maxWatches && !a.dropOldest() {
+		return nil, false, status.Errorf(codes.ResourceExhausted, "%d watches are open, the limit", maxWatches)
+	}
+	fw, err := fswatch.New(m.Paths, m.Recursive)
+	if err != nil {
+		if errors.Is(err, fswatch.ErrLimit) {
+			return nil, false, status.Error(codes.ResourceExhausted, err.Error())
+		}
+		return nil, false, err
+	}
+	w = &watch{all: a, id: m.Id, paths: m.Paths, recursive: m.Recursive, w: fw, stop: make(chan struct{}), detached: time.Now()}
+	if a.byID == nil {
+		a.byID = make(map[string]*watch)
+	}
+	a.byID[w.id] = w
+	a.wg.Go(w.run)
+	return w, false, nil
+}
+
+// knows says whether an event was the last that the host has, or waits for it to say so.
+func (w *watch) knows(number uint64, nanos int64) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if number == w.acked {
+		return nanos == w.ackedAt
+	}
+	for _, e := range w.queue {
+		if e.Number == number {
+			return e.WallNanos == nanos
+		}
+	}
+	return false
+}
+
+// dropOldest ends the watch that has been without a connection for longest. The lock is held.
+func (a *watches) dropOldest() bool {
+	var oldest *watch
+	var since time.Time
+	for _, w := range a.byID {
+		w.mu.Lock()
+		if w.takeOver == nil && (oldest == nil || w.detached.Before(since)) {
+			oldest, since = w, w.detached
+		}
+		w.mu.Unlock()
+	}
+	if oldest == nil {
+		return false
+	}
+	delete(a.byID, oldest.id)
+	oldest.end()
+	return true
+}
+
+// close ends all watches.
+func (a *watches) close() {
+	a.mu.Lock()
+	a.closed = true
+	for _, w := range a.byID {
+		w.end()
+	}
+	a.mu.Unlock()
+	a.wg.Wait()
+}
+
+// run takes changes as they come.
+func (w *watch) run() {
+	defer func() {
+		w.w.Close()
+		w.mu.Lock()
+		w.over = true
+		if w.expire != nil {
+			w.expire.Stop()
+		}
+		w.wake()
+		w.mu.Unlock()
+		w.all.mu.Lock()
+		if w.all.byID[w.id] == w {
+			delete(w.all.byID, w.id)
+		}
+		w.all.mu.Unlock()
+	}()
+	for {
+		events, err := w.w.Read()
+		if err != nil {
+			return
+		}
+		w.add(events)
+		select {
+		case <-time.After(watchGather):
+		case <-w.stop:
+			return
+		}
+	}
+}
+
+func (w *watch) end() {
+	w.stopOnce.Do(func() {
+		close(w.stop)
+		w.w.Close()
+	})
+}
+
+// add queues events.
+func (w *watch) add(events []fswatch.Event) {
+	now := time.Now().UnixNano()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, e := range events {
+		m := &agentpb.WatchEvent{
+			Kind: string(e.Kind), Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem, WallNanos: now,
+		}
+		size := watchSize(m)
+		if w.lost > 0 || len(w.queue) >= maxWatchQueue || w.bytes+size > maxWatchBytes {
+			w.lost++
+			continue
+		}
+		w.push(m)
+	}
+	w.wake()
+}
+
+func watchSize(m *agentpb.WatchEvent) int {
+	return watchEventSize + len(m.Path) + len(m.From) + len(m.Problem)
+}
+
+// push queues an event. The lock is held.
+func (w *watch) push(m *agentpb.WatchEvent) {
+	w.last++
+	m.Number = w.last
+	w.queue = append(w.queue, m)
+	w.bytes += watchSize(m)
+}
+
+// wake lets who waits look again. The lock is held.
+func (w *watch) wake() {
+	if w.changed != nil {
+		close(w.changed)
+		w.changed = nil
+	}
+}
+
+// ack forgets events up to a number, and tells of those for which there was no room.
+func (w *watch) ack(number uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n := 0
+	for n < len(w.queue) && w.queue[n].Number <= number {
+		w.acked, w.ackedAt = w.queue[n].Number, w.queue[n].WallNanos
+		w.bytes -= watchSize(w.queue[n])
+		n++
+	}
+	w.queue = slices.Delete(w.queue, 0, n)
+	if w.lost > 0 && len(w.queue) < maxWatchQueue/2 && w.bytes < maxWatchBytes/2 {
+		w.push(&agentpb.WatchEvent{
+			Kind: string(fswatch.Overflow), WallNanos: time.Now().UnixNano(),
+			Problem: fmt.Sprintf("%d events were lost: they came faster than they were taken, or while nobody was there to take them", w.lost),
+		})
+		w.lost = 0
+		w.wake()
+	}
+}
+
+// attach has a connection take the place of the one before.
+func (w *watch) attach(takeOver context.CancelCauseFunc) (turn uint64, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.over {
+		return 0, false
+	}
+	if w.takeOver != nil {
+		w.takeOver(errTakenOver)
+	}
+	if w.expire != nil {
+		w.expire.Stop()
+	}
+	w.takeOver = takeOver
+	w.turn++
+	return w.turn, true
+}
+
+// detach says that a connection has ended. The watch goes on for some time, unless another has taken it.
+func (w *watch) detach(turn uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.turn != turn || w.over {
+		return
+	}
+	w.takeOver, w.detached = nil, time.Now()
+	w.expire = time.AfterFunc(watchStays, w.end)
+}
+
+// next returns the events after a number, as many as a message carries, or what to wait for.
+func (w *watch) next(after uint64) (events []*agentpb.WatchEvent, wait <-chan struct{}, over bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	i, _ := slices.BinarySearchFunc(w.queue, after+1, func(e *agentpb.WatchEvent, n uint64) int {
+		switch {
+		case e.Number < n:
+			return -1
+		case e.Number > n:
+			return 1
+		}
+		return 0
+	})
+	size := 0
+	for _, e := range w.queue[i:] {
+		if size += watchSize(e); len(events) == agentpb.MaxWatchEvents || len(events) > 0 && size > agentpb.MaxMessage/4 {
+			break
+		}
+		events = append(events, e)
+	}
+	if len(events) == 0 && !w.over {
+		if w.changed == nil {
+			w.changed = make(chan struct{})
+		}
+		return nil, w.changed, false
+	}
+	return events, nil, w.over
+}
+
+// serve tells events until the connection ends: some, and the next when these are acknowledged.
+func (w *watch) serve(ctx context.Context, stream agentpb.Agent_WatchServer, acks <-chan uint64, sent uint64) error {
+	for {
+		events, wait, over := w.next(sent)
+		if len(events) > 0 {
+			if err := stream.Send(&agentpb.WatchResponse{Events: events}); err != nil {
+				return err
+			}
+			sent = events[len(events)-1].Number
+			for acked := uint64(0); acked < sent; {
+				select {
+				case acked = <-acks:
+					if acked > sent {
+						return status.Errorf(codes.InvalidArgument, "event %d is acknowledged, and %d was the last", acked, sent)
+					}
+					w.ack(acked)
+				case <-ctx.Done():
+					return context.Cause(ctx)
+				}
+			}
+			continue
+		}
+		if over {
+			return errWatchOver
+		}
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}

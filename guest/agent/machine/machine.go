@@ -1,0 +1,271 @@
+package machine
+
+import (
+	"encoding/hex"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agent/early"
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Machine is what the agent changes of the machine as a whole.
+type Machine interface {
+	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds. A clock that
+	// is right to within a millisecond may be left as it is.
+	SetClock(wallNanos int64) error
+	// AddEntropy mixes 32 to 512 bytes into the kernel's random number
+	// generator, credits them in full and reseeds it.
+	AddEntropy(p []byte) error
+	// NewIdentity gives the machine a boot id and a machine id of its own, and
+	// a hostname when it is not empty. It returns the boot id.
+	NewIdentity(hostname string) (string, error)
+	// Freeze makes what was written to the writable disk durable, and holds up
+	// all that want to write to its file system. Thaw lets them go on; it is no
+	// error if nothing is frozen.
+	Freeze() error
+	Thaw() error
+	// Trim makes what was written to the writable disk durable, and has the disk forget what its file system does not use.
+	Trim() error
+	// Power stops the machine for good; it does not return when it succeeds.
+	Power(reboot bool) error
+}
+
+// Kernel is the machine the agent runs in. Its methods are not to be called
+// concurrently; Server sees to it.
+type Kernel struct {
+	// BeforePower, when set, is called after all processes have ended and
+	// before the machine stops: it makes the file systems read-only.
+	BeforePower func()
+	// Writable is a directory of the file system that Freeze freezes; empty if
+	// there is none that lasts.
+	Writable string
+
+	frozen  *os.File // open while frozen
+	random  *os.File // kept open for the wake path
+	noRekey bool     // this kernel has no RNDREKEYCRNG
+	entropy randPoolInfo
+	rekey   [rekeySize]byte
+	bootID  string // file mounted over bootIDPath, once there is one
+}
+
+const (
+	bootIDPath    = "/proc/sys/kernel/random/boot_id"
+	machineIDPath = "/etc/machine-id"
+	bootIDFile    = "/run/drowse/boot_id"
+	nanosPerSec   = 1_000_000_000
+	uuidSize      = 36 // as text
+)
+
+// clockSlack is how far the clock may be off and is not set. Where the guest's TSC went on
+// while it slept, as it does if its host is a virtual machine that cannot stop it, the
+// clock is right, and setting it would cost the kernel thousands of instructions: it looks
+// at all timers then.
+const clockSlack = time.Millisecond
+
+// SetClock implements Machine.
+func (k *Kernel) SetClock(wallNanos int64) error {
+	if wallNanos <= 0 {
+		return fmt.Errorf("set the clock to %d ns: %w", wallNanos, unix.EINVAL)
+	}
+	if time.Duration(wallNanos-time.Now().UnixNano()).Abs() < clockSlack {
+		return nil
+	}
+	if errno := rawClockSettime(wallNanos/nanosPerSec, wallNanos%nanosPerSec); errno != 0 {
+		return fmt.Errorf("set the clock: %w", errno)
+	}
+	return nil
+}
+
+// Prepare opens what AddEntropy needs, so that the wake path does not have to.
+func (k *Kernel) Prepare() error {
+	if k.random != nil {
+		return nil
+	}
+	f, err := os.OpenFile("/dev/urandom", os.O_RDWR, 0)
+	if err != nil {
+		return fmt.Errorf("open the random number generator: %w", err)
+	}
+	k.random = f
+	return nil
+}
+
+// AddEntropy implements Machine: RNDADDENTROPY and RNDRESEEDCRNG of random(4), or for
+// rekeySize bytes, if the kernel has it, RNDREKEYCRNG, which is the same in one step and
+// with a sixth of the work.
+func (k *Kernel) AddEntropy(p []byte) error {
+	if len(p) < agentpb.MinEntropy || len(p) > len(k.entropy.buf) {
+		return fmt.Errorf("add %d bytes of entropy, want %d to %d: %w", len(p), agentpb.MinEntropy, len(k.entropy.buf), unix.EINVAL)
+	}
+	if err := k.Prepare(); err != nil {
+		return err
+	}
+	if len(p) == rekeySize && !k.noRekey {
+		copy(k.rekey[:], p)
+		errno := rawRekey(k.random.Fd(), &k.rekey)
+		clear(k.rekey[:])
+		if errno == 0 {
+			return nil
+		}
+		k.noRekey = errno == unix.EINVAL || errno == unix.ENOTTY
+	}
+	k.entropy.entropyCount = int32(len(p) * 8)
+	k.entropy.bufSize = int32(len(p))
+	copy(k.entropy.buf[:], p)
+	fd := k.random.Fd()
+	errno := rawAddEntropy(fd, &k.entropy)
+	clear(k.entropy.buf[:])
+	if errno != 0 {
+		return fmt.Errorf("add entropy: %w", errno)
+	}
+	if errno := rawReseed(fd); errno != 0 {
+		return fmt.Errorf("reseed the random number generator: %w", errno)
+	}
+	return nil
+}
+
+// NewIdentity implements Machine.
+func (k *Kernel) NewIdentity(hostname string) (string, error) {
+	if len(hostname) > agentpb.MaxHostname {
+		return "", fmt.Errorf("hostname of %d bytes, at most %d: %w", len(hostname), agentpb.MaxHostname, unix.EINVAL)
+	}
+	var raw [32]byte
+	if n, err := unix.Getrandom(raw[:], 0); err != nil || n != len(raw) {
+		return "", fmt.Errorf("draw a new identity: %w", err)
+	}
+	if hostname != "" {
+		if err := unix.Sethostname([]byte(hostname)); err != nil {
+			return "", fmt.Errorf("set the hostname: %w", err)
+		}
+	}
+	if err := replaceMachineID(machineIDPath, hex.EncodeToString(raw[16:])); err != nil {
+		return "", err
+	}
+	id := formatUUID(raw[:16])
+	if err := k.setBootID(id); err != nil {
+		return "", err
+	}
+	return id, nil
+}
+
+// replaceMachineID writes a new machine id where there is one already.
+func replaceMachineID(path, id string) error {
+	fi, err := os.Lstat(path)
+	if err != nil || !fi.Mode().IsRegular() {
+		return nil // none, or a link into a directory that is filled later
+	}
+	tmp := path + ".drowse"
+	if err := os.WriteFile(tmp, []byte(id+"\n"), 0o444); err != nil {
+		return fmt.Errorf("write a new machine id: %w", err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		os.Remove(tmp)
+		return fmt.Errorf("put the new machine id in place: %w", err)
+	}
+	return nil
+}
+
+// setBootID makes the kernel's boot id read as id: a file on a tmpfs, mounted
+// over it the first time and rewritten in place after that.
+func (k *Kernel) setBootID(id string) error {
+	if k.bootID == "" {
+		if err := os.MkdirAll(filepath.Dir(bootIDFile), 0o755); err != nil {
+			return fmt.Errorf("make room for a boot id: %w", err)
+		}
+	}
+	f, err := os.OpenFile(bootIDFile, os.O_WRONLY|os.O_CREATE, 0o444)
+	if err != nil {
+		return fmt.Errorf("write a new boot id: %w", err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt([]byte(id+"\n"), 0); err != nil {
+		return fmt.Errorf("write a new boot id: %w", err)
+	}
+	if k.bootID == "" {
+		if err := unix.Mount(bootIDFile, bootIDPath, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("mount the new boot id: %w", err)
+		}
+		k.bootID = bootIDFile
+	}
+	return nil
+}
+
+// formatUUID writes p as a random (version 4) UUID of RFC 9562.
+func formatUUID(p []byte) string {
+	p[6] = p[6]&0x0f | 0x40
+	p[8] = p[8]&0x3f | 0x80
+	h := hex.EncodeToString(p)
+	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
+}
+
+// Power implements Machine by reboot(2). A machine without ACPI ends by a
+// reset in either case.
+func (k *Kernel) Power(reboot bool) error {
+	if k.BeforePower != nil {
+		k.BeforePower()
+	}
+	unix.Sync()
+	var err error
+	if reboot {
+		err = unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART)
+	} else {
+		err = early.PowerOff()
+	}
+	if err != nil {
+		return fmt.Errorf("reboot(2): %w", err)
+	}
+	return nil
+}
+
+// ioctls of a file system (linux/fs.h): _IOWR('X', 119, int) and 120.
+const (
+	fiFreeze = 0xc0045877
+	fiThaw   = 0xc0045878
+)
+
+// Freeze implements Machine by FIFREEZE, which writes out what is dirty, empties
+// the journal and flushes the device (ext4: ext4_freeze). The overlay above is
+// not frozen: all that is written to it is written to this file system.
+func (k *Kernel) Freeze() error {
+	if k.Writable == "" {
+		return status.Error(codes.FailedPrecondition, "this guest has no writable disk of drowse's")
+	}
+	d, err := os.Open(k.Writable)
+	if err != nil {
+		return fmt.Errorf("open the writable disk's file system: %w", err)
+	}
+	if err := unix.IoctlSetInt(int(d.Fd()), fiFreeze, 0); err != nil {
+		d.Close()
+		return fmt.Errorf("freeze the writable disk's file system: %w", err)
+	}
+	k.frozen = d
+	return nil
+}
+
+// Thaw implements Machine by FITHAW. A file system that somebody in the guest
+// has thawed is an error: then it was not frozen all the time.
+func (k *Kernel) Thaw() error {
+	if k.frozen == nil {
+		return nil
+	}
+	defer func() { k.frozen.Close(); k.frozen = nil }()
+	if err := unix.IoctlSetInt(int(k.frozen.Fd()), fiThaw, 0); err != nil {
+		return fmt.Errorf("thaw the writable disk's file system: %w", err)
+	}
+	return nil
+}
+
+// BootID is the boot id that programs see; "" if there is none.
+func BootID() string {
+	b, err := os.ReadFile(bootIDPath)
+	if err != nil || len(b) < uuidSize {
+		return ""
+	}
+	return string(b[:uuidSize])
+}

@@ -1,0 +1,322 @@
+package proc
+
+import (
+	"context"
+	"slices"
+	"sync"
+)
+
+// Output holds what a process has written and nobody has taken yet, both
+// streams in the order in which they were read, within a fixed number of
+// bytes. With a reader attached, a full output holds the writer back, and so
+// the process. Without one, a kept output drops its oldest bytes.
+type Output struct {
+	limit int
+	keep  bool // keep what was delivered as well, for a replay
+
+	mu     sync.Mutex
+	buf    []byte // a ring: byte of offset o is at index o % len(buf)
+	start  uint64 // offset of the oldest byte held
+	next   uint64 // offset of the first byte not handed to the reader
+	taken  uint64 // offset up to which the reader has what it needs
+	end    uint64 // offset after the newest byte
+	segs   []segment
+	state  outputState
+	ended  bool   // no more writes will come
+	reader uint64 // who may read: the latest to attach
+
+	grown    chan struct{} // closed when there is more; nil if nobody waits for that
+	readable chan struct{} // capacity 1: there is something new for the reader
+	writable sync.Cond     // on mu: there may be room, or the state has changed
+}
+
+// outputState says what happens to output that does not fit.
+type outputState int
+
+const (
+	held    outputState = iota // a reader is attached: writers wait
+	kept                       // none is: the oldest bytes go
+	dropped                    // none will come: all bytes go
+)
+
+// segment is a run of bytes of one stream that ends before offset end.
+type segment struct {
+	end    uint64
+	stderr bool
+}
+
+const (
+	firstOutput = 4 << 10 // bytes of the first buffer: one page
+	maxSegments = 4096    // runs held, so that alternating streams stay bounded
+)
+
+func newOutput(limit int, keep bool) *Output {
+	o := &Output{limit: limit, keep: keep, readable: make(chan struct{}, 1)}
+	o.writable.L = &o.mu
+	return o
+}
+
+// NewLog makes an output that nobody attaches to: the oldest bytes go.
+func NewLog(limit int) *Output {
+	o := newOutput(limit, false)
+	o.state = kept
+	return o
+}
+
+func poke(ch chan struct{}) {
+	select {
+	case ch <- struct{}{}:
+	default:
+	}
+}
+
+// Write appends p, waiting for room when a reader is attached.
+func (o *Output) Write(stderr bool, p []byte) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for len(p) > 0 && o.state != dropped {
+		room := o.makeRoom(stderr, len(p))
+		if room == 0 {
+			o.writable.Wait()
+			continue
+		}
+		o.put(stderr, p[:room])
+		p = p[room:]
+		poke(o.readable)
+	}
+}
+
+// makeRoom returns how many of n bytes fit now, growing the buffer and
+// dropping what may be dropped. Precondition: o.mu is held.
+func (o *Output) makeRoom(stderr bool, n int) int {
+	if used := int(o.end - o.start); used+n > len(o.buf) && len(o.buf) < o.limit {
+		o.grow(used + n)
+	}
+	free := len(o.buf) - int(o.end-o.start)
+	if want := n - free; want > 0 {
+		droppable := o.taken
+		if o.state == kept {
+			droppable = o.end
+		}
+		o.drop(min(o.start+uint64(want), droppable))
+		free = len(o.buf) - int(o.end-o.start)
+	}
+	if len(o.segs) >= maxSegments && o.segs[len(o.segs)-1].stderr != stderr {
+		first := o.segs[0].end
+		if o.state != kept && first > o.taken {
+			return 0
+		}
+		o.drop(first)
+	}
+	return min(n, free)
+}
+
+// grow makes the buffer large enough for n bytes, within the limit.
+// Precondition: o.mu is held.
+func (o *Output) grow(n int) {
+	size := max(len(o.buf), firstOutput)
+	for size < n && size < o.limit {
+		size *= 2
+	}
+	size = min(size, o.limit)
+	if size != len(o.buf) {
+		o.rebuffer(size)
+	}
+}
+
+// rebuffer moves what is held into a buffer of another size, in which it has room.
+// Precondition: o.mu is held.
+func (o *Output) rebuffer(size int) {
+	old := o.buf
+	o.buf = make([]byte, size)
+	for off := o.start; off < o.end; {
+		p := ringSlice(old, off, int(o.end-off))
+		off += uint64(o.copyIn(off, p))
+	}
+}
+
+// ringSlice returns the contiguous bytes of ring buf from offset off, at most n.
+func ringSlice(buf []byte, off uint64, n int) []byte {
+	i := int(off % uint64(len(buf)))
+	return buf[i:min(i+n, len(buf))]
+}
+
+// copyIn copies as much of p as is contiguous at offset off.
+func (o *Output) copyIn(off uint64, p []byte) int {
+	return copy(ringSlice(o.buf, off, len(p)), p)
+}
+
+// put appends p, for which there is room. Precondition: o.mu is held.
+func (o *Output) put(stderr bool, p []byte) {
+	for len(p) > 0 {
+		n := o.copyIn(o.end, p)
+		o.end += uint64(n)
+		p = p[n:]
+	}
+	if o.grown != nil {
+		close(o.grown)
+		o.grown = nil
+	}
+	if k := len(o.segs); k > 0 && o.segs[k-1].stderr == stderr {
+		o.segs[k-1].end = o.end
+	} else {
+		o.segs = append(o.segs, segment{end: o.end, stderr: stderr})
+	}
+}
+
+// drop forgets everything before offset to. Precondition: o.mu is held.
+func (o *Output) drop(to uint64) {
+	if to <= o.start {
+		return
+	}
+	o.start = to
+	o.next = max(o.next, to)
+	o.taken = max(o.taken, to)
+	i := 0
+	for i < len(o.segs) && o.segs[i].end <= to {
+		i++
+	}
+	o.segs = slices.Delete(o.segs, 0, i)
+}
+
+// peek returns what read would, without the bytes.
+func (o *Output) peek(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.nextRun(reader)
+}
+
+// nextRun describes the next bytes of one stream for the reader. n is 0 when
+// there are none now; ended then says that none will come.
+// Precondition: o.mu is held.
+func (o *Output) nextRun(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
+	if reader != o.reader || o.next == o.end {
+		return 0, false, o.next, o.ended && reader == o.reader
+	}
+	i, _ := slices.BinarySearchFunc(o.segs, o.next, func(s segment, off uint64) int {
+		if s.end <= off {
+			return -1
+		}
+		return 1
+	})
+	return int(o.segs[i].end - o.next), o.segs[i].stderr, o.next, false
+}
+
+// read copies the next bytes of one stream for the reader into p.
+func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	want, stderr, offset, ended := o.nextRun(reader)
+	want = min(want, len(p))
+	for n < want {
+		n += copy(p[n:want], ringSlice(o.buf, offset+uint64(n), want-n))
+	}
+	o.next += uint64(n)
+	if !o.keep {
+		o.release(o.next)
+	}
+	return n, stderr, offset, ended
+}
+
+// took tells that the reader has everything before the offset for good.
+func (o *Output) took(reader, offset uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if reader == o.reader {
+		o.release(offset)
+	}
+}
+
+// release lets go of everything before offset. Precondition: o.mu is held.
+func (o *Output) release(offset uint64) {
+	o.taken = max(o.taken, min(offset, o.end))
+	if !o.keep {
+		o.drop(o.taken)
+	}
+	o.writable.Broadcast()
+}
+
+// attach puts a new reader in the place of the one there was, at offset or at
+// the oldest byte still held. It returns where that is, and the reader's
+// right to read.
+func (o *Output) attach(offset uint64) (start, reader uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.reader++
+	o.next = min(max(offset, o.start), o.end)
+	o.taken = o.next
+	o.state = held
+	poke(o.readable)
+	return o.next, o.reader
+}
+
+// detach sets what happens from now on with output that does not fit.
+func (o *Output) detach(state outputState) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.state = state
+	o.writable.Broadcast()
+}
+
+// finish tells that no more writes will come.
+func (o *Output) finish() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.ended = true
+	poke(o.readable)
+}
+
+// Bounds returns the offsets of the oldest byte and after the newest one.
+func (o *Output) Bounds() (start, end uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.start, o.end
+}
+
+// Resize sets how much is held. What does not fit any more goes, the oldest first.
+func (o *Output) Resize(limit int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.limit = limit
+	if len(o.buf) <= limit {
+		return
+	}
+	if held := o.end - o.start; held > uint64(limit) {
+		o.drop(o.end - uint64(limit))
+	}
+	o.rebuffer(limit)
+}
+
+// Look copies what is held from an offset on, of both streams, without being a reader. It
+// returns the offset of the first byte, and that behind the newest one.
+func (o *Output) Look(offset uint64, p []byte) (n int, at, end uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	at = min(max(offset, o.start), o.end)
+	want := int(min(uint64(len(p)), o.end-at))
+	for n < want {
+		n += copy(p[n:want], ringSlice(o.buf, at+uint64(n), want-n))
+	}
+	return n, at, o.end
+}
+
+// WaitBehind waits until there is something behind an offset, which is the end, or ctx ends.
+func (o *Output) WaitBehind(ctx context.Context, offset uint64) {
+	for {
+		o.mu.Lock()
+		if o.end != offset {
+			o.mu.Unlock()
+			return
+		}
+		if o.grown == nil {
+			o.grown = make(chan struct{})
+		}
+		grown := o.grown
+		o.mu.Unlock()
+		select {
+		case <-grown:
+		case <-ctx.Done():
+			return
+		}
+	}
+}

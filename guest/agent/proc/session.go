@@ -1,0 +1,395 @@
+package proc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"syscall"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+)
+
+// session is one connection attached to a process. A process has one at most;
+// a new one takes the place of the old, whose connection may be dead without
+// the guest knowing it.
+type session struct {
+	t      *Table
+	p      *Process
+	stream agentpb.Agent_ExecServer
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	reader uint64 // this session's right to read the output
+	// changes says what the process has changed; nil: nobody asks.
+	changes func(context.Context) *agentpb.DiskChanges
+
+	window flow.Window
+	// ends[n%Window] is the output offset after the n-th message. It is written
+	// before the message is sent and read after it was acknowledged.
+	ends [agentpb.Window]uint64
+
+	input chan []byte // stdin not yet written, a window of it and a nil, which closes stdin
+}
+
+var (
+	errTakenOver = status.Error(codes.Aborted, "another connection attached to the process")
+	errEnded     = errors.New("the session has ended")
+)
+
+// Run starts a command and serves the stream that has asked for it. changes, if it is not nil, says what the command has changed on the
+// disk, once it has ended.
+func (t *Table) Run(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecStart, changes func(context.Context) *agentpb.DiskChanges) error {
+	p, err := t.Start(m)
+	var se *startError
+	if errors.As(err, &se) {
+		exit := &agentpb.ExecExit{Code: se.code, Error: se.Error()}
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
+	}
+	if err != nil {
+		return err
+	}
+	return t.serve(ctx, stream, p, 0, changes)
+}
+
+// Attach serves a stream that goes on with a process.
+func (t *Table) Attach(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecAttach) error {
+	p, err := t.get(m.Id)
+	if err != nil {
+		return err
+	}
+	if !p.detach {
+		return status.Errorf(codes.FailedPrecondition, "process %q belongs to its connection", p.id)
+	}
+	return t.serve(ctx, stream, p, m.Offset, nil)
+}
+
+// serve attaches the stream to p until the process ends, the connection does,
+// or another one attaches.
+func (t *Table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *Process, offset uint64, changes func(context.Context) *agentpb.DiskChanges) error {
+	s := &session{t: t, changes: changes, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
+	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	start := s.attach(offset)
+	defer s.detach()
+	err := stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Started{Started: &agentpb.ExecStarted{
+		Id: p.id, Pid: int32(p.pid), Offset: start, Pty: p.pty,
+	}}})
+	if err != nil {
+		return err
+	}
+	go func() { s.cancel(s.receive()) }()
+	go s.writeInput()
+	if err := s.sendOutput(); err != nil {
+		if cause := context.Cause(s.ctx); cause != nil {
+			return cause
+		}
+		return err
+	}
+	return nil
+}
+
+// attach makes this the session of its process and returns the offset of the
+// output that it will see first.
+func (s *session) attach(offset uint64) uint64 {
+	p := s.p
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.session != nil {
+		p.session.cancel(errTakenOver)
+	}
+	p.session = s
+	if p.input != nil {
+		// Free a writer of the old session; it looks at its context before it
+		// writes again.
+		_ = p.input.SetWriteDeadline(longAgo)
+		p.inputMu.Lock()
+		_ = p.input.SetWriteDeadline(time.Time{})
+		p.inputMu.Unlock()
+	}
+	var start uint64
+	start, s.reader = p.out.attach(offset)
+	return start
+}
+
+// longAgo is a deadline that makes a blocked call return.
+var longAgo = time.Unix(1, 0)
+
+// detach leaves the process: to itself when it may outlive its connection,
+// and killed otherwise.
+func (s *session) detach() {
+	s.cancel(errEnded)
+	p := s.p
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.session != s {
+		return
+	}
+	p.session = nil
+	if p.detach {
+		p.out.detach(kept)
+	} else {
+		p.out.detach(dropped)
+		select {
+		case <-p.exited:
+		default:
+			_ = s.t.reaper.signal(p.pid, syscall.SIGKILL)
+		}
+	}
+	if p.input != nil {
+		_ = p.input.SetWriteDeadline(longAgo)
+	}
+}
+
+// sendOutput sends what the process writes, then its exit.
+func (s *session) sendOutput() error {
+	buf := make([]byte, 0, firstRead)
+	for {
+		n, _, _, ended := s.p.out.peek(s.reader)
+		if n == 0 {
+			if ended {
+				break
+			}
+			select {
+			case <-s.p.out.readable:
+				continue
+			case <-s.ctx.Done():
+				return s.ctx.Err()
+			}
+		}
+		num, err := s.window.Acquire(s.ctx)
+		if err != nil {
+			return err
+		}
+		if n = min(n, agentpb.MaxChunk); n > cap(buf) {
+			buf = make([]byte, 0, agentpb.MaxChunk)
+		}
+		n, stderr, offset, _ := s.p.out.read(s.reader, buf[:min(cap(buf), agentpb.MaxChunk)])
+		s.ends[num%agentpb.Window] = offset + uint64(n)
+		err = s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: &agentpb.ExecOutput{
+			Stderr: stderr, Offset: offset, Data: buf[:n],
+		}}})
+		if err != nil {
+			return err
+		}
+	}
+	select {
+	case <-s.p.exited:
+	case <-s.ctx.Done():
+		return s.ctx.Err()
+	}
+	s.t.Settle()
+	exit := s.p.exit
+	if s.changes != nil {
+		exit = proto.CloneOf(exit)
+		exit.Changes = s.changes(s.ctx)
+	}
+	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})
+}
+
+// receive handles what the host sends until the stream ends. It always
+// returns an error.
+func (s *session) receive() error {
+	for {
+		m, err := s.stream.Recv()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = errEnded
+			}
+			return err
+		}
+		if s.ctx.Err() != nil {
+			return s.ctx.Err()
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.ExecRequest_Ack:
+			if err := s.window.Ack(m.Ack); err != nil {
+				return status.Error(codes.InvalidArgument, err.Error())
+			}
+			if m.Ack > 0 && s.p.detach {
+				s.p.out.took(s.reader, s.ends[m.Ack%agentpb.Window])
+			}
+		case *agentpb.ExecRequest_Stdin:
+			if len(m.Stdin) == 0 {
+				continue
+			}
+			if err := s.queueInput(m.Stdin); err != nil {
+				return err
+			}
+		case *agentpb.ExecRequest_StdinClose:
+			if err := s.queueInput(nil); err != nil {
+				return err
+			}
+		case *agentpb.ExecRequest_Resize:
+			s.p.resize(m.Resize)
+		case *agentpb.ExecRequest_Signal:
+			// A process that has just ended is no error: its exit is on the way.
+			_ = s.t.reaper.signal(s.p.pid, syscall.Signal(m.Signal))
+		default:
+			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a session", m)
+		}
+	}
+}
+
+// queueInput hands one message to writeInput. It never waits: a host that
+// keeps to its window finds room.
+func (s *session) queueInput(p []byte) error {
+	select {
+	case s.input <- p:
+		return nil
+	default:
+		return status.Errorf(codes.ResourceExhausted, "more than %d stdin messages unacknowledged", agentpb.Window)
+	}
+}
+
+// writeInput writes stdin to the process, acknowledging what is written.
+// Input for a process that does not take it is thrown away.
+func (s *session) writeInput() {
+	var acker flow.Acker
+	for {
+		var data []byte
+		select {
+		case data = <-s.input:
+		case <-s.ctx.Done():
+			return
+		}
+		if !s.p.WriteInput(s.ctx, data) {
+			return
+		}
+		if data == nil {
+			continue
+		}
+		if n, due := acker.Consumed(len(data)); due {
+			if s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}}) != nil {
+				return
+			}
+		}
+	}
+}
+
+// WriteInput writes data, or closes stdin when it is nil. It returns false
+// when ctx ended first.
+func (p *Process) WriteInput(ctx context.Context, data []byte) bool {
+	if p.input == nil {
+		return true
+	}
+	p.inputMu.Lock()
+	defer p.inputMu.Unlock()
+	if ctx.Err() != nil {
+		return false
+	}
+	switch {
+	case data != nil:
+		_, _ = p.input.Write(data) // a closed pipe: the process does not want it
+	case p.pty:
+		_, _ = p.input.Write([]byte{endOfTransmission})
+	default:
+		p.input.Close()
+	}
+	return ctx.Err() == nil
+}
+
+// resize sets the size of the process's terminal, when it has one.
+func (p *Process) resize(size *agentpb.WindowSize) {
+	if p.master == nil {
+		return
+	}
+	_ = p.master.Raw().Control(func(fd uintptr) { _ = setWindowSize(int(fd), size) })
+}
+
+// info describes the process for List.
+func (p *Process) info() *agentpb.Process {
+	start, end := p.out.Bounds()
+	i := &agentpb.Process{
+		Id: p.id, Pid: int32(p.pid), Argv: cutArgv(p.argv), Detached: p.detach, Pty: p.pty,
+		StartedNanos: p.started.UnixNano(), OutputStart: start, OutputEnd: end,
+	}
+	p.mu.Lock()
+	i.Attached = p.session != nil
+	p.mu.Unlock()
+	select {
+	case <-p.exited:
+		i.Exit = p.exit
+	default:
+	}
+	return i
+}
+
+// cutArgv bounds what List says of a command line.
+func cutArgv(argv []string) []string {
+	total := 0
+	for i, a := range argv {
+		if total += len(a) + 1; total > maxListedArgv {
+			return argv[:i:i]
+		}
+	}
+	return argv
+}
+
+// maxListBytes bounds a List answer, within what the host accepts.
+const maxListBytes = agentpb.MaxMessage / 2
+
+// List describes all processes.
+func (t *Table) List() *agentpb.ListResponse {
+	t.mu.Lock()
+	all := make([]*Process, 0, len(t.byID))
+	for _, p := range t.byID {
+		if p != nil {
+			all = append(all, p)
+		}
+	}
+	t.mu.Unlock()
+	out := &agentpb.ListResponse{}
+	size := 0
+	for _, p := range all {
+		i := p.info()
+		if size += 256 + len(i.Id) + argvBytes(i.Argv); size > maxListBytes {
+			i.Argv = nil // the processes are all there, if without their words
+		}
+		out.Processes = append(out.Processes, i)
+	}
+	return out
+}
+
+func argvBytes(argv []string) int {
+	n := 0
+	for _, a := range argv {
+		n += len(a) + 4
+	}
+	return n
+}
+
+// Kill sends a signal to a process, or forgets it, or both.
+func (t *Table) Kill(m *agentpb.KillRequest) error {
+	p, err := t.get(m.Id)
+	if err != nil {
+		return err
+	}
+	if m.Signal != 0 {
+		err := t.reaper.signal(p.pid, syscall.Signal(m.Signal))
+		if errors.Is(err, syscall.ESRCH) && !m.Forget {
+			return status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
+		}
+		if err != nil && !errors.Is(err, syscall.ESRCH) {
+			return fmt.Errorf("signal process %q: %w", m.Id, err)
+		}
+	}
+	if m.Forget {
+		select {
+		case <-p.exited:
+			t.forget(p)
+		default:
+			if m.Signal == 0 {
+				return status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
+			}
+			p.mu.Lock()
+			p.forget = true
+			p.mu.Unlock()
+		}
+	}
+	return nil
+}

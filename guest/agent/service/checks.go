@@ -1,0 +1,327 @@
+package service
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agent/proc"
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Defaults and limits of checks of services.
+const (
+	defaultCheckInterval = time.Second
+	defaultCheckTimeout  = 5 * time.Second
+	minCheckTime         = 100 * time.Millisecond
+	maxCheckTime         = 10 * time.Minute
+	maxCheckStart        = time.Hour
+	maxCheckAlive        = 1000
+	// aliveInterval is the least between two checks of a service that is ready: they go on as long as it runs, and must not be
+	// what keeps a machine awake.
+	aliveInterval = 10 * time.Second
+	// maxHTTPLine bounds the first line of an answer, in bytes.
+	maxHTTPLine = 1 << 10
+	// maxServiceWait bounds one WaitService.
+	maxServiceWait = 30 * time.Second
+)
+
+// checkCheck gives a check its defaults, or says why it cannot be.
+func checkCheck(c *agentpb.Check) error {
+	bad := func(format string, args ...any) error {
+		return status.Errorf(codes.InvalidArgument, "check: "+format, args...)
+	}
+	if c == nil {
+		return nil
+	}
+	if c.IntervalNanos == 0 {
+		c.IntervalNanos = int64(defaultCheckInterval)
+	}
+	if c.TimeoutNanos == 0 {
+		c.TimeoutNanos = int64(defaultCheckTimeout)
+	}
+	for _, d := range []int64{c.IntervalNanos, c.TimeoutNanos} {
+		if d < int64(minCheckTime) || d > int64(maxCheckTime) {
+			return bad("a time of %v: it is %v to %v", time.Duration(d), minCheckTime, maxCheckTime)
+		}
+	}
+	if c.StartNanos < 0 || c.StartNanos > int64(maxCheckStart) || c.Alive > maxCheckAlive {
+		return bad("%v to start, %d failures: at most %v and %d", time.Duration(c.StartNanos), c.Alive, maxCheckStart, maxCheckAlive)
+	}
+	if len(c.Address) > agentpb.MaxPath || strings.ContainsAny(c.Address, "\x00\r\n") || (c.Kind == agentpb.CheckExec) != (len(c.Argv) > 0) {
+		return bad("its words are not those of a check of the kind %q", c.Kind)
+	}
+	switch c.Kind {
+	case agentpb.CheckTCP:
+		if _, err := agentpb.Loopback(c.Address); err != nil {
+			return bad("%v", err)
+		}
+	case agentpb.CheckHTTP:
+		if _, _, err := localURL(c.Address); err != nil {
+			return bad("%v", err)
+		}
+	case agentpb.CheckUnix, agentpb.CheckFile:
+		if !filepath.IsAbs(c.Address) {
+			return bad("%q is not an absolute path", c.Address)
+		}
+	case agentpb.CheckExec:
+	default:
+		return bad("no kind %q", c.Kind)
+	}
+	return nil
+}
+
+func localURL(s string) (address string, u *url.URL, err error) {
+	if u, err = url.Parse(s); err != nil {
+		return "", nil, err
+	}
+	host := u.Host
+	if u.Port() == "" {
+		host += ":80"
+	}
+	if u.Scheme != "http" || u.User != nil {
+		return "", nil, fmt.Errorf("%q is not a URL of http", s)
+	}
+	address, err = agentpb.Loopback(host)
+	return address, u, err
+}
+
+// check looks once whether a service works.
+func (v *daemon) check(ctx context.Context, u *agentpb.Service) error {
+	c := u.Check
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(c.TimeoutNanos))
+	defer cancel()
+	var d net.Dialer
+	switch c.Kind {
+	case agentpb.CheckFile:
+		_, err := os.Stat(c.Address)
+		return err
+	case agentpb.CheckUnix:
+		return closed(d.DialContext(ctx, "unix", c.Address))
+	case agentpb.CheckTCP:
+		address, err := agentpb.Loopback(c.Address)
+		if err != nil {
+			return err
+		}
+		return closed(d.DialContext(ctx, "tcp", address))
+	case agentpb.CheckHTTP:
+		return get(ctx, c.Address)
+	}
+	p, err := v.all.procs.Start(&agentpb.ExecStart{Argv: c.Argv, Env: u.Env, Cwd: u.Cwd, User: u.User, NoStdin: true})
+	if err != nil {
+		return err
+	}
+	p.DropOutput()
+	select {
+	case <-p.Done():
+	case <-ctx.Done():
+		_ = v.all.procs.Signal(p, syscall.SIGKILL)
+		<-p.Done()
+		return ctx.Err()
+	}
+	if p.Exit().Code != 0 {
+		return errors.New("its command " + exitText(p.Exit()))
+	}
+	return nil
+}
+
+func closed(c net.Conn, err error) error {
+	if err == nil {
+		c.Close()
+	}
+	return err
+}
+
+// get asks a local server for something, and takes a status of 200 to 399 (RFC 9110, section 15).
+func get(ctx context.Context, s string) error {
+	address, u, err := localURL(s)
+	if err != nil {
+		return err
+	}
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "tcp", address)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	stop := context.AfterFunc(ctx, func() { c.Close() })
+	defer stop()
+	if _, err := io.WriteString(c, "GET "+u.RequestURI()+" HTTP/1.1\r\nHost: "+u.Host+"\r\nUser-Agent: drowse-agent\r\nConnection: close\r\n\r\n"); err != nil {
+		return err
+	}
+	line, err := bufio.NewReaderSize(c, maxHTTPLine).ReadSlice('\n')
+	if err != nil {
+		return fmt.Errorf("its answer: %w", errors.Join(ctx.Err(), err))
+	}
+	version, rest, _ := strings.Cut(strings.TrimSpace(string(line)), " ")
+	if !strings.HasPrefix(version, "HTTP/1.") || len(rest) < 3 || rest[0] != '2' && rest[0] != '3' {
+		return fmt.Errorf("its answer is %q", agentpb.Cut(strings.TrimSpace(string(line)), agentpb.MaxServiceText/2))
+	}
+	return nil
+}
+
+// watchOver checks a service that has been started until it is ready, and after that, if it is to be kept alive, until ctx ends. It
+// returns why the service is to be ended; "" if it is not.
+//
+// Time asleep says nothing of a service: a failure of the first check that ends after a wake does not count, and
+// of the time that it may take to be ready a sleep takes no more than one check and one interval.
+func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string) {
+	c := u.Check
+	wait, longest := time.Duration(c.IntervalNanos), time.Duration(c.IntervalNanos+c.TimeoutNanos)
+	var spent time.Duration
+	ready, fails, wakes := false, uint32(0), v.all.wakes.Load()
+	for {
+		begun := time.Now()
+		err := v.check(ctx, u)
+		if ctx.Err() != nil {
+			return ""
+		}
+		now := v.all.wakes.Load()
+		woken := now != wakes
+		wakes = now
+		v.checked(err)
+		switch {
+		case err == nil:
+			fails = 0
+			if !ready {
+				ready, wait = true, max(wait, v.all.alive)
+				v.tell(agentpb.ServiceEvent{Event: agentpb.EventReady})
+			}
+			if c.Alive == 0 {
+				return ""
+			}
+		case woken:
+			fails = 0
+		default:
+			fails++
+		}
+		if ready && fails >= c.Alive {
+			return fmt.Sprintf("%d checks in a row have failed: %s", fails, proc.Problem(err))
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return ""
+		}
+		spent += min(time.Since(begun), longest)
+		if !ready && c.StartNanos > 0 && spent >= time.Duration(c.StartNanos) {
+			return fmt.Sprintf("it was not ready within %v: %s", time.Duration(c.StartNanos), proc.Problem(err))
+		}
+	}
+}
+
+// checked notes what a check has found.
+func (v *daemon) checked(err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.p == nil {
+		return // it has ended
+	}
+	if err != nil {
+		v.checkProblem = agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)
+	} else {
+		v.checkProblem = ""
+		if !v.ready {
+			v.ready, v.readyAt = true, time.Now()
+		}
+	}
+	v.wakeWaiters()
+}
+
+// supervised waits for the end of a service's process, which it ends if a check says so; failed says that.
+func (v *daemon) supervised(u *agentpb.Service, p *proc.Process, stop chan struct{}) (failed bool) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	verdict := make(chan string, 1)
+	if u.Check != nil {
+		v.all.wg.Go(func() { verdict <- v.watchOver(ctx, u) })
+	} else {
+		verdict <- ""
+	}
+	for {
+		select {
+		case <-stop:
+			cancel()
+			v.terminate(p)
+			if verdict != nil {
+				<-verdict
+			}
+			return false
+		case <-p.Done():
+			cancel()
+			if verdict != nil {
+				<-verdict
+			}
+			return false
+		case why := <-verdict:
+			verdict = nil
+			if why == "" {
+				continue
+			}
+			why = agentpb.Cut(why, agentpb.MaxServiceText)
+			v.mu.Lock()
+			v.checkRestarts++
+			v.problem = why
+			v.mu.Unlock()
+			v.note("is ended: " + why)
+			v.tell(agentpb.ServiceEvent{Event: agentpb.EventUnhealthy, Problem: why})
+			v.signalEnd(p, u)
+			return true
+		}
+	}
+}
+
+// signalEnd tells a process to end, kills it when its time is up, and waits for its end.
+func (v *daemon) signalEnd(p *proc.Process, u *agentpb.Service) {
+	_ = v.all.procs.Signal(p, syscall.Signal(u.StopSignal))
+	t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.Signal(p, syscall.SIGKILL) })
+	defer t.Stop()
+	<-p.Done()
+}
+
+// wakeWaiters has who waits for the service look again. The caller holds v.mu.
+func (v *daemon) wakeWaiters() {
+	if v.waiters != nil {
+		close(v.waiters)
+		v.waiters = nil
+	}
+}
+
+// WaitService implements agentpb.AgentService.
+func (a *Services) WaitService(ctx context.Context, m *agentpb.WaitServiceRequest) (*agentpb.ServiceState, error) {
+	v, err := a.get(m.Name)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, maxServiceWait)
+	defer cancel()
+	for {
+		v.mu.Lock()
+		if v.waiters == nil {
+			v.waiters = make(chan struct{})
+		}
+		next := v.waiters
+		over := v.ready || v.state == agentpb.ServiceStopped || v.state == agentpb.ServiceEnded || v.state == agentpb.ServiceFailed
+		v.mu.Unlock()
+		if over {
+			return v.describe(), nil
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return v.describe(), nil
+		}
+	}
+}

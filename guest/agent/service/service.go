@@ -1,0 +1,583 @@
+package service
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/drowse-vm/drowse/guest/agent/proc"
+	"github.com/drowse-vm/drowse/guest/agentpb"
+)
+
+// Defaults and limits of services.
+const (
+	defaultStopTime = 10 * time.Second
+	maxStopTime     = 5 * time.Minute
+	maxBackoff      = time.Hour
+	defaultBackoff  = time.Second
+	defaultMaxWait  = time.Minute
+	maxLogWait      = 30 * time.Second
+	maxEvents       = 64 // that wait for the host
+)
+
+// Services are the programs that the agent keeps running. They and what is known of them are
+// in the agent's memory, so a sleep and a wake change nothing, and a fork has them too.
+type Services struct {
+	procs *proc.Table
+
+	mu     sync.Mutex
+	byName map[string]*daemon
+	closed bool
+	wg     sync.WaitGroup
+
+	alive time.Duration // the least between two checks of one that is ready
+	wakes atomic.Uint64 // how often the machine has been restored
+
+	events *eventQueue // nil: nobody is told
+}
+
+// New keeps services running as processes of a table. alive is the least between two checks of one that is ready, 0 is 10 s; report,
+// if it is not nil, tells the host of an event, one at a time.
+func New(procs *proc.Table, alive time.Duration, report func(line string) error) *Services {
+	if alive == 0 {
+		alive = aliveInterval
+	}
+	a := &Services{procs: procs, byName: make(map[string]*daemon), alive: alive}
+	if report != nil {
+		a.events = &eventQueue{report: report}
+	}
+	return a
+}
+
+// Woken notes that the machine has been restored.
+func (a *Services) Woken() { a.wakes.Add(1) }
+
+// daemon is one of them. Its supervisor, a goroutine, exists while it runs or waits to be
+// started again.
+type daemon struct {
+	all *Services
+	log *proc.Output
+
+	// change serialises what starts and stops it. It is held while a stop waits.
+	change sync.Mutex
+
+	mu       sync.Mutex // guards what follows; taken after change
+	unit     *agentpb.Service
+	state    string
+	p        *proc.Process // while it runs
+	stop     chan struct{}
+	ended    chan struct{} // closed when the supervisor has ended; nil if there was none
+	started  time.Time
+	restarts uint64
+	exit     *agentpb.ExecExit
+	endedAt  time.Time
+	problem  string
+
+	ready         bool // it runs, and works as far as is known
+	readyAt       time.Time
+	checkProblem  string
+	checkRestarts uint64
+	waiters       chan struct{} // closed when something has changed; nil: nobody waits
+}
+
+// SetService implements agentpb.AgentService.
+func (a *Services) SetService(ctx context.Context, m *agentpb.SetServiceRequest) (*agentpb.ServiceState, error) {
+	unit, err := checkService(m.Service)
+	if err != nil {
+		return nil, err
+	}
+	v, err := a.enter(unit)
+	if err != nil {
+		return nil, err
+	}
+	v.change.Lock()
+	defer v.change.Unlock()
+	v.mu.Lock()
+	anew := m.Restart || !proto.Equal(v.unit, unit) || v.state == agentpb.ServiceWaiting
+	v.unit = unit
+	v.log.Resize(int(unit.LogLimit))
+	v.mu.Unlock()
+	if anew && m.Start {
+		if err := v.end(ctx); err != nil {
+			return nil, err
+		}
+	}
+	if m.Start {
+		if err := v.begin(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return v.describe(), nil
+}
+
+// StopService implements agentpb.AgentService.
+func (a *Services) StopService(ctx context.Context, m *agentpb.StopServiceRequest) (*agentpb.ServiceState, error) {
+	v, err := a.get(m.Name)
+	if err != nil {
+		return nil, err
+	}
+	v.change.Lock()
+	defer v.change.Unlock()
+	if err := v.end(ctx); err != nil {
+		return nil, err
+	}
+	if m.Forget {
+		a.mu.Lock()
+		delete(a.byName, m.Name)
+		a.mu.Unlock()
+	}
+	return v.describe(), nil
+}
+
+// ListServices implements agentpb.AgentService.
+func (a *Services) ListServices(context.Context, *agentpb.ListServicesRequest) (*agentpb.ListServicesResponse, error) {
+	out := &agentpb.ListServicesResponse{}
+	for _, v := range a.list() {
+		out.Services = append(out.Services, v.describe())
+	}
+	return out, nil
+}
+
+// ServiceLog implements agentpb.AgentService.
+func (a *Services) ServiceLog(ctx context.Context, m *agentpb.ServiceLogRequest) (*agentpb.ServiceLogResponse, error) {
+	v, err := a.get(m.Name)
+	if err != nil {
+		return nil, err
+	}
+	if m.Wait {
+		ctx, cancel := context.WithTimeout(ctx, maxLogWait)
+		defer cancel()
+		v.log.WaitBehind(ctx, m.Offset)
+	}
+	out := &agentpb.ServiceLogResponse{Data: make([]byte, agentpb.MaxChunk)}
+	n, at, end := v.log.Look(m.Offset, out.Data)
+	out.Data, out.Offset, out.End = out.Data[:n], at, end
+	return out, nil
+}
+
+// checkService returns the unit with its defaults, or says why it cannot be.
+func checkService(m *agentpb.Service) (*agentpb.Service, error) {
+	bad := func(format string, args ...any) (*agentpb.Service, error) {
+		return nil, status.Errorf(codes.InvalidArgument, format, args...)
+	}
+	if m == nil || m.Name == "" || len(m.Name) > agentpb.MaxServiceName {
+		return bad("the name of a service has 1 to %d bytes", agentpb.MaxServiceName)
+	}
+	if err := proc.CheckStart(startOf(m)); err != nil {
+		return nil, err
+	}
+	u := proto.CloneOf(m)
+	def := func(v *int64, d time.Duration) {
+		if *v == 0 {
+			*v = int64(d)
+		}
+	}
+	def(&u.BackoffNanos, defaultBackoff)
+	def(&u.MaxBackoffNanos, max(defaultMaxWait, time.Duration(u.BackoffNanos)))
+	def(&u.StopNanos, defaultStopTime)
+	if u.StopSignal == 0 {
+		u.StopSignal = int32(unix.SIGTERM)
+	}
+	if u.LogLimit == 0 {
+		u.LogLimit = agentpb.DefaultServiceLog
+	}
+	switch {
+	case u.Restart != agentpb.RestartNever && u.Restart != agentpb.RestartOnFailure && u.Restart != agentpb.RestartAlways:
+		return bad("restart %q: it is %q, %q or %q", u.Restart, agentpb.RestartNever, agentpb.RestartOnFailure, agentpb.RestartAlways)
+	case u.BackoffNanos < 0 || u.MaxBackoffNanos < u.BackoffNanos || u.MaxBackoffNanos > int64(maxBackoff):
+		return bad("a back-off of %v to %v: it is more than 0 and at most %v", time.Duration(u.BackoffNanos), time.Duration(u.MaxBackoffNanos), maxBackoff)
+	case u.StopNanos < 0 || u.StopNanos > int64(maxStopTime):
+		return bad("%v to stop: it is more than 0 and at most %v", time.Duration(u.StopNanos), maxStopTime)
+	case u.StopSignal < 1 || u.StopSignal > 64:
+		return bad("signal %d does not exist", u.StopSignal)
+	case u.LogLimit < agentpb.MinServiceLog || u.LogLimit > agentpb.MaxServiceLog:
+		return bad("a log of %d bytes: it has %d to %d", u.LogLimit, agentpb.MinServiceLog, agentpb.MaxServiceLog)
+	}
+	return u, checkCheck(u.Check)
+}
+
+// startOf is what a service is as a command.
+func startOf(u *agentpb.Service) *agentpb.ExecStart {
+	return &agentpb.ExecStart{Argv: u.Argv, Env: u.Env, Cwd: u.Cwd, User: u.User, NoStdin: true}
+}
+
+// enter returns the service of that name, which it makes if there is none.
+func (a *Services) enter(unit *agentpb.Service) (*daemon, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.closed {
+		return nil, proc.ErrStopping
+	}
+	if v := a.byName[unit.Name]; v != nil {
+		return v, nil
+	}
+	if len(a.byName) >= agentpb.MaxServices {
+		return nil, status.Errorf(codes.ResourceExhausted, "%d services are known, the limit", agentpb.MaxServices)
+	}
+	v := &daemon{all: a, unit: unit, state: agentpb.ServiceStopped, log: proc.NewLog(int(unit.LogLimit))}
+	a.byName[unit.Name] = v
+	return v, nil
+}
+
+func (a *Services) get(name string) (*daemon, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	v := a.byName[name]
+	if v == nil {
+		return nil, status.Errorf(codes.NotFound, "no service %q", name)
+	}
+	return v, nil
+}
+
+func (a *Services) list() []*daemon {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var out []*daemon
+	for _, v := range a.byName {
+		out = append(out, v)
+	}
+	slices.SortFunc(out, func(v, w *daemon) int { return strings.Compare(v.name(), w.name()) })
+	return out
+}
+
+func (v *daemon) name() string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.unit.Name
+}
+
+// Retire ends the supervision of all: what ends from now on is not started again. With wait
+// it waits for the supervisors, whose processes must have been ended.
+func (a *Services) Retire(wait bool) {
+	a.mu.Lock()
+	a.closed = true
+	a.mu.Unlock()
+	for _, v := range a.list() {
+		v.mu.Lock()
+		v.quit()
+		v.mu.Unlock()
+	}
+	if wait {
+		a.wg.Wait()
+		a.events.close()
+	}
+}
+
+// quit tells the supervisor not to start it again. The caller holds v.mu.
+func (v *daemon) quit() {
+	if v.stop != nil {
+		close(v.stop)
+		v.stop = nil
+	}
+}
+
+// begin starts the supervisor, if there is none. The caller holds v.change.
+func (v *daemon) begin(ctx context.Context) error {
+	v.mu.Lock()
+	old, running := v.ended, v.stop != nil
+	v.mu.Unlock()
+	if running {
+		return nil
+	}
+	if old != nil {
+		// One that has been told to stop may still be at it.
+		select {
+		case <-old:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	stop, ended, first := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	a := v.all
+	a.mu.Lock()
+	if a.closed {
+		a.mu.Unlock()
+		return proc.ErrStopping
+	}
+	a.wg.Add(1)
+	v.mu.Lock()
+	v.stop, v.ended = stop, ended
+	v.state, v.restarts, v.problem, v.checkRestarts, v.checkProblem = agentpb.ServiceRunning, 0, "", 0, ""
+	v.mu.Unlock()
+	a.mu.Unlock()
+	go v.supervise(stop, ended, first)
+	<-first // whoever asked is told the process
+	return nil
+}
+
+// end stops it and waits until it has ended. The caller holds v.change.
+func (v *daemon) end(ctx context.Context) error {
+	v.mu.Lock()
+	ended := v.ended
+	if v.stop != nil {
+		v.state = agentpb.ServiceStopping
+		v.quit()
+	}
+	v.mu.Unlock()
+	if ended == nil {
+		return nil
+	}
+	select {
+	case <-ended:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err() // the supervisor goes on with it
+	}
+}
+
+// supervise starts the program again and again, as the unit says. first is closed when it has
+// been started once, or could not be.
+func (v *daemon) supervise(stop, ended, first chan struct{}) {
+	defer v.all.wg.Done()
+	defer close(ended)
+	row := uint32(0) // restarts in a row
+	for {
+		wait, again := v.run(stop, first, row)
+		first = nil
+		if !again {
+			break
+		}
+		row++
+		if wait == 0 { // it ran for long
+			row, wait = 1, time.Duration(v.current().BackoffNanos)
+		}
+		if limit := v.current().MaxRestarts; limit > 0 && row > limit {
+			v.over(agentpb.ServiceFailed, fmt.Sprintf("it has ended %d times in a row", row))
+			v.tell(agentpb.ServiceEvent{Event: agentpb.EventGaveUp, Problem: fmt.Sprintf("it has ended %d times in a row", row)})
+			return
+		}
+		v.set(agentpb.ServiceWaiting)
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+		case <-stop:
+			t.Stop()
+			v.over(agentpb.ServiceStopped, "")
+			return
+		}
+		v.mu.Lock()
+		v.restarts++
+		v.mu.Unlock()
+	}
+}
+
+// run runs the program once. It says whether to start it again, and after which time: 0 if
+// it ran for so long that no row of restarts goes on.
+func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration, again bool) {
+	u := v.current()
+	p, err := v.all.procs.StartWith(startOf(u), proc.StartOptions{Out: v.log})
+	v.mu.Lock()
+	v.started, v.problem = time.Now(), ""
+	if err == nil {
+		v.p = p
+		if v.checkProblem = ""; u.Check == nil {
+			v.ready, v.readyAt = true, v.started
+		}
+		if v.state != agentpb.ServiceStopping {
+			v.state = agentpb.ServiceRunning
+		}
+	} else {
+		v.problem = agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)
+	}
+	v.wakeWaiters()
+	v.mu.Unlock()
+	if first != nil {
+		close(first)
+	}
+	failed := true
+	if err != nil {
+		v.note("cannot be started: " + proc.Problem(err))
+		v.tell(agentpb.ServiceEvent{Event: agentpb.EventFailed, Problem: agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)})
+	} else {
+		v.tell(agentpb.ServiceEvent{Event: agentpb.EventStarted})
+		failed = v.supervised(u, p, stop)
+		failed = failed || p.Exit().Code != 0
+		v.mu.Lock()
+		v.p, v.exit, v.endedAt = nil, p.Exit(), time.Now()
+		v.ready, v.readyAt = false, time.Time{}
+		v.wakeWaiters()
+		v.mu.Unlock()
+		v.note(exitText(p.Exit()))
+		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.Exit().Code, Signal: p.Exit().Signal})
+	}
+	select {
+	case <-stop:
+		v.over(agentpb.ServiceStopped, "")
+		return 0, false
+	default:
+	}
+	u = v.current()
+	if u.Restart == agentpb.RestartNever || u.Restart == agentpb.RestartOnFailure && !failed {
+		state := agentpb.ServiceEnded
+		if failed {
+			state = agentpb.ServiceFailed
+		}
+		v.over(state, "")
+		return 0, false
+	}
+	longest := time.Duration(u.MaxBackoffNanos)
+	v.mu.Lock()
+	lasted := time.Since(v.started)
+	v.mu.Unlock()
+	if err == nil && lasted >= longest {
+		return 0, true
+	}
+	wait = time.Duration(u.BackoffNanos)
+	for range min(row, 32) {
+		wait = min(2*wait, longest)
+	}
+	return wait, true
+}
+
+// terminate waits for a process that is not to be started again: one that is to be stopped
+// is told so, and killed when its time is up. The end of the machine ends it by itself.
+func (v *daemon) terminate(p *proc.Process) {
+	v.mu.Lock()
+	stopping, u := v.state == agentpb.ServiceStopping, v.unit
+	v.mu.Unlock()
+	if stopping {
+		v.signalEnd(p, u)
+		return
+	}
+	<-p.Done()
+}
+
+func (v *daemon) current() *agentpb.Service {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.unit
+}
+
+func (v *daemon) set(state string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.state = state
+	v.wakeWaiters()
+}
+
+// over notes that it is not started again.
+func (v *daemon) over(state, problem string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.state = state
+	if problem != "" {
+		v.problem = problem
+	}
+	v.stop = nil
+	v.wakeWaiters()
+}
+
+// note writes a line of the agent's into the log.
+func (v *daemon) note(text string) {
+	v.log.Write(true, []byte("drowse: "+v.name()+" "+text+"\n"))
+}
+
+func exitText(e *agentpb.ExecExit) string {
+	if e.Signal != 0 {
+		return fmt.Sprintf("was ended by signal %d", e.Signal)
+	}
+	return fmt.Sprintf("has ended with status %d", e.Code)
+}
+
+// tell tells the host.
+func (v *daemon) tell(e agentpb.ServiceEvent) {
+	v.mu.Lock()
+	e.Name, e.Restarts = v.unit.Name, v.restarts
+	v.mu.Unlock()
+	v.all.events.put(e)
+}
+
+// describe says how it is.
+func (v *daemon) describe() *agentpb.ServiceState {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	out := &agentpb.ServiceState{Name: v.unit.Name, State: v.state, Restarts: v.restarts, Exit: v.exit, Problem: v.problem}
+	out.LogStart, out.LogEnd = v.log.Bounds()
+	out.Ready, out.Check, out.CheckRestarts = v.ready, v.checkProblem, v.checkRestarts
+	if v.ready {
+		out.ReadyNanos = v.readyAt.UnixNano()
+	}
+	if v.p != nil {
+		out.Pid = int32(v.p.PID())
+	}
+	if !v.started.IsZero() {
+		out.StartedNanos = v.started.UnixNano()
+	}
+	if !v.endedAt.IsZero() {
+		out.EndedNanos = v.endedAt.UnixNano()
+	}
+	return out
+}
+
+// eventQueue tells the host of events, one after the other, without holding up whom they
+// are of. It has a goroutine only while there are some.
+type eventQueue struct {
+	report func(line string) error
+
+	mu      sync.Mutex
+	waiting []agentpb.ServiceEvent
+	lost    uint64
+	running bool
+	closed  bool
+	wg      sync.WaitGroup
+}
+
+func (q *eventQueue) put(e agentpb.ServiceEvent) {
+	if q == nil {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed || len(q.waiting) >= maxEvents {
+		q.lost++
+		return
+	}
+	q.waiting = append(q.waiting, e)
+	if !q.running {
+		q.running = true
+		q.wg.Add(1)
+		go q.run()
+	}
+}
+
+func (q *eventQueue) run() {
+	defer q.wg.Done()
+	for {
+		q.mu.Lock()
+		if len(q.waiting) == 0 || q.closed {
+			q.running = false
+			q.mu.Unlock()
+			return
+		}
+		e := q.waiting[0]
+		q.waiting = q.waiting[1:]
+		e.Lost, q.lost = q.lost, 0
+		q.mu.Unlock()
+		if err := q.report(e.Line()); err != nil {
+			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+			q.mu.Lock()
+			q.lost += e.Lost + 1
+			q.mu.Unlock()
+		}
+	}
+}
+
+func (q *eventQueue) close() {
+	if q == nil {
+		return
+	}
+	q.mu.Lock()
+	q.closed = true
+	q.mu.Unlock()
+	q.wg.Wait()
+}

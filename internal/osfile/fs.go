@@ -1,0 +1,159 @@
+package osfile
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// FS is the set of file-system calls that crash-safe code needs. Implementations are safe for
+// concurrent use. Errors are those of package os (*fs.PathError and the like), so errors.Is works
+// with fs.ErrNotExist and with unix error numbers.
+type FS interface {
+	// OpenFile is os.OpenFile; the file is close-on-exec.
+	OpenFile(name string, flag int, perm fs.FileMode) (File, error)
+	// Rename replaces newname atomically. It is durable after SyncDir of both directories.
+	Rename(oldname, newname string) error
+	// Link makes a second name and fails with fs.ErrExist if newname exists.
+	Link(oldname, newname string) error
+	// Remove deletes a file or an empty directory.
+	Remove(name string) error
+	// Mkdir makes one directory.
+	Mkdir(name string, perm fs.FileMode) error
+	// Stat is os.Stat.
+	Stat(name string) (fs.FileInfo, error)
+	// ReadDir is os.ReadDir: entries sorted by name.
+	ReadDir(name string) ([]fs.DirEntry, error)
+	// SyncDir makes the directory's entries durable.
+	SyncDir(name string) error
+}
+
+// File is an open file. ReadAt and WriteAt may be called from several goroutines.
+type File interface {
+	io.ReaderAt
+	io.WriterAt
+	io.Closer
+	Name() string
+	Stat() (fs.FileInfo, error)
+	// Truncate sets the length in bytes; growing adds a hole.
+	Truncate(size int64) error
+	// Sync is fsync(2), Datasync fdatasync(2). After a failure the bytes written before it must be
+	// taken for lost, whatever a later call answers.
+	Sync() error
+	Datasync() error
+	// Fallocate is fallocate(2) with a FALLOC_FL_* mode.
+	Fallocate(mode uint32, off, n int64) error
+	// OS is the file that the kernel sees, for flock, lseek and I/O that goes round this interface.
+	OS() *os.File
+}
+
+// OS is the machine's own file system.
+var OS FS = osFS{}
+
+type osFS struct{}
+
+type osFile struct{ *os.File }
+
+func (osFS) OpenFile(name string, flag int, perm fs.FileMode) (File, error) {
+	f, err := os.OpenFile(name, flag, perm)
+	if err != nil {
+		return nil, err
+	}
+	return osFile{f}, nil
+}
+
+func (osFS) Rename(oldname, newname string) error       { return os.Rename(oldname, newname) }
+func (osFS) Link(oldname, newname string) error         { return os.Link(oldname, newname) }
+func (osFS) Remove(name string) error                   { return os.Remove(name) }
+func (osFS) Mkdir(name string, perm fs.FileMode) error  { return os.Mkdir(name, perm) }
+func (osFS) Stat(name string) (fs.FileInfo, error)      { return os.Stat(name) }
+func (osFS) ReadDir(name string) ([]fs.DirEntry, error) { return os.ReadDir(name) }
+
+func (osFS) SyncDir(name string) error {
+	d, err := os.Open(name)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	return errors.Join(err, d.Close())
+}
+
+func (f osFile) OS() *os.File { return f.File }
+
+func (f osFile) Datasync() error {
+	return f.control("fdatasync", unix.Fdatasync)
+}
+
+func (f osFile) Fallocate(mode uint32, off, n int64) error {
+	return f.control("fallocate", func(fd int) error { return unix.Fallocate(fd, mode, off, n) })
+}
+
+// control runs a system call on the descriptor, again when a signal interrupted it (the Go runtime
+// sends SIGURG to preempt, and fallocate answers EINTR to that).
+func (f osFile) control(op string, call func(fd int) error) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cerr error
+	err = rc.Control(func(fd uintptr) {
+		for {
+			if cerr = call(int(fd)); !errors.Is(cerr, unix.EINTR) {
+				return
+			}
+		}
+	})
+	if err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return &fs.PathError{Op: op, Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
+// CopyRange copies n bytes between two files: in the kernel, with reflinks where the file system has
+// them, if both are files of [OS], otherwise through buf, which must not be empty. A source that ends
+// early is io.ErrUnexpectedEOF.
+func CopyRange(dst File, dstOff int64, src File, srcOff, n int64, buf []byte) error {
+	d, ok1 := dst.(osFile)
+	s, ok2 := src.(osFile)
+	for ok1 && ok2 && n > 0 {
+		so, do := srcOff, dstOff
+		var c int
+		err := d.control("copy_file_range", func(dfd int) error {
+			return s.control("copy_file_range", func(sfd int) (err error) {
+				c, err = unix.CopyFileRange(sfd, &so, dfd, &do, int(min(n, 1<<30)), 0)
+				return err
+			})
+		})
+		switch {
+		case errors.Is(err, unix.EXDEV), errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL):
+			ok1 = false // the file system cannot; copy by hand below
+			continue
+		case err != nil:
+			return err
+		case c == 0:
+			return fmt.Errorf("copy from %s at %d: %w", src.Name(), srcOff, io.ErrUnexpectedEOF)
+		}
+		srcOff, dstOff, n = srcOff+int64(c), dstOff+int64(c), n-int64(c)
+	}
+	for n > 0 {
+		p := buf[:min(int64(len(buf)), n)]
+		if c, err := src.ReadAt(p, srcOff); c < len(p) {
+			if errors.Is(err, io.EOF) {
+				err = io.ErrUnexpectedEOF
+			}
+			return fmt.Errorf("copy from %s at %d: %w", src.Name(), srcOff, err)
+		}
+		if _, err := dst.WriteAt(p, dstOff); err != nil {
+			return err
+		}
+		srcOff, dstOff, n = srcOff+int64(len(p)), dstOff+int64(len(p)), n-int64(len(p))
+	}
+	return nil
+}
