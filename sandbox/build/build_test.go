@@ -1,4 +1,4 @@
-package sandbox_test
+package build_test
 
 import (
 	"archive/tar"
@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/build"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -95,8 +96,8 @@ ENV GREETING="hello $WHO"
 WORKDIR /srv/app
 RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_version; touch /run/kept; (sleep 1000 &)
 `
-	opts := func(steps string) sandbox.BuildOptions {
-		return sandbox.BuildOptions{File: begin + steps, Context: dir, Tag: "built", Args: map[string]string{"WHO": "guest"}}
+	opts := func(steps string) build.Options {
+		return build.Options{File: begin + steps, Context: dir, Tag: "built", Args: map[string]string{"WHO": "guest"}}
 	}
 
 	ctx, cancel := context.WithCancel(t.Context())
@@ -104,7 +105,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	o := opts("RUN echo begun; sleep 1000")
 	said := &endsAt{text: "begun", cancel: cancel}
 	o.Stdout = said
-	res, err := e.Store.BuildImage(ctx, e.Launcher, o)
+	res, err := build.Image(ctx, e.Store, e.Launcher, o)
 	if !errors.Is(err, context.Canceled) || res.Boots != 1 || len(res.Steps) != 2 {
 		t.Fatalf("interrupted: %+v, %v", res, err)
 	}
@@ -115,8 +116,8 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	var stderr bytes.Buffer
 	o = opts(second + "USER nobody\nRUN echo wrong >&2; id -un >&2; exit 7")
 	o.Stderr = &stderr
-	res, err = e.Store.BuildImage(t.Context(), e.Launcher, o)
-	var failed *sandbox.StepError
+	res, err = build.Image(t.Context(), e.Store, e.Launcher, o)
+	var failed *build.StepError
 	if !errors.As(err, &failed) || failed.Status.Code != 7 || failed.Line != 9 || stderr.String() != "wrong\nnobody\n" {
 		t.Fatalf("failing: %+v, %v, it said %q", res, err, stderr.String())
 	}
@@ -125,7 +126,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	}
 	nothingLeft(t, e, images, len(list))
 
-	res, err = e.Store.BuildImage(t.Context(), e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
+	res, err = build.Image(t.Context(), e.Store, e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,7 +134,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 		t.Errorf("with everything known: %+v", res)
 	}
 	nothingLeft(t, e, images, len(list)+1)
-	again, err := e.Store.BuildImage(t.Context(), e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
+	again, err := build.Image(t.Context(), e.Store, e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
 	if err != nil || again.Image.ID != res.Image.ID || !again.Image.Cached {
 		t.Errorf("the same again: %+v (%v)", again, err)
 	}
@@ -194,25 +195,25 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct {
-		o    sandbox.BuildOptions
+		o    build.Options
 		want string
 	}{
-		"no tag":              {sandbox.BuildOptions{File: "FROM scratch"}, "is not a tag"},
-		"bad file":            {sandbox.BuildOptions{File: "FROM scratch\nVOLUME /x", Tag: "t"}, "line 2: VOLUME"},
-		"base that is none":   {sandbox.BuildOptions{File: "FROM python:3", Tag: "t"}, "docker://python:3"},
-		"argument of nothing": {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", Args: map[string]string{"X": "1"}}, `argument "X"`},
-		"no context":          {sandbox.BuildOptions{File: "FROM scratch\nCOPY a b", Tag: "t"}, "--context"},
-		"bad VM":              {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{VCPUs: 99}}, "invalid VM"},
-		"volumes":             {sandbox.BuildOptions{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []spec.VolumeMount{{}}}}, "no volumes"},
+		"no tag":              {build.Options{File: "FROM scratch"}, "is not a tag"},
+		"bad file":            {build.Options{File: "FROM scratch\nVOLUME /x", Tag: "t"}, "line 2: VOLUME"},
+		"base that is none":   {build.Options{File: "FROM python:3", Tag: "t"}, "docker://python:3"},
+		"argument of nothing": {build.Options{File: "FROM scratch", Tag: "t", Args: map[string]string{"X": "1"}}, `argument "X"`},
+		"no context":          {build.Options{File: "FROM scratch\nCOPY a b", Tag: "t"}, "--context"},
+		"bad VM":              {build.Options{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{VCPUs: 99}}, "invalid VM"},
+		"volumes":             {build.Options{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []spec.VolumeMount{{}}}}, "no volumes"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := s.BuildImage(t.Context(), sandbox.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
+			if _, err := build.Image(t.Context(), s, sandbox.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("error %v, it should say %q", err, c.want)
 			}
 		})
 	}
 	// No VM is needed where no command runs.
-	res, err := s.BuildImage(t.Context(), sandbox.Launcher{}, sandbox.BuildOptions{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
+	res, err := build.Image(t.Context(), s, sandbox.Launcher{}, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
 	if err != nil || res.Boots != 0 || res.Image.Source != "steps:scratch" {
 		t.Errorf("%+v (%v)", res, err)
 	}
@@ -224,7 +225,7 @@ func TestSweepBuildsLeavesThoseUnderWay(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SweepBuilds(t.Context()); err != nil {
+	if err := build.Sweep(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}
 	dir := filepath.Join(s.Dir(), "builds")
@@ -236,8 +237,8 @@ func TestSweepBuildsLeavesThoseUnderWay(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	held := sandbox.HoldBuild(t, s)
-	if err := s.SweepBuilds(t.Context()); err != nil {
+	held := build.Hold(t, s)
+	if err := build.Sweep(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}
 	entries, err := os.ReadDir(dir)

@@ -1,4 +1,4 @@
-package sandbox
+package build
 
 import (
 	"context"
@@ -16,11 +16,12 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// BuildOptions say how an image is made of the steps of a build file. File and Tag are needed.
-type BuildOptions struct {
+// Options say how an image is made of the steps of a build file. File and Tag are needed.
+type Options struct {
 	// File is the text of the build file: package drowsefile.
 	File string
 	// Context is the directory that COPY and ADD take files from; "" is none.
@@ -38,30 +39,30 @@ type BuildOptions struct {
 	From image.Options
 	// VM is what the commands run in: CPUs, memory, disk, kernel, network and policy. Its
 	// Name, Image and Hostname are not looked at. Without a network there is none.
-	VM Spec
+	VM sandbox.Spec
 
 	// Progress is told of stages, as in image.Options.
 	Progress func(stage string, done, total int64)
 	// Begin is told of each step before it is done; n counts from 1.
 	Begin func(n, of int, step drowsefile.Step)
 	// Done is told of each step afterwards.
-	Done func(n int, step BuildStep)
+	Done func(n int, step Step)
 	// Stdout and Stderr take what commands write. Nil discards.
 	Stdout, Stderr io.Writer
 }
 
-// BuildStep says what became of a step.
-type BuildStep struct {
+// Step says what became of a step.
+type Step struct {
 	Line   int     `json:"line"`
 	Text   string  `json:"text"`
 	Cached bool    `json:"cached"`
 	Ms     float64 `json:"elapsed_ms"`
 }
 
-// BuildResult says what a build has made.
-type BuildResult struct {
+// Result says what a build has made.
+type Result struct {
 	Image *image.Image
-	Steps []BuildStep
+	Steps []Step
 	// Boots is how many VMs were booted for it.
 	Boots int
 }
@@ -89,36 +90,36 @@ const (
 	resolvConf = "etc/resolv.conf"
 )
 
-// BuildImage makes an image of the steps of a build file. Commands run in a VM that is made from the image so far; consecutive
+// Image makes an image of the steps of a build file. Commands run in a VM that is made from the image so far; consecutive
 // ones in the same. When it ends, in whatever way, the VM is gone, and so is what is not a whole image; the results of steps
 // are kept in the image store, for builds that begin in the same way.
 //
-// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, ErrSpec, fs.ErrNotExist for files of the context, those of
+// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the context, those of
 // image.Build for the base image and of Store.Run for the VM.
-func (s *Store) BuildImage(ctx context.Context, l Launcher, o BuildOptions) (_ BuildResult, err error) {
+func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	file, err := drowsefile.Parse(o.File)
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	b := &build{s: s, l: l, o: o}
 	if err := b.checkVM(); err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	ref, line, err := file.From(o.Args)
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	base, err := b.from(ctx, images, ref)
 	if err != nil {
-		return BuildResult{}, fmt.Errorf("line %d: FROM %s: %w", line, ref, err)
+		return Result{}, fmt.Errorf("line %d: FROM %s: %w", line, ref, err)
 	}
 	var run image.RunConfig
 	if base != nil {
@@ -126,20 +127,20 @@ func (s *Store) BuildImage(ctx context.Context, l Launcher, o BuildOptions) (_ B
 	}
 	steps, config, err := file.Build(fileConfig(run), o.Args)
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
-	if err := s.SweepBuilds(ctx); err != nil {
-		return BuildResult{}, err
+	if err := Sweep(ctx, s); err != nil {
+		return Result{}, err
 	}
 	b.asm, err = image.NewAssembly(ctx, image.AssemblyOptions{
 		Store: images, Base: base, MaxBytes: o.From.MaxBytes, MaxFiles: o.From.MaxFiles, Progress: o.Progress,
 	})
 	if err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	defer func() { err = errors.Join(err, b.close(ctx)) }()
 	if err := b.openContext(); err != nil {
-		return BuildResult{}, err
+		return Result{}, err
 	}
 	for n, step := range steps {
 		if o.Begin != nil {
@@ -154,7 +155,7 @@ func (s *Store) BuildImage(ctx context.Context, l Launcher, o BuildOptions) (_ B
 		if err != nil {
 			return b.result, fmt.Errorf("line %d: %s: %w", step.Line, step.Text, err)
 		}
-		done := BuildStep{step.Line, step.Text, cached, ms(time.Since(begin))}
+		done := Step{step.Line, step.Text, cached, float64(time.Since(begin).Microseconds()) / 1000}
 		b.result.Steps = append(b.result.Steps, done)
 		if o.Done != nil {
 			o.Done(n+1, done)
@@ -169,13 +170,13 @@ func (s *Store) BuildImage(ctx context.Context, l Launcher, o BuildOptions) (_ B
 
 // build is a build under way.
 type build struct {
-	s       *Store
-	l       Launcher
-	o       BuildOptions
+	s       *sandbox.Store
+	l       sandbox.Launcher
+	o       Options
 	asm     *image.Assembly
 	context *os.Root
 	ignore  *drowsefile.Ignore
-	result  BuildResult
+	result  Result
 
 	// The VM, if there is one.
 	vm     string
@@ -199,21 +200,21 @@ func runConfig(c drowsefile.Config) image.RunConfig {
 }
 
 // vmSpec is the VM of an image.
-func (b *build) vmSpec(name, imageID string) Spec {
-	spec := b.o.VM
-	spec.Name, spec.Image, spec.Hostname = name, imageID, buildHost
-	if spec.MemoryMiB == 0 {
-		spec.MemoryMiB = buildMemory
+func (b *build) vmSpec(name, imageID string) sandbox.Spec {
+	vm := b.o.VM
+	vm.Name, vm.Image, vm.Hostname = name, imageID, buildHost
+	if vm.MemoryMiB == 0 {
+		vm.MemoryMiB = buildMemory
 	}
-	return spec
+	return vm
 }
 
 // checkVM finds what is wrong with the VM before anything is done.
 func (b *build) checkVM() error {
 	if len(b.o.VM.Volumes)+len(b.o.VM.Shares) > 0 {
-		return fmt.Errorf("%w: a build has no volumes and no shares", ErrSpec)
+		return fmt.Errorf("%w: a build has no volumes and no shares", spec.ErrInvalid)
 	}
-	_, err := b.s.complete(b.vmSpec(buildPrefix+"0", "none"))
+	_, err := b.vmSpec(buildPrefix+"0", "none").WithDefaults()
 	return err
 }
 
@@ -337,7 +338,7 @@ func (b *build) boot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if b.vm, b.lock, err = b.s.newBuild(); err != nil {
+	if b.vm, b.lock, err = begin(b.s); err != nil {
 		return err
 	}
 	b.below = b.asm.Layers()
@@ -416,7 +417,7 @@ func (b *build) endVM(ctx context.Context) error {
 	b.vm, b.lock = "", nil
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanLimit)
 	defer cancel()
-	return b.s.endBuild(ctx, name, lock)
+	return end(ctx, b.s, name, lock)
 }
 
 // close removes what is left of a build.
@@ -428,8 +429,8 @@ func (b *build) close(ctx context.Context) error {
 	return errors.Join(err, b.asm.Close())
 }
 
-// newBuild names a VM for a build. The lock says that the build is under way.
-func (s *Store) newBuild() (name string, lock *os.File, err error) {
+// begin names a VM for a build. The lock says that the build is under way.
+func begin(s *sandbox.Store) (name string, lock *os.File, err error) {
 	dir := filepath.Join(s.Dir(), buildsDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", nil, fmt.Errorf("beginning a build: %w", err)
@@ -453,10 +454,10 @@ func (s *Store) newBuild() (name string, lock *os.File, err error) {
 	return "", nil, errors.New("beginning a build: others remove its lock again and again")
 }
 
-// endBuild removes the VM of a build, and then its lock.
-func (s *Store) endBuild(ctx context.Context, name string, lock *os.File) error {
+// end removes the VM of a build, and then its lock.
+func end(ctx context.Context, s *sandbox.Store, name string, lock *os.File) error {
 	defer lock.Close()
-	if err := s.Remove(ctx, name, true); err != nil && !errors.Is(err, ErrNotFound) {
+	if err := s.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return fmt.Errorf("removing the VM of a build: %w", err)
 	}
 	if err := os.Remove(lock.Name()); err != nil {
@@ -465,8 +466,8 @@ func (s *Store) endBuild(ctx context.Context, name string, lock *os.File) error 
 	return nil
 }
 
-// SweepBuilds removes the VMs of builds that have died.
-func (s *Store) SweepBuilds(ctx context.Context) error {
+// Sweep removes the VMs of builds that have died.
+func Sweep(ctx context.Context, s *sandbox.Store) error {
 	dir := filepath.Join(s.Dir(), buildsDir)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -489,7 +490,7 @@ func (s *Store) SweepBuilds(ctx context.Context) error {
 			f.Close() // it is under way
 			continue
 		}
-		errs = append(errs, s.endBuild(ctx, e.Name(), f))
+		errs = append(errs, end(ctx, s, e.Name(), f))
 	}
 	return errors.Join(errs...)
 }
