@@ -212,6 +212,11 @@ lint: check-go
 	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not formatted, run make fmt:" >&2; gofmt -l $$(git ls-files '*.go') >&2; exit 1; }
 	go run $(GOLANGCI) run ./...
 
+# loc prints the lines of code, comments and tests of each package.
+.PHONY: loc
+loc: check-go
+	@go run ./internal/loc
+
 .PHONY: fmt
 fmt:
 	gofmt -w $$(git ls-files '*.go')
