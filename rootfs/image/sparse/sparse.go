@@ -1,4 +1,4 @@
-package image
+package sparse
 
 import (
 	"bytes"
@@ -9,16 +9,18 @@ import (
 )
 
 const (
-	blockSize      = 4096
-	sparseBufBytes = 1 << 20 // multiple of blockSize
+	// BlockSize is that of the file systems of images and of their holes, in bytes.
+	BlockSize = 4096
+	// BufBytes is how much a Writer buffers, and what is good to buffer elsewhere: a multiple of BlockSize.
+	BufBytes = 1 << 20
 )
 
-var zeroBlock [blockSize]byte
+var zeroBlock [BlockSize]byte
 
-// sparseWriter writes a new file front to back and leaves blocks of zeros as holes. It implements io.WriteSeeker as far as
+// Writer writes a new file front to back and leaves blocks of zeros as holes. It implements io.WriteSeeker as far as
 // go-erofs needs it: after a Seek, what is written replaces what was there. The file must be empty at the beginning, and is
-// complete only after finish. Not safe for concurrent use.
-type sparseWriter struct {
+// complete only after Finish. Not safe for concurrent use.
+type Writer struct {
 	f    *os.File
 	buf  []byte
 	off  int64 // file offset of buf[0]
@@ -26,18 +28,20 @@ type sparseWriter struct {
 	over bool  // a Seek went back: zeros must be written, as the file may have data there
 }
 
-func newSparseWriter(f *os.File) *sparseWriter {
-	return &sparseWriter{f: f, buf: make([]byte, 0, sparseBufBytes)}
+// NewWriter writes to an empty file.
+func NewWriter(f *os.File) *Writer {
+	return &Writer{f: f, buf: make([]byte, 0, BufBytes)}
 }
 
-// pos is the offset at which the next byte is written.
-func (w *sparseWriter) pos() int64 { return w.off + int64(len(w.buf)) }
+// Pos is the offset at which the next byte is written.
+func (w *Writer) Pos() int64 { return w.off + int64(len(w.buf)) }
 
-func (w *sparseWriter) Write(p []byte) (int, error) {
+// Write implements io.Writer.
+func (w *Writer) Write(p []byte) (int, error) {
 	total := len(p)
 	for len(p) > 0 {
 		// The first piece after an unaligned start is cut so that later pieces begin at a block.
-		room := min(cap(w.buf)-len(w.buf), sparseBufBytes-int(w.off%blockSize)-len(w.buf))
+		room := min(cap(w.buf)-len(w.buf), BufBytes-int(w.off%BlockSize)-len(w.buf))
 		if room <= 0 {
 			if err := w.flush(); err != nil {
 				return total - len(p), err
@@ -51,21 +55,21 @@ func (w *sparseWriter) Write(p []byte) (int, error) {
 	return total, nil
 }
 
-// align fills up with zeros to the next block.
-func (w *sparseWriter) align() error {
-	if rest := int(w.pos() % blockSize); rest != 0 {
-		_, err := w.Write(zeroBlock[:blockSize-rest])
+// Align fills up with zeros to the next block.
+func (w *Writer) Align() error {
+	if rest := int(w.Pos() % BlockSize); rest != 0 {
+		_, err := w.Write(zeroBlock[:BlockSize-rest])
 		return err
 	}
 	return nil
 }
 
-func (w *sparseWriter) flush() error {
+func (w *Writer) flush() error {
 	start, b := w.off, w.buf
 	w.off += int64(len(b))
 	w.end = max(w.end, w.off)
 	w.buf = w.buf[:0]
-	if w.over || start%blockSize != 0 {
+	if w.over || start%BlockSize != 0 {
 		_, err := w.f.WriteAt(b, start)
 		return err
 	}
@@ -73,7 +77,7 @@ func (w *sparseWriter) flush() error {
 		// A run of blocks of the same kind: all zero (a hole), or not.
 		n, zero := 0, false
 		for n < len(b) {
-			size := min(blockSize, len(b)-n)
+			size := min(BlockSize, len(b)-n)
 			z := bytes.Equal(b[n:n+size], zeroBlock[:size])
 			if n == 0 {
 				zero = z
@@ -93,7 +97,7 @@ func (w *sparseWriter) flush() error {
 }
 
 // Seek implements io.Seeker for io.SeekStart only.
-func (w *sparseWriter) Seek(offset int64, whence int) (int64, error) {
+func (w *Writer) Seek(offset int64, whence int) (int64, error) {
 	if whence != io.SeekStart || offset < 0 {
 		return 0, fmt.Errorf("seek to %d (whence %d): %w", offset, whence, errors.ErrUnsupported)
 	}
@@ -105,20 +109,10 @@ func (w *sparseWriter) Seek(offset int64, whence int) (int64, error) {
 	return offset, nil
 }
 
-// finish writes what is buffered and sets the size of the file, which matters when it ends in a hole.
-func (w *sparseWriter) finish() error {
+// Finish writes what is buffered and sets the size of the file, which matters when it ends in a hole.
+func (w *Writer) Finish() error {
 	if err := w.flush(); err != nil {
 		return err
 	}
 	return w.f.Truncate(w.end)
-}
-
-// spoolContent is the content of a file that lies in a spool file.
-type spoolContent struct {
-	f         *os.File
-	off, size int64
-}
-
-func (c spoolContent) open() (io.ReadCloser, error) {
-	return io.NopCloser(io.NewSectionReader(c.f, c.off, c.size)), nil
 }

@@ -1,15 +1,17 @@
-package image
+package erofs
 
-import "strings"
+import (
+	"strings"
+)
 
 const (
-	aclAccess  = "system.posix_acl_access"
+	ACLAccess  = "system.posix_acl_access"
 	aclDefault = "system.posix_acl_default"
 )
 
-// keepXattr says whether EROFS has a name space for an extended attribute (erofs_fs.h, EROFS_XATTR_INDEX_*).
-func keepXattr(name string) bool {
-	if name == aclAccess || name == aclDefault {
+// KeepXattr says whether EROFS has a name space for an extended attribute (erofs_fs.h, EROFS_XATTR_INDEX_*).
+func KeepXattr(name string) bool {
+	if name == ACLAccess || name == aclDefault {
 		return true
 	}
 	for _, p := range []string{"user.", "trusted.", "security."} {
@@ -28,7 +30,7 @@ func erofsXattrs(in map[string]string) map[string]string {
 	}
 	out := make(map[string]string, len(in))
 	for k, v := range in {
-		if k == aclAccess || k == aclDefault {
+		if k == ACLAccess || k == aclDefault {
 			k += "."
 		}
 		out[k] = v
@@ -36,14 +38,14 @@ func erofsXattrs(in map[string]string) map[string]string {
 	return out
 }
 
-// unixXattrs is the reverse of erofsXattrs.
-func unixXattrs(in map[string]string) map[string]string {
+// UnixXattrs is the reverse of erofsXattrs.
+func UnixXattrs(in map[string]string) map[string]string {
 	if len(in) == 0 {
 		return nil
 	}
 	out := make(map[string]string, len(in))
 	for k, v := range in {
-		if k == aclAccess+"." || k == aclDefault+"." {
+		if k == ACLAccess+"." || k == aclDefault+"." {
 			k = k[:len(k)-1]
 		}
 		out[k] = v
