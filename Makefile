@@ -54,12 +54,15 @@ export DROWSE_AGENT = $(CURDIR)/bin/drowse-agent
 export DROWSE_HWKVM_CACHE ?= $(CURDIR)/.cache/hwkvm
 # The kernel's tests build and fetch in the same cache.
 export DROWSE_TEST_KERNEL_CACHE ?= $(STATE)
+# Tests that have guests end with this make, however it ends: internal/guesttest.
+export GUESTTEST_PROCESS := $(shell echo $$PPID)
 # The suite that the test of Debian images builds.
 export DROWSE_TEST_DEBIAN ?= bookworm
 
 .PHONY: build
 build: check-go
 	@$(GO_BUILD) -ldflags '$(LDFLAGS)' -o bin/drowse ./cmd/drowse >&2
+	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-vmm ./cmd/drowse-vmm >&2
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-agent ./cmd/drowse-agent >&2
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/drowse-peer-guest ./cmd/drowse-peer-guest >&2
 
@@ -98,6 +101,12 @@ test: test-state $(REPORT)
 	@GORACE=atexit_sleep_ms=50 go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests without it" >&2
 	@$(GO_TEST) -json $(TEST_FLAGS) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
+
+# test-unit runs what needs no guest: no kernel, image, network and package to install. Tests say why they are skipped.
+.PHONY: test-unit
+test-unit: check-go $(REPORT)
+	@unset CI DROWSE_TEST_STATE DROWSE_TEST_KERNEL_CACHE DROWSE_TEST_DEBIAN; \
+	$(GO_TEST) -json -short -timeout 10m ./... | $(REPORT)
 
 # test-attacks runs the tests alone that do what an attacker would do, and says of each what came of it. `make test` runs and lists them as well.
 .PHONY: test-attacks
@@ -212,6 +221,11 @@ lint: check-go
 	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not formatted, run make fmt:" >&2; gofmt -l $$(git ls-files '*.go') >&2; exit 1; }
 	go run $(GOLANGCI) run ./...
 
+# loc prints the lines of code, comments and tests of each package.
+.PHONY: loc
+loc: check-go
+	@go run ./internal/loc
+
 .PHONY: fmt
 fmt:
 	gofmt -w $$(git ls-files '*.go')
@@ -225,6 +239,7 @@ generate: check-go
 .PHONY: install
 install: build
 	install -D -m 755 bin/drowse $(DESTDIR)$(PREFIX)/bin/drowse
+	install -D -m 755 bin/drowse-vmm $(DESTDIR)$(PREFIX)/bin/drowse-vmm
 	install -D -m 755 bin/drowse-agent $(DESTDIR)$(PREFIX)/bin/drowse-agent
 
 # clean leaves the kernels and images that have been built; distclean does not.

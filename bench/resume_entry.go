@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -47,7 +48,7 @@ type ResumeEntryOptions struct {
 // sleeper is a VM that sleeps, to be restored again and again.
 type sleeper struct {
 	record *sandbox.Record
-	parts  sandbox.Parts
+	parts  instance.Parts
 	snap   string
 	series map[variant]*series
 	last   time.Duration // what was measured by the last restore
@@ -59,7 +60,7 @@ type sleeper struct {
 // process, and so are KVM's VM and vCPUs, unless they come from a pool. The guest does not get to run. The page cache is
 // warm. Sizes are interleaved, so that what else the machine does hits all alike.
 func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
-	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: sandbox.RestoreOptions{EntryOnly: true}, pools: o.Pools}
+	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
 	return r.measure(ctx, e, e.sleeper)
 }
 
@@ -68,7 +69,7 @@ type resumes struct {
 	name      string
 	n, warmup int
 	sizes     []int
-	options   sandbox.RestoreOptions
+	options   instance.RestoreOptions
 	params    map[string]any // besides those that all have
 	then      then
 	// peers are measured in turn with the VMs, each with a guest that has so many MiB in
@@ -94,7 +95,7 @@ type variant struct {
 
 // then goes on with a guest that was restored, and says when that was done and what it
 // took, by stage. It is part of what is measured, but for what it does to clean up.
-type then func(context.Context, *sandbox.Instance) (done time.Time, stages map[string]time.Duration, err error)
+type then func(context.Context, *instance.Instance) (done time.Time, stages map[string]time.Duration, err error)
 
 // measure has sleep make a sleeper of each size, and restores them in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
@@ -258,7 +259,7 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 // restore restores the VM once, and if that counts, records the time until its first
 // KVM_RUN or, if it is to do more than that, until its agent answers and until what comes
 // then is done.
-func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts bool, o sandbox.RestoreOptions, more then) (err error) {
+func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts bool, o instance.RestoreOptions, more then) (err error) {
 	s := v.of(way)
 	top := filepath.Join(dir, "top")
 	p := v.parts
@@ -271,7 +272,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		p.PageCache = ""
 	}
 	if way.pool {
-		p.Shells, err = sandbox.NewShells(map[spec.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
+		p.Shells, err = instance.NewPrebuilt(map[spec.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
 		if err != nil {
 			return err
 		}
@@ -286,7 +287,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	resume := sandbox.PauseGC()
 	defer resume()
 	begin := time.Now()
-	in, err := sandbox.Restore(ctx, p, v.snap, o)
+	in, err := instance.Restore(ctx, p, v.snap, o)
 	if err != nil {
 		return err
 	}

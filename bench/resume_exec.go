@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 )
 
 // ResumeExecOptions say how resume_exec is measured.
@@ -69,7 +69,7 @@ func (e Env) startShell(ctx context.Context, name string) error {
 	return err
 }
 
-func execInShell(ctx context.Context, in *sandbox.Instance) (done time.Time, stages map[string]time.Duration, err error) {
+func execInShell(ctx context.Context, in *instance.Instance) (done time.Time, stages map[string]time.Duration, err error) {
 	begin := time.Now()
 	c, err := in.Agent(ctx)
 	if err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -394,7 +395,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	for i := range o.Warmup + o.N {
 		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
 		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, variant{cache: cacheWarm}, i >= o.Warmup, sandbox.RestoreOptions{}, nil); err != nil {
+			if err := vms[d].restore(ctx, dir, variant{cache: cacheWarm}, i >= o.Warmup, instance.RestoreOptions{}, nil); err != nil {
 				return nil, err
 			}
 		}

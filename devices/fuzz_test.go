@@ -17,7 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
-	"github.com/drowse-vm/drowse/devices/console"
 	"github.com/drowse-vm/drowse/devices/handover"
 	"github.com/drowse-vm/drowse/devices/mmio"
 	"github.com/drowse-vm/drowse/devices/net"
@@ -111,8 +110,6 @@ func newRigs(t testing.TB) []*rig {
 	})
 	mem := devicetest.NewMemory(t)
 	gone := &discarded{}
-	screen := console.New(io.Discard, console.Options{})
-	t.Cleanup(func() { screen.Close() })
 	disk := &rig{good: 0}
 	nic, err := net.New(mem, sink{pair[0]}, net.Config{MAC: net.MAC{2, 0, 0, 0, 0, 1}})
 	must(err)
@@ -122,7 +119,6 @@ func newRigs(t testing.TB) []*rig {
 		disk,
 		{dev: nic, good: 1, work: func() uint64 { return nic.Stats().BytesFromGuest }},
 		{dev: balloon.New(gone, balloon.Options{}), good: 0},
-		{dev: screen, good: 1},
 		{dev: rng.New(rng.Options{Source: zeros{}}), good: 0},
 	}
 	for _, r := range rigs {
@@ -552,7 +548,6 @@ var importable = []struct {
 	}},
 	{"virtio-rng", func(testing.TB) stateful { return plainState{rng.New(rng.Options{})} }},
 	{"virtio-balloon", func(testing.TB) stateful { return plainState{balloon.New(&discarded{}, balloon.Options{})} }},
-	{"virtio-console", func(testing.TB) stateful { d := console.New(nil, console.Options{}); return closed{d, d} }},
 	{"serial", func(t testing.TB) stateful {
 		d := serial.New(nil, func() {})
 		return closed{d, d}

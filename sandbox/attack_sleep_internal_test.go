@@ -81,7 +81,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 			}
 		}},
 		"the store cannot be locked": {problem: true, harm: func(t *testing.T, s *Store) {
-			if err := os.MkdirAll(filepath.Join(s.dir, "import.lock"), 0o700); err != nil {
+			if err := os.MkdirAll(filepath.Join(s.Dir(), "import.lock"), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},

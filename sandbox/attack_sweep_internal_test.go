@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -36,7 +37,7 @@ func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	id := spec.NewID()
 	if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Image: r.Boot.ImageID, Labels: labels, Memory: noMemory{},
-		Disks: []snapshot.Disk{{Name: deviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
+		Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -137,12 +138,25 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 	if err := os.RemoveAll(s.vmDir("gone")); err != nil {
 		t.Fatal(err)
 	}
-	a := labelled(t, s, "a", Asleep, nil)
-	text, err := encodeRecord(a)
+	sweepThatWaits(t, s, "a", func() {
+		diskSnapshotOf(t, s, b, kindNamed)
+		b.Disk = disk.Stack{}
+		if err := s.save(b); err != nil {
+			t.Fatal(err)
+		}
+	})
+	wantLayers(t, s, true, gone.Disk.Layers...)
+}
+
+// sweepThatWaits sweeps a store, and has something done while the sweep reads the record of a VM of this name, which is
+// a pipe. Records are read in the order of their names.
+func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
+	t.Helper()
+	text, err := encodeRecord(labelled(t, s, name, Asleep, nil))
 	if err != nil {
 		t.Fatal(err)
 	}
-	path := s.recordPath("a")
+	path := s.recordPath(name)
 	if err := errors.Join(os.Remove(path), unix.Mkfifo(path, 0o600)); err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +166,7 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 		swept <- err
 	}()
 	// Opening it waits for the reader.
-	moved := false
+	done := false
 	for {
 		f, err := openPipe(path, swept)
 		if err != nil {
@@ -161,13 +175,9 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 		if f == nil {
 			break
 		}
-		if !moved {
-			diskSnapshotOf(t, s, b, kindNamed)
-			b.Disk = disk.Stack{}
-			if err := s.save(b); err != nil {
-				t.Fatal(err)
-			}
-			moved = true
+		if !done {
+			meanwhile()
+			done = true
 		}
 		_, err = f.Write(text)
 		if err := errors.Join(err, f.Close()); err != nil {
@@ -175,10 +185,9 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 		}
 		time.Sleep(5 * time.Millisecond) // or one reader could get it twice
 	}
-	if !moved {
+	if !done {
 		t.Fatal("the sweep has read no record")
 	}
-	wantLayers(t, s, true, gone.Disk.Layers...)
 }
 
 // openPipe opens a named pipe for whoever reads it; nil if the sweep has ended.
@@ -230,23 +239,16 @@ func TestAttack_sleep_between_the_records_and_the_snapshots_of_a_sweep(t *testin
 	if err := s.save(r); err != nil {
 		t.Fatal(err)
 	}
-	have := manifests{}
-	before, _, err := s.readManifests(t.Context(), have)
-	if err != nil {
-		t.Fatal(err)
-	}
-	m, err := s.markRecords(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	next := diskSnapshotOf(t, s, r, kindSleep) // it was woken, and sleeps again
-	if err := s.markSnapshots(t.Context(), m, have); err != nil {
-		t.Fatal(err)
-	}
-	for _, id := range m.unneeded(s, have, before, exempt{}) {
-		if id == next {
-			t.Error("what it sleeps in would be deleted")
+	var next string
+	sweepThatWaits(t, s, "b", func() { // the record of a has been read
+		next = diskSnapshotOf(t, s, r, kindSleep)
+		r.Snapshot = next // it was woken, and sleeps again
+		if err := s.save(r); err != nil {
+			t.Fatal(err)
 		}
+	})
+	if _, err := snapshot.ReadManifest(s.snapshotDir(next)); err != nil {
+		t.Errorf("what it sleeps in is gone: %v", err)
 	}
 }
 

@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -441,7 +442,7 @@ func (r *Record) goBack(m *snapshot.Manifest) {
 
 func snapshotDisk(m *snapshot.Manifest) disk.Stack {
 	for _, d := range m.Disks {
-		if d.Name == deviceDisk {
+		if d.Name == instance.DeviceDisk {
 			return disk.Stack{Layers: d.Layers}
 		}
 	}
@@ -659,7 +660,7 @@ func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess
 	if len(l.Command) == 0 {
 		return nil, errors.New("no program is configured for it")
 	}
-	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.dir)...)...)
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.Dir())...)...)
 	cmd.Env = vmEnvironment()
 	cmd.Stdout, cmd.Stderr = files[0], files[0]
 	cmd.ExtraFiles = files[1:] // reportFD and up
@@ -752,7 +753,7 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, err
 	}
 	if r.Phase == Asleep {
-		return r.lastSleep(), nil
+		return lastSleep(r), nil
 	}
 	if l, err := s.Label(name); err == nil && l.Class == lifetime.Ephemeral {
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
@@ -769,7 +770,7 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		if gerr != nil || !now.sleptAfter(r) {
 			return res, err
 		}
-		res = now.lastSleep()
+		res = lastSleep(now)
 		res.note(awaitExit(ctx, proc))
 		return res, nil
 	}
@@ -799,7 +800,7 @@ func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) 
 }
 
 // lastSleep is what the last sleep of a VM that sleeps has done.
-func (r *Record) lastSleep() SleepResult {
+func lastSleep(r *Record) SleepResult {
 	res := SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {

@@ -23,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/faultfs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -151,7 +152,7 @@ func commitForEver(dir string) error {
 		}
 		id := spec.NewID()
 		if _, err := snapshot.Create(context.Background(), s.snapshotDir(id), snapshot.Spec{
-			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: deviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
+			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
 		}); err != nil {
 			return err
 		}
@@ -282,13 +283,15 @@ func TestAttack_power_cut_between_sealing_a_disk_and_recording_it(t *testing.T) 
 		t.Skip("mounting a file system needs root")
 	}
 	for _, kind := range []struct {
-		name string
-		mkfs []string
-		size int64
+		name    string
+		mkfs    []string
+		size    int64
+		options string
 	}{
-		{"ext4", []string{"mkfs.ext4", "-q", "-F"}, 64 << 20},
-		{"xfs", []string{"mkfs.xfs", "-q", "-f"}, 320 << 20},
-		{"btrfs", []string{"mkfs.btrfs", "-q", "-f"}, 128 << 20},
+		{"ext4", []string{"mkfs.ext4", "-q", "-F"}, 64 << 20, "defaults"},
+		// The copy has the id of a file system that is mounted still if another process has made a mount namespace meanwhile.
+		{"xfs", []string{"mkfs.xfs", "-q", "-f"}, 320 << 20, "nouuid"},
+		{"btrfs", []string{"mkfs.btrfs", "-q", "-f"}, 128 << 20, "defaults"},
 	} {
 		t.Run(kind.name, func(t *testing.T) {
 			if _, err := exec.LookPath(kind.mkfs[0]); err != nil {
@@ -299,7 +302,7 @@ func TestAttack_power_cut_between_sealing_a_disk_and_recording_it(t *testing.T) 
 			}
 			dir := t.TempDir()
 			r := rand.New(rand.NewPCG(2, uint64(time.Now().UnixNano())))
-			m := &cutDisk{t: t, dir: dir}
+			m := &cutDisk{t: t, dir: dir, options: kind.options}
 			t.Cleanup(m.unmount)
 			next := uint64(0)
 			for round := range *commitRounds {
@@ -330,6 +333,8 @@ type cutDisk struct {
 	image string
 	n     int
 	loop  string
+	// options it is mounted with.
+	options string
 }
 
 func (m *cutDisk) point() string { return filepath.Join(m.dir, "mnt") }
@@ -362,7 +367,7 @@ func (m *cutDisk) make(mkfs []string, size int64) {
 func (m *cutDisk) mount() {
 	m.t.Helper()
 	m.loop = m.do("losetup", "--find", "--show", m.image)
-	m.do("mount", m.loop, m.point())
+	m.do("mount", "-o", m.options, m.loop, m.point())
 }
 
 func (m *cutDisk) unmount() {

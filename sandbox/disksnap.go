@@ -10,9 +10,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -68,7 +68,7 @@ func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 	id = spec.NewID()
 	if _, err := snapshot.Create(ctx, s.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
+		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
 		Labels: labels, Memory: noMemory{},
 	}); err != nil {
 		return fail(err)
@@ -91,45 +91,6 @@ func (noMemory) ReadPages(_ uint64, p []byte) error {
 	return nil
 }
 
-// maxFrozen is when a guest goes on although nobody has told it to. The disk is usually
-// frozen for milliseconds.
-const maxFrozen = time.Minute
-
-// SealFrozen has the guest write out and freeze its file system, gives the disk a new top
-// layer, and lets the guest's writers go on. The VM is not paused. What is below the new
-// layer is a clean file system with all that was written before. recorded is told the new
-// stack before anything is written to it. If it fails, the guest goes on, and the disk may
-// have one more layer.
-func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (
-	sealed disk.Stack, frozen time.Duration, failures []guest.HookFailure, err error) {
-	ctx, cancel := in.whileRunning(ctx)
-	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return sealed, 0, nil, in.explain(ctx, err)
-	}
-	defer c.Close()
-	if err := in.disk.Prepare(newTop); err != nil {
-		return sealed, 0, nil, err
-	}
-	hooked, err := c.Freeze(ctx, maxFrozen, l)
-	if err != nil {
-		return sealed, 0, nil, in.explain(ctx, err)
-	}
-	failures = hooked.Failures
-	if hooked.Refused {
-		return sealed, 0, failures, &spec.HooksError{Failures: failures}
-	}
-	sealed = in.disk.Stack()
-	_, err = in.disk.SealThen(ctx, newTop, recorded)
-	thawed, terr := c.Thaw(ctx, l)
-	failures = append(failures, thawed.Failures...)
-	if err := errors.Join(err, terr); err != nil {
-		return sealed, 0, failures, in.explain(ctx, err)
-	}
-	return sealed, thawed.Frozen, failures, nil
-}
-
 // diskSnapshot takes a snapshot of the disk.
 func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res SleepResult, err error) {
 	p.op.Lock()
@@ -137,7 +98,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
-	defer p.in.keepRunning()()
+	defer p.in.KeepRunning()()
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
@@ -146,7 +107,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	defer p.shortenDisk()
 	begin := time.Now()
 	policy := p.r.Spec.Hooks.Effective(over)
-	limits := hookLimits(p.r.Spec.Hooks, policy)
+	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
 	limits.Skip = policy == spec.HooksSkip
 	id := spec.NewID()
 	labels, err := p.r.labels(kindDisk)
@@ -163,23 +124,23 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 		p.tellRefusal(ctx, err)
 		return res, err
 	}
-	if err := p.in.disk.Flush(); err != nil {
+	if err := p.in.Disk().Flush(); err != nil {
 		return res, fmt.Errorf("flushing the disk: %w", err)
 	}
-	facts, err := json.Marshal(p.in.machine.Facts())
+	facts, err := json.Marshal(p.in.Machine().Facts())
 	if err != nil {
 		return res, fmt.Errorf("describing the host: %w", err)
 	}
 	if note != "" {
 		labels[labelNote] = note
 	}
-	if err := p.in.labelVolumes(labels); err != nil {
+	if err := p.in.LabelVolumes(labels); err != nil {
 		return res, err
 	}
 	info, err := snapshot.Create(ctx, p.store.snapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: deviceDisk, Size: uint64(p.in.disk.Size()), Layers: p.store.relative(st).Layers}},
-		Host:   map[string]string{factsKey: string(facts)},
+		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.relative(st).Layers}},
+		Host:   map[string]string{instance.FactsKey: string(facts)},
 		Labels: labels, Memory: noMemory{},
 	})
 	if err != nil {
@@ -190,22 +151,6 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: id, Bytes: res.BytesStored, Milliseconds: res.Stages["frozen"]})
 	p.tellHooks(ctx, res.Hooks)
 	return res, nil
-}
-
-// newIdentity makes a guest that has booted from the disk of another one a machine of its
-// own: its machine id, of which the disk has the other one's.
-func (in *Instance) newIdentity(ctx context.Context) error {
-	ctx, cancel := in.whileRunning(ctx)
-	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.explain(ctx, err)
-	}
-	defer c.Close()
-	if _, err := c.Resume(ctx, guest.Resume{NewIdentity: true, Hostname: in.parts.Spec.Hostname}); err != nil {
-		return in.explain(ctx, fmt.Errorf("giving the guest an identity of its own: %w", err))
-	}
-	return nil
 }
 
 // RunFromDisk makes a VM that boots from a copy of the disk in a snapshot, of whatever
@@ -250,7 +195,7 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
-		if d.Name == deviceDisk {
+		if d.Name == instance.DeviceDisk {
 			size = d.Size
 		}
 	}

@@ -19,10 +19,10 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	// Each VM gets a process of its own, which outlives this program. `drowse vmm`
-	// is one; a program whose main calls ServeProcess is another.
+	// Each VM gets a process of its own, which outlives this program. drowse-vmm is
+	// its program; one whose main calls ServeProcess is another.
 	launcher := sandbox.Launcher{
-		Command: []string{"/usr/local/bin/drowse", "vmm"},
+		Command: []string{"/usr/local/bin/drowse-vmm"},
 		Agent:   "/usr/local/bin/drowse-agent",
 	}
 	spec := sandbox.Spec{Name: "worker", Image: "debian-python", MemoryMiB: 512}

@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -626,18 +627,18 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
-	defer p.in.keepRunning()()
+	defer p.in.KeepRunning()()
 	defer p.shortenDisk()
 	// Children find themselves between these hooks and their counterparts.
-	hooks, err := p.in.before(ctx, guest.HookSnapshot, "")
+	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, "")
 	if err != nil {
 		return SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
 	}
 	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindFork, note, func(o *CaptureOptions) {
+	_, res, err := p.capture(ctx, kindFork, note, func(o *instance.CaptureOptions) {
 		o.ID, o.Dir = id, p.store.snapshotDir(id)
-		o.Resumed = func() { after.Go(func() { hooks.after(context.WithoutCancel(ctx)) }) }
-		o.Fork = func(image *os.File, c *Capture) error {
+		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
+		o.Fork = func(image *os.File, c *instance.Capture) error {
 			return deliver(image, forkLine{
 				Layers: o.Names(c.Disk), Pages: c.Shareable,
 				Stages: map[string]float64{"ahead": ms(c.Ahead), "pause": ms(c.Pause), "fill": ms(c.Fill)},
@@ -645,8 +646,8 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 		}
 	})
 	after.Wait()
-	hooks.after(context.WithoutCancel(ctx)) // if it did not get that far
-	res.Hooks = hooks.failures
+	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
+	res.Hooks = hooks.Failed()
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {
 			err = errors.Join(cause, err)

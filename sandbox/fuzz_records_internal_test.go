@@ -6,15 +6,12 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
-	"github.com/drowse-vm/drowse/snapshot"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // What is read of a record is what is written of it, and a sweep finds each id of one that another build cannot read.
@@ -101,43 +98,6 @@ func FuzzLabelFile(f *testing.F) {
 		again, err := parseLabel(text)
 		if err != nil || !again.equal(l) {
 			t.Fatalf("%q is written as %q, and read as %+v (%v)", data, text, again, err)
-		}
-	})
-}
-
-// The note of a fork is of the version and machine that are wanted, or an error that says so.
-func FuzzForkNote(f *testing.F) {
-	whole, err := json.Marshal(forkNote{forkVersion, 1, map[string]string{factsKey: "{}"}, []snapshot.Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte{1}}}, "v"})
-	if err != nil {
-		f.Fatal(err)
-	}
-	for _, s := range [][]byte{whole, whole[:len(whole)-2], []byte("null"), []byte(`{"version":1,"vcpus":1,"payloads":null}`), []byte(`{"version":1,"vcpus":-1}`)} {
-		f.Add(s, 1)
-	}
-	f.Fuzz(func(t *testing.T, data []byte, vcpus int) {
-		note, err := parseForkNote(data, vcpus)
-		if err != nil {
-			if !errors.Is(err, guestmem.ErrImage) && !errors.Is(err, ErrSpec) {
-				t.Fatal(err)
-			}
-			return
-		}
-		if note.Version != forkVersion || note.VCPUs != vcpus {
-			t.Fatalf("%d vCPUs are wanted, and %+v is taken", vcpus, note)
-		}
-		n := 0
-		for _, p := range note.Payloads {
-			n += len(p.Data)
-		}
-		if n > len(data) {
-			t.Fatalf("%d bytes have %d bytes of states", len(data), n)
-		}
-		text, err := json.Marshal(note)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if again, err := parseForkNote(text, vcpus); err != nil || !reflect.DeepEqual(again, note) {
-			t.Fatalf("%+v is read again as %+v (%v)", note, again, err)
 		}
 	})
 }

@@ -259,10 +259,10 @@ const (
 
 // held is the first line. Who asks wants to connect to the VM, and need not ask once more where it is.
 func (p *process) held() string {
-	if p.in.network == nil {
+	if p.in.Network() == nil {
 		return holdGranted + "\n"
 	}
-	info, err := json.Marshal(p.in.network.info())
+	info, err := json.Marshal(p.in.Network().Info())
 	if err != nil || len(info) > maxHoldLine/2 {
 		return holdGranted + "\n"
 	}

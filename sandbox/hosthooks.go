@@ -25,6 +25,11 @@ type HostHookFailure = hosthooks.Failure
 // carries out itself. A VM's own process is told when it is created, sleeps and wakes, also by itself: a program that wants these gives its functions
 // to ServeProcessWith as well, and they are called in that process.
 func (s *Store) WithHostHooks(hooks ...HostHook) *Store {
+	return s.withHooks(hooks)
+}
+
+// withHooks is a copy of the store with these functions as hooks.
+func (s *Store) withHooks(hooks []HostHook) *Store {
 	other := *s
 	other.hostHooks = slices.Clone(hooks)
 	return &other

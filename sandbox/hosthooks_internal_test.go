@@ -22,7 +22,7 @@ import (
 // putHostHook puts an executable into hooks.d of a store. It notes what it is told for, and the event.
 func putHostHook(t *testing.T, s *Store, name, more string) {
 	t.Helper()
-	dir := hosthooks.In(s.dir).Path()
+	dir := hosthooks.In(s.Dir()).Path()
 	script := "#!/bin/sh\necho " + name + ` $1 >>"$DROWSE_STATE/notes"; cat >>"$DROWSE_STATE/told"` + "\n" + more + "\n"
 	if err := errors.Join(os.MkdirAll(dir, 0o700), os.WriteFile(filepath.Join(dir, name), []byte(script), 0o700)); err != nil {
 		t.Fatal(err)
@@ -32,7 +32,7 @@ func putHostHook(t *testing.T, s *Store, name, more string) {
 // hostNotes are what the hooks have noted since the last look.
 func hostNotes(t *testing.T, s *Store) (notes []string) {
 	t.Helper()
-	data, err := os.ReadFile(filepath.Join(s.dir, "notes"))
+	data, err := os.ReadFile(filepath.Join(s.Dir(), "notes"))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -92,7 +92,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 		t.Fatalf("%+v", e)
 	}
 	labelled(t, s, "b", Stopped, nil)
-	if err := os.Chmod(filepath.Join(s.dir, hosthooks.DirName, "a"), 0o777); err != nil {
+	if err := os.Chmod(filepath.Join(s.Dir(), hosthooks.DirName, "a"), 0o777); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Remove(t.Context(), "b", false); err != nil {
@@ -146,7 +146,7 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 				putHostHook(t, s, "a", c.hook)
 			}
 			if c.unsafe {
-				if err := os.Chmod(filepath.Join(s.dir, hosthooks.DirName, "a"), 0o707|0o022); err != nil {
+				if err := os.Chmod(filepath.Join(s.Dir(), hosthooks.DirName, "a"), 0o707|0o022); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"time"
 
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -159,7 +158,7 @@ func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
 
 // uses says how the VM is used. The one who is about to change it as a whole does not count.
 func (p *process) uses() uses {
-	st := p.in.vsock.Stats()
+	st := p.in.Connections()
 	held, ever := p.holders.count()
 	u := uses{open: st.Open + held, made: st.Uses + ever}
 	if p.op.TryLock() {
@@ -168,56 +167,6 @@ func (p *process) uses() uses {
 		u.busy = true
 	}
 	u.cpu = processCPU()
-	u.packet, u.quiet = p.in.network.lastPacket()
+	u.packet, u.quiet = p.in.Network().LastPacket()
 	return u
-}
-
-// passed is how many bytes its policy has let pass to the guest, and from it; none if that is not known.
-func (n *network) passed() (in, out uint64) {
-	if n == nil {
-		return 0, 0
-	}
-	select {
-	case <-n.attached:
-	default:
-		return 0, 0
-	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.closed || n.link == nil {
-		return 0, 0
-	}
-	if use, err := n.link.Usage(netpolicy.Ingress); err == nil {
-		in = use.Bytes
-	}
-	if use, err := n.link.Usage(netpolicy.Egress); err == nil {
-		out = use.Bytes
-	}
-	return in, out
-}
-
-// lastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that
-// has passed just now.
-func (n *network) lastPacket() (ever bool, ago time.Duration) {
-	if n == nil {
-		return false, 0
-	}
-	select {
-	case <-n.attached:
-	default:
-		return true, 0 // it is being set up
-	}
-	if n.link == nil {
-		return false, 0
-	}
-	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
-		use, err := n.link.Usage(d)
-		if err != nil {
-			return true, 0
-		}
-		if use.Idle >= 0 && (!ever || use.Idle < ago) {
-			ever, ago = true, use.Idle
-		}
-	}
-	return ever, ago
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 )
 
 // vmProcess is the process of a VM, or one that is to become it, as whoever starts the VM has it.
@@ -131,7 +132,7 @@ func programOf(l Launcher) (program, error) {
 	p := program{
 		Device: st.Dev, Inode: st.Ino, Size: st.Size, Modified: st.Mtim.Nano(), Args: l.Command[1:],
 	}
-	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, ProxyRootsEnv, NoDirtyLogEnv, NoPageCacheEnv, goMaxProcsEnv} {
+	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, NoPageCacheEnv, goMaxProcsEnv} {
 		p.Environment = append(p.Environment, os.Getenv(name))
 	}
 	for _, kind := range []string{"mnt", "net", "pid", "user", "cgroup", "ipc", "uts"} {

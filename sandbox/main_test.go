@@ -10,6 +10,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if len(os.Args) == 4 && os.Args[1] == lifeArg {
+		guesttest.EndWithTest()
 		os.Exit(lifeProcess(os.Args[2], os.Args[3]))
 	}
 	guesttest.Process.HostHooks = []sandbox.HostHook{{Name: "notes", Run: noteInProcess}}

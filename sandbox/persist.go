@@ -101,11 +101,11 @@ func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, er
 	if policy == spec.HooksSkip || len(sh.spec.Drop)+len(sh.spec.Promote) == 0 && sh.within() == nil {
 		return sh, nil
 	}
-	ctx, cancel := p.in.whileRunning(ctx)
+	ctx, cancel := p.in.WhileRunning(ctx)
 	defer cancel()
 	if err := sh.ask(ctx); err != nil {
 		p.tellShed(ctx, sh, err)
-		return sh, fmt.Errorf("%w: or use --hooks %s to have it sleep all the same, with what is not promoted not dropped either", p.in.explain(ctx, err), spec.HooksIgnore)
+		return sh, fmt.Errorf("%w: or use --hooks %s to have it sleep all the same, with what is not promoted not dropped either", p.in.Explain(ctx, err), spec.HooksIgnore)
 	}
 	p.tellShed(ctx, sh, nil)
 	return sh, nil
@@ -240,7 +240,7 @@ func (sh *shedding) within() error {
 	if sh.spec.MaxBytes == 0 {
 		return nil
 	}
-	sh.out.DiskBytes = sh.p.in.disk.Data()
+	sh.out.DiskBytes = sh.p.in.Disk().Data()
 	if sh.out.DiskBytes > sh.spec.MaxBytes {
 		return &PersistLimitError{Bytes: sh.out.DiskBytes, Max: sh.spec.MaxBytes, name: sh.p.r.Spec.Name}
 	}

@@ -15,10 +15,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/proxy"
-	"github.com/drowse-vm/drowse/netpolicy/resolver"
-	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -187,8 +185,8 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 	if err := p.alive(); err != nil {
 		return PolicyResult{}, err
 	}
-	defer p.in.keepRunning()()
-	n := p.in.network
+	defer p.in.KeepRunning()()
+	n := p.in.Network()
 	if n == nil {
 		return PolicyResult{}, noNetwork(p.r.Spec.Name)
 	}
@@ -199,7 +197,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 		p.r.Spec.Policy = old
 		return PolicyResult{}, err
 	}
-	if err := n.set(policy); err != nil {
+	if err := n.SetPolicy(policy); err != nil {
 		p.r.Spec.Policy = old
 		return PolicyResult{}, errors.Join(err, p.store.save(p.r))
 	}
@@ -211,58 +209,21 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 			}
 		}
 	}
-	return PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.info()}, nil
-}
-
-// NetworkStats say what has passed between a VM and the network, and what has not, since
-// its process began.
-type NetworkStats struct {
-	Name string `json:"name"`
-	spec.NetworkInfo
-	Egress  netpolicy.Usage `json:"egress"`
-	Ingress netpolicy.Usage `json:"ingress"`
-	// Counters are packets by what became of them and why.
-	Counters []netpolicy.Counter `json:"counters"`
-	// DNS is what became of queries.
-	DNS resolver.Stats `json:"dns"`
-	// TLS is what became of connections whose names are checked.
-	TLS tlsname.Stats `json:"tls"`
-	// Proxy is what became of what the VM has asked its proxy for; nil without one.
-	Proxy *proxy.Stats `json:"proxy,omitempty"`
+	return PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.Info()}, nil
 }
 
 // NetworkStats asks a running VM what its network has done.
-func (s *Store) NetworkStats(ctx context.Context, name string) (st NetworkStats, err error) {
+func (s *Store) NetworkStats(ctx context.Context, name string) (st spec.NetworkStats, err error) {
 	err = s.call(ctx, name, http.MethodGet, "/policy/stats", &st)
 	return st, err
 }
 
-func (p *process) networkStats() (st NetworkStats, err error) {
-	n := p.in.network
+func (p *process) networkStats() (st spec.NetworkStats, err error) {
+	n := p.in.Network()
 	if n == nil {
-		return st, noNetwork(p.in.parts.Spec.Name)
+		return st, noNetwork(p.r.Spec.Name)
 	}
-	st = NetworkStats{Name: p.in.parts.Spec.Name, NetworkInfo: *n.info(), DNS: n.dns.Stats()}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.closed {
-		return st, fmt.Errorf("%w: %s: its guest has ended", ErrNotRunning, st.Name)
-	}
-	if n.tls != nil {
-		st.TLS = n.tls.Stats()
-	}
-	if n.proxy != nil {
-		ps := n.proxy.Stats()
-		st.Proxy = &ps
-	}
-	var errs [3]error
-	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)
-	st.Ingress, errs[1] = n.link.Usage(netpolicy.Ingress)
-	st.Counters, errs[2] = n.link.Counters()
-	if st.Counters == nil {
-		st.Counters = []netpolicy.Counter{}
-	}
-	return st, errors.Join(errs[:]...)
+	return n.Stats()
 }
 
 // maxEventLine bounds one event as JSON, in bytes.
@@ -331,11 +292,11 @@ func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*htt
 
 // watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
 // there is none.
-func (p *process) watched(w http.ResponseWriter) *network {
-	if n := p.in.network; n != nil {
+func (p *process) watched(w http.ResponseWriter) *instance.Network {
+	if n := p.in.Network(); n != nil {
 		return n
 	}
-	failed(w, noNetwork(p.in.parts.Spec.Name))
+	failed(w, noNetwork(p.r.Spec.Name))
 	return nil
 }
 
@@ -354,7 +315,7 @@ func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
 	}
 	out := http.NewResponseController(w)
 	begun := false
-	err := n.flows.Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
+	err := n.FlowLog().Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
 		if !begun {
 			w.Header().Set("Content-Type", "application/x-ndjson")
 			begun = true
@@ -382,7 +343,7 @@ func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
 	if n == nil {
 		return
 	}
-	events, f, stop := n.events.recent(r.URL.Query().Get("follow") == "true")
+	events, f, stop := n.RecentEvents(r.URL.Query().Get("follow") == "true")
 	defer stop()
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	var b bytes.Buffer
@@ -400,9 +361,9 @@ func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
 		select {
 		case <-r.Context().Done():
 			return
-		case <-n.ctx.Done():
+		case <-n.Done():
 			return
-		case e := <-f.ch:
+		case e := <-f:
 			if err := json.NewEncoder(w).Encode(e); err != nil {
 				return
 			}

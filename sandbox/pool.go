@@ -364,7 +364,7 @@ func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
 	}
 	s := &standby{conn: conn, said: &tail{}, shape: shape, what: what}
-	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), standbyArgs(p.store.dir, shape)...)...)
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), standbyArgs(p.store.Dir(), shape)...)...)
 	cmd.Env = vmEnvironment()
 	cmd.Stdout, cmd.Stderr = s.said, s.said
 	cmd.ExtraFiles = []*os.File{theirs} // poolFD

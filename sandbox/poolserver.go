@@ -48,20 +48,20 @@ const (
 	maxPoolClients = 4 * MaxPool
 )
 
-func (s *Store) poolSocket() string { return filepath.Join(s.dir, "pool.sock") }
+func (s *Store) poolSocket() string { return filepath.Join(s.Dir(), "pool.sock") }
 
 // Serve hands processes of the pool to Launchers of other processes of this user or of root that are supervised, and
 // returns when ctx has ended. A store has one pool that is served: ErrServed says that another process does it. What is
 // of another program than the pool's, or in other namespaces, gets none.
 func (p *Pool) Serve(ctx context.Context) error {
-	lock, err := os.OpenFile(filepath.Join(p.store.dir, "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	lock, err := os.OpenFile(filepath.Join(p.store.Dir(), "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return fmt.Errorf("serving a pool: %w", err)
 	}
 	defer lock.Close()
 	switch err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
 	case errors.Is(err, unix.EWOULDBLOCK):
-		return fmt.Errorf("serving a pool for %s: %w", p.store.dir, ErrServed)
+		return fmt.Errorf("serving a pool for %s: %w", p.store.Dir(), ErrServed)
 	case err != nil:
 		return fmt.Errorf("serving a pool: locking %s: %w", lock.Name(), err)
 	}

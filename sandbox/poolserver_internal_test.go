@@ -3,6 +3,7 @@ package sandbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -198,6 +199,51 @@ func TestServe_a_second_time_for_a_store_is_refused(t *testing.T) {
 	if err := first.Serve(t.Context()); !errors.Is(err, ErrServed) {
 		t.Errorf("got %v, want ErrServed", err)
 	}
+}
+
+func TestServe_of_one_launcher_too_many_leaves_it_to_start_a_process(t *testing.T) {
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := shellLauncher(standsBy)
+	servePool(t, s, l, PoolOptions{Shapes: oneShape(), Processes: 1})
+	// asks says whether a launcher is listened to; what it asks in is of another version, and gets no process.
+	asks := func() (c net.Conn, answered bool) {
+		c, err := net.Dial("unixpacket", s.poolSocket())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		_, _ = c.Write([]byte(`{"version":0}`)) // fails if it has been closed already
+		n, err := c.Read(make([]byte, maxPoolMessage))
+		return c, n > 0 && err == nil
+	}
+	var last net.Conn
+	for i := range maxPoolClients {
+		// One that has gone may have its place still.
+		eventually(t, fmt.Sprintf("launcher %d of %d is answered", i+1, maxPoolClients), func() (answered bool) {
+			last, answered = asks()
+			return answered
+		})
+	}
+	if _, answered := asks(); answered {
+		t.Errorf("launcher %d is answered, want at most %d", maxPoolClients+1, maxPoolClients)
+	}
+	lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lock.release()
+	l.Supervised = true
+	if rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.Shape(), order{Name: "a", Snapshot: "x"}); err != nil || rep.Faults != 7 {
+		t.Errorf("got %+v, %v, want the report of a process of its own", rep, err)
+	}
+	last.Close()
+	eventually(t, "there is room when one has gone", func() bool {
+		_, answered := asks()
+		return answered
+	})
 }
 
 func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {

@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -56,7 +57,7 @@ type process struct {
 	store  *Store
 	log    *slog.Logger
 	urgent func() (calm func())
-	in     *Instance
+	in     *instance.Instance
 
 	// op is held by what changes the VM as a whole, and guards what follows.
 	op     sync.Mutex
@@ -98,7 +99,7 @@ type ServeOptions struct {
 	Fork *os.File
 	// Shells, if not nil, may have a part of the VM. Those that it does not need are
 	// closed.
-	Shells *Shells
+	Shells *instance.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(Report)
 	// Log gets the process's log.
@@ -213,7 +214,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
-	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.hookFailures)
+	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.WakeFailures())
 	unlock()
 	if o.Shells != nil {
 		if err := o.Shells.Close(); err != nil {
@@ -282,7 +283,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
 	r.Awake = time.Now().UTC()
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
-		r.NetworkID = o.Shells.nextNetwork()
+		r.NetworkID = o.Shells.NextNetwork()
 	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
 	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
@@ -319,21 +320,21 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	switch {
 	case o.Fork != nil:
 		parts.RAM = o.Fork
-		p.in, err = RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), RestoreOptions{NewIdentity: o.NewIdentity})
+		p.in, err = instance.RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), instance.RestoreOptions{NewIdentity: o.NewIdentity})
 		err = errors.Join(err, o.Fork.Close())
 	case o.Snapshot == "":
-		if p.in, err = Boot(ctx, parts); err == nil {
+		if p.in, err = instance.Boot(ctx, parts); err == nil {
 			if err = p.booted(ctx, o); err != nil {
 				err = errors.Join(err, p.in.Close())
 			}
 		}
 	default:
-		p.in, err = Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), RestoreOptions{NewIdentity: o.NewIdentity})
+		p.in, err = instance.Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), instance.RestoreOptions{NewIdentity: o.NewIdentity})
 	}
 	if err != nil {
 		return errors.Join(err, console.Close())
 	}
-	p.in.closers = append(p.in.closers, console)
+	p.in.CloseToo(console)
 	if o.Snapshot != "" || o.Fork != nil {
 		p.trustProxy(ctx)
 	}
@@ -361,7 +362,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 // booted prepares a guest that has booted for what uses it.
 func (p *process) booted(ctx context.Context, o ServeOptions) error {
 	if o.NewIdentity {
-		if err := p.in.newIdentity(ctx); err != nil {
+		if err := p.in.NewIdentity(ctx); err != nil {
 			return err
 		}
 	}
@@ -370,12 +371,12 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 	p.trustProxy(ctx)
 	if forGuest(p.r.Secrets) {
 		// Before the services, which may want them.
-		if err := p.in.serveSecrets(ctx); err != nil {
+		if err := p.in.ServeSecrets(ctx); err != nil {
 			return err
 		}
 	}
 	if len(p.r.Spec.Services) > 0 {
-		if err := p.in.listenServices(); err != nil {
+		if err := p.in.ListenServices(); err != nil {
 			return err
 		}
 		p.startServices(ctx)
@@ -384,8 +385,8 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 }
 
 // Parts are the pieces of a recorded VM, with the given disk.
-func (s *Store) Parts(r *Record, d disk.Stack) Parts {
-	p := Parts{
+func (s *Store) Parts(r *Record, d disk.Stack) instance.Parts {
+	p := instance.Parts{
 		Spec: r.Spec, Kernel: s.bootPath(r.Boot.Kernel), Initramfs: s.bootPath(r.Boot.Initramfs), SystemDisk: s.bootPath(r.Boot.SystemDisk),
 		Cmdline: r.Boot.Cmdline, Image: s.bootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
 	}
@@ -447,19 +448,19 @@ func (p *process) sealed(st disk.Stack) error {
 // report describes a guest that is ready.
 func (p *process) report() Report {
 	entry, ready := p.in.Timing()
-	rep := Report{Name: p.r.Spec.Name, Begun: p.in.started.UTC().Round(0), Stages: map[string]float64{}, Hooks: p.in.hookFailures}
+	rep := Report{Name: p.r.Spec.Name, Begun: p.in.Begun().UTC().Round(0), Stages: map[string]float64{}, Hooks: p.in.WakeFailures()}
 	for stage, d := range p.in.Machine().Stages().Durations() {
 		rep.Stages[stage.String()] = ms(d)
 	}
-	if f, restored := p.in.Faults(); restored || p.in.parts.RAM != nil {
+	if f, restored := p.in.Faults(); restored || p.in.Parts().RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = ms(entry), ms(ready)
 		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
 		rep.FramesRead, rep.FramesCached = f.Frames, f.FramesCached
 	} else {
 		rep.Stages["boot"] = ms(ready)
 	}
-	if n := p.in.network; n != nil {
-		rep.Network, rep.Stages["network"] = n.info(), ms(n.took)
+	if n := p.in.Network(); n != nil {
+		rep.Network, rep.Stages["network"] = n.Info(), ms(n.SetUp())
 	}
 	return rep
 }
@@ -567,7 +568,7 @@ func (p *process) sleepRecord(res SleepResult) SleepRecord {
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
 		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
 	}
-	s.NetworkIn, s.NetworkOut = p.in.network.passed()
+	s.NetworkIn, s.NetworkOut = p.in.Network().Bytes()
 	return s
 }
 
@@ -580,7 +581,7 @@ func processCPU() time.Duration {
 	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 }
 
-func (p *process) capture(ctx context.Context, kind, note string, more ...func(*CaptureOptions)) (*Capture, SleepResult, error) {
+func (p *process) capture(ctx context.Context, kind, note string, more ...func(*instance.CaptureOptions)) (*instance.Capture, SleepResult, error) {
 	id := spec.NewID()
 	labels, err := p.r.labels(kind)
 	if err != nil {
@@ -589,16 +590,16 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	if note != "" {
 		labels[labelNote] = note
 	}
-	if err := p.in.labelVolumes(labels); err != nil {
+	if err := p.in.LabelVolumes(labels); err != nil {
 		return nil, SleepResult{}, err
 	}
 	newTop, err := p.newLayer()
 	if err != nil {
 		return nil, SleepResult{}, err
 	}
-	o := CaptureOptions{
+	o := instance.CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
-		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, urgent: p.urgent,
+		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.urgent,
 		Names:  func(st disk.Stack) []string { return p.store.relative(st).Layers },
 		Sealed: p.sealed,
 	}
@@ -630,14 +631,14 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
-	defer p.in.keepRunning()()
+	defer p.in.KeepRunning()()
 	begin := time.Now()
 	host, err := p.hostBefore(ctx, policy)
 	if err != nil {
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	defer func() { res.HostHooks = host.settle(ctx, err) }()
-	hooks, err := p.in.before(ctx, guest.HookSleep, policy)
+	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSleep, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
 		return SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
@@ -645,22 +646,22 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	hooked := time.Since(begin)
 	shed, err := p.shed(ctx, policy)
 	if err != nil {
-		hooks.after(ctx)
-		return SleepResult{Hooks: hooks.failures, Persist: shed.result()}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+		hooks.After(ctx)
+		return SleepResult{Hooks: hooks.Failed(), Persist: shed.result()}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
 	if still == nil {
 		p.holders.dismiss(dismissTime)
 	}
-	c, res, err := p.capture(ctx, kindSleep, "", func(o *CaptureOptions) { o.Still = shed.still(still) })
-	res.Hooks, res.Persist = hooks.failures, shed.result()
+	c, res, err := p.capture(ctx, kindSleep, "", func(o *instance.CaptureOptions) { o.Still = shed.still(still) })
+	res.Hooks, res.Persist = hooks.Failed(), shed.result()
 	if err != nil {
 		p.tellLimit(ctx, err)
-		hooks.after(ctx)
+		hooks.After(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
-	if err := p.in.settleVolumes(c.ID); err != nil {
+	if err := p.in.SettleVolumes(c.ID); err != nil {
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
-		hooks.after(ctx)
+		hooks.After(ctx)
 		return res, err
 	}
 	// From here on the snapshot is what counts.
@@ -669,7 +670,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	res.take(slept)
 	if err := p.fallAsleep(c.ID, c.Disk, slept); err != nil {
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
-		hooks.after(ctx)
+		hooks.After(ctx)
 		return res, err
 	}
 	p.asleep = true
@@ -706,8 +707,8 @@ func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPol
 	if err := p.alive(); err != nil {
 		return SleepResult{}, err
 	}
-	defer p.in.keepRunning()()
-	hooks, err := p.in.before(ctx, guest.HookSnapshot, policy)
+	defer p.in.KeepRunning()()
+	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
 		return SleepResult{}, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
@@ -715,12 +716,12 @@ func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPol
 	defer p.shortenDisk()
 	// The guest's programs need not stand still until all is written.
 	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindNamed, note, func(o *CaptureOptions) {
-		o.Resumed = func() { after.Go(func() { hooks.after(ctx) }) }
+	_, res, err := p.capture(ctx, kindNamed, note, func(o *instance.CaptureOptions) {
+		o.Resumed = func() { after.Go(func() { hooks.After(ctx) }) }
 	})
 	after.Wait()
-	hooks.after(ctx) // if it did not get that far
-	res.Hooks = hooks.failures
+	hooks.After(ctx) // if it did not get that far
+	res.Hooks = hooks.Failed()
 	if err != nil {
 		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
 	}
@@ -762,7 +763,7 @@ type Info struct {
 func (p *process) info() Info {
 	h := p.in.Machine().Health()
 	i := Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load()}
-	if full := p.in.spaceProblem(); full != "" {
+	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full
 	}
 	return i

@@ -46,7 +46,10 @@ func TestAttack_log_of_a_process_that_a_guest_fills_is_bounded(t *testing.T) {
 		now = now.Add(logEvery) // slow enough to be written
 		log.Warn("device needs a reset", "n", i, "cause", strings.Repeat("x", 200))
 		if i%5000 == 0 {
-			log.Warn(strings.Repeat("y", 1<<20)) // one that is as long as the log
+			log.Warn(strings.Repeat("y", 1<<20)) // one that is longer than the log
+			if total := sizes(t, filepath.Dir(path)); total > 2*(limit+maxLogLine+64) {
+				t.Fatalf("the log takes %d bytes after a message of 1 MiB", total)
+			}
 		}
 	}
 	if total := sizes(t, filepath.Dir(path)); total > 2*(limit+maxLogLine+64) {

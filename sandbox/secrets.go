@@ -17,16 +17,9 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// deviceSecret is a secret as the device knows it.
-func deviceSecret(f spec.SecretFile) secrets.Secret {
-	if f.Mode == 0 {
-		f.Mode = spec.DefaultSecretMode
-	}
-	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
-}
 
 // checkSecret says what is wrong with a secret.
 func checkSecret(s *spec.Secret) error {
@@ -259,8 +252,8 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 	if err := p.alive(); err != nil {
 		return err
 	}
-	defer p.in.keepRunning()()
-	dev := p.in.machine.Secrets()
+	defer p.in.KeepRunning()()
+	dev := p.in.Machine().Secrets()
 	before := dev.List()
 	defer func() {
 		if err == nil {
@@ -278,7 +271,7 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		if err := forProxy(l, p.r.Spec.Policy, before); err != nil {
 			return err
 		}
-		if err := dev.Set(deviceSecret(l.SecretFile), l.Value); err != nil {
+		if err := dev.Set(instance.DeviceSecret(l.SecretFile), l.Value); err != nil {
 			return fmt.Errorf("%w: %w", ErrSecrets, err)
 		}
 		names = slices.DeleteFunc(names, func(f spec.SecretFile) bool { return f.Name == l.Name })
@@ -287,7 +280,7 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		}
 	}
 	if slices.ContainsFunc(list, func(l spec.Secret) bool { return !l.Proxy }) {
-		if err := p.in.serveSecrets(ctx); err != nil {
+		if err := p.in.ServeSecrets(ctx); err != nil {
 			return err
 		}
 	}
@@ -309,7 +302,7 @@ func (p *process) removeSecrets(names []string) error {
 	if err := p.alive(); err != nil {
 		return err
 	}
-	dev := p.in.machine.Secrets()
+	dev := p.in.Machine().Secrets()
 	old, kept := p.r.Secrets, slices.Clone(p.r.Secrets)
 	for _, n := range names {
 		if !slices.ContainsFunc(dev.List(), func(s secrets.State) bool { return s.Name == n }) {
@@ -334,7 +327,7 @@ func (p *process) listSecrets() []spec.SecretState {
 	p.op.Lock()
 	defer p.op.Unlock()
 	out := []spec.SecretState{}
-	for _, s := range p.in.machine.Secrets().List() {
+	for _, s := range p.in.Machine().Secrets().List() {
 		out = append(out, spec.SecretState{
 			SecretFile: stateFile(s.Secret), Present: s.Present, Size: s.Size,
 			Kept: slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name }),
@@ -349,68 +342,4 @@ func stateFile(s secrets.Secret) spec.SecretFile {
 		return spec.SecretFile{Name: s.Name, Proxy: true}
 	}
 	return spec.SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
-}
-
-// serveSecretsLimit is how long the agent may take to start what serves secrets.
-const serveSecretsLimit = 5 * time.Minute
-
-// serveSecrets has the agent serve secrets, and look for new ones.
-func (in *Instance) serveSecrets(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, serveSecretsLimit)
-	defer cancel()
-	ctx, stop := in.whileRunning(ctx)
-	defer stop()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.explain(ctx, err)
-	}
-	defer c.Close()
-	if err := c.ServeSecrets(ctx); err != nil {
-		return fmt.Errorf("%w: %w", ErrSecrets, in.explain(ctx, err))
-	}
-	return nil
-}
-
-// awaitSecrets tells the guest which secrets will come.
-func (in *Instance) awaitSecrets() error {
-	for _, f := range in.parts.Secrets {
-		if err := in.machine.Secrets().Await(deviceSecret(f)); err != nil {
-			return fmt.Errorf("%w: %w", ErrSecrets, err)
-		}
-	}
-	return nil
-}
-
-// A value is in the buffer of the agent's for some milliseconds at most, so a guest that is
-// found like that is let go on, and after so long not captured.
-const (
-	secretLimit = 20 * time.Second
-	secretPause = 10 * time.Millisecond
-)
-
-// standStill has the agent stand by and pauses the machine, at a moment at which drowse has
-// no copy of a secret in the guest. release must be called, also after an error; begin is
-// when the pause has begun.
-func (in *Instance) standStill(ctx context.Context, limit time.Duration) (release func(), begin time.Time, err error) {
-	for deadline := time.Now().Add(limit); ; {
-		release = in.standBy(ctx)
-		begin = time.Now()
-		if err := in.machine.Pause(ctx); err != nil || !in.machine.Secrets().Busy() {
-			return release, begin, err
-		}
-		in.machine.Handover().Release()
-		if err := in.machine.Resume(); err != nil {
-			return release, begin, err
-		}
-		release()
-		release = func() {}
-		if time.Now().After(deadline) {
-			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with `drowse secret rm`", ErrSecrets)
-		}
-		select {
-		case <-ctx.Done():
-			return release, begin, ctx.Err()
-		case <-time.After(secretPause):
-		}
-	}
 }

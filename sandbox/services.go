@@ -15,7 +15,6 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
-	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -380,8 +379,8 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 		if err := p.alive(); err != nil {
 			return nil, err
 		}
-		defer p.in.keepRunning()()
-		if err := p.in.listenServices(); err != nil {
+		defer p.in.KeepRunning()()
+		if err := p.in.ListenServices(); err != nil {
 			return nil, err
 		}
 		before := p.r.Spec.Services
@@ -412,7 +411,7 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 // startServices starts the services of a guest that has booted. What fails does not keep the
 // VM from running.
 func (p *process) startServices(ctx context.Context) {
-	ctx, stop := p.in.whileRunning(ctx)
+	ctx, stop := p.in.WhileRunning(ctx)
 	defer stop()
 	c, err := p.in.Agent(ctx)
 	if err != nil {
@@ -426,23 +425,6 @@ func (p *process) startServices(ctx context.Context) {
 			p.log.Error("a service could not be started", "service", spec.Name, "error", err)
 		}
 	}
-}
-
-// listenServices lets the guest say what becomes of its services. A VM without services does
-// not listen.
-func (in *Instance) listenServices() error {
-	in.servicesMu.Lock()
-	defer in.servicesMu.Unlock()
-	if in.services != nil || in.parts.ServiceEvent == nil {
-		return nil
-	}
-	l, err := osfile.ListenUnix(guest.ServicesPath(in.parts.Socket))
-	if err != nil {
-		return fmt.Errorf("listening for services of the guest: %w", err)
-	}
-	in.services = l
-	go guest.ServeServices(l, in.parts.ServiceEvent)
-	return nil
 }
 
 // serviceTrail puts what a guest says of its services into the audit trail: of services that

@@ -6,13 +6,14 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestShells_of_an_impossible_shape_are_refused(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []spec.Shape{{}, {MemoryMiB: 256}, {VCPUs: 1}, {MemoryMiB: 1 << 30, VCPUs: 1}} {
-		if _, err := sandbox.NewShells(map[spec.Shape]int{shape: 1}); !errors.Is(err, sandbox.ErrSpec) {
+		if _, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1}); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%+v: got %v, want ErrSpec", shape, err)
 		}
 	}
@@ -30,7 +31,7 @@ func TestShells_that_nobody_takes_are_given_back(t *testing.T) {
 		return len(fds)
 	}
 	before := open()
-	s, err := sandbox.NewShells(map[spec.Shape]int{{MemoryMiB: 128, VCPUs: 2}: 2, {MemoryMiB: 256, VCPUs: 1}: 1})
+	s, err := instance.NewPrebuilt(map[spec.Shape]int{{MemoryMiB: 128, VCPUs: 2}: 2, {MemoryMiB: 256, VCPUs: 1}: 1})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -257,25 +257,37 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 		Layers map[string]int64 `json:"layer_bytes"`
 		// Abandoned are the snapshots of disks that it has left when it was taken back.
 		Abandoned []string `json:"abandoned,omitempty"`
-	}{Record: r, Layers: map[string]int64{}}
+	}{Record: r}
 	if r.Phase == Running {
 		if info, err := s.Info(ctx, name); err == nil {
 			out.Live = &info
 		}
 	}
+	if out.Layers, out.Abandoned, err = s.disksOf(ctx, r); err != nil {
+		return nil, err
+	}
+	for _, size := range out.Layers {
+		out.Usage += size
+	}
+	return json.MarshalIndent(out, "", "  ")
+}
+
+// disksOf are the layers of a VM's disk, with what each takes on the host's, in bytes; and the snapshots of disks that it has left when it
+// was taken back.
+func (s *Store) disksOf(ctx context.Context, r *Record) (layers map[string]int64, abandoned []string, err error) {
 	have := manifests{}
 	if _, _, err := s.readManifests(ctx, have); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	for id, m := range have {
 		if m.Labels[labelKind] == kindAbandoned && m.Labels[labelOwner] == r.ID {
-			out.Abandoned = append(out.Abandoned, id)
+			abandoned = append(abandoned, id)
 		}
 	}
-	slices.Sort(out.Abandoned)
+	slices.Sort(abandoned)
+	layers = map[string]int64{}
 	for _, l := range r.Disk.Layers {
-		out.Layers[l], _ = diskUsage(filepath.Join(s.layerDir(), l))
-		out.Usage += out.Layers[l]
+		layers[l], _ = diskUsage(filepath.Join(s.layerDir(), l))
 	}
-	return json.MarshalIndent(out, "", "  ")
+	return layers, abandoned, nil
 }

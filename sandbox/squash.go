@@ -54,10 +54,10 @@ func (p *process) squash(ctx context.Context) (again bool, err error) {
 		// Nobody names it yet.
 		return false, os.Remove(path)
 	}
-	if err := p.in.disk.Substitute(layers, path); err != nil {
+	if err := p.in.Disk().Substitute(layers, path); err != nil {
 		return false, errors.Join(err, os.Remove(path))
 	}
-	st := p.in.disk.Stack()
+	st := p.in.Disk().Stack()
 	p.r.Disk = p.store.relative(st)
 	if err := p.store.save(p.r); err != nil {
 		return false, fmt.Errorf("noting the new layers: %w", err)
@@ -73,7 +73,7 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 	if p.alive() != nil {
 		return nil, "", nil
 	}
-	all := p.in.disk.Stack().Layers
+	all := p.in.Disk().Stack().Layers
 	if len(all) <= maxStack {
 		return nil, "", nil
 	}

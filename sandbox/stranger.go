@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -90,7 +91,7 @@ func (im *importing) Admit(m *snapshot.Manifest) error {
 		im.record = im.admitted(m, &r)
 		return nil
 	}
-	if err := checkHost(m.Host); err != nil {
+	if err := instance.CheckHost(m.Host); err != nil {
 		return err
 	}
 	if !im.trust {
@@ -105,7 +106,7 @@ func (im *importing) Admit(m *snapshot.Manifest) error {
 // checkImportedMounts refuses a guest that has disks or directories in use that are not in the stream: here their names
 // would give it whatever has these names.
 func checkImportedMounts(m *snapshot.Manifest, r *Record) error {
-	held, err := heldVolumes(m)
+	held, err := instance.HeldVolumes(m)
 	if err != nil {
 		return err
 	}
@@ -249,7 +250,7 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 		return fmt.Errorf("its disk: %w", err)
 	}
 	for _, d := range m.Disks {
-		if d.Name == deviceDisk {
+		if d.Name == instance.DeviceDisk {
 			d.Layers = st.Layers
 			m.Disks = []snapshot.Disk{d}
 			break
@@ -274,7 +275,7 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 			labels[labelNote] = note
 		}
 		m.Labels, m.Kernel = labels, im.record.Boot.KernelID
-		m.Host = map[string]string{factsKey: m.Host[factsKey]}
+		m.Host = map[string]string{instance.FactsKey: m.Host[instance.FactsKey]}
 	}
 	im.kept = true
 	return im.store.keep(m.ID)

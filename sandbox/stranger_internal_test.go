@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
@@ -54,12 +55,12 @@ func newHost(t *testing.T) *host {
 	}
 	h.image = img.ID
 	putKernel(t, s, "built-1", kernel.Built, "CONFIG_TUN=y\n")
-	h.write(filepath.Join(s.dir, agentDisk), "the agent")
+	h.write(filepath.Join(s.Dir(), agentDisk), "the agent")
 	// As if a VM had run here.
 	h.facts = "facts of this host"
-	before := goodFacts.Load()
-	goodFacts.Store(&h.facts)
-	t.Cleanup(func() { goodFacts.Store(before) })
+	before := instance.GoodFacts.Load()
+	instance.GoodFacts.Store(&h.facts)
+	t.Cleanup(func() { instance.GoodFacts.Store(before) })
 	return h
 }
 
@@ -71,7 +72,7 @@ func (h *host) another() *host {
 		h.t.Fatal(err)
 	}
 	for _, dir := range []string{"images", "kernels"} {
-		if err := os.CopyFS(filepath.Join(s.dir, dir), os.DirFS(filepath.Join(h.dir, dir))); err != nil {
+		if err := os.CopyFS(filepath.Join(s.Dir(), dir), os.DirFS(filepath.Join(h.dir, dir))); err != nil {
 			h.t.Fatal(err)
 		}
 	}
@@ -156,8 +157,8 @@ func (h *host) snapshot(r *Record, kind string, change func(*snapshot.Spec)) str
 	}
 	spec := snapshot.Spec{
 		ID: spec.NewID(), Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
-		Disks: []snapshot.Disk{{Name: deviceDisk, Size: testDiskSize, Layers: r.Disk.Layers}},
-		Host:  map[string]string{factsKey: h.facts}, Labels: labels, Memory: noMemory{},
+		Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: testDiskSize, Layers: r.Disk.Layers}},
+		Host:  map[string]string{instance.FactsKey: h.facts}, Labels: labels, Memory: noMemory{},
 	}
 	if change != nil {
 		change(&spec)
@@ -466,7 +467,7 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 		"a volume": {func(r *Record, _ map[string]string) {
 			r.Spec.Volumes = []spec.VolumeMount{{Name: "data", Path: "/data"}}
 		}, ErrImport},
-		"a volume that its label names":  {func(_ *Record, l map[string]string) { l[labelVolumes] = `[{"name":"data"}]` }, ErrImport},
+		"a volume that its label names":  {func(_ *Record, l map[string]string) { l[instance.LabelVolumes] = `[{"name":"data"}]` }, ErrImport},
 		"a record that cannot be read":   {func(_ *Record, l map[string]string) { l[labelRecord] = "{" }, ErrRecord},
 		"a record of another version":    {func(r *Record, _ map[string]string) { r.Version = 7 }, ErrRecord},
 		"another processor than this":    {func(_ *Record, l map[string]string) { l["facts"] = `{"arch":"arm64"}` }, vmm.ErrForeign},
@@ -479,7 +480,7 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 			id := from.snapshot(r, kindNamed, func(s *snapshot.Spec) {
 				for k, v := range extra {
 					if k == "facts" {
-						s.Host[factsKey] = v
+						s.Host[instance.FactsKey] = v
 						continue
 					}
 					s.Labels[k] = v
@@ -546,10 +547,10 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 			}
 			sp.Labels = labels
 		})
-		if err := os.Rename(filepath.Join(s.dir, agentDisk), filepath.Join(s.dir, "aside")); err != nil {
+		if err := os.Rename(filepath.Join(s.Dir(), agentDisk), filepath.Join(s.Dir(), "aside")); err != nil {
 			t.Fatal(err)
 		}
-		defer os.Rename(filepath.Join(s.dir, "aside"), filepath.Join(s.dir, agentDisk)) //nolint:errcheck // checked by what follows
+		defer os.Rename(filepath.Join(s.Dir(), "aside"), filepath.Join(s.Dir(), agentDisk)) //nolint:errcheck // checked by what follows
 		var b bytes.Buffer
 		if err := s.ExportSnapshot(t.Context(), id, &b); err == nil {
 			t.Error("an export without the agent's disk succeeded")

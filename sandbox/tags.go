@@ -98,7 +98,7 @@ func (p *process) setTags(c spec.TagChange) (TagsResult, error) {
 	if err := p.alive(); err != nil {
 		return TagsResult{}, err
 	}
-	n := p.in.network
+	n := p.in.Network()
 	if n == nil {
 		return TagsResult{}, noNetworkTags(p.r.Spec.Name)
 	}
@@ -114,25 +114,11 @@ func (p *process) setTags(c spec.TagChange) (TagsResult, error) {
 		p.r.Spec.Tags = old
 		return TagsResult{}, err
 	}
-	if err := n.retag(p.r.Spec.Tags); err != nil {
+	if err := n.SetTags(p.r.Spec.Tags); err != nil {
 		p.r.Spec.Tags = old
-		return TagsResult{}, errors.Join(err, n.retag(old), p.store.save(p.r))
+		return TagsResult{}, errors.Join(err, n.SetTags(old), p.store.save(p.r))
 	}
 	return tagsOf(p.r, true), nil
-}
-
-// retag changes the tags by which others know the VM.
-func (n *network) retag(tags []string) error {
-	<-n.attached
-	if n.err != nil {
-		return n.err
-	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.closed {
-		return fmt.Errorf("%w: its guest has ended", ErrNotRunning)
-	}
-	return n.link.SetTags(tags)
 }
 
 // handleTags answers for tags on the control socket.

@@ -16,7 +16,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	const kib = 1 << 10
 	write := func(size int, path ...string) string {
 		t.Helper()
-		name := filepath.Join(append([]string{s.dir}, path...)...)
+		name := filepath.Join(append([]string{s.Dir()}, path...)...)
 		if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {
 			t.Fatal(err)
 		}
@@ -51,7 +51,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	write(64*kib, "layers", "l")
 	shared := write(128*kib, "snapshots", "used", "memory")
 	write(256*kib, "snapshots", "earlier", "memory")
-	if err := os.Link(shared, filepath.Join(s.dir, "snapshots", "earlier", "shared")); err != nil {
+	if err := os.Link(shared, filepath.Join(s.Dir(), "snapshots", "earlier", "shared")); err != nil {
 		t.Fatal(err)
 	}
 	write(512*kib, "pages", "p")
@@ -61,7 +61,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(elsewhere, "i"), make([]byte, 1), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Symlink(elsewhere, filepath.Join(s.dir, "images")); err != nil {
+	if err := os.Symlink(elsewhere, filepath.Join(s.Dir(), "images")); err != nil {
 		t.Fatal(err)
 	}
 	u, err := s.Usage(t.Context())

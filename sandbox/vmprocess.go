@@ -21,6 +21,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
@@ -195,7 +196,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 func (o order) third() bool { return o.Fork || o.Hold }
 
 // obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
-func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, shells *Shells) error {
+func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, shells *instance.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -232,7 +233,7 @@ func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, she
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
 // the other end of the socket is closed, or told ends.
 func (s *Store) standBy(ctx, told context.Context, shape spec.Shape) (err error) {
-	shells, err := NewShells(map[spec.Shape]int{shape: 1})
+	shells, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1})
 	if err != nil {
 		return err
 	}

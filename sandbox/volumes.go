@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -10,6 +9,7 @@ import (
 	"path/filepath"
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -143,81 +143,6 @@ func (s *Store) attachVolumes(r *Record) (all []*volume.Volume, err error) {
 	return all, nil
 }
 
-// volumeSerial is what the guest reads as a volume's serial number, at most 20 bytes.
-func volumeSerial(r *volume.Record) string { return "vol-" + r.ID[:16] }
-
-// labelVolumes is where a snapshot says which volumes its memory knows. The content of
-// volumes is not part of a snapshot.
-const labelVolumes = "drowse.volumes"
-
-// heldVolume is a volume at the instant of a snapshot.
-type heldVolume struct {
-	Name       string `json:"name"`
-	ID         string `json:"id"`
-	Generation uint64 `json:"generation"`
-	ReadOnly   bool   `json:"read_only"`
-}
-
-func (in *Instance) labelVolumes(labels map[string]string) error {
-	var held []heldVolume
-	for _, v := range in.parts.Volumes {
-		r := v.Record()
-		held = append(held, heldVolume{r.Name, r.ID, r.Generation, v.ReadOnly()})
-	}
-	if len(held) == 0 {
-		return nil
-	}
-	text, err := json.Marshal(held)
-	if err != nil {
-		return err
-	}
-	labels[labelVolumes] = string(text)
-	return nil
-}
-
-func heldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
-	text := m.Labels[labelVolumes]
-	if text == "" {
-		return nil, nil
-	}
-	if err := json.Unmarshal([]byte(text), &held); err != nil {
-		return nil, fmt.Errorf("the volumes of snapshot %s: %w: %w", m.ID, ErrRecord, err)
-	}
-	return held, nil
-}
-
-// settleVolumes makes the volumes durable and notes that the memory in a snapshot goes
-// with them. The guest is paused.
-func (in *Instance) settleVolumes(snapshotID string) error {
-	for _, v := range in.parts.Volumes {
-		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: in.parts.VM}); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// checkVolumes refuses to put memory together with volumes that it does not belong to.
-func (in *Instance) checkVolumes(m *snapshot.Manifest) error {
-	held, err := heldVolumes(m)
-	if err != nil {
-		return err
-	}
-	if len(held) != len(in.parts.Volumes) {
-		return fmt.Errorf("%w: its guest has %d volumes, and the VM %d", ErrSpec, len(held), len(in.parts.Volumes))
-	}
-	for i, v := range in.parts.Volumes {
-		h := held[i]
-		if h.ReadOnly != v.ReadOnly() || h.Name != v.Record().Name {
-			return fmt.Errorf("%w: its guest has volume %s, and the VM %s in its place", ErrSpec, h.Name, v.Record().Name)
-		}
-		if err := v.Check(h.ID, h.Generation, volume.Settled{Snapshot: m.ID, VM: in.parts.VM}); err != nil {
-			return stale(h, m.ID, err)
-		}
-	}
-	return nil
-}
-
 // checkVolumes is Instance.checkVolumes before there is one: without the locks it may
 // be wrong a moment later, but says so before anything is made.
 func (s *Store) checkVolumes(r *Record, snapshotID string) error {
@@ -228,7 +153,7 @@ func (s *Store) checkVolumes(r *Record, snapshotID string) error {
 	if err != nil {
 		return err
 	}
-	held, err := heldVolumes(m)
+	held, err := instance.HeldVolumes(m)
 	if err != nil {
 		return err
 	}
@@ -241,17 +166,8 @@ func (s *Store) checkVolumes(r *Record, snapshotID string) error {
 			return err
 		}
 		if err := v.Check(h.ID, h.Generation, h.ReadOnly, volume.Settled{Snapshot: m.ID, VM: r.ID}); err != nil {
-			return stale(h, m.ID, err)
+			return instance.Stale(h, m.ID, err)
 		}
 	}
 	return nil
-}
-
-// stale says what can be done instead.
-func stale(h heldVolume, snapshotID string, err error) error {
-	remedy := fmt.Sprintf("boot instead, with `drowse start` or `drowse run --from-disk %.12s --volume %s:/PATH`", snapshotID, h.Name)
-	if !h.ReadOnly {
-		remedy += "; clones need volumes that are attached read-only"
-	}
-	return fmt.Errorf("%w: its content is not part of a snapshot, and the guest's memory goes only with the content that it left: %s", err, remedy)
 }

@@ -52,16 +52,17 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nine := make([]spec.VolumeMount, 9)
-	for i := range nine {
-		nine[i] = spec.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
+	many := make([]spec.VolumeMount, spec.MaxVolumes+1)
+	for i := range many {
+		many[i] = spec.VolumeMount{Name: fmt.Sprint("v", i), Path: fmt.Sprint("/v", i)}
 	}
 	for name, tt := range map[string]struct {
 		mounts []spec.VolumeMount
 		want   error
 	}{
 		"no such volume":     {[]spec.VolumeMount{{Name: "v", Path: "/data"}}, volume.ErrNotFound},
-		"too many":           {nine, sandbox.ErrSpec},
+		"as many as may be":  {many[:spec.MaxVolumes], volume.ErrNotFound},
+		"too many":           {many, sandbox.ErrSpec},
 		"twice":              {[]spec.VolumeMount{{Name: "v", Path: "/a"}, {Name: "v", Path: "/b"}}, sandbox.ErrSpec},
 		"one path for two":   {[]spec.VolumeMount{{Name: "v", Path: "/a"}, {Name: "w", Path: "/a"}}, sandbox.ErrSpec},
 		"a name with a path": {[]spec.VolumeMount{{Name: "../v", Path: "/a"}}, sandbox.ErrSpec},

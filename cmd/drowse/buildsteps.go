@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/build"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -103,8 +104,8 @@ func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) 
 type builtOfSteps struct {
 	imageInfo
 	Build struct {
-		Steps []sandbox.BuildStep `json:"steps"`
-		Boots int                 `json:"boots"`
+		Steps []build.Step `json:"steps"`
+		Boots int          `json:"boots"`
 	} `json:"build"`
 }
 
@@ -113,7 +114,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 	if from.Tag == "" {
 		return usageError{errors.New("an image of steps needs a name: use --tag")}
 	}
-	o := sandbox.BuildOptions{Tag: from.Tag, NoCache: from.NoCache, From: from, VM: f.vm}
+	o := build.Options{Tag: from.Tag, NoCache: from.NoCache, From: from, VM: f.vm}
 	o.From.NoCache = false // a base that is there is no step
 	var err error
 	if o.Args, err = buildArgs(f.args); err != nil {
@@ -133,19 +134,19 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 	if err != nil {
 		return err
 	}
-	p := a.newProgress("image build", func(stage string) bool { return countsBytes(stage) || stage == sandbox.StageCapture })
+	p := a.newProgress("image build", func(stage string) bool { return countsBytes(stage) || stage == build.StageCapture })
 	lines := &lineWriter{w: p.log}
 	o.Progress, o.Stdout, o.Stderr, o.From.Log = p.report, lines, lines, p.toolLog(a)
 	o.Begin = func(n, of int, step drowsefile.Step) {
 		fmt.Fprintf(p.log, "image build: [%d/%d] %s\n", n, of, printable(step.Text))
 	}
-	o.Done = func(_ int, step sandbox.BuildStep) {
+	o.Done = func(_ int, step build.Step) {
 		lines.end()
 		if step.Cached {
 			fmt.Fprintln(p.log, "image build: cached")
 		}
 	}
-	res, err := s.BuildImage(cmd.Context(), l, o)
+	res, err := build.Image(cmd.Context(), s, l, o)
 	lines.end()
 	p.finish(err)
 	switch {
@@ -156,7 +157,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 	}
 	out := builtOfSteps{imageInfo: infoOf(res.Image)}
 	if out.Build.Steps = res.Steps; res.Steps == nil {
-		out.Build.Steps = []sandbox.BuildStep{}
+		out.Build.Steps = []build.Step{}
 	}
 	out.Build.Boots = res.Boots
 	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })

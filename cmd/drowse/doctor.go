@@ -20,7 +20,7 @@ func (a *app) doctorCommand() *cobra.Command {
 and what follows if not. Nothing is changed. The exit status is 0 if VMs can run, else 1.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			r, err := doctor.Examine(cmd.Context(), doctor.Options{StateDir: a.state, Agent: agentPath()})
+			r, err := doctor.Examine(cmd.Context(), doctor.Options{StateDir: a.state, Agent: agentPath(), VMM: beside(vmmName)})
 			if err != nil {
 				return err
 			}
@@ -40,11 +40,16 @@ func agentPath() string {
 	if p := os.Getenv("DROWSE_AGENT"); p != "" {
 		return p
 	}
+	return beside(agentName)
+}
+
+// beside is where a file beside this program is.
+func beside(name string) string {
 	self, err := os.Executable()
 	if err != nil {
 		return ""
 	}
-	return filepath.Join(filepath.Dir(self), agentName)
+	return filepath.Join(filepath.Dir(self), name)
 }
 
 func printReport(w io.Writer, r doctor.Report) {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/build"
 )
 
 func (a *app) imageCommand() *cobra.Command {
@@ -413,7 +414,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := vms.SweepBuilds(cmd.Context()); err != nil {
+			if err := build.Sweep(cmd.Context(), vms); err != nil {
 				return err
 			}
 			s, err := a.images()

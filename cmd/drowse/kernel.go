@@ -29,6 +29,7 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 	var (
 		jobs    int
 		install bool
+		update  bool
 		tarball string
 		config  string
 		shared  string
@@ -36,13 +37,15 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "build", Annotations: makesState,
 		Short: "Build the small guest kernel from Debian's kernel source",
-		Long: `Build the small guest kernel from Debian's kernel source, or find it in the cache if
-nothing that it is made from has changed. It runs on every kind of KVM.
+		Long: `Build the small guest kernel from Debian's kernel source, or find it in the cache if it
+has one with the patches and options of this program. It runs on every kind of KVM. With
+--update, the cache's is used only if Debian's source and the compiler are the same too.
 
 With --config, FILE has options in the form of a kernel's .config, which take the place of
 those that drowse sets. Such a kernel is used by VMs that name it (run --kernel ID) and by
 images that need what it has; the others keep the usual one. docs/reference/KERNELS.md says more.`,
 		Example: `  drowse kernel build --install-deps
+  apt-get update && drowse kernel build --update
   echo CONFIG_VXLAN=y | drowse kernel build --config -`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -60,6 +63,7 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 			p := a.newProgress("kernel build", downloads)
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
 				CacheDir: s.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
+				Update: update, Newer: p.newer,
 				Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
@@ -69,6 +73,7 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 	f := cmd.Flags()
 	f.IntVarP(&jobs, "jobs", "j", 0, "compilers that run at once (default: one on each CPU)")
 	f.BoolVar(&install, "install-deps", false, "install missing build tools with apt-get, as root")
+	f.BoolVar(&update, "update", false, "build from the newest source that apt knows, also if the cache has a kernel of an older one")
 	f.StringVar(&tarball, "source", "", "linux-*.tar.xz to build from instead of Debian's package")
 	f.StringVar(&config, "config", "", "file with further options of the kernel, or -")
 	f.StringVar(&shared, "share", "", "directory through which other state directories get the kernel, or have it already")
@@ -105,15 +110,17 @@ func readOwnConfig(in io.Reader, path string) (string, error) {
 
 func (a *app) kernelFetchCommand() *cobra.Command {
 	var (
+		index   bool
 		update  bool
 		modules []string
 	)
 	cmd := &cobra.Command{
 		Use: "fetch", Annotations: makesState,
 		Short: "Fetch Debian's stock cloud kernel, which runs on hardware KVM",
-		Long: `Fetch Debian's stock cloud kernel, which runs on KVM with VMX or SVM. Its drivers are
-modules: those that a VM needs are loaded when it boots, and with --module others as well.
-"drowse kernel inspect" says which features want which.`,
+		Long: `Fetch Debian's stock cloud kernel, which runs on KVM with VMX or SVM, or find it in the
+cache. With --update, the cache's is used only if apt knows no newer one. The kernel's
+drivers are modules: those that a VM needs are loaded when it boots, and with --module
+others as well. "drowse kernel inspect" says which features want which.`,
 		Example: `  drowse kernel fetch
   drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
 		Args: cobra.NoArgs,
@@ -124,14 +131,15 @@ modules: those that a VM needs are loaded when it boots, and with --module other
 			}
 			p := a.newProgress("kernel fetch", downloads)
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
-				CacheDir: s.KernelDir(), UpdateIndex: update, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
+				CacheDir: s.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
 			return a.printKernel(k, err)
 		},
 	}
 	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
-	cmd.Flags().BoolVar(&update, "update-index", false, "run apt-get update, as root, if apt does not know the kernel or its file is gone")
+	cmd.Flags().BoolVar(&update, "update", false, "fetch the newest kernel that apt knows, also if the cache has an older one")
+	cmd.Flags().BoolVar(&index, "update-index", false, "run apt-get update, as root, if apt does not know the kernel or its file is gone")
 	return cmd
 }
 

@@ -145,7 +145,7 @@ func (a *app) root() *cobra.Command {
 		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
-		a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.benchCommand(), a.demoCommand(), a.vmmCommand(),
+		a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.benchCommand(), a.demoCommand(),
 	)
 	usageArgs(root)
 	return root
@@ -209,8 +209,24 @@ func printJSON(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// agentName is the file name of the guest's agent, which lies beside this program.
-const agentName = "drowse-agent"
+// agentName and vmmName are the files of the guest's agent and of the program of a VM's process, which lie beside this program.
+const (
+	agentName = "drowse-agent"
+	vmmName   = "drowse-vmm"
+)
+
+// vmmCommand is the program of a VM's process. Tests, which are one program, have their own.
+var vmmCommand = func() ([]string, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, fmt.Errorf("finding this program: %w", err)
+	}
+	vmm := filepath.Join(filepath.Dir(self), vmmName)
+	if _, err := os.Stat(vmm); err != nil {
+		return nil, fmt.Errorf("finding the program of a VM's process: %w: build it with `make build`, and put it beside drowse", err)
+	}
+	return []string{vmm}, nil
+}
 
 // launcher says how VMs get their processes.
 func (a *app) launcher() (sandbox.Launcher, error) {
@@ -225,7 +241,11 @@ func (a *app) launcher() (sandbox.Launcher, error) {
 	if _, err := os.Stat(agent); err != nil {
 		return sandbox.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
 	}
-	return sandbox.Launcher{Command: []string{self, "vmm"}, Agent: agent, Supervised: true}, nil
+	vmm, err := vmmCommand()
+	if err != nil {
+		return sandbox.Launcher{}, err
+	}
+	return sandbox.Launcher{Command: vmm, Agent: agent, Supervised: true}, nil
 }
 
 func isTerminal(w io.Writer) bool {

@@ -140,6 +140,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"bench report /nonexistent/x", exitFailed, "/nonexistent/x"},
 		{"bench report -o json x", exitUsage, "writes HTML"},
 	}
+	t.Setenv("DROWSE_AGENT", os.Args[0]) // it is looked for before some arguments are, and not used
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {
 			code, stdout, stderr := drowse(t, t.TempDir(), strings.Fields(tt.args)...)

@@ -16,7 +16,6 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -303,7 +302,7 @@ func (a *app) policyStatsCommand() *cobra.Command {
 	}
 }
 
-func writeStats(w io.Writer, st sandbox.NetworkStats) {
+func writeStats(w io.Writer, st spec.NetworkStats) {
 	addresses := st.Address.String()
 	if st.Address6.IsValid() {
 		addresses += " and " + st.Address6.String()

@@ -55,6 +55,11 @@ func (p *progress) toolLog(a *app) io.Writer {
 	return p.log
 }
 
+// newer says that the kernel that was found is not the newest.
+func (p *progress) newer(version string) {
+	fmt.Fprintf(p.log, "a newer kernel is there: %s (take it with: drowse %s --update)\n", version, p.what)
+}
+
 // report is a callback as packages kernel and image take it. total is 0 when it is
 // not known.
 func (p *progress) report(stage string, done, total int64) {

@@ -18,7 +18,6 @@ import (
 	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -118,7 +117,7 @@ var errTopDone = errors.New("done")
 type topper struct {
 	vms      fleet.VMs
 	networks interface {
-		NetworkStats(ctx context.Context, name string) (sandbox.NetworkStats, error)
+		NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error)
 	}
 	use func(pid int) (cpu time.Duration, memory int64, err error)
 	now func() time.Time

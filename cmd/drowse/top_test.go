@@ -18,10 +18,10 @@ import (
 // counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
 type counted struct{ looks map[string]uint64 }
 
-func (c counted) NetworkStats(_ context.Context, name string) (sandbox.NetworkStats, error) {
+func (c counted) NetworkStats(_ context.Context, name string) (spec.NetworkStats, error) {
 	c.looks[name]++
 	n := c.looks[name]
-	return sandbox.NetworkStats{Counters: []netpolicy.Counter{
+	return spec.NetworkStats{Counters: []netpolicy.Counter{
 		{Direction: netpolicy.Ingress, Verdict: netpolicy.Allow, Count: netpolicy.Count{Packets: n, Bytes: 100 * n}},
 		{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Count: netpolicy.Count{Packets: 10 * n, Bytes: 1e6 * n}},
 	}}, nil

@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/mmio"
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
@@ -77,4 +79,48 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	}
 	must(t, g.dev.Resume())
 	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == packets })
+}
+
+// What the device holds for sockets that take it only now is written in bounded amounts while a pause is wanted: all connections
+// together may hold 64 MiB, and a guest that floods them would hold up its pause for that long.
+func TestAttack_pause_does_not_wait_for_all_that_waits_for_sockets(t *testing.T) {
+	g := newGuest(t, 16)
+	must(t, g.dev.Pause(t.Context()))
+	e := g.dev.engine
+	total := 0
+	var hosts []int
+	for i := range 2 * settleBytes / smallBuffer {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+		must(t, err)
+		t.Cleanup(func() { unix.Close(pair[1]) })
+		c := e.newConn(pair[0], stateOpen, false)
+		if c == nil {
+			t.Fatal("no room for a connection")
+		}
+		e.register(c, key{guestPort: uint32(i), hostPort: 1})
+		e.takeBuffer(c)
+		c.received, c.backlog.n = smallBuffer, smallBuffer
+		e.stats.buffered.Add(smallBuffer)
+		e.block(c)
+		hosts = append(hosts, pair[1])
+		total += smallBuffer
+	}
+	e.Settle()
+	left := 0
+	for _, c := range e.slots {
+		left += c.backlog.n
+	}
+	if taken := total - left; taken == 0 || taken > settleBytes+largeBuffer {
+		t.Errorf("%d bytes of %d were written for the pause, %d may be", taken, total, settleBytes)
+	}
+	must(t, g.dev.Resume())
+	g.wait("the rest to be written", func() bool {
+		there := 0
+		for _, fd := range hosts {
+			n, err := unix.IoctlGetInt(fd, unix.TIOCINQ)
+			must(t, err)
+			there += n
+		}
+		return there == total
+	})
 }

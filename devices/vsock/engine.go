@@ -42,7 +42,8 @@ const (
 	// turnAccepts how many clients it accepts, so that everybody gets a turn.
 	turnChains  = 256
 	turnAccepts = 64
-	// settleBytes is how much of the guest's packets a pause still takes, of [virtq.Queue.Work].
+	// settleBytes is how much of the guest's packets a pause still takes, of [virtq.Queue.Work], together with what it
+	// still writes of earlier ones.
 	settleBytes = 16 << 20
 	// maxBurst is how many receive buffers one read fills at most.
 	maxBurst = 16
@@ -187,11 +188,19 @@ func (e *engine) Settle() {
 		return
 	}
 	e.settling = true
+	begin := e.tx.Work()
 	err := e.drainTX(txSize)
 	e.settling = false
+	// All connections together may hold 64 MiB for sockets that now take it.
+	taken := e.tx.Work() - begin
 	for _, c := range e.slots {
+		if taken >= settleBytes {
+			break
+		}
 		if c != nil && c.backlog.n > 0 {
+			before := c.backlog.n
 			e.flush(c)
+			taken += uint64(max(before-c.backlog.n, 0))
 		}
 	}
 	e.txDeadline = e.now

@@ -29,7 +29,7 @@ func run(ctx context.Context, state, program string) (err error) {
 	if err != nil {
 		return err
 	}
-	f := fleet.New(fleet.OfStore(store, sandbox.Launcher{Command: []string{program, "vmm"}, Agent: program + "-agent"}), fleet.Options{})
+	f := fleet.New(fleet.OfStore(store, sandbox.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
 	policy, err := netpolicy.Parse([]byte("rules: [{name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24], protocols: [tcp], ports: [443]}]\n"))
 	if err != nil {
 		return err

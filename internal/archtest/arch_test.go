@@ -32,6 +32,7 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
+	{"cmd/drowse-vmm", []string{"sandbox"}},
 	{"cmd/drowse-peer-guest", nil},
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/doctor"}},
 
@@ -54,8 +55,11 @@ var rules = []rule{
 	{"sandbox/api/web", nil},
 	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/lifetime", nil},
+	{"sandbox/build", []string{"sandbox", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// What a VM is, also for a client on another system.
-	{"sandbox/spec", []string{"netpolicy", "guest", "sandbox/lifetime"}},
+	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
+	// One VM in this process.
+	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/events", nil},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
@@ -219,6 +223,54 @@ func TestImportsRunOneWayAndUnsafeStaysInItsFiles(t *testing.T) {
 	for _, s := range all {
 		for _, v := range s.violations() {
 			t.Error(v)
+		}
+	}
+}
+
+// The program of a VM's process has no more than a VM needs: all of it is within reach of a guest that breaks out.
+func TestProgramOfAVMHasNoMoreThanAVMNeeds(t *testing.T) {
+	imports := map[string]map[string]bool{} // by package of this module: what it imports
+	for _, s := range sources(t) {
+		if s.isTest() {
+			continue
+		}
+		of := imports[s.pkg()]
+		if of == nil {
+			of = map[string]bool{}
+			imports[s.pkg()] = of
+		}
+		for _, i := range s.file.Imports {
+			name, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			of[name] = true
+		}
+	}
+	from := map[string]string{"cmd/drowse-vmm": ""} // who imports it
+	for next := []string{"cmd/drowse-vmm"}; len(next) > 0; next = next[1:] {
+		for name := range imports[next[0]] {
+			own, ok := strings.CutPrefix(name, module+"/")
+			if !ok {
+				own = name
+			}
+			if _, seen := from[own]; !seen {
+				from[own] = next[0]
+				next = append(next, own)
+			}
+		}
+	}
+	if _, ok := from["sandbox/instance"]; !ok {
+		t.Fatal("the program does not lead to a VM: is this looking at it?")
+	}
+	for _, unwanted := range []string{
+		"bench", "cmd/drowse", "rootfs/image/drowsefile", "sandbox/api", "sandbox/build", "sandbox/fleet", "sandbox/metrics", "sandbox/records", "sandbox/supervisor", "sandbox/traces",
+		"github.com/spf13/cobra", "github.com/prometheus", "go.opentelemetry.io", "modernc.org/sqlite", "html/template", "testing",
+	} {
+		for name, by := range from {
+			if name == unwanted || strings.HasPrefix(name, unwanted+"/") {
+				t.Errorf("drowse-vmm has %s, by %s", name, by)
+			}
 		}
 	}
 }

@@ -12,8 +12,8 @@ import (
 type Options struct {
 	// StateDir is the state directory; it need not exist.
 	StateDir string
-	// Agent is the path where the guest's agent should be.
-	Agent string
+	// Agent is the path where the guest's agent should be, and VMM that of the program of a VM's process.
+	Agent, VMM string
 	// KernelDir and ImageDir are the stores of the packages of these names; empty
 	// means StateDir.
 	KernelDir, ImageDir string

@@ -58,7 +58,7 @@ func files(t *testing.T, dir string) []string {
 func TestExamineThisHostLeavesNothingBehind(t *testing.T) {
 	dir := t.TempDir()
 	before := files(t, dir)
-	r, err := Examine(t.Context(), Options{StateDir: filepath.Join(dir, "not", "there"), Agent: filepath.Join(dir, "agent")})
+	r, err := Examine(t.Context(), Options{StateDir: filepath.Join(dir, "not", "there"), Agent: filepath.Join(dir, "agent"), VMM: filepath.Join(dir, "agent")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -229,15 +229,17 @@ func TestStateDirectory(t *testing.T) {
 	}
 }
 
-func TestAgentIsRequired(t *testing.T) {
-	agent := filepath.Join(t.TempDir(), "agent")
-	if err := os.WriteFile(agent, []byte("x"), 0o755); err != nil {
+func TestAgentAndProgramOfAVMAreRequired(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, []byte("x"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]Status{agent: OK, agent + "2": Missing, filepath.Dir(agent): Missing, "": Unknown} {
-		c := find(t, stores(Options{Agent: path, KernelDir: t.TempDir(), ImageDir: t.TempDir()}), "agent")
-		if c.Status != want || !c.Required {
-			t.Errorf("agent %q: check %+v, want %s, required", path, c, want)
+	for path, want := range map[string]Status{file: OK, file + "2": Missing, filepath.Dir(file): Missing, "": Unknown} {
+		checks := stores(Options{Agent: path, VMM: path, KernelDir: t.TempDir(), ImageDir: t.TempDir()})
+		for _, name := range []string{"agent", "vmm"} {
+			if c := find(t, checks, name); c.Status != want || !c.Required {
+				t.Errorf("%s %q: check %+v, want %s, required", name, path, c, want)
+			}
 		}
 	}
 }

@@ -73,15 +73,20 @@ func (h host) tools() []Check {
 // stores looks at what VMs are made from.
 func stores(o Options) []Check {
 	g := &group{name: "stores"}
-	switch st, err := os.Stat(o.Agent); {
-	case o.Agent == "":
-		g.require("agent", Unknown, "it was not said where it is", "no VM can start")
-	case err != nil:
-		g.require("agent", Missing, oneLine(err.Error()), "no VM can start: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT")
-	case !st.Mode().IsRegular():
-		g.require("agent", Missing, o.Agent+" is not a regular file", "no VM can start: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT")
-	default:
-		g.require("agent", OK, fmt.Sprintf("%s, %s", o.Agent, bytesText(uint64(st.Size()))), "")
+	for _, program := range []struct{ name, path, remedy string }{
+		{"agent", o.Agent, "build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT"},
+		{"vmm", o.VMM, "build it with `make build`, and put it beside drowse"},
+	} {
+		switch st, err := os.Stat(program.path); {
+		case program.path == "":
+			g.require(program.name, Unknown, "it was not said where it is", "no VM can start")
+		case err != nil:
+			g.require(program.name, Missing, oneLine(err.Error()), "no VM can start: "+program.remedy)
+		case !st.Mode().IsRegular():
+			g.require(program.name, Missing, program.path+" is not a regular file", "no VM can start: "+program.remedy)
+		default:
+			g.require(program.name, OK, fmt.Sprintf("%s, %s", program.path, bytesText(uint64(st.Size()))), "")
+		}
 	}
 	storedKernels(g, o.KernelDir)
 	storedImages(g, o.ImageDir)

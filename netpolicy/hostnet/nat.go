@@ -21,6 +21,10 @@ import (
 // InterfacePrefix begins the names of agents' TAP devices.
 const InterfacePrefix = "drowse"
 
+// InterfaceName is the name of the TAP device of an agent with this id of 32 hex digits. No other agent's is the same, so that what tidies
+// up after a killed process never means another one's.
+func InterfaceName(id string) string { return InterfacePrefix + id[:min(9, len(id))] }
+
 // Names in nftables. Nothing else uses the table.
 const (
 	tableName   = "drowse"

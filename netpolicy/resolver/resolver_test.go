@@ -328,3 +328,57 @@ func TestLookup_gives_what_the_guest_would_get(t *testing.T) {
 		t.Errorf("%d of 20 lookups were refused at 5 a second, want 10", failed)
 	}
 }
+
+func TestServe_connection_beyond_the_bound_waits_until_another_ends(t *testing.T) {
+	r, _ := newResolver(t, &zone{}, false)
+	r.policy.DNS.QueriesPerSecond = 1000
+	asked, more := make(chan struct{}, 4*maxConnections), make(chan struct{})
+	r.cfg.Exchange = func(_ context.Context, m *dns.Msg, _ netip.AddrPort) (*dns.Msg, error) {
+		asked <- struct{}{}
+		<-more
+		return new(dns.Msg).SetReply(m), nil
+	}
+	pc, err := net.ListenPacket("udp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Serve(ctx, pc, ln) }()
+	var conns []*dns.Conn
+	for range maxConnections + 1 {
+		c, err := net.Dial("tcp4", ln.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn := &dns.Conn{Conn: c}
+		defer conn.Close()
+		if err := conn.WriteMsg(query("example.com", dns.TypeA)); err != nil {
+			t.Fatal(err)
+		}
+		conns = append(conns, conn)
+	}
+	for range maxConnections {
+		<-asked
+	}
+	select {
+	case <-asked:
+		t.Errorf("%d connections are served at once", maxConnections+1)
+	case <-time.After(50 * time.Millisecond): // on a host that is busy a bound that is missing may go unseen
+	}
+	close(more)
+	for i, conn := range conns {
+		if a, err := conn.ReadMsg(); err != nil || a.Rcode != dns.RcodeSuccess {
+			t.Fatalf("connection %d: %v, %v", i, a, err)
+		}
+		conn.Close() // and the last one is served
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}

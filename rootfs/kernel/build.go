@@ -54,6 +54,13 @@ type BuildOptions struct {
 	// finished one. Modules, and options that drowse cannot do with or without, are refused. At most 1 MiB.
 	Config string
 
+	// Update has the kernel made of the newest source that apt knows and with the compiler that is there, unless the cache has
+	// one of exactly these. Without it a kernel in the cache is used that has these patches and options.
+	Update bool
+
+	// Newer, if set, is called with the version of the source that apt knows when an older one in the cache is used.
+	Newer func(version string)
+
 	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is 0 where it
 	// is not known; done and total are bytes for "download" and steps for "compile".
 	Progress func(stage string, done, total int64)
@@ -70,8 +77,8 @@ type source struct {
 }
 
 // Build returns the kernel made from Debian's kernel source with the patches and the configuration in this folder, from the cache if
-// it has one of exactly these inputs: source package, patches, configuration, compiler, linker and recipe. A build takes 8 minutes of
-// CPU time. Any number of calls and processes may build at once; those with the same inputs wait for the first.
+// it has one. Nothing is asked of apt or of compilers then. A kernel is known by its inputs: source package, patches, configuration,
+// compiler, linker and recipe; BuildOptions.Update says which of them matter. A build takes 8 minutes of CPU time. Any number of calls and processes may build at once; those with the same inputs wait for the first.
 //
 // When ctx ends, the compilers are stopped and the error wraps ctx's. A build that was interrupted in any way, also by loss of power,
 // leaves nothing that is taken for a result; the next one removes its remains. A failed program gives a *CommandError; missing
@@ -139,6 +146,19 @@ func (b *builder) report(stage string, done, total int64) {
 
 func (b *builder) build(ctx context.Context) (*Kernel, error) {
 	b.report("check", 0, 0)
+	if !b.opts.Update {
+		k, err := b.cached(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if k != nil {
+			source := func(ctx context.Context) (aptPackage, error) { return b.apt.lookup(ctx, sourcePackage) }
+			if b.opts.SourceTarball == "" {
+				b.apt.tellNewer(ctx, k.Inputs["source"], source, b.opts.Newer)
+			}
+			return k, nil
+		}
+	}
 	if err := b.dependencies(ctx); err != nil {
 		return nil, err
 	}
@@ -321,19 +341,22 @@ func (b *builder) source(ctx context.Context) (source, error) {
 	return src, nil
 }
 
-// inputs returns everything that decides what is built, by name.
-func (b *builder) inputs(ctx context.Context, src source) (map[string]string, error) {
-	in := map[string]string{
-		"recipe": recipeVersion,
-		"source": src.identity,
-		"config": sha256Of(b.config),
-	}
+// recipe returns what this program and its caller decide of what is built, by name.
+func (b *builder) recipe() map[string]string {
+	in := map[string]string{"recipe": recipeVersion, "config": sha256Of(b.config)}
 	if b.opts.Config != "" {
 		in[ownConfigInput] = sha256Of(b.opts.Config)
 	}
 	for _, p := range b.patches {
 		in["patch "+p.name] = sha256Of(p.text)
 	}
+	return in
+}
+
+// inputs returns everything that decides what is built, by name: the recipe, the source and the tools.
+func (b *builder) inputs(ctx context.Context, src source) (map[string]string, error) {
+	in := b.recipe()
+	in["source"] = src.identity
 	for _, tool := range []string{"gcc", "ld"} {
 		out, err := command{doing: "asking for the version of " + tool, log: b.log}.run(ctx, tool, "--version")
 		if err != nil {

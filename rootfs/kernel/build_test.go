@@ -42,6 +42,7 @@ case "$*" in
 *install*) for p in $(cat "$T/installable" 2>/dev/null); do cp "$T/spare/$p" "$T/bin/$p"; done;;
 esac`,
 	"dpkg-query": `exit 1`,
+	"dpkg":       `[ "$2" != "$4" ] && [ "$(printf '%s\n' "$2" "$4" | sort -V | head -n 1)" = "$2" ]`, // --compare-versions A lt B
 	"dpkg-deb":   `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
 }
 
@@ -189,6 +190,10 @@ func TestBuildIsMadeAnewForOtherInputsOnly(t *testing.T) {
 		t.Error("the number of jobs made another kernel")
 	}
 	writeTree(t, dir, map[string]string{"gcc-version": "gcc 2\n"})
+	if k := build(); k.ID != first.ID {
+		t.Error("another compiler made another kernel unasked")
+	}
+	opts.Update = true
 	second := build()
 	if second.ID == first.ID {
 		t.Error("another compiler made the same kernel")

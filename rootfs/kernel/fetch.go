@@ -29,6 +29,13 @@ type FetchOptions struct {
 	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by themselves.
 	ExtraModules []string
 
+	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used, if no Package
+	// is named.
+	Update bool
+
+	// Newer, if set, is called with the version that apt knows when an older one in the cache is used.
+	Newer func(version string)
+
 	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or its file is gone from the archive.
 	UpdateIndex bool
 
@@ -43,7 +50,7 @@ type FetchOptions struct {
 // realKernel matches the name of a package that holds a kernel, not only a dependency on one.
 var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
 
-// Fetch returns Debian's kernel, unmodified, from the cache if it is there in the version that apt would install now. It is downloaded
+// Fetch returns Debian's kernel, unmodified, from the cache if it is there; FetchOptions.Update says in which version. It is downloaded
 // by apt, compared with the hash in apt's signed index, and unpacked in the cache; nothing is installed on the host.
 //
 // Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps ctx's; an
@@ -69,6 +76,16 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	}
 	a := &apt{cacheDir: cacheDir, mayChange: opts.UpdateIndex, log: opts.Log, progress: opts.Progress}
 	a.report("check", 0, 0)
+	modules := strings.Join(append(append([]string{}, wantedModules...), opts.ExtraModules...), " ")
+	if opts.Package == "" && !opts.Update {
+		if k, err := cachedCloud(cacheDir, modules); err != nil {
+			return nil, err
+		} else if k != nil {
+			newest := func(ctx context.Context) (aptPackage, error) { return resolveKernel(ctx, a.lookup, cloudPackage) }
+			a.tellNewer(ctx, k.Inputs["package"], newest, opts.Newer)
+			return k, nil
+		}
+	}
 	name := opts.Package
 	if name == "" {
 		name = cloudPackage
@@ -80,7 +97,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	inputs := map[string]string{
 		"recipe":  recipeVersion,
 		"package": fmt.Sprintf("%s %s deb sha256:%s", p.name, p.version, p.sha256),
-		"modules": strings.Join(append(append([]string{}, wantedModules...), opts.ExtraModules...), " "),
+		"modules": modules,
 	}
 	hash := hashInputs(inputs)
 	if k, err := findInputs(cacheDir, Debian, hash); k != nil || err != nil {

@@ -282,12 +282,17 @@ func Find(cacheDir, idOrKind string) (*Kernel, error) {
 
 // findInputs returns the kernel made from exactly these inputs, or nil.
 func findInputs(cacheDir string, kind Kind, hash string) (*Kernel, error) {
+	return findNewest(cacheDir, func(k *Kernel) bool { return k.Kind == kind && k.InputsHash == hash })
+}
+
+// findNewest returns the newest kernel in the cache that fits, or nil.
+func findNewest(cacheDir string, fits func(*Kernel) bool) (*Kernel, error) {
 	all, err := List(cacheDir)
 	if err != nil {
 		return nil, err
 	}
 	for _, k := range all {
-		if k.Kind == kind && k.InputsHash == hash {
+		if fits(k) {
 			return k, nil
 		}
 	}

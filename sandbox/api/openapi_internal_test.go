@@ -32,7 +32,7 @@ func schemasOf() map[reflect.Type]*jsonschema.Schema {
 		reflect.TypeFor[netpolicy.Reason]():       text("why a packet passed or did not"),
 		reflect.TypeFor[[]byte]():                 text("base64"),
 		reflect.TypeFor[netpolicy.Policy]():       {Type: "object", Description: "a network policy: `drowse policy schema` prints its schema, and docs/guides/policy.md describes it"},
-		reflect.TypeFor[guest.Stats]():            {Type: "object", Description: "what the guest says: docs/SPECIFICATION.md"},
+		reflect.TypeFor[guest.Stats]():            {Type: "object", Description: "what the guest says of its use, with the fields of the Go type guest.Stats"},
 		reflect.TypeFor[netpolicy.FlowRecord]():   {Type: "object", Description: "a flow, or what was lost of them: docs/reference/network.md"},
 		reflect.TypeFor[netpolicy.PortRange]():    text("a port, or two with a hyphen"),
 		reflect.TypeFor[netpolicy.CheckedPorts](): text("ports, or none"),

@@ -3,10 +3,12 @@ package api_test
 import (
 	"bufio"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -288,5 +290,83 @@ func TestHealth_of_many_who_ask_at_once_is_looked_at_once_and_a_check_that_hangs
 		if h, err := s.client.Ready(t.Context()); err == nil && h.OK {
 			break
 		}
+	}
+}
+
+// One caller has half of a kind, two have all of it, and the next of either is refused with what to do.
+func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
+	for _, x := range []struct {
+		kind  string
+		most  int
+		mount api.Mount
+	}{
+		{"reads", api.MaxReads, api.Mount{Scope: api.ScopeRead}},
+		{"changes", api.MaxChanges, api.Mount{Scope: api.ScopeWrite}},
+		{"streams", api.MaxStreams, api.Mount{Scope: api.ScopeRead, Long: true}},
+		{"without a token", api.MaxOpen, api.Mount{Scope: api.ScopeNone}},
+	} {
+		t.Run(x.kind, func(t *testing.T) {
+			begun, end := make(chan struct{}, x.most), make(chan struct{})
+			x.mount.Pattern = "GET /hold"
+			x.mount.Handler = http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+				begun <- struct{}{}
+				<-end
+			})
+			o := api.Options{Tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}, Mounts: []api.Mount{x.mount}}
+			var tokens [3]string
+			for i := range tokens {
+				var err error
+				if tokens[i], err = o.Tokens.Create(fmt.Sprint("caller", i), api.ScopeWrite); err != nil {
+					t.Fatal(err)
+				}
+			}
+			server := api.New(o)
+			get := func(caller int) *httptest.ResponseRecorder {
+				r := httptest.NewRequest(http.MethodGet, "http://localhost/hold", nil)
+				r.RemoteAddr = fmt.Sprintf("192.0.2.%d:4000", caller) // tells those without a token from each other
+				r.Header.Set("Authorization", "Bearer "+tokens[caller])
+				w := httptest.NewRecorder()
+				server.ServeHTTP(w, r)
+				return w
+			}
+			var wg sync.WaitGroup
+			fill := func(caller int) {
+				for range x.most / 2 {
+					wg.Go(func() {
+						if w := get(caller); w.Code != http.StatusOK {
+							t.Errorf("one of the first %d of caller %d: %d %s", x.most/2, caller, w.Code, w.Body)
+							begun <- struct{}{}
+						}
+					})
+				}
+				for range x.most / 2 {
+					<-begun
+				}
+			}
+			beyond := func(caller, status int, code fleet.Code) {
+				t.Helper()
+				answer := make(chan *httptest.ResponseRecorder, 1)
+				wg.Go(func() { answer <- get(caller) })
+				select {
+				case <-begun:
+					t.Errorf("one more of caller %d is let in", caller)
+				case w := <-answer:
+					var doc wire.ErrorDoc
+					err := json.Unmarshal(w.Body.Bytes(), &doc)
+					if err != nil || w.Code != status || doc.Error.Code != code || w.Header().Get("Retry-After") == "" {
+						t.Errorf("one more of caller %d: %d %s (%v), want %d %s", caller, w.Code, w.Body, err, status, code)
+					}
+				}
+			}
+			fill(0)
+			beyond(0, http.StatusTooManyRequests, wire.CodeTooMany)
+			fill(1)
+			beyond(2, http.StatusServiceUnavailable, wire.CodeBusy)
+			close(end)
+			wg.Wait()
+			if w := get(2); w.Code != http.StatusOK {
+				t.Errorf("after all have ended: %d %s", w.Code, w.Body)
+			}
+		})
 	}
 }

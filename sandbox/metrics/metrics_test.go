@@ -115,11 +115,11 @@ func networkedVMs(t *testing.T) *fleettest.VMs {
 // asked has figures of any VM but one, which does not answer.
 type asked struct{}
 
-func (asked) NetworkStats(_ context.Context, name string) (sandbox.NetworkStats, error) {
+func (asked) NetworkStats(_ context.Context, name string) (spec.NetworkStats, error) {
 	if name == "slow" {
-		return sandbox.NetworkStats{}, errors.New("no answer")
+		return spec.NetworkStats{}, errors.New("no answer")
 	}
-	return sandbox.NetworkStats{
+	return spec.NetworkStats{
 		Name: "another", DNS: resolver.Stats{Refused: 3}, TLS: tlsname.Stats{Passed: 4},
 		Counters: []netpolicy.Counter{{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Reason: netpolicy.ReasonDefault, Count: netpolicy.Count{Packets: 7, Bytes: 420}}},
 	}, nil

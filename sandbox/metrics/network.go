@@ -16,7 +16,7 @@ import (
 
 // Networks says what the network of a running VM has done: Store.NetworkStats.
 type Networks interface {
-	NetworkStats(ctx context.Context, name string) (sandbox.NetworkStats, error)
+	NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error)
 }
 
 // Bounds of asking VMs.
@@ -49,7 +49,7 @@ type network struct {
 
 	mu      sync.Mutex // guards what follows, and is held while they are asked
 	at      time.Time
-	stats   []sandbox.NetworkStats
+	stats   []spec.NetworkStats
 	leftOut int
 }
 

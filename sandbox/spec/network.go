@@ -5,6 +5,9 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
 // NetEvent is a packet from or to a VM that did not pass; or, with Host, what the VM has asked its proxy for, and
@@ -54,4 +57,21 @@ type NetworkInfo struct {
 	Address6 netip.Addr `json:"address6,omitzero"`
 	// Warnings are what the policy allows and the host does not do.
 	Warnings []string `json:"warnings,omitempty"`
+}
+
+// NetworkStats say what has passed between a VM and the network, and what has not, since
+// its process began.
+type NetworkStats struct {
+	Name string `json:"name"`
+	NetworkInfo
+	Egress  netpolicy.Usage `json:"egress"`
+	Ingress netpolicy.Usage `json:"ingress"`
+	// Counters are packets by what became of them and why.
+	Counters []netpolicy.Counter `json:"counters"`
+	// DNS is what became of queries.
+	DNS resolver.Stats `json:"dns"`
+	// TLS is what became of connections whose names are checked.
+	TLS tlsname.Stats `json:"tls"`
+	// Proxy is what became of what the VM has asked its proxy for; nil without one.
+	Proxy *proxy.Stats `json:"proxy,omitempty"`
 }

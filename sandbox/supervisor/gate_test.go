@@ -11,6 +11,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -311,6 +312,45 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	must(d.lead(nil))
 	if _, err := netlink.RouteGet(own.AsSlice()); err == nil {
 		t.Error("the address of a VM that is gone leads somewhere")
+	}
+}
+
+func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
+	if os.Geteuid() != 0 {
+		if os.Getenv("CI") != "" {
+			t.Fatal("this needs root")
+		}
+		t.Skip("this needs root")
+	}
+	runtime.LockOSThread() // and never unlocked: the namespace ends with the thread
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		t.Fatal(err)
+	}
+	name := func(i int) string { return fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i) }
+	for i := 0; i < maxGates-2; i += 2 { // others', which the kernel makes sooner in pairs
+		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}
+		if err := netlink.LinkAdd(pair); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := maxGates - 2; i <= maxGates; i++ {
+		d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
+		if err == nil {
+			defer func() {
+				if err := d.close(); err != nil {
+					t.Error(err)
+				}
+			}()
+		}
+		if i < maxGates {
+			if err != nil || d.link.Attrs().Name != name(i) {
+				t.Fatalf("supervisor %d of %d: %v", i+1, maxGates, err)
+			}
+			continue
+		}
+		if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), "64 supervisors") {
+			t.Errorf("one supervisor more: %v", err)
+		}
 	}
 }
 

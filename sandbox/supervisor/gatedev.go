@@ -39,7 +39,7 @@ func openGateDevice(agents, agents6 netip.Prefix) (d *gateDevice, err error) {
 			Mode:      netlink.TUNTAP_MODE_TUN, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_TUN_EXCL, NonPersist: true, Queues: 1,
 		}
 		if _, nerr := net.InterfaceByName(tun.Name); nerr == nil {
-			err = unix.EBUSY
+			err = fmt.Errorf("%d supervisors of this network namespace have one already: end one: %w", maxGates, unix.EBUSY)
 			continue
 		}
 		if err = netlink.LinkAdd(tun); err == nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -164,5 +165,39 @@ func TestTheEndOfASupervisorLeavesATimerToTheNextOne(t *testing.T) {
 	newTimers(v, quiet).run(ctx)
 	if len(v.fired["a"]) != 0 || !v.labels["a"].At.Equal(now) {
 		t.Fatalf("fired %v, left %v", v.fired, v.labels)
+	}
+}
+
+// heldVMs take until a channel is closed to wake.
+type heldVMs struct {
+	*fakeVMs
+	until chan struct{}
+}
+
+func (v heldVMs) wake(ctx context.Context, name string) error {
+	<-v.until
+	return v.fakeVMs.wake(ctx, name)
+}
+
+func TestTimersBeyondTheBoundWaitUntilOneHasWokenItsSandbox(t *testing.T) {
+	now := time.Now()
+	v := heldVMs{&fakeVMs{fired: map[string][]error{}, labels: map[string]sandbox.Timer{}}, make(chan struct{})}
+	for i := range maxTimers + 1 {
+		v.labels[strconv.Itoa(i)] = sandbox.Timer{At: now}
+	}
+	ts := newTimers(v, quiet)
+	for range 2 {
+		if err := ts.look(t.Context(), now); err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(v.until)
+	ts.running.Wait()
+	if len(v.wakes) != maxTimers {
+		t.Errorf("%d were woken at once, want %d", len(v.wakes), maxTimers)
+	}
+	v.look(t, ts, now)
+	if len(v.wakes) != maxTimers+1 {
+		t.Errorf("%d were woken in the end, want %d", len(v.wakes), maxTimers+1)
 	}
 }

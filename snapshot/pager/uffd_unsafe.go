@@ -225,6 +225,15 @@ func writeProtect(fd int, hva uintptr, n, mode uint64) error {
 		// EAGAIN: the address space is being changed at the same moment.
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 			continue
+		// Before Linux 6.4 a call may not reach beyond one mapping, and neighbours of one kind are several if
+		// the guest wrote to each of them before they could become one.
+		case errors.Is(err, unix.ENOENT) && n > pageSize:
+			half := n / 2 &^ (pageSize - 1)
+			if err := writeProtect(fd, hva, half, mode); err != nil {
+				return err
+			}
+			hva, n = hva+uintptr(half), n-half
+			continue
 		}
 		return os.NewSyscallError("ioctl(UFFDIO_WRITEPROTECT)", err)
 	}

@@ -27,8 +27,6 @@ const maxTries = 4096
 var (
 	ErrName   = errors.New("unusable interface name")
 	ErrExists = errors.New("an interface of that name exists")
-	ErrBusy   = errors.New("the TAP device is in use by another process")
-	ErrNotTAP = errors.New("the interface is not a TAP device")
 )
 
 // Config says what the host's end of a TAP device is to be.
@@ -115,62 +113,6 @@ func create(cfg Config, name string) (_ *Device, err error) {
 		return d, nil
 	}
 	return d, d.Up()
-}
-
-// Open takes a persistent TAP device that somebody else has set up; closing it
-// leaves it there. Its owner, or anybody with CAP_NET_ADMIN, may.
-func Open(name string) (*Device, error) {
-	// The kernel would create what is not there.
-	link, err := netlink.LinkByName(name)
-	if err != nil {
-		var none netlink.LinkNotFoundError
-		if errors.As(err, &none) {
-			err = os.ErrNotExist
-		}
-		return nil, fmt.Errorf("opening TAP device %q: %w", name, err)
-	}
-	d, err := attach(name, 0)
-	switch {
-	case errors.Is(err, unix.EBUSY):
-		return nil, fmt.Errorf("opening TAP device %q: %w", name, ErrBusy)
-	case errors.Is(err, unix.EINVAL):
-		return nil, fmt.Errorf("opening TAP device %q: %w (it is of type %q)", name, ErrNotTAP, link.Type())
-	case err != nil:
-		return nil, fmt.Errorf("opening TAP device %q: %w", name, err)
-	}
-	return d, nil
-}
-
-// Adopt takes a duplicate of a descriptor that is the wire of a TAP device, such
-// as one that another process has made and passed on.
-func Adopt(fd int) (*Device, error) {
-	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("taking over a TAP device: %w", err)
-	}
-	d, err := adopt(dup)
-	if err != nil {
-		unix.Close(dup)
-		return nil, fmt.Errorf("taking over a TAP device: %w", err)
-	}
-	return d, nil
-}
-
-func adopt(fd int) (*Device, error) {
-	req, err := unix.NewIfreq("x")
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.IoctlIfreq(fd, unix.TUNGETIFF, req); err != nil {
-		return nil, fmt.Errorf("%w: TUNGETIFF: %w", ErrNotTAP, err)
-	}
-	if need := uint16(unix.IFF_TAP | unix.IFF_NO_PI | unix.IFF_VNET_HDR); req.Uint16()&need != need {
-		return nil, fmt.Errorf("%w with IFF_NO_PI and IFF_VNET_HDR (flags %#x)", ErrNotTAP, req.Uint16())
-	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		return nil, err
-	}
-	return finish(fd, req.Name())
 }
 
 // finish completes a descriptor that is attached to an interface.

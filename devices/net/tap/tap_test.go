@@ -128,51 +128,6 @@ func TestCreateRefusesBadAndTakenNames(t *testing.T) {
 	}
 }
 
-func TestOpenTakesAPersistentDeviceAndLeavesItThere(t *testing.T) {
-	isolate(t)
-	must(t, netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "kept"}, Mode: netlink.TUNTAP_MODE_TAP, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_VNET_HDR}))
-	d, err := Open("kept")
-	must(t, err)
-	if _, err := Open("kept"); !errors.Is(err, ErrBusy) {
-		t.Errorf("opening it twice: got %v, want ErrBusy", err)
-	}
-	must(t, d.Close())
-	d, err = Open("kept")
-	must(t, err)
-	must(t, d.Close())
-	if _, err := Open("none"); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("a missing interface: got %v", err)
-	}
-	if _, err := net.InterfaceByName("none"); err == nil {
-		t.Error("opening a missing interface has created it")
-	}
-	if _, err := Open("lo"); !errors.Is(err, ErrNotTAP) {
-		t.Errorf("the loopback interface: got %v, want ErrNotTAP", err)
-	}
-}
-
-func TestAdoptTakesOnlyTheWireOfATAP(t *testing.T) {
-	isolate(t)
-	d, err := Create(Config{Name: "passed"})
-	must(t, err)
-	a, err := Adopt(d.FD())
-	must(t, err)
-	if a.Name() != "passed" || a.Index() != d.Index() {
-		t.Errorf("adopted %q, %d", a.Name(), a.Index())
-	}
-	must(t, d.Close())
-	if _, err := net.InterfaceByName("passed"); err != nil {
-		t.Errorf("the interface has gone with its first owner: %v", err)
-	}
-	must(t, a.Close())
-	f, err := os.Open(os.DevNull)
-	must(t, err)
-	defer f.Close()
-	if _, err := Adopt(int(f.Fd())); !errors.Is(err, ErrNotTAP) {
-		t.Errorf("got %v, want ErrNotTAP", err)
-	}
-}
-
 func TestWithoutPermissionTheErrorSaysSo(t *testing.T) {
 	if os.Getenv("TAP_TEST_UNPRIVILEGED") != "" {
 		_, err := Create(Config{Name: "denied"})

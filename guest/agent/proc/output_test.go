@@ -6,8 +6,9 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
-	"time"
+	"testing/synctest"
 )
 
 func TestOutput_random_writes_and_reads_keep_order_streams_and_bounds(t *testing.T) {
@@ -90,24 +91,24 @@ func TestOutput_a_full_one_holds_the_writer_until_it_is_read_or_left(t *testing.
 		{"left to itself", func(o *Output, _ uint64) { o.detach(kept) }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			o := newOutput(firstOutput, false)
-			_, reader := o.attach(0)
-			done := make(chan struct{})
-			go func() {
-				o.Write(false, make([]byte, firstOutput+10))
-				close(done)
-			}()
-			select {
-			case <-done:
-				t.Fatal("the writer did not wait")
-			case <-time.After(20 * time.Millisecond):
-			}
-			tt.free(o, reader)
-			select {
-			case <-done:
-			case <-time.After(5 * time.Second):
-				t.Fatal("the writer waits still")
-			}
+			synctest.Test(t, func(t *testing.T) {
+				o := newOutput(firstOutput, false)
+				_, reader := o.attach(0)
+				var written atomic.Bool
+				go func() {
+					o.Write(false, make([]byte, firstOutput+10))
+					written.Store(true)
+				}()
+				synctest.Wait()
+				if written.Load() {
+					t.Fatal("the writer did not wait")
+				}
+				tt.free(o, reader)
+				synctest.Wait()
+				if !written.Load() {
+					t.Fatal("the writer waits still")
+				}
+			})
 		})
 	}
 }

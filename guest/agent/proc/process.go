@@ -698,7 +698,8 @@ func (pm *pump) processEnded() {
 }
 
 // EndAll kills every process that the agent has started and waits for them.
-// None is started from then on, and one whose start has begun is one of them: a service may be about to be started again.
+// None is started from then on, and one whose start has begun is one of them: a service may be about to be started
+// again.
 func (t *Table) EndAll() {
 	t.mu.Lock()
 	t.closed = true
@@ -752,8 +753,8 @@ func (p *Process) LastOutput(n int) string {
 	return strings.ToValidUTF8(strings.TrimSpace(string(buf)), "?")
 }
 
-// AwaitOutput waits until the output of a process that nobody attaches to begins with want. If it does not, the error is io.EOF, and said
-// is what there was, of at most the given bytes.
+// AwaitOutput waits until the output of a process that nobody attaches to begins with want. If it does not, the error
+// is io.EOF, and said is what there was, of at most the given bytes.
 func (p *Process) AwaitOutput(ctx context.Context, want string, most int) (said string, err error) {
 	_, reader := p.out.attach(0)
 	buf := make([]byte, most)

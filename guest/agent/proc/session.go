@@ -42,8 +42,8 @@ var (
 	errEnded     = errors.New("the session has ended")
 )
 
-// Run starts a command and serves the stream that has asked for it. changes, if it is not nil, says what the command has changed on the
-// disk, once it has ended.
+// Run starts a command and serves the stream that has asked for it. changes, if it is not nil, says what the command
+// has changed on the disk, once it has ended.
 func (t *Table) Run(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecStart, changes func(context.Context) *agentpb.DiskChanges) error {
 	p, err := t.Start(m)
 	var se *startError

@@ -46,8 +46,8 @@ type Services struct {
 	events *eventQueue // nil: nobody is told
 }
 
-// New keeps services running as processes of a table. alive is the least between two checks of one that is ready, 0 is 10 s; report,
-// if it is not nil, tells the host of an event, one at a time.
+// New keeps services running as processes of a table. alive is the least between two checks of one that is ready, 0 is
+// 10 s; report, if it is not nil, tells the host of an event, one at a time.
 func New(procs *proc.Table, alive time.Duration, report func(line string) error) *Services {
 	if alive == 0 {
 		alive = aliveInterval

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -29,9 +30,11 @@ const ImageTag = "debian-python"
 // Main runs the tests, or is the process of a VM when the test binary was started as
 // one. A package's TestMain calls it.
 func Main(m *testing.M) {
+	EndWithTest()
 	if len(os.Args) > 1 && os.Args[1] == "vmm" {
 		os.Exit(serve(os.Args[2:]))
 	}
+	os.Setenv(processEnv, strconv.Itoa(os.Getpid()))
 	code := m.Run()
 	if agentDir != "" {
 		os.RemoveAll(agentDir)

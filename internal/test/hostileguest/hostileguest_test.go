@@ -444,7 +444,6 @@ func (a *attack) missed() (list []string) {
 		add(a.counts.kinds[i] == 0, "a chain of the kind "+strconv.Quote(name))
 	}
 	add(w.entropy.n.Load() == 0, "a byte of entropy")
-	add(w.console.n.Load() == 0, "a byte to the console")
 	add(w.serial.n.Load() == 0, "a byte to the serial port")
 	add(a.arrived == 0, "the handover")
 	add(a.read == 0, "a secret")

@@ -24,7 +24,6 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
-	"github.com/drowse-vm/drowse/devices/console"
 	"github.com/drowse-vm/drowse/devices/fs"
 	"github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
@@ -51,12 +50,11 @@ const (
 	nameRNG     = "rng"
 	nameBalloon = "balloon"
 	nameNet     = "net"
-	nameConsole = "console"
 	nameShare   = "share"
 	nameMirror  = "mirror" // a share that the guest can only read
 )
 
-var deviceNames = []string{nameImage, nameDisk, nameVsock, nameRNG, nameBalloon, nameNet, nameConsole, nameShare, nameMirror}
+var deviceNames = []string{nameImage, nameDisk, nameVsock, nameRNG, nameBalloon, nameNet, nameShare, nameMirror}
 
 // world is what is behind the devices. It outlives the machines.
 type world struct {
@@ -70,9 +68,8 @@ type world struct {
 	shared int // a descriptor of the shared directory
 	hosts  []stdnet.Listener
 
-	log     counter // what the machines log
-	serial  counter // what the guest writes to its consoles
-	console counter
+	log    counter // what the machines log
+	serial counter // what the guest writes to its consoles
 
 	figures map[string]*figures
 	entropy counter
@@ -278,7 +275,6 @@ type machine struct {
 	vsock   *vsock.Device
 	balloon *balloon.Device
 	net     *net.Device
-	console *console.Device
 	blk     *blk.Device
 	fs      *fs.Device
 }
@@ -299,13 +295,12 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 	}
 	m.blk = blk.New(w.disk, blk.Options{Serial: nameDisk, OnError: onError(nameDisk)})
 	m.balloon = balloon.New(mem, balloon.Options{OnError: onError(nameBalloon)})
-	m.console = console.New(&w.console, console.Options{Columns: 80, Rows: 25})
 	m.fs = fs.New(w.share, nameShare, fs.Options{OnError: onError(nameShare)})
 	if m.vsock, err = vsock.New(mem, vsock.Config{CID: 3, Path: w.socket()}); err != nil {
-		return nil, errors.Join(err, m.console.Close(), shell.Close())
+		return nil, errors.Join(err, shell.Close())
 	}
 	if m.net, err = net.New(mem, w.tap, net.Config{MAC: net.MAC{2, 0, 0, 0, 0, 2}}); err != nil {
-		return nil, errors.Join(err, m.vsock.Close(), m.console.Close(), shell.Close())
+		return nil, errors.Join(err, m.vsock.Close(), shell.Close())
 	}
 	made := map[string]devices.Device{
 		nameImage:   blk.New(w.image, blk.Options{Serial: nameImage, OnError: onError(nameImage)}),
@@ -314,7 +309,6 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 		nameRNG:     rng.New(rng.Options{Source: source{&w.entropy}}),
 		nameBalloon: m.balloon,
 		nameNet:     m.net,
-		nameConsole: m.console,
 		nameShare:   m.fs,
 		nameMirror:  fs.New(w.mirror, nameMirror, fs.Options{OnError: onError(nameMirror)}),
 	}
@@ -323,7 +317,7 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 		devs = append(devs, vmm.Device{Name: name, Device: &watched{Device: made[name], name: name, figures: w.figures[name], hostError: w.hostError}})
 	}
 	if m.Machine, err = vmm.New(shell, vmm.Config{Devices: devs, Console: &w.serial, Log: slog.New(slog.NewTextHandler(&w.log, nil))}); err != nil {
-		return nil, errors.Join(err, m.vsock.Close(), m.console.Close())
+		return nil, errors.Join(err, m.vsock.Close())
 	}
 	for i := range 3 {
 		if err := m.Secrets().Set(secrets.Secret{Name: fmt.Sprint("secret", i), Mode: 0o400}, make([]byte, 100<<i)); err != nil {
@@ -334,36 +328,32 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 }
 
 func (m *machine) close() error {
-	return errors.Join(m.Close(), m.vsock.Close(), m.console.Close())
+	return errors.Join(m.Close(), m.vsock.Close())
 }
 
 // use does from outside what a host does with a VM, while the guest attacks.
 func (m *machine) use(w *world, r *rand.Rand) {
-	switch r.IntN(9) {
+	switch r.IntN(7) {
 	case 0:
 		m.balloon.SetTarget(uint64(r.IntN(ramSize)))
 	case 1:
 		m.balloon.RequestStats()
 	case 2:
-		m.console.Input(make([]byte, r.IntN(4096)))
-	case 3:
-		m.console.Resize(uint16(r.IntN(300)), uint16(r.IntN(100)))
-	case 4:
 		m.net.SetLink(r.IntN(4) > 0)
-	case 5:
+	case 3:
 		for range 16 {
 			_, _ = w.wire.Write(make([]byte, 1+r.IntN(1400))) // the guest does not answer
 		}
-	case 6:
+	case 4:
 		w.dial(r)
-	case 7:
+	case 5:
 		name := fmt.Sprint("secret", r.IntN(4))
 		if r.IntN(2) == 0 {
 			m.Secrets().Remove(name)
 		} else if err := m.Secrets().Set(secrets.Secret{Name: name, Mode: 0o400}, make([]byte, r.IntN(2000))); err != nil {
 			w.hostError("secrets", err)
 		}
-	case 8:
+	case 6:
 		w.emptyShare()
 	}
 }

@@ -55,15 +55,16 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// superChecksum computes the checksum that Linux' erofs_superblock_csum_verify wants: CRC-32C, begun with all ones and not
-// inverted at the end. block is block 0.
+// superChecksum computes the checksum that Linux' erofs_superblock_csum_verify wants: CRC-32C, begun with all ones and
+// not inverted at the end. block is block 0.
 func superChecksum(block []byte) uint32 {
 	b := append([]byte(nil), block[superOffset:]...)
 	binary.LittleEndian.PutUint32(b[sbChecksum:], 0)
 	return ^crc32.Checksum(b, castagnoli)
 }
 
-// onDisk reads and corrects metadata of an EROFS image just written by go-erofs: uncompressed, one device, 4096-byte blocks.
+// onDisk reads and corrects metadata of an EROFS image just written by go-erofs: uncompressed, one device, 4096-byte
+// blocks.
 type onDisk struct {
 	f    *os.File
 	meta int64 // offset of the metadata area
@@ -132,8 +133,8 @@ func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, confi
 	return err
 }
 
-// renumber writes all directories anew: inode numbers are shifted by nidShift, and the names in alias get the number (before
-// the shift) given there.
+// renumber writes all directories anew: inode numbers are shifted by nidShift, and the names in alias get the number
+// (before the shift) given there.
 func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uint64) error {
 	type todo struct {
 		nid  uint64

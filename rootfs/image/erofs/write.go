@@ -21,8 +21,8 @@ import (
 // Write writes a finished tree as an EROFS image to an empty file, and fsyncs it. onWrite is told the bytes of file
 // content written so far and their total.
 //
-// The image is the same, byte for byte, for the same tree: its build time is the newest modification time in it, its UUID
-// is derived from the content.
+// The image is the same, byte for byte, for the same tree: its build time is the newest modification time in it, its
+// UUID is derived from the content.
 func Write(ctx context.Context, t *fstree.Tree, out *os.File, onWrite func(done, total int64)) error {
 	links, err := t.Finish()
 	if err != nil {
@@ -68,8 +68,8 @@ func Write(ctx context.Context, t *fstree.Tree, out *os.File, onWrite func(done,
 	return nil
 }
 
-// treeFS shows a tree to go-erofs, which takes owner, link count, device number and extended attributes of a file from a
-// *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS points them to the inode.
+// treeFS shows a tree to go-erofs, which takes owner, link count, device number and extended attributes of a file from
+// a *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS points them to the inode.
 type treeFS struct {
 	ctx    context.Context
 	t      *fstree.Tree
@@ -115,8 +115,8 @@ func (f *treeFS) ReadDir(p string) ([]fs.DirEntry, error) {
 	return out, nil
 }
 
-// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is opened at
-// the first read only.
+// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is opened
+// at the first read only.
 func (f *treeFS) Open(p string) (fs.File, error) {
 	i, err := f.info(p)
 	if err != nil {

@@ -22,8 +22,8 @@ func KeepXattr(name string) bool {
 	return false
 }
 
-// erofsXattrs gives the attributes under the names that go-erofs maps to the right index. For the POSIX ACLs EROFS wants
-// an index and an empty rest of the name; go-erofs makes that of the name with a dot at its end.
+// erofsXattrs gives the attributes under the names that go-erofs maps to the right index. For the POSIX ACLs EROFS
+// wants an index and an empty rest of the name; go-erofs makes that of the name with a dot at its end.
 func erofsXattrs(in map[string]string) map[string]string {
 	if len(in) == 0 {
 		return nil

@@ -18,7 +18,8 @@ const (
 	MaxPathBytes = 4096    // PATH_MAX of Linux
 	MaxNameBytes = 255     // EROFS_NAME_LEN
 	maxXattrs    = 256     // of one inode
-	// The record of EROFS counts an inode's inline extended attributes in 4-byte units in 16 bits; value lengths have 16 bits.
+	// The record of EROFS counts an inode's inline extended attributes in 4-byte units in 16 bits; value lengths have
+	// 16 bits.
 	maxXattrBytes = 64 << 10
 	maxSymlink    = 4095 // PATH_MAX less the terminating zero
 )
@@ -85,8 +86,8 @@ func New() *Tree {
 	return &Tree{Root: &Inode{Mode: fs.ModeDir | 0o755, Mtime: time.Unix(0, 0), Children: map[string]*Inode{}}, Inodes: 1}
 }
 
-// SplitPath gives the components of a slash-separated path, "." and empty ones left out. It refuses "..", over-long paths
-// and names, and NUL bytes.
+// SplitPath gives the components of a slash-separated path, "." and empty ones left out. It refuses "..", over-long
+// paths and names, and NUL bytes.
 func SplitPath(p string) ([]string, error) {
 	if len(p) > MaxPathBytes {
 		return nil, fmt.Errorf("path of %d bytes (%.40q...) is longer than %d", len(p), p, MaxPathBytes)
@@ -169,7 +170,8 @@ func (t *Tree) Add(p string, n *Inode) error {
 	return nil
 }
 
-// ReadText gives the content of a regular file of the tree, or "" when there is none. One of more than most bytes is ErrTooLarge.
+// ReadText gives the content of a regular file of the tree, or "" when there is none. One of more than most bytes is
+// ErrTooLarge.
 func (t *Tree) ReadText(p string, most int64) (string, error) {
 	n := t.Lookup(p)
 	if n == nil || !n.Mode.IsRegular() || n.Size == 0 {
@@ -257,8 +259,8 @@ func (t *Tree) RemoveIn(dir string, drop func(name string, n *Inode) bool) {
 	maps.DeleteFunc(d.Children, drop)
 }
 
-// Walk calls f for each name of the tree, parents first, siblings in byte order. Paths have no leading slash; the root's
-// is ".".
+// Walk calls f for each name of the tree, parents first, siblings in byte order. Paths have no leading slash; the
+// root's is ".".
 func (t *Tree) Walk(f func(p string, n *Inode) error) error { return walkFrom(".", t.Root, f) }
 
 func walkFrom(p string, n *Inode, f func(string, *Inode) error) error {
@@ -276,7 +278,8 @@ func walkFrom(p string, n *Inode, f func(string, *Inode) error) error {
 // HardLink says that the name at path is a further name of the inode that is first met at primary.
 type HardLink struct{ Path, Primary string }
 
-// Finish computes link counts, the number of inodes and of bytes, and the hard links, after the last change of the tree.
+// Finish computes link counts, the number of inodes and of bytes, and the hard links, after the last change of the
+// tree.
 func (t *Tree) Finish() ([]HardLink, error) {
 	// Paths are kept of those inodes only that have several: of all of them they could take gigabytes.
 	if err := t.Walk(func(_ string, n *Inode) error { n.Nlink = 0; return nil }); err != nil {

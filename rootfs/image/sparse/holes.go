@@ -43,7 +43,8 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// locate finds the next data at or behind off (lseek(2), SEEK_DATA and SEEK_HOLE). Where the filesystem cannot tell, all is data.
+// locate finds the next data at or behind off (lseek(2), SEEK_DATA and SEEK_HOLE). Where the filesystem cannot tell,
+// all is data.
 func (r *Reader) locate() {
 	r.data, r.next = r.off, r.size
 	data, err := r.f.Seek(r.off, unix.SEEK_DATA)

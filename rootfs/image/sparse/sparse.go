@@ -18,8 +18,8 @@ const (
 var zeroBlock [BlockSize]byte
 
 // Writer writes a new file front to back and leaves blocks of zeros as holes. It implements io.WriteSeeker as far as
-// go-erofs needs it: after a Seek, what is written replaces what was there. The file must be empty at the beginning, and is
-// complete only after Finish. Not safe for concurrent use.
+// go-erofs needs it: after a Seek, what is written replaces what was there. The file must be empty at the beginning,
+// and is complete only after Finish. Not safe for concurrent use.
 type Writer struct {
 	f    *os.File
 	buf  []byte

@@ -66,7 +66,7 @@ enum {
 };
 enum { ACKNOWLEDGE = 1, DRIVER = 2, DRIVER_OK = 4, FEATURES_OK = 8, NEEDS_RESET = 64 };
 
-enum { NET = 1, BLOCK = 2, CONSOLE = 3, ENTROPY = 4, BALLOON = 5, VSOCK = 19, FS = 26 };
+enum { NET = 1, BLOCK = 2, ENTROPY = 4, BALLOON = 5, VSOCK = 19, FS = 26 };
 
 struct queue {
 	u16 max, size;
@@ -255,10 +255,6 @@ static u32 request(struct rand *r, u32 d, u32 q, u64 at, u32 *in)
 		*in = one_in(r, 8) ? below(r, 64) : 16 + length(r);
 		return n;
 	}
-	case CONSOLE:
-		if (q == 1)
-			return length(r);
-		__attribute__((fallthrough));	// input
 	default:
 		*in = length(r);
 		return 0;

@@ -1,0 +1,40 @@
+package guesttest
+
+import (
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// processEnv is the PID of the process that this one must not outlive: make, for a test; the test, for what it starts.
+// It does not begin with DROWSE_, so hwkvm does not pass it on: the PID means nothing in a guest.
+const processEnv = "GUESTTEST_PROCESS"
+
+// endedStatus is the exit status of a process that ends with its test.
+const endedStatus = 3
+
+// EndWithTest ends this process when that of the test has ended that it belongs to, in whatever way. A parent's death is
+// no sign of that: a VM's process has a session of its own, and tests kill processes that start VMs. Main calls it;
+// a test binary that is started as something else calls it first.
+func EndWithTest() {
+	pid, err := strconv.Atoi(os.Getenv(processEnv))
+	if err != nil {
+		return // a test that was started by hand
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err == unix.ESRCH {
+		os.Exit(endedStatus)
+	}
+	if err != nil {
+		return // a kernel before 5.3, or a filter of system calls: the test runs without this care
+	}
+	go func() {
+		// A pidfd is readable when its process has ended (pidfd_open(2)).
+		for {
+			if _, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1); err != unix.EINTR {
+				os.Exit(endedStatus)
+			}
+		}
+	}()
+}

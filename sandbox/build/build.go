@@ -1,0 +1,496 @@
+package build
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// Options say how an image is made of the steps of a build file. File and Tag are needed.
+type Options struct {
+	// File is the text of the build file: package drowsefile.
+	File string
+	// Context is the directory that COPY and ADD take files from; "" is none.
+	Context string
+	// Tag is the image's, as image.NormalizeTag has it.
+	Tag string
+	// Args are values for ARG instructions.
+	Args map[string]string
+	// NoCache does all steps again, whatever is known of them. Their results are kept.
+	NoCache bool
+
+	// From says how a base image is made that is a source and no image of the store:
+	// platform, plain HTTP, limits, log. Its Store, From and Tag are not looked at.
+	// MaxBytes and MaxFiles bound what the steps add as well.
+	From image.Options
+	// VM is what the commands run in: CPUs, memory, disk, kernel, network and policy. Its
+	// Name, Image and Hostname are not looked at. Without a network there is none.
+	VM sandbox.Spec
+
+	// Progress is told of stages, as in image.Options.
+	Progress func(stage string, done, total int64)
+	// Begin is told of each step before it is done; n counts from 1.
+	Begin func(n, of int, step drowsefile.Step)
+	// Done is told of each step afterwards.
+	Done func(n int, step Step)
+	// Stdout and Stderr take what commands write. Nil discards.
+	Stdout, Stderr io.Writer
+}
+
+// Step says what became of a step.
+type Step struct {
+	Line   int     `json:"line"`
+	Text   string  `json:"text"`
+	Cached bool    `json:"cached"`
+	Ms     float64 `json:"elapsed_ms"`
+}
+
+// Result says what a build has made.
+type Result struct {
+	Image *image.Image
+	Steps []Step
+	// Boots is how many VMs were booted for it.
+	Boots int
+}
+
+// StepError is a command of a build that failed.
+type StepError struct {
+	Line   int    // in the build file
+	Text   string // of the instruction
+	Status guest.ExitStatus
+}
+
+// Error implements error.
+func (e *StepError) Error() string {
+	return fmt.Sprintf("line %d: %s: %v", e.Line, e.Text, e.Status)
+}
+
+const (
+	buildsDir    = "builds"
+	buildPrefix  = "build-"
+	buildHost    = "drowse-build"
+	buildMemory  = 512 // MiB
+	maxLayerSays = 4 << 10
+	cleanLimit   = time.Minute
+	// resolvConf is the VM's own, for its network: what a build finds there is not the image's.
+	resolvConf = "etc/resolv.conf"
+)
+
+// Image makes an image of the steps of a build file. Commands run in a VM that is made from the image so far; consecutive
+// ones in the same. When it ends, in whatever way, the VM is gone, and so is what is not a whole image; the results of steps
+// are kept in the image store, for builds that begin in the same way.
+//
+// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the context, those of
+// image.Build for the base image and of Store.Run for the VM.
+func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (_ Result, err error) {
+	tag, err := image.NormalizeTag(o.Tag)
+	if err != nil {
+		return Result{}, err
+	}
+	file, err := drowsefile.Parse(o.File)
+	if err != nil {
+		return Result{}, err
+	}
+	b := &build{s: s, l: l, o: o}
+	if err := b.checkVM(); err != nil {
+		return Result{}, err
+	}
+	images, err := image.OpenStore(s.ImageDir())
+	if err != nil {
+		return Result{}, err
+	}
+	ref, line, err := file.From(o.Args)
+	if err != nil {
+		return Result{}, err
+	}
+	base, err := b.from(ctx, images, ref)
+	if err != nil {
+		return Result{}, fmt.Errorf("line %d: FROM %s: %w", line, ref, err)
+	}
+	var run image.RunConfig
+	if base != nil {
+		run = base.RunConfig
+	}
+	steps, config, err := file.Build(fileConfig(run), o.Args)
+	if err != nil {
+		return Result{}, err
+	}
+	if err := Sweep(ctx, s); err != nil {
+		return Result{}, err
+	}
+	b.asm, err = image.NewAssembly(ctx, image.AssemblyOptions{
+		Store: images, Base: base, MaxBytes: o.From.MaxBytes, MaxFiles: o.From.MaxFiles, Progress: o.Progress,
+	})
+	if err != nil {
+		return Result{}, err
+	}
+	defer func() { err = errors.Join(err, b.close(ctx)) }()
+	if err := b.openContext(); err != nil {
+		return Result{}, err
+	}
+	for n, step := range steps {
+		if o.Begin != nil {
+			o.Begin(n+1, len(steps), step)
+		}
+		begin := time.Now()
+		cached, err := b.step(ctx, step)
+		var failed *StepError
+		if errors.As(err, &failed) {
+			return b.result, err
+		}
+		if err != nil {
+			return b.result, fmt.Errorf("line %d: %s: %w", step.Line, step.Text, err)
+		}
+		done := Step{step.Line, step.Text, cached, float64(time.Since(begin).Microseconds()) / 1000}
+		b.result.Steps = append(b.result.Steps, done)
+		if o.Done != nil {
+			o.Done(n+1, done)
+		}
+	}
+	if err := b.endVM(ctx); err != nil {
+		return b.result, err
+	}
+	b.result.Image, err = b.asm.Finish(ctx, runConfig(config), tag)
+	return b.result, err
+}
+
+// build is a build under way.
+type build struct {
+	s       *sandbox.Store
+	l       sandbox.Launcher
+	o       Options
+	asm     *image.Assembly
+	context *os.Root
+	ignore  *drowsefile.Ignore
+	result  Result
+
+	// The VM, if there is one.
+	vm     string
+	lock   *os.File
+	client *guest.Client
+	below  int // layers that it was booted with
+}
+
+func fileConfig(c image.RunConfig) drowsefile.Config {
+	return drowsefile.Config{
+		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.Workdir,
+		StopSignal: c.StopSignal, Labels: c.Labels, Ports: c.ExposedPorts,
+	}
+}
+
+func runConfig(c drowsefile.Config) image.RunConfig {
+	return image.RunConfig{
+		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.Workdir,
+		StopSignal: c.StopSignal, Labels: c.Labels, ExposedPorts: c.Ports,
+	}
+}
+
+// vmSpec is the VM of an image.
+func (b *build) vmSpec(name, imageID string) sandbox.Spec {
+	vm := b.o.VM
+	vm.Name, vm.Image, vm.Hostname = name, imageID, buildHost
+	if vm.MemoryMiB == 0 {
+		vm.MemoryMiB = buildMemory
+	}
+	return vm
+}
+
+// checkVM finds what is wrong with the VM before anything is done.
+func (b *build) checkVM() error {
+	if len(b.o.VM.Volumes)+len(b.o.VM.Shares) > 0 {
+		return fmt.Errorf("%w: a build has no volumes and no shares", spec.ErrInvalid)
+	}
+	_, err := b.vmSpec(buildPrefix+"0", "none").WithDefaults()
+	return err
+}
+
+// scratch is what FROM says for an empty root file system.
+const scratch = "scratch"
+
+// from finds or makes the base image; nil is none.
+func (b *build) from(ctx context.Context, images *image.Store, ref string) (*image.Image, error) {
+	if ref == scratch {
+		return nil, nil
+	}
+	img, err := images.Find(ref)
+	if !errors.Is(err, image.ErrNotFound) {
+		return img, err
+	}
+	if _, perr := image.ParseSource(ref); perr != nil {
+		return nil, fmt.Errorf("%w: it is neither an image of `drowse image ls` nor a source; an image of a registry is written docker://%s", perr, ref)
+	}
+	o := b.o.From
+	o.Store, o.From, o.Tag, o.Progress = images, ref, "", b.o.Progress
+	if !strings.HasPrefix(ref, string(image.KindDebian)+":") {
+		o.Mirrors = nil
+	}
+	return image.Build(ctx, o)
+}
+
+const dockerIgnore = ".dockerignore"
+
+func (b *build) openContext() error {
+	if b.o.Context == "" {
+		return nil
+	}
+	var err error
+	if b.context, err = os.OpenRoot(b.o.Context); err != nil {
+		return fmt.Errorf("opening the context: %w", err)
+	}
+	f, err := b.context.Open(dockerIgnore)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("opening the context: %w", err)
+	}
+	text, err := io.ReadAll(io.LimitReader(f, drowsefile.MaxIgnore+1))
+	if err := errors.Join(err, f.Close()); err != nil {
+		return fmt.Errorf("reading %s of the context: %w", dockerIgnore, err)
+	}
+	if b.ignore, err = drowsefile.ParseIgnore(string(text)); err != nil {
+		return fmt.Errorf("%s: %w", dockerIgnore, err)
+	}
+	return nil
+}
+
+// step does one step. A VM whose disk is no longer the image so far is ended.
+func (b *build) step(ctx context.Context, step drowsefile.Step) (cached bool, err error) {
+	switch {
+	case step.Run != nil:
+		return b.run(ctx, step)
+	case step.Copy != nil:
+		if cached, err = b.copy(ctx, step); err != nil {
+			return false, err
+		}
+		return cached, b.endVM(ctx)
+	}
+	cached, changed, err := b.asm.MakeDir(ctx, step.Workdir, step.Text, b.o.NoCache)
+	if err == nil && changed {
+		err = b.endVM(ctx)
+	}
+	return cached, err
+}
+
+func (b *build) copy(ctx context.Context, step drowsefile.Step) (cached bool, err error) {
+	c := step.Copy
+	if len(c.Sources) > 0 && b.context == nil {
+		return false, errors.New("there is no context to take files from: give a directory with --context")
+	}
+	in := image.CopyIn{
+		Context: b.context, Sources: c.Sources, Dest: c.Dest, DestDir: c.DestDir, Unpack: c.Unpack, Owner: c.Owner, Mode: c.Mode,
+	}
+	if b.ignore != nil {
+		in.Ignore, in.Deep = b.ignore.Match, b.ignore.Exceptions()
+	}
+	for _, f := range c.Inline {
+		in.Inline = append(in.Inline, image.InlineFile(f))
+	}
+	return b.asm.Copy(ctx, in, step.Text, b.o.NoCache)
+}
+
+// run runs a command in the VM, which is booted if there is none.
+func (b *build) run(ctx context.Context, step drowsefile.Step) (cached bool, err error) {
+	key, err := b.asm.Key(struct{ Run *drowsefile.Run }{step.Run})
+	if err != nil {
+		return false, err
+	}
+	if !b.o.NoCache && b.asm.Use(key) {
+		return true, b.endVM(ctx)
+	}
+	if err := b.boot(ctx); err != nil {
+		return false, err
+	}
+	r := step.Run
+	cmd := guest.Cmd{Argv: r.Argv, Env: r.Env, User: r.User, Dir: r.Dir}
+	cmd.Stdout, cmd.Stderr = b.o.Stdout, b.o.Stderr
+	status, err := b.client.Exec(ctx, cmd)
+	var exit *guest.ExitError
+	switch {
+	case errors.As(err, &exit) && status != nil:
+		return false, &StepError{step.Line, step.Text, *status}
+	case err != nil:
+		return false, err
+	}
+	return false, b.capture(ctx, key, step.Text)
+}
+
+// boot makes the VM, from the image so far.
+func (b *build) boot(ctx context.Context) error {
+	if b.vm != "" {
+		return nil
+	}
+	img, err := b.asm.Boot(ctx)
+	if err != nil {
+		return err
+	}
+	if b.vm, b.lock, err = begin(b.s); err != nil {
+		return err
+	}
+	b.below = b.asm.Layers()
+	if b.o.Progress != nil {
+		b.o.Progress(StageBoot, 0, 0)
+	}
+	if _, err := b.s.Run(ctx, b.l, b.vmSpec(b.vm, img.ID)); err != nil {
+		return err
+	}
+	b.result.Boots++
+	b.client, err = b.s.Agent(ctx, b.vm)
+	return err
+}
+
+// StageBoot and StageCapture are stages of a build besides those of package image.
+const (
+	StageBoot    = "boot"    // starting the VM for commands
+	StageCapture = "capture" // taking what a command has written; bytes of content, total unknown (0)
+)
+
+// capture takes what the VM has written since its boot.
+func (b *build) capture(ctx context.Context, key, text string) error {
+	if b.o.Progress != nil {
+		b.o.Progress(StageCapture, 0, 0)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	r, w := io.Pipe()
+	said := &firstBytes{most: maxLayerSays}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		cmd := guest.Cmd{Subsystem: guest.SubsystemLayer}
+		cmd.Stdout, cmd.Stderr = w, said
+		_, err := b.client.Exec(ctx, cmd)
+		var exit *guest.ExitError
+		if errors.As(err, &exit) && said.String() != "" {
+			err = fmt.Errorf("the guest says: %q", said.String())
+		}
+		w.CloseWithError(err) // nil is the end of the stream
+	}()
+	err := b.asm.Put(ctx, key, text, b.below, r, resolvConf)
+	r.CloseWithError(errCaptured) // whoever still writes learns that nobody reads
+	cancel()
+	<-done
+	if err != nil {
+		return fmt.Errorf("taking what the command has written: %w", err)
+	}
+	return nil
+}
+
+var errCaptured = errors.New("the layer has been taken")
+
+// firstBytes keeps the beginning of what is written to it.
+type firstBytes struct {
+	strings.Builder
+	most int
+}
+
+// Write implements io.Writer.
+func (f *firstBytes) Write(p []byte) (int, error) {
+	f.Builder.Write(p[:min(len(p), max(f.most-f.Len(), 0))])
+	return len(p), nil
+}
+
+// endVM removes the VM, also when ctx has ended.
+func (b *build) endVM(ctx context.Context) error {
+	if b.client != nil {
+		b.client.Close()
+		b.client = nil
+	}
+	if b.vm == "" {
+		return nil
+	}
+	name, lock := b.vm, b.lock
+	b.vm, b.lock = "", nil
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanLimit)
+	defer cancel()
+	return end(ctx, b.s, name, lock)
+}
+
+// close removes what is left of a build.
+func (b *build) close(ctx context.Context) error {
+	err := b.endVM(ctx)
+	if b.context != nil {
+		err = errors.Join(err, b.context.Close())
+	}
+	return errors.Join(err, b.asm.Close())
+}
+
+// begin names a VM for a build. The lock says that the build is under way.
+func begin(s *sandbox.Store) (name string, lock *os.File, err error) {
+	dir := filepath.Join(s.Dir(), buildsDir)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", nil, fmt.Errorf("beginning a build: %w", err)
+	}
+	for range 10 {
+		name = buildPrefix + spec.NewID()[:8]
+		f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return "", nil, fmt.Errorf("beginning a build: %w", err)
+		}
+		// A sweep may have come in between: then it is its, and gone.
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			if here, err := f.Stat(); err == nil {
+				if there, err := os.Stat(f.Name()); err == nil && os.SameFile(here, there) {
+					return name, f, nil
+				}
+			}
+		}
+		f.Close()
+	}
+	return "", nil, errors.New("beginning a build: others remove its lock again and again")
+}
+
+// end removes the VM of a build, and then its lock.
+func end(ctx context.Context, s *sandbox.Store, name string, lock *os.File) error {
+	defer lock.Close()
+	if err := s.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		return fmt.Errorf("removing the VM of a build: %w", err)
+	}
+	if err := os.Remove(lock.Name()); err != nil {
+		return fmt.Errorf("removing the VM of a build: %w", err)
+	}
+	return nil
+}
+
+// Sweep removes the VMs of builds that have died.
+func Sweep(ctx context.Context, s *sandbox.Store) error {
+	dir := filepath.Join(s.Dir(), buildsDir)
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("looking for builds that have died: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		f, err := os.OpenFile(filepath.Join(dir, e.Name()), os.O_RDWR, 0)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("looking for builds that have died: %w", err))
+			continue
+		}
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil || !strings.HasPrefix(e.Name(), buildPrefix) {
+			f.Close() // it is under way
+			continue
+		}
+		errs = append(errs, end(ctx, s, e.Name(), f))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,18 @@
+package build
+
+import (
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox"
+)
+
+// Hold begins a build that is under way until the test ends, and gives its name.
+func Hold(t *testing.T, s *sandbox.Store) string {
+	t.Helper()
+	name, lock, err := begin(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { lock.Close() })
+	return name
+}

@@ -1,0 +1,33 @@
+package instance
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+func TestFactsOfAnotherHostAreRefusedAlsoAfterGoodOnes(t *testing.T) {
+	defer GoodFacts.Store(GoodFacts.Load())
+	good := "those of this host"
+	GoodFacts.Store(&good)
+	for name, tc := range map[string]struct {
+		facts string
+		want  error
+	}{
+		"known to be good":     {good, nil},
+		"of another processor": {`{"arch":"arm64"}`, vmm.ErrForeign},
+		"no facts":             {"", snapshot.ErrForeign},
+		"something like them":  {good + " ", snapshot.ErrForeign},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if err := CheckHost(map[string]string{FactsKey: tc.facts}); !errors.Is(err, tc.want) {
+				t.Errorf("got %v, want %v", err, tc.want)
+			}
+			if *GoodFacts.Load() != good {
+				t.Error("what was refused counts as good")
+			}
+		})
+	}
+}

@@ -1,0 +1,141 @@
+package instance
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// HookLimits are what the guest's agent is told. The record is left without defaults,
+// so that it stays one that needs no hooks to be understood.
+func HookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
+	seconds := func(n, d int) time.Duration {
+		if n == 0 {
+			n = d
+		}
+		return time.Duration(n) * time.Second
+	}
+	return guest.HookLimits{
+		Each: seconds(h.TimeoutSeconds, spec.DefaultHookSeconds), All: seconds(h.AllSeconds, spec.DefaultAllSeconds),
+		IgnoreFailures: p == spec.HooksIgnore,
+	}
+}
+
+// hookRun are the hooks that have been run before something, and are due their
+// counterpart.
+type hookRun struct {
+	in       *Instance
+	limits   guest.HookLimits
+	failures []guest.HookFailure
+	due      bool
+	once     sync.Once
+}
+
+// listenHooks lets the guest say when it has hooks, so that those without are not asked
+// before each sleep.
+func (in *Instance) listenHooks() error {
+	l, err := osfile.ListenUnix(guest.HooksPath(in.parts.Socket))
+	if err != nil {
+		return fmt.Errorf("listening for hooks of the guest: %w", err)
+	}
+	in.closers = append(in.closers, l)
+	go guest.ServeHooks(l, in.hooks.Store)
+	return nil
+}
+
+// runHooks runs the guest's hooks for one event.
+func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest.HookLimits) (guest.Hooked, error) {
+	ctx, cancel := in.WhileRunning(ctx)
+	defer cancel()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return guest.Hooked{}, in.Explain(ctx, err)
+	}
+	// Before the guest is paused, so that no connection is in what is saved of it.
+	defer c.Close()
+	res, err := c.Hooks(ctx, event, l)
+	if err != nil {
+		return res, in.Explain(ctx, err)
+	}
+	return res, nil
+}
+
+// RunHooksBefore runs the hooks for a sleep or a snapshot. If they refuse, they have been told
+// to go on.
+func (in *Instance) RunHooksBefore(ctx context.Context, event guest.HookEvent, over spec.HookPolicy) (*hookRun, error) {
+	want := in.parts.Spec.Hooks
+	policy := want.Effective(over)
+	h := &hookRun{in: in, limits: HookLimits(want, policy)}
+	if policy == spec.HooksSkip || !in.hooks.Load() {
+		return h, nil
+	}
+	res, err := in.runHooks(ctx, event, h.limits)
+	h.failures, h.due = res.Failures, err != nil || res.Ran > 0
+	switch {
+	case err != nil && policy == spec.HooksIgnore:
+		h.failures = append(h.failures, noAnswer(event, err))
+	case err != nil:
+		// It may have run them all the same. Then it is told to go on, if it takes
+		// that; otherwise its next sleep begins with it.
+		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), lateWake)
+		defer cancel()
+		in.afterHooks(late, guest.HookWake)
+		return nil, fmt.Errorf("%w: the agent in the guest does not answer: %w: use --hooks %s to do without", spec.ErrHooks, err, spec.HooksSkip)
+	case res.Refused && policy != spec.HooksIgnore:
+		return nil, &spec.HooksError{Failures: h.failures}
+	}
+	return h, nil
+}
+
+// lateWake is how long a guest that has not answered is tried again.
+const lateWake = 10 * time.Second
+
+// noAnswer is the failure of all hooks of an event.
+func noAnswer(event guest.HookEvent, err error) guest.HookFailure {
+	return guest.HookFailure{Name: "*", Event: event, Problem: err.Error()}
+}
+
+// After tells the hooks that the machine goes on, once. It waits for them.
+func (h *hookRun) After(ctx context.Context) {
+	if h == nil || !h.due {
+		return
+	}
+	h.once.Do(func() { h.failures = append(h.failures, h.in.afterHooks(ctx, guest.HookWake)...) })
+}
+
+// afterHooks runs the counterparts. What fails does not undo what has been done.
+func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []guest.HookFailure {
+	res, err := in.runHooks(ctx, event, HookLimits(in.parts.Spec.Hooks, spec.HooksIgnore))
+	if err != nil {
+		res.Failures = append(res.Failures, noAnswer(event, err))
+	}
+	for _, f := range res.Failures {
+		in.log.Warn("hook in the guest", "problem", f.String())
+	}
+	return res.Failures
+}
+
+// Failed are those that have failed.
+func (h *hookRun) Failed() []guest.HookFailure { return h.failures }
+
+// ListenServices lets the guest say what becomes of its services. A VM without services does
+// not listen.
+func (in *Instance) ListenServices() error {
+	in.servicesMu.Lock()
+	defer in.servicesMu.Unlock()
+	if in.services != nil || in.parts.ServiceEvent == nil {
+		return nil
+	}
+	l, err := osfile.ListenUnix(guest.ServicesPath(in.parts.Socket))
+	if err != nil {
+		return fmt.Errorf("listening for services of the guest: %w", err)
+	}
+	in.services = l
+	go guest.ServeServices(l, in.parts.ServiceEvent)
+	return nil
+}

@@ -1,0 +1,963 @@
+package instance
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/devices/balloon"
+	"github.com/drowse-vm/drowse/devices/blk"
+	"github.com/drowse-vm/drowse/devices/fs"
+	virtionet "github.com/drowse-vm/drowse/devices/net"
+	"github.com/drowse-vm/drowse/devices/rng"
+	"github.com/drowse-vm/drowse/devices/vsock"
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/freepages"
+	"github.com/drowse-vm/drowse/snapshot/pagecache"
+	"github.com/drowse-vm/drowse/snapshot/pager"
+	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// Parts are the pieces of a VM on this host. Paths are absolute.
+type Parts struct {
+	Spec spec.VM
+	// Kernel, and Initramfs or SystemDisk, are what it boots; a restore needs
+	// only SystemDisk, if it was booted with one.
+	Kernel     string
+	Initramfs  string
+	SystemDisk string
+	// Cmdline is the kernel's command line but for what depends on the devices.
+	Cmdline string
+	// Image is the read-only EROFS below the writable disk.
+	Image string
+	// Disk is the writable disk; its top layer is open for writing.
+	Disk disk.Stack
+	// Socket is the path of the Unix socket that leads to the guest's vsock
+	// ports.
+	Socket string
+	// Console gets the guest's serial output; nil discards it.
+	Console io.Writer
+	// Volumes are attached, in the order of Spec.Volumes; the instance closes them.
+	Volumes []*volume.Volume
+	// VM is the id of the VM, by which its volumes know it.
+	VM string
+	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
+	RAM *os.File
+	// Secrets are those that the guest waits for until they are in Machine().Secrets().
+	Secrets []spec.SecretFile
+	// ProxyIdentity makes what the guest believes its proxy by; it is called if the policy has one, more than once.
+	ProxyIdentity func() (*proxy.Identity, error)
+	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
+	ServiceEvent func(guest.ServiceEvent)
+	// Shells, if not nil, may have a part of the VM that was made ahead.
+	Shells *Prebuilt
+	// PageCache is a directory with pages of snapshots that were restored before, as
+	// KeepPages leaves them there; empty for none. See package pagecache.
+	PageCache string
+	// Symbolize names guest kernel addresses in reports, if not nil.
+	Symbolize vmm.Symbolizer
+	// Log gets what happens; nil discards it.
+	Log *slog.Logger
+}
+
+// guestCID is the vsock address of every guest. It need not be unique: each has a
+// Unix socket of its own on the host.
+const guestCID = 3
+
+// Names of the devices, under which their state is saved.
+const (
+	deviceSystem  = "system"
+	deviceImage   = "image"
+	DeviceDisk    = "disk"
+	deviceVsock   = "vsock"
+	deviceRNG     = "rng"
+	deviceBalloon = "balloon"
+	deviceNet     = "net"
+	// and of volumes: deviceVolume and the volume's name; and of shares: shareTag
+	deviceVolume = "volume-"
+)
+
+// Instance is one VM in this process. Its methods may be called from any goroutine,
+// but for Close, which must be the last.
+type Instance struct {
+	parts   Parts
+	log     *slog.Logger
+	mem     *guestmem.Memory
+	shell   *vmm.Shell
+	machine *vmm.Machine
+	// assembled is closed when there is a machine, or will be none.
+	assembled chan struct{}
+	disk      *disk.Disk
+	space     spaceWait
+	closers   []io.Closer
+	snap      *snapshot.Snapshot // what it was restored from, or nil
+	pager     *pager.Pager
+	// cached has pages of snap; nil without Parts.PageCache.
+	cached *pagecache.Reader
+	// tracked says that KVM keeps a log of the pages that change.
+	tracked bool
+	// captured says that changes of RAM count from a snapshot on, not from zeros.
+	// base is that snapshot, or nil if it cannot be built upon. It may be snap.
+	captured bool
+	base     *snapshot.Snapshot
+	// forkBase is where that snapshot will be, or is, of a child whose fork was not
+	// durable yet when it began; empty otherwise.
+	forkBase string
+	// structPages says where the guest's kernel marks free pages; nil if it does not.
+	structPages *freepages.Map
+	balloon     *balloon.Device
+	net         *virtionet.Device // nil without a network, as network is
+	network     *Network
+	vsock       *vsock.Device
+
+	started time.Time
+	ready   time.Duration
+	// hooks says that there are hooks in the guest.
+	hooks atomic.Bool
+	// services is where the guest tells of its services; nil if nobody listens.
+	services   net.Listener
+	servicesMu sync.Mutex // guards it
+	// hookFailures are those of hooks that ran after the restore.
+	hookFailures []guest.HookFailure
+}
+
+// begin makes the guest's RAM, and has KVM prepare for it in the background, unless that
+// was done ahead.
+func begin(p Parts) (in *Instance, err error) {
+	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty(), assembled: make(chan struct{})}
+	if in.log == nil {
+		in.log = slog.New(slog.DiscardHandler)
+	}
+	for _, v := range p.Volumes {
+		in.closers = append(in.closers, v)
+	}
+	if p.RAM == nil {
+		if sh, ok := p.Shells.take(p.Spec.Shape()); ok {
+			in.mem, in.shell = sh.mem, sh.vm
+			return in, nil
+		}
+	}
+	if in.mem, err = p.memory(); err == nil {
+		in.shell, err = newShell(in.mem, p.Spec.VCPUs, in.tracked)
+	}
+	if err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+// assemble makes the machine with its devices, in the order in which the guest
+// finds them.
+func (in *Instance) assemble(net netStart) (err error) {
+	defer close(in.assembled)
+	p := in.parts
+	var devs []vmm.Device
+	add := func(name string, d devices.Device) { devs = append(devs, vmm.Device{Name: name, Device: d}) }
+	readOnly := func(name, path string) error {
+		f, err := blk.OpenFile(path, true)
+		if err != nil {
+			return err
+		}
+		in.closers = append(in.closers, f)
+		add(name, blk.New(f, blk.Options{Serial: "drowse-" + name, OnError: in.deviceError(name)}))
+		return nil
+	}
+	if p.SystemDisk != "" {
+		if err = readOnly(deviceSystem, p.SystemDisk); err != nil {
+			return err
+		}
+	}
+	if err = readOnly(deviceImage, p.Image); err != nil {
+		return err
+	}
+	if in.disk, err = disk.Open(p.Disk, disk.Options{}); err != nil {
+		return fmt.Errorf("opening the VM's disk: %w", err)
+	}
+	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), int64(in.mem.Size()))
+	add(DeviceDisk, blk.New(in.disk, in.writable(DeviceDisk, "drowse-"+DeviceDisk)))
+	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
+	if err != nil {
+		return err
+	}
+	in.closers = append(in.closers, vs)
+	in.vsock = vs
+	add(deviceVsock, vs)
+	add(deviceRNG, rng.New(rng.Options{}))
+	in.balloon = balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)})
+	add(deviceBalloon, in.balloon)
+
+	if p.Spec.Network == spec.NetworkTAP {
+		if in.net, err = in.connect(net); err != nil {
+			return err
+		}
+		add(deviceNet, in.net)
+	}
+	for _, v := range p.Volumes {
+		r := v.Record()
+		add(deviceVolume+r.Name, blk.New(v, in.writable(deviceVolume+r.Name, volumeSerial(&r))))
+	}
+	for i, sh := range p.Spec.Shares {
+		dir, err := OpenShare(sh)
+		if err != nil {
+			return err
+		}
+		in.closers = append(in.closers, dir)
+		add(shareTag(i), fs.New(dir, shareTag(i), fs.Options{OnError: in.deviceError(shareTag(i))}))
+	}
+	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
+	if err != nil {
+		return err
+	}
+	in.awaitSpace()
+	return in.awaitSecrets()
+}
+
+// writable are the options of a disk that the guest writes to.
+func (in *Instance) writable(name, serial string) blk.Options {
+	return blk.Options{Serial: serial, OnError: in.deviceError(name), Space: in.space.take, OnFull: in.space.wait}
+}
+
+// NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages: for
+// hosts on which that misbehaves. Each snapshot has all of RAM then, and a running guest
+// stands still until it is written.
+const NoDirtyLogEnv = "DROWSE_NO_DIRTY_LOG"
+
+func trackDirty() bool { return os.Getenv(NoDirtyLogEnv) == "" }
+
+func (in *Instance) deviceError(name string) func(error) {
+	return func(err error) { in.log.Error("device I/O failed", "device", name, "error", err) }
+}
+
+// cmdline adds what tells the agent about the devices.
+func (p Parts) cmdline() string {
+	words := []string{p.Cmdline}
+	disks := "abc"
+	if p.SystemDisk != "" {
+		disks = disks[1:]
+	}
+	words = append(words, "drowse.image=/dev/vd"+disks[:1], "drowse.rw=/dev/vd"+disks[1:2], "drowse.hostname="+p.Spec.Hostname)
+	if p.Spec.Network == spec.NetworkTAP {
+		words = append(words, "drowse.ip="+guestAddress)
+		if p.Spec.IPv6 {
+			words = append(words, "drowse.ip6="+guestAddress6)
+		}
+	}
+	for i, v := range p.Volumes {
+		r, mode := v.Record(), "rw"
+		if v.ReadOnly() {
+			mode = "ro"
+		}
+		words = append(words, "drowse.volume="+volumeSerial(&r)+","+mode+","+p.Spec.Volumes[i].Path)
+	}
+	for i, sh := range p.Spec.Shares {
+		mode := "ro"
+		if sh.Writable {
+			mode = "rw"
+		}
+		words = append(words, "drowse.share="+shareTag(i)+","+mode+","+sh.Path)
+	}
+	if p.Spec.Cmdline != "" {
+		words = append(words, p.Spec.Cmdline)
+	}
+	return strings.Join(words, " ")
+}
+
+// seedSize is what a guest kernel's random number generator takes in at once.
+const seedSize = 32
+
+// Boot starts a VM from its kernel and returns when the agent inside answers.
+func Boot(ctx context.Context, p Parts) (*Instance, error) {
+	in, err := begin(p)
+	if err != nil {
+		return nil, err
+	}
+	if err := in.boot(ctx); err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+func (in *Instance) boot(ctx context.Context) error {
+	defer in.space.started()
+	seed := make([]byte, seedSize)
+	if _, err := rand.Read(seed); err != nil {
+		return fmt.Errorf("making a random seed: %w", err)
+	}
+	if err := in.assemble(netOpen); err != nil {
+		return err
+	}
+	err := in.machine.Boot(vmm.BootOptions{
+		Kernel: in.parts.Kernel, Initramfs: in.parts.Initramfs, Cmdline: in.parts.cmdline(),
+		NoACPI: in.parts.Spec.NoACPI, Seed: seed,
+	})
+	if err != nil {
+		return err
+	}
+	ready, err := osfile.ListenUnix(guest.ReadyPath(in.parts.Socket))
+	if err != nil {
+		return fmt.Errorf("listening for the agent: %w", err)
+	}
+	defer ready.Close()
+	if err := in.listenHooks(); err != nil {
+		return err
+	}
+	if in.network != nil {
+		if err := in.network.wait(ctx); err != nil {
+			return err
+		}
+	}
+	if err := in.machine.Start(); err != nil {
+		return err
+	}
+	ctx, cancel := in.WhileRunning(ctx)
+	defer cancel()
+	report, err := guest.WaitReady(ctx, ready)
+	if err != nil {
+		return in.Explain(ctx, fmt.Errorf("waiting for the agent in the guest: %w", err))
+	}
+	in.ready = time.Since(in.started)
+	in.locateFreePages(report)
+	return nil
+}
+
+// WhileRunning ends the context when the machine ends.
+func (in *Instance) WhileRunning(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	go func() {
+		select {
+		case <-in.machine.Done():
+			cancel(vmm.ErrEnded)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() { cancel(nil) }
+}
+
+// Explain says why the machine has ended, if that is the reason.
+func (in *Instance) Explain(ctx context.Context, err error) error {
+	select {
+	case <-in.machine.Done():
+		x, _ := in.machine.Wait(ctx)
+		return &EndedError{Exit: x}
+	default:
+	}
+	if h := in.machine.Health(); h.Hung {
+		return fmt.Errorf("%w: %s", err, h.Detail)
+	}
+	return err
+}
+
+// EndedError says that the guest ended before it did what was asked.
+type EndedError struct{ Exit vmm.Exit }
+
+// Error says how the guest has ended.
+func (e *EndedError) Error() string {
+	return "the guest ended: " + e.Exit.String()
+}
+
+// Unwrap makes it a vmm.ErrEnded.
+func (e *EndedError) Unwrap() error { return vmm.ErrEnded }
+
+// RestoreOptions say how a restored VM comes back.
+type RestoreOptions struct {
+	// NewIdentity makes it a machine of its own: host name, machine id, boot id.
+	NewIdentity bool
+	// EntryOnly returns when the first vCPU has entered the guest, without a word
+	// to the agent: for measurements. The guest has old random numbers and an old
+	// clock, so it must not be used for anything.
+	EntryOnly bool
+}
+
+// Restore starts a VM from the snapshot in a directory. It returns when the agent
+// inside has taken fresh random numbers and the time of day. RAM is read as it is
+// needed: the snapshot's files must stay until the instance is closed.
+func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
+	in, err := begin(p)
+	if err != nil {
+		return nil, err
+	}
+	if err := in.restore(ctx, snapshotDir, o); err != nil {
+		return nil, errors.Join(err, in.Close())
+	}
+	return in, nil
+}
+
+func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) error {
+	net := netHeld
+	if o.NewIdentity {
+		net = netDown
+	}
+	if err := in.putTogether(net, func() ([]snapshot.Payload, error) { return in.open(dir) }); err != nil {
+		return err
+	}
+	return in.goOn(ctx, o)
+}
+
+// putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state, on another
+// thread: that takes less time, so that nobody waits for a thread to wake up.
+func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, error)) error {
+	ready := in.shell.Ready()
+	opened := make(chan struct{})
+	assembled := make(chan error, 1)
+	go func() {
+		err := in.assemble(net)
+		assembled <- err
+		if <-opened; err == nil && ready && in.pager != nil {
+			// Not before: it would take a processor from what the guest waits for.
+			in.pager.LoadWorkingSet()
+		}
+	}()
+	payloads, err := open()
+	close(opened)
+	if err == nil && !ready && in.pager != nil {
+		go in.pager.LoadWorkingSet() // while KVM prepares
+	}
+	states := fromPayloads(payloads)
+	if err == nil {
+		err = in.shell.Load(states)
+	}
+	if err := errors.Join(err, <-assembled); err != nil {
+		return err
+	}
+	return in.machine.Import(states)
+}
+
+// open opens the snapshot in a directory, makes a pager for RAM, and returns the states of
+// the machine's parts.
+func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
+	if in.snap, err = snapshot.Open(dir); err != nil {
+		return nil, err
+	}
+	m := in.snap.Manifest()
+	if m.VCPUs != in.parts.Spec.VCPUs || m.RAM() != in.mem.Size() {
+		return nil, fmt.Errorf("restoring %s: %w: it is of a machine with %d vCPUs and %d MiB, this one has %d and %d",
+			dir, spec.ErrInvalid, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
+	}
+	if err := in.checkVolumes(m); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	in.base, in.captured = in.snap, true
+	pages, states, err := takeWorkingSet(in.snap.Payloads())
+	if err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	if states, err = in.takeFreePages(states); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	opts := pager.Options{OnFailure: in.fail, WorkingSet: pages}
+	if in.parts.PageCache != "" {
+		in.cached = pagecache.New(in.parts.PageCache).Open(m)
+		opts.Cache = in.cached
+	}
+	if in.pager, err = pager.New(in.mem, in.snap.Memory(), opts); err != nil {
+		return nil, err
+	}
+	in.pager.Start()
+	if err := CheckHost(m.Host); err != nil {
+		return nil, fmt.Errorf("restoring %s: %w", dir, err)
+	}
+	return states, nil
+}
+
+// fail ends the machine, as soon as there is one, since its RAM cannot be had.
+func (in *Instance) fail(err error) {
+	<-in.assembled
+	if in.machine != nil {
+		in.machine.Fail(err)
+	}
+}
+
+// goOn starts a guest whose state has been loaded, and tells its agent that time has
+// passed, and what else has changed.
+func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
+	defer in.space.started()
+	if o.EntryOnly {
+		if err := in.machine.Start(); err != nil {
+			return err
+		}
+		return in.machine.WaitEntry(ctx)
+	}
+	// Before the agent says how it is now.
+	if err := in.listenHooks(); err != nil {
+		return err
+	}
+	offered := in.offer(o)
+	if err := in.machine.Start(); err != nil {
+		return err
+	}
+	ctx, cancel := in.WhileRunning(ctx)
+	defer cancel()
+	resumed, err := in.update(ctx, offered, o)
+	if err != nil {
+		return err
+	}
+	if len(in.parts.Spec.Services) > 0 {
+		// Before the guest can tell of them.
+		if err := in.ListenServices(); err != nil {
+			return err
+		}
+	}
+	in.machine.EndQuiet()
+	if in.net != nil {
+		// It is not heard until its policy is there and it has its identity.
+		if err := in.network.wait(ctx); err != nil {
+			return in.Explain(ctx, err)
+		}
+		in.net.SetLink(true)
+		in.net.Release()
+	}
+	if resumed.Hooks {
+		in.hooks.Store(true)
+	}
+	if resumed.HooksWait {
+		// With the network, and without holding up what is measured above.
+		event := guest.HookWake
+		if o.NewIdentity {
+			event = guest.HookClone
+		}
+		in.hookFailures = in.afterHooks(ctx, event)
+	}
+	return nil
+}
+
+// FactsKey is where the manifest's host facts are.
+const FactsKey = "facts"
+
+// GoodFacts are what this host has been found to be like: it does not change, and decoding
+// them again for the next machine takes 0.1 ms.
+var GoodFacts atomic.Pointer[string]
+
+// CheckHost refuses a snapshot of a CPU that this host is not like.
+func CheckHost(facts map[string]string) error {
+	text := facts[FactsKey]
+	if good := GoodFacts.Load(); good != nil && *good == text {
+		return nil
+	}
+	var saved vmm.HostFacts
+	if err := json.Unmarshal([]byte(text), &saved); err != nil {
+		return fmt.Errorf("%w: its host facts are unreadable: %w", snapshot.ErrForeign, err)
+	}
+	if err := vmm.CheckFacts(saved); err != nil {
+		return err
+	}
+	GoodFacts.Store(&text)
+	return nil
+}
+
+func fromPayloads(ps []snapshot.Payload) []vmm.State {
+	out := make([]vmm.State, len(ps))
+	for i, p := range ps {
+		out[i] = vmm.State{Name: p.Name, Payload: devices.Payload{Kind: p.Kind, Version: p.Version, Data: p.Data}}
+	}
+	return out
+}
+
+func toPayloads(states []vmm.State) []snapshot.Payload {
+	out := make([]snapshot.Payload, len(states))
+	for i, s := range states {
+		out[i] = snapshot.Payload{Name: s.Name, Kind: s.Payload.Kind, Version: s.Payload.Version, Data: s.Payload.Data}
+	}
+	return out
+}
+
+// Agent opens a connection to the agent in the guest. Close the client when done.
+func (in *Instance) Agent(ctx context.Context) (*guest.Client, error) {
+	return guest.Dial(ctx, guest.UnixDialer(in.parts.Socket))
+}
+
+// Dial opens a connection to a vsock port of the guest.
+func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	return guest.UnixDialer(in.parts.Socket)(ctx, port)
+}
+
+// Parts are what it was made of.
+func (in *Instance) Parts() Parts { return in.parts }
+
+// Network is the host's end of its link; nil without one.
+func (in *Instance) Network() *Network { return in.network }
+
+// Disk is its writable disk.
+func (in *Instance) Disk() *disk.Disk { return in.disk }
+
+// Begun is when it was begun to be made.
+func (in *Instance) Begun() time.Time { return in.started }
+
+// WakeFailures are those of hooks that ran after a restore.
+func (in *Instance) WakeFailures() []guest.HookFailure { return in.hookFailures }
+
+// CloseToo has something closed with the instance.
+func (in *Instance) CloseToo(c io.Closer) { in.closers = append(in.closers, c) }
+
+// Connections count those of the guest over vsock.
+func (in *Instance) Connections() vsock.Stats { return in.vsock.Stats() }
+
+// Machine is the VM below.
+func (in *Instance) Machine() *vmm.Machine { return in.machine }
+
+// Timing says how long it took, from the call of Boot or Restore, until the guest's
+// first instruction and until the agent answered.
+func (in *Instance) Timing() (entry, ready time.Duration) {
+	if t := in.machine.Stages().Entry(); !t.IsZero() {
+		entry = t.Sub(in.started)
+	}
+	return entry, in.ready
+}
+
+// Faults are what the pager has done so far; false if the VM was not restored.
+func (in *Instance) Faults() (pager.Stats, bool) {
+	if in.pager == nil {
+		return pager.Stats{}, false
+	}
+	return in.pager.Stats(), true
+}
+
+// Capture is a snapshot that has been taken, with what it took.
+type Capture struct {
+	ID      string
+	Dir     string
+	Disk    disk.Stack // what the snapshot needs of the disk
+	Raw     uint64     // bytes of RAM that are not zero
+	Stored  int64      // bytes that were written for the snapshot
+	Shared  int64      // bytes of files that it has in common with its base
+	Changed uint64     // pages that may have changed since its base, or were ever written
+	// Free is how many of those the guest has no use for, as far as that was looked
+	// at: they are not stored.
+	Free uint64
+	// Shareable is how many pages the image of a fork has that are not zeros.
+	Shareable uint64
+	// Ahead is how long copying to the image of a fork took before the pause, and
+	// Fill how long after it.
+	Ahead, Fill time.Duration
+	Pause       time.Duration
+	Save        time.Duration
+	Manifest    *snapshot.Manifest
+}
+
+// CaptureOptions say where a snapshot goes.
+type CaptureOptions struct {
+	// Dir is its directory, which must not exist.
+	Dir string
+	// ID identifies it: 32 hex digits.
+	ID string
+	// Live lets the guest run on as soon as its state has been taken, while RAM is
+	// being written. Otherwise it stays paused until Continue.
+	Live bool
+	// NewTop is the file of the disk's next layer.
+	NewTop string
+	// Names says how the snapshot names the layers of the disk, the lowest first.
+	Names func(disk.Stack) []string
+	// Labels are kept with it.
+	Labels map[string]string
+	// Image and Kernel identify what the guest was booted from.
+	Image, Kernel string
+	// Sealed is told the disk's new layers as soon as there are any, before the
+	// guest can write to them.
+	Sealed func(disk.Stack) error
+	// Resumed, if not nil, is called when a live capture lets the guest run on. It
+	// must not block.
+	Resumed func()
+	// Still, if not nil, is called when the guest stands still, before anything is changed. If it fails, so does Capture.
+	Still func() error
+	// Fork, if not nil, is given a sealed image of RAM, with what RestoreFork needs
+	// besides, as soon as there is one and before the snapshot is written. It may be
+	// used until Capture returns, and longer through a copy of its descriptor. If
+	// Fork fails, so does Capture. Live must be set.
+	Fork func(image *os.File, c *Capture) error
+
+	// Prioritize, if not nil, is called before the agent is asked to stand by, and what it
+	// returns when the guest stands still, or goes on if the capture is live.
+	Prioritize func() (restore func())
+}
+
+// Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
+// writes what has changed since the snapshot before, if there is one. If it fails, the
+// VM runs on, and what has changed is in the next snapshot. One at a time.
+func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	defer in.KeepRunning()()
+	in.adoptForkBase()
+	base := in.base
+	if !in.tracked {
+		base = nil
+	}
+	if base != nil {
+		if _, err := os.Stat(filepath.Join(base.Dir(), snapshot.ManifestName)); err != nil {
+			// Whoever has deleted it has not deleted what is in RAM.
+			in.log.Warn("the snapshot before is not there to build upon: writing all of RAM", "error", err)
+			base = nil
+		}
+	}
+	var fork *forkCapture
+	if o.Fork != nil {
+		if fork, err = in.beginFork(ctx); err != nil {
+			return nil, err
+		}
+		defer func() { err = fork.end(err) }()
+	}
+	var source snapshot.MemorySource
+	var frozen *pager.Frozen
+	if o.Live && (in.tracked || fork != nil) {
+		expect, err := in.expectDirty()
+		if err != nil {
+			return nil, err
+		}
+		if frozen, err = pager.Prepare(in.mem, in.pager, pager.FreezeOptions{Expect: expect}); err != nil {
+			return nil, err
+		}
+		source = frozen
+		defer in.closing("the view of RAM that stood still", frozen.Close)
+	}
+	if err := in.disk.Prepare(o.NewTop); err != nil {
+		return nil, fmt.Errorf("preparing the disk's next layer: %w", err)
+	}
+	calm := func() {}
+	if o.Prioritize != nil {
+		calm = o.Prioritize()
+	}
+	defer calm()
+	release, begin, err := in.standStill(ctx, secretLimit)
+	defer release()
+	if err != nil {
+		return nil, err
+	}
+	if !o.Live {
+		calm()
+	}
+	running := false
+	resume := func() error {
+		running = true
+		defer calm()
+		in.machine.Handover().Release()
+		err := in.machine.Resume()
+		if err == nil && o.Resumed != nil {
+			o.Resumed()
+		}
+		return err
+	}
+	defer func() {
+		if err != nil && !running {
+			err = errors.Join(err, resume())
+		}
+	}()
+	if o.Still != nil {
+		if err := o.Still(); err != nil {
+			return nil, err
+		}
+	}
+	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack()}
+	states, err := in.machine.Export()
+	if err != nil {
+		return nil, err
+	}
+	first := in.machine.FirstPages()
+	var changed *guestmem.PageSet
+	if in.tracked {
+		if changed, err = in.machine.TakeDirty(); err != nil {
+			return nil, err
+		}
+		defer func() {
+			if err != nil {
+				in.machine.MarkDirty(changed)
+			}
+		}()
+		c.Changed = changed.Len()
+	}
+	set := changed
+	if fork != nil {
+		set, changed = fork.changed(changed)
+	} else if base == nil && in.captured {
+		set = in.allPages()
+	}
+	stored := changed
+	if changed == nil || base == nil && in.captured {
+		stored = in.allPages()
+	}
+	free, err := in.freePages(stored)
+	if err != nil {
+		return nil, err
+	}
+	if frozen != nil {
+		if free != nil && fork == nil {
+			set = set.Clone()
+			set.Subtract(free)
+		}
+		if err := frozen.Freeze(set); err != nil {
+			return nil, err
+		}
+	}
+	if _, err := in.disk.Seal(ctx, o.NewTop); err != nil {
+		return nil, fmt.Errorf("sealing the disk: %w", err)
+	}
+	if err := o.Sealed(in.disk.Stack()); err != nil {
+		return nil, err
+	}
+	if frozen != nil {
+		if err := resume(); err != nil {
+			return nil, err
+		}
+	}
+	c.Pause = time.Since(begin)
+	paused := begin
+	begin = time.Now()
+	if err := in.disk.Flush(); err != nil {
+		return nil, fmt.Errorf("flushing the disk: %w", err)
+	}
+	facts, err := json.Marshal(in.machine.Facts())
+	if err != nil {
+		return nil, fmt.Errorf("describing the host: %w", err)
+	}
+	if source == nil {
+		still, closeSource, err := in.source()
+		if err != nil {
+			return nil, err
+		}
+		defer in.closing("the view of RAM", closeSource)
+		source = still
+	}
+	spec := snapshot.Spec{
+		ID: o.ID, Sandbox: in.parts.Spec.Name, VCPUs: in.parts.Spec.VCPUs, Image: o.Image, Kernel: o.Kernel,
+		Disks:    []snapshot.Disk{{Name: DeviceDisk, Size: uint64(in.disk.Size()), Layers: o.Names(c.Disk)}},
+		Host:     map[string]string{FactsKey: string(facts)},
+		Labels:   o.Labels,
+		Payloads: toPayloads(states),
+		Memory:   source,
+	}
+	if fp, ok := in.freePagesPayload(); ok {
+		spec.Payloads = append(spec.Payloads, fp)
+	}
+	if base != nil {
+		spec.Base, spec.Changed = base, changed
+	}
+	if fork != nil {
+		if spec.Memory, err = fork.finish(ctx, frozen, &spec, c); err != nil {
+			return nil, err
+		}
+		if err := o.Fork(fork.image.File(), c); err != nil {
+			return nil, err
+		}
+	}
+	if free != nil {
+		c.Free = free.Len()
+		spec.Memory = freepages.Without(spec.Memory, free)
+	}
+	if ws, ok := workingSet(first, in.pager); ok {
+		spec.Payloads = append(spec.Payloads, ws)
+	}
+	info, err := snapshot.Create(ctx, o.Dir, spec)
+	if err != nil {
+		return nil, err
+	}
+	c.Save = time.Since(begin)
+	c.Manifest = info.Manifest
+	c.Raw = info.Manifest.Stats.Pages * guestmem.PageSize
+	c.Stored, c.Shared = info.SizeBytes, info.SharedBytes
+	in.rebase(o.Dir)
+	if o.Live && !running {
+		if err := resume(); err != nil {
+			return nil, err
+		}
+		c.Pause = time.Since(paused)
+	}
+	return c, nil
+}
+
+// closing closes what a capture has read from. If that fails the capture is none the
+// worse, so it is not lost for it.
+func (in *Instance) closing(what string, f func() error) {
+	if err := f(); err != nil {
+		in.log.Error("closing "+what+" failed", "error", err)
+	}
+}
+
+// rebase makes a snapshot the base of the next. Without one, the next is of all of RAM.
+func (in *Instance) rebase(dir string) {
+	next, err := snapshot.Open(dir)
+	if err != nil {
+		// It is on disk and has been checked as it was written; this one misses
+		// only what comes after it.
+		in.log.Warn("the new snapshot cannot be built upon", "error", err)
+	}
+	if in.base != nil && in.base != in.snap {
+		if err := in.base.Close(); err != nil {
+			in.log.Warn("closing the snapshot before", "error", err)
+		}
+	}
+	in.base, in.captured, in.forkBase = next, true, ""
+}
+
+// source is where the snapshot's RAM comes from: pages that a lazy restore has not
+// loaded yet are taken from where they still are.
+func (in *Instance) source() (snapshot.MemorySource, func() error, error) {
+	if in.pager != nil {
+		s, err := in.pager.Source()
+		if err != nil {
+			return nil, nil, err
+		}
+		return s, s.Close, nil
+	}
+	s, err := snapshot.NewGuestSource(in.mem)
+	if err != nil {
+		return nil, nil, err
+	}
+	return s, s.Close, nil
+}
+
+// Continue lets a captured VM run on.
+func (in *Instance) Continue() error { return in.machine.Resume() }
+
+// Close stops the VM as if its power were cut, and gives back all that it holds.
+func (in *Instance) Close() error {
+	var errs []error
+	in.endSpaceWait()
+	// The machine first: its vCPUs may be waiting for the pager.
+	if in.machine != nil {
+		errs = append(errs, in.machine.Close())
+	} else if in.shell != nil {
+		errs = append(errs, in.shell.Close())
+	}
+	if in.pager != nil {
+		errs = append(errs, in.pager.Close())
+	}
+	if in.cached != nil {
+		errs = append(errs, in.cached.Close())
+	}
+	if in.base != nil && in.base != in.snap {
+		errs = append(errs, in.base.Close())
+	}
+	if in.snap != nil {
+		errs = append(errs, in.snap.Close())
+	}
+	in.servicesMu.Lock()
+	if in.services != nil {
+		errs = append(errs, in.services.Close())
+	}
+	in.servicesMu.Unlock()
+	for _, c := range in.closers {
+		errs = append(errs, c.Close())
+	}
+	if in.disk != nil {
+		errs = append(errs, in.disk.Close())
+	}
+	if in.mem != nil {
+		errs = append(errs, in.mem.Close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,112 @@
+package instance
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+
+	"github.com/drowse-vm/drowse/devices/fs"
+	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// deviceShare and a share's index name its device, and are the tag that the guest mounts it by.
+const deviceShare = "share-"
+
+func shareTag(i int) string { return deviceShare + strconv.Itoa(i) }
+
+// OpenShare opens the directory of a share; ErrShare says that it cannot be shared.
+func OpenShare(sh spec.Share) (*fs.Dir, error) {
+	d, err := fs.Open(sh.Source, sh.Writable)
+	if err != nil {
+		return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot", spec.ErrShare, sh.Path, err)
+	}
+	return d, nil
+}
+
+// volumeSerial is what the guest reads as a volume's serial number, at most 20 bytes.
+func volumeSerial(r *volume.Record) string { return "vol-" + r.ID[:16] }
+
+// LabelVolumes is where a snapshot says which volumes its memory knows. The content of
+// volumes is not part of a snapshot.
+const LabelVolumes = "drowse.volumes"
+
+// heldVolume is a volume at the instant of a snapshot.
+type heldVolume struct {
+	Name       string `json:"name"`
+	ID         string `json:"id"`
+	Generation uint64 `json:"generation"`
+	ReadOnly   bool   `json:"read_only"`
+}
+
+// LabelVolumes writes into the labels of a snapshot which volumes its memory knows.
+func (in *Instance) LabelVolumes(labels map[string]string) error {
+	var held []heldVolume
+	for _, v := range in.parts.Volumes {
+		r := v.Record()
+		held = append(held, heldVolume{r.Name, r.ID, r.Generation, v.ReadOnly()})
+	}
+	if len(held) == 0 {
+		return nil
+	}
+	text, err := json.Marshal(held)
+	if err != nil {
+		return err
+	}
+	labels[LabelVolumes] = string(text)
+	return nil
+}
+
+// HeldVolumes are those that the memory of a snapshot knows.
+func HeldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
+	text := m.Labels[LabelVolumes]
+	if text == "" {
+		return nil, nil
+	}
+	if err := json.Unmarshal([]byte(text), &held); err != nil {
+		return nil, fmt.Errorf("the volumes of snapshot %s: %w: %w", m.ID, spec.ErrRecord, err)
+	}
+	return held, nil
+}
+
+// SettleVolumes makes the volumes durable and notes that the memory in a snapshot goes
+// with them. The guest is paused.
+func (in *Instance) SettleVolumes(snapshotID string) error {
+	for _, v := range in.parts.Volumes {
+		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: in.parts.VM}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkVolumes refuses to put memory together with volumes that it does not belong to.
+func (in *Instance) checkVolumes(m *snapshot.Manifest) error {
+	held, err := HeldVolumes(m)
+	if err != nil {
+		return err
+	}
+	if len(held) != len(in.parts.Volumes) {
+		return fmt.Errorf("%w: its guest has %d volumes, and the VM %d", spec.ErrInvalid, len(held), len(in.parts.Volumes))
+	}
+	for i, v := range in.parts.Volumes {
+		h := held[i]
+		if h.ReadOnly != v.ReadOnly() || h.Name != v.Record().Name {
+			return fmt.Errorf("%w: its guest has volume %s, and the VM %s in its place", spec.ErrInvalid, h.Name, v.Record().Name)
+		}
+		if err := v.Check(h.ID, h.Generation, volume.Settled{Snapshot: m.ID, VM: in.parts.VM}); err != nil {
+			return Stale(h, m.ID, err)
+		}
+	}
+	return nil
+}
+
+// Stale says what can be done instead.
+func Stale(h heldVolume, snapshotID string, err error) error {
+	remedy := fmt.Sprintf("boot instead, with `drowse start` or `drowse run --from-disk %.12s --volume %s:/PATH`", snapshotID, h.Name)
+	if !h.ReadOnly {
+		remedy += "; clones need volumes that are attached read-only"
+	}
+	return fmt.Errorf("%w: its content is not part of a snapshot, and the guest's memory goes only with the content that it left: %s", err, remedy)
+}

@@ -1,0 +1,735 @@
+package instance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	virtionet "github.com/drowse-vm/drowse/devices/net"
+	"github.com/drowse-vm/drowse/devices/net/tap"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/netpolicy/resolver"
+	"github.com/drowse-vm/drowse/netpolicy/tlsname"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// Bytes is how many bytes its policy has let pass to the guest, and from it; none if that is not known.
+func (n *Network) Bytes() (in, out uint64) {
+	if n == nil {
+		return 0, 0
+	}
+	select {
+	case <-n.attached:
+	default:
+		return 0, 0
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed || n.link == nil {
+		return 0, 0
+	}
+	if use, err := n.link.Usage(netpolicy.Ingress); err == nil {
+		in = use.Bytes
+	}
+	if use, err := n.link.Usage(netpolicy.Egress); err == nil {
+		out = use.Bytes
+	}
+	return in, out
+}
+
+// LastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that
+// has passed just now.
+func (n *Network) LastPacket() (ever bool, ago time.Duration) {
+	if n == nil {
+		return false, 0
+	}
+	select {
+	case <-n.attached:
+	default:
+		return true, 0 // it is being set up
+	}
+	if n.link == nil {
+		return false, 0
+	}
+	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
+		use, err := n.link.Usage(d)
+		if err != nil {
+			return true, 0
+		}
+		if use.Idle >= 0 && (!ever || use.Idle < ago) {
+			ever, ago = true, use.Idle
+		}
+	}
+	return ever, ago
+}
+
+// All guests have the same address and the same gateway, which is also their name
+// server: a clone needs no others. The programs on a VM's TAP device translate.
+var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway4)
+
+// guestAddress6 is the same for IPv6, where a VM has it. Names are asked for by IPv4.
+var guestAddress6 = fmt.Sprintf("%v/64,%v", netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6)
+
+// Network is the host's end of a VM's link, with its policy. Nothing passes before the
+// policy is there: until then the TAP device is down and has no address.
+type Network struct {
+	log     *slog.Logger
+	agent   string       // the name of its pins: the VM's id, unless the network was made before the VM was known
+	agents  netip.Prefix // and agents6 are the ranges of all VMs of the host
+	agents6 netip.Prefix
+	address *hostnet.Address
+	own6    netip.Addr // not valid without IPv6
+	tap     *tap.Device
+	dns     *resolver.Resolver
+	parts   Parts
+	secrets proxy.Secrets
+	events  *eventLog
+	flows   *netpolicy.FlowLog // nil until the policy is on the device
+
+	// attached is closed when the policy is on the device, or err says why not.
+	attached chan struct{}
+	err      error
+	link     *netpolicy.Link
+	took     time.Duration // from the beginning until then
+
+	cancel context.CancelFunc
+	ctx    context.Context // ends with the network
+	wg     sync.WaitGroup
+
+	mu      sync.Mutex // guards what follows
+	policy  *netpolicy.Policy
+	host    []netip.Addr
+	onLink  []netip.Prefix // where the host has neighbours
+	history []installed
+	stopDNS func()          // nil while the resolver does not listen
+	tls     *tlsname.Server // nil while no policy has had names that are checked
+	tlsPort uint16          // where it listens
+	// proxy is nil while the policy has none, and so is stopProxy.
+	proxy     *proxy.Server
+	stopProxy func()
+	warnings  []string
+	closed    bool
+}
+
+// netStart is how a guest finds its network at first.
+type netStart int
+
+const (
+	// netOpen: it boots when its policy is there.
+	netOpen netStart = iota
+	// netHeld: its link is as it was, and what it sends waits for its policy. A link that goes down and up again has a Linux drop what it sends until it
+	// has noticed both, also the answer to the packet that it was woken for.
+	netHeld
+	// netDown: what it sends is dropped, since it is what another machine would send, until it has its own identity.
+	netDown
+)
+
+// connect makes the VM's TAP device, which goes with this process, and the guest's end of
+// it. Its policy is put on it in the background, since the kernel looks at programs for
+// long; see network.wait.
+func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
+	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
+	if err != nil {
+		return nil, fmt.Errorf("setting up the VM's network: %w", err)
+	}
+	in.network = n
+	in.closers = append(in.closers, n)
+	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: start == netDown, Held: start == netHeld})
+}
+
+func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, err error) {
+	id, policy := p.VM, p.Spec.Policy
+	if policy == nil {
+		policy = &netpolicy.Policy{}
+	}
+	if id == "" {
+		id = spec.NewID()
+	}
+	n = &Network{log: log, agent: id, parts: p, secrets: secrets, policy: policy, attached: make(chan struct{}), events: newEventLog()}
+	if n.agents, err = hostnet.Range(); err != nil {
+		return nil, err
+	}
+	if n.agents6, err = hostnet.Range6(); err != nil {
+		return nil, err
+	}
+	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
+		return nil, err
+	}
+	var reserved *netpolicy.Reserved
+	defer func() {
+		if err != nil {
+			if n.cancel != nil {
+				n.cancel()
+			}
+			if reserved != nil {
+				err = errors.Join(err, reserved.Remove())
+			}
+			err = errors.Join(err, n.release())
+		}
+	}()
+	if p.Spec.IPv6 {
+		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
+			return nil, err
+		}
+	}
+	if n.host, err = netpolicy.HostAddresses(); err != nil {
+		return nil, err
+	}
+	if n.onLink, err = netpolicy.OnLink(); err != nil {
+		return nil, err
+	}
+	ahead, aerr := p.Shells.network()
+	if aerr != nil {
+		log.Warn("the VM's network was not made ahead", "error", aerr)
+	}
+	if ahead != nil {
+		n.agent, n.tap, reserved = ahead.id, ahead.tap, ahead.link
+	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(id), Down: true}); err != nil {
+		return nil, err
+	}
+	n.ctx, n.cancel = context.WithCancel(context.Background())
+	ln, err := n.listenTLS(policy)
+	if err != nil {
+		return nil, err
+	}
+	spec, err := n.compile(policy, n.host, n.onLink)
+	if err != nil {
+		if ln != nil {
+			err = errors.Join(err, ln.Close())
+		}
+		return nil, err
+	}
+	begin := time.Now()
+	n.wg.Go(func() {
+		defer close(n.attached)
+		n.err = n.attach(reserved, spec, p.Spec.Tags, ln)
+		n.took = time.Since(begin)
+	})
+	return n, nil
+}
+
+// tooManyAddresses is a host with more addresses than a policy can know.
+func tooManyAddresses(host []netip.Addr) (why string, is bool) {
+	return fmt.Sprintf("the host has %d addresses, and a policy can know %d of them: all is denied until it has fewer", len(host), netpolicy.MaxHostAddresses),
+		len(host) > netpolicy.MaxHostAddresses
+}
+
+// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. If the addresses are too many, it is a policy that denies everything: one of them
+// that is not known would be open as a public one.
+func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip.Prefix) (*netpolicy.Spec, error) {
+	if why, is := tooManyAddresses(host); is {
+		n.log.Error(why)
+		p, host = &netpolicy.Policy{}, nil
+	}
+	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
+		netpolicy.Environment{Host: host, OnLink: onLink, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
+}
+
+// attach puts the policy on the device and raises it. If the policy has names that are checked,
+// ln is where that is done.
+func (n *Network) attach(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+	if ln != nil {
+		defer func() {
+			if err != nil && n.tls == nil {
+				err = errors.Join(err, ln.Close())
+			}
+		}()
+	}
+	begin := uptime()
+	if n.link, err = n.enforce(reserved, spec, tags); err != nil {
+		return err
+	}
+	n.history = []installed{{spec, begin, begin}}
+	n.dns = resolver.New(resolver.Config{Pinner: n.link})
+	if n.flows, err = n.link.FlowLog(spec.Identity()); err != nil {
+		return err
+	}
+	if ln != nil {
+		n.mu.Lock()
+		n.serveTLS(ln)
+		n.mu.Unlock()
+	}
+	n.settle6()
+	n.wg.Go(func() {
+		if err := n.link.Events(n.ctx, n.event); n.ctx.Err() == nil {
+			n.log.Error("denied packets are not told of any more", "error", err)
+		}
+	})
+	n.wg.Go(func() {
+		if err := n.flows.Run(n.ctx); err != nil {
+			n.log.Error("the log of flows has ended", "error", err)
+		}
+	})
+	if err := n.link.Up(spec.Identity()); err != nil {
+		return err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err := n.listenDNS(); err != nil {
+		return err
+	}
+	n.dns.SetPolicy(n.policy, spec)
+	if err := n.listenProxy(); err != nil {
+		return err
+	}
+	if n.proxy != nil {
+		n.proxy.SetPolicy(n.policy)
+	}
+	n.lookOutside()
+	n.wg.Go(n.watchHost)
+	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
+	return nil
+}
+
+// enforce puts the policy on the device.
+func (n *Network) enforce(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string) (*netpolicy.Link, error) {
+	if reserved != nil {
+		link, err := reserved.Attach(tags, spec)
+		if err == nil {
+			return link, nil
+		}
+		// It has stood for long, and somebody may have tidied it away.
+		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
+	}
+	return netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
+}
+
+// settle6 has the host say nothing of its own on a device that is not up yet: it would only be
+// denied and told of. The policy holds without this.
+func (n *Network) settle6() {
+	settings := map[string]string{"disable_ipv6": "1"}
+	if n.own6.IsValid() {
+		// addr_gen_mode 1: no link-local address (IN6_ADDR_GEN_MODE_NONE). Only the guest asks for
+		// the other end's MAC, and for the gateway's address.
+		settings = map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "dad_transmits": "0", "accept_dad": "0", "router_solicitations": "0"}
+	}
+	for name, value := range settings {
+		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/"+name, []byte(value+"\n"), 0o644)
+	}
+}
+
+// wait returns when the policy is on the device and the device is up.
+func (n *Network) wait(ctx context.Context) error {
+	select {
+	case <-n.attached:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	if n.err != nil {
+		return fmt.Errorf("putting the VM behind its network policy: %w", n.err)
+	}
+	return nil
+}
+
+// drainFlows is how long a network that goes away waits for those who follow its flows.
+const drainFlows = time.Second
+
+// Close takes the network away.
+func (n *Network) Close() error {
+	<-n.attached
+	n.cancel()
+	n.mu.Lock()
+	n.closed = true
+	if n.stopProxy != nil {
+		n.stopProxy()
+	}
+	if n.stopDNS != nil {
+		n.stopDNS()
+		n.stopDNS = nil
+	}
+	n.mu.Unlock()
+	n.wg.Wait()
+	if n.flows != nil {
+		n.flows.Drain(drainFlows)
+	}
+	var err error
+	if n.link != nil {
+		err = n.link.Remove()
+	}
+	return errors.Join(err, n.release())
+}
+
+// release gives back what is not the policy's.
+func (n *Network) release() error {
+	var errs []error
+	if n.tap != nil {
+		errs = append(errs, n.tap.Close())
+	}
+	return errors.Join(append(errs, n.address.Release())...)
+}
+
+// Info describes the network.
+func (n *Network) Info() *spec.NetworkInfo {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return &spec.NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
+}
+
+// SetPolicy replaces the policy while packets pass. If it fails, the old one holds.
+func (n *Network) SetPolicy(p *netpolicy.Policy) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	ln, err := n.listenTLS(p)
+	if err != nil {
+		return err
+	}
+	if ln != nil {
+		n.serveTLS(ln)
+	}
+	spec, err := n.compile(p, n.host, n.onLink)
+	if err != nil {
+		return err
+	}
+	old := n.policy
+	n.policy = p
+	// Before it is told to guests; it refuses what the old policy does not name.
+	err = n.listenDNS()
+	if err == nil {
+		err = n.listenProxy()
+	}
+	if err == nil {
+		err = n.install(spec)
+	}
+	if err != nil {
+		n.policy = old
+		n.stopUnused()
+		return err
+	}
+	n.dns.SetPolicy(p, spec)
+	n.stopUnused()
+	n.lookOutside()
+	return nil
+}
+
+// stopUnused ends what the policy does not have. The lock is held.
+func (n *Network) stopUnused() {
+	if !n.policy.ProxyOn() && n.stopProxy != nil {
+		n.stopProxy()
+	}
+	if n.policy.DNS == nil && n.stopDNS != nil {
+		n.stopDNS()
+		n.stopDNS = nil
+	}
+}
+
+// installed is a policy that was put on the link. Packets before from were judged by an
+// earlier one; between from and settled it may have been either.
+type installed struct {
+	spec          *netpolicy.Spec
+	from, settled time.Duration
+}
+
+// maxHistory is how many policies are kept to name the rules of late events by.
+const maxHistory = 4
+
+func (n *Network) install(spec *netpolicy.Spec) error {
+	from := uptime()
+	err := n.link.Swap(spec)
+	if err != nil {
+		return err
+	}
+	if n.tls != nil {
+		n.tls.Recheck()
+	}
+	if n.proxy != nil {
+		n.proxy.SetPolicy(n.policy)
+	}
+	n.history = append(n.history, installed{spec, from, uptime()})
+	n.history = n.history[max(0, len(n.history)-maxHistory):]
+	return nil
+}
+
+// ruleName names the rule of an event, or is empty if it is not certain which policy it
+// was in.
+func (n *Network) ruleName(e netpolicy.Event) string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, h := range slices.Backward(n.history) {
+		switch {
+		case e.Uptime >= h.settled:
+			return h.spec.RuleName(e.Rule)
+		case e.Uptime >= h.from:
+			return ""
+		}
+	}
+	return ""
+}
+
+// listenDNS has the resolver listen if the policy has one.
+func (n *Network) listenDNS() error {
+	if n.policy.DNS == nil || n.stopDNS != nil {
+		return nil
+	}
+	pc, ln, err := resolver.Listen(n.ctx, n.tap.Name())
+	if err != nil {
+		return fmt.Errorf("%w: is there a name server of the host's on all addresses?", err)
+	}
+	ctx, cancel := context.WithCancel(n.ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if err := n.dns.Serve(ctx, pc, ln); err != nil {
+			n.log.Error("the VM's resolver has failed: names are not found any more", "error", err)
+		}
+	}()
+	n.stopDNS = func() {
+		cancel()
+		<-ended
+	}
+	return nil
+}
+
+// listenTLS has a socket for connections whose names are checked, if a policy has such names and there is
+// none yet. It stays as long as the network.
+func (n *Network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
+	if n.tlsPort != 0 || !p.ChecksNames() {
+		return nil, nil
+	}
+	ln, err := tlsname.Listen(n.ctx, n.tap.Name())
+	if err != nil {
+		return nil, err
+	}
+	at, err := netip.ParseAddrPort(ln.Addr().String())
+	if err != nil {
+		return nil, errors.Join(err, ln.Close())
+	}
+	n.tlsPort = at.Port()
+	return ln, nil
+}
+
+// serveTLS checks names from now on. If it fails, connections that are to be checked are reset by the
+// kernel, as nobody listens.
+func (n *Network) serveTLS(ln *net.TCPListener) {
+	n.tls = tlsname.New(tlsname.Config{Flows: n.link, Named: n.flows.Named, Refused: n.refused})
+	n.wg.Go(func() {
+		if err := n.tls.Serve(n.ctx, ln); err != nil {
+			n.log.Error("connections whose names are checked are refused", "error", err)
+		}
+	})
+}
+
+// lookOutside sees to it that the host translates what the policy lets out, and notes what
+// is missing.
+func (n *Network) lookOutside() {
+	n.warnings = nil
+	warn := func(text string) { n.warnings = append(n.warnings, text); n.log.Warn(text) }
+	if why, is := tooManyAddresses(n.host); is {
+		warn(why)
+	}
+	outside := opensOutside(n.policy)
+	if !outside && !opensAgents(n.policy) {
+		return
+	}
+	what := "other VMs"
+	ranges := []netip.Prefix{n.agents}
+	if n.own6.IsValid() {
+		ranges = append(ranges, n.agents6)
+	}
+	for _, r := range ranges {
+		if err := hostnet.Own(r); err != nil {
+			warn("the host does not drop packets of others that have a VM's address as their source: " + err.Error())
+		}
+	}
+	for i, own := range []netip.Addr{n.address.Addr(), n.own6} {
+		if !own.IsValid() {
+			continue
+		}
+		if err := hostnet.Bound(ranges[i], own, hostnet.Connections(n.policy)); err != nil {
+			warn("the VM can fill the host's connection tracking: " + err.Error())
+		}
+	}
+	if outside {
+		what = "addresses beyond the host"
+		for _, r := range ranges {
+			if err := hostnet.Translate(r); err != nil {
+				warn("the policy allows addresses beyond the host, and their answers do not come back: " + err.Error())
+			}
+		}
+	}
+	if on, err := hostnet.Forwarding(); err == nil && !on {
+		warn("the policy allows " + what + ", and the host does not forward packets (net.ipv4.ip_forward): `drowse net setup --forward`")
+	}
+	if !n.own6.IsValid() {
+		return
+	}
+	if on, err := hostnet.Forwarding6(); err == nil && !on {
+		warn("the policy allows " + what + ", and the host does not forward packets of IPv6 (net.ipv6.conf.all.forwarding): `drowse net setup --forward6`")
+	}
+}
+
+// Warn tells of what is missing.
+func (n *Network) Warn(text string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.warnings = append(n.warnings, text)
+	n.log.Warn(text)
+}
+
+// opensOutside says whether a policy lets packets out to elsewhere than the host and other
+// VMs.
+func opensOutside(p *netpolicy.Policy) bool {
+	return p.Default.Egress == netpolicy.Allow || slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
+		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 &&
+			(len(r.CIDRs)+len(r.Names) > 0 || slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Host }))
+	})
+}
+
+// opensAgents says whether a policy lets packets out to, or in from, other VMs.
+func opensAgents(p *netpolicy.Policy) bool {
+	return slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
+		return r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && len(r.Agents) > 0
+	})
+}
+
+// hostInterval is when the host's addresses are looked at though nothing has been heard
+// of them.
+const hostInterval = 30 * time.Second
+
+// watchHost compiles the policy again when the host gets or loses an address, since
+// addresses of the host are opened by group host alone. Ranges that come without an address, as that of a gateway, are
+// noticed within hostInterval.
+func (n *Network) watchHost() {
+	updates := make(chan netlink.AddrUpdate, 64)
+	done := make(chan struct{})
+	defer close(done)
+	if err := netlink.AddrSubscribe(updates, done); err != nil {
+		n.log.Warn("changes of the host's addresses are noticed late", "error", err)
+		updates = nil
+	}
+	tick := time.NewTicker(hostInterval)
+	defer tick.Stop()
+	for {
+		// First what has changed before it listened.
+		if err := n.refresh(); err != nil {
+			n.log.Error("the policy does not know the host's addresses", "error", err)
+		}
+	wait:
+		for {
+			select {
+			case <-n.ctx.Done():
+				// The subscription ends, and closes updates, when done is closed; until then
+				// it must not wait for a reader.
+				if updates != nil {
+					go func() {
+						for range updates {
+						}
+					}()
+				}
+				return
+			case u, ok := <-updates:
+				if !ok {
+					updates = nil
+					continue
+				}
+				a, _ := netip.AddrFromSlice(u.LinkAddress.IP)
+				if a = a.Unmap(); a == netpolicy.TheWire.Gateway4 || a == netpolicy.TheWire.Gateway6 {
+					continue // of another VM, which comes or goes
+				}
+				break wait
+			case <-tick.C:
+				break wait
+			}
+		}
+	}
+}
+
+// refresh puts the policy on the link again if the host's addresses have changed, or the ranges of its neighbours.
+func (n *Network) refresh() error {
+	host, err := netpolicy.HostAddresses()
+	if err != nil {
+		return err
+	}
+	onLink, err := netpolicy.OnLink()
+	if err != nil {
+		return err
+	}
+	slices.SortFunc(host, netip.Addr.Compare)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	slices.SortFunc(n.host, netip.Addr.Compare)
+	if slices.Equal(host, n.host) && slices.Equal(onLink, n.onLink) {
+		return nil
+	}
+	spec, err := n.compile(n.policy, host, onLink)
+	if err != nil {
+		return err
+	}
+	if err := n.install(spec); err != nil {
+		return err
+	}
+	n.host, n.onLink = host, onLink
+	n.dns.SetPolicy(n.policy, spec)
+	if why, is := tooManyAddresses(host); is && !slices.Contains(n.warnings, why) {
+		n.warnings = append(n.warnings, why)
+	}
+	return nil
+}
+
+// Stats are those of the network from its beginning on.
+func (n *Network) Stats() (st spec.NetworkStats, err error) {
+	st = spec.NetworkStats{Name: n.parts.Spec.Name, NetworkInfo: *n.Info(), DNS: n.dns.Stats()}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return st, fmt.Errorf("%w: %s: its guest has ended", spec.ErrNotRunning, st.Name)
+	}
+	if n.tls != nil {
+		st.TLS = n.tls.Stats()
+	}
+	if n.proxy != nil {
+		ps := n.proxy.Stats()
+		st.Proxy = &ps
+	}
+	var errs [3]error
+	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)
+	st.Ingress, errs[1] = n.link.Usage(netpolicy.Ingress)
+	st.Counters, errs[2] = n.link.Counters()
+	if st.Counters == nil {
+		st.Counters = []netpolicy.Counter{}
+	}
+	return st, errors.Join(errs[:]...)
+}
+
+// FlowLog has the flows, also those that have ended.
+func (n *Network) FlowLog() *netpolicy.FlowLog { return n.flows }
+
+// RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is nil if
+// they are not to be followed.
+func (n *Network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan spec.NetEvent, stop func()) {
+	events, to, stop := n.events.recent(follow)
+	if to != nil {
+		f = to.ch
+	}
+	return events, f, stop
+}
+
+// Done is closed when the network has ended.
+func (n *Network) Done() <-chan struct{} { return n.ctx.Done() }
+
+// SetUp is how long its policy took to be in force.
+func (n *Network) SetUp() time.Duration { return n.took }
+
+// SetTags changes the tags by which others know the VM.
+func (n *Network) SetTags(tags []string) error {
+	<-n.attached
+	if n.err != nil {
+		return n.err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return fmt.Errorf("%w: its guest has ended", spec.ErrNotRunning)
+	}
+	return n.link.SetTags(tags)
+}

@@ -1,0 +1,82 @@
+package instance
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// DeviceSecret is a secret as the device knows it.
+func DeviceSecret(f spec.SecretFile) secrets.Secret {
+	if f.Mode == 0 {
+		f.Mode = spec.DefaultSecretMode
+	}
+	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
+}
+
+// serveSecretsLimit is how long the agent may take to start what serves secrets.
+const serveSecretsLimit = 5 * time.Minute
+
+// ServeSecrets has the agent serve secrets, and look for new ones.
+func (in *Instance) ServeSecrets(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, serveSecretsLimit)
+	defer cancel()
+	ctx, stop := in.WhileRunning(ctx)
+	defer stop()
+	c, err := in.Agent(ctx)
+	if err != nil {
+		return in.Explain(ctx, err)
+	}
+	defer c.Close()
+	if err := c.ServeSecrets(ctx); err != nil {
+		return fmt.Errorf("%w: %w", spec.ErrSecrets, in.Explain(ctx, err))
+	}
+	return nil
+}
+
+// awaitSecrets tells the guest which secrets will come.
+func (in *Instance) awaitSecrets() error {
+	for _, f := range in.parts.Secrets {
+		if err := in.machine.Secrets().Await(DeviceSecret(f)); err != nil {
+			return fmt.Errorf("%w: %w", spec.ErrSecrets, err)
+		}
+	}
+	return nil
+}
+
+// A value is in the buffer of the agent's for some milliseconds at most, so a guest that is
+// found like that is let go on, and after so long not captured.
+const (
+	secretLimit = 20 * time.Second
+	secretPause = 10 * time.Millisecond
+)
+
+// standStill has the agent stand by and pauses the machine, at a moment at which drowse has
+// no copy of a secret in the guest. release must be called, also after an error; begin is
+// when the pause has begun.
+func (in *Instance) standStill(ctx context.Context, limit time.Duration) (release func(), begin time.Time, err error) {
+	for deadline := time.Now().Add(limit); ; {
+		release = in.standBy(ctx)
+		begin = time.Now()
+		if err := in.machine.Pause(ctx); err != nil || !in.machine.Secrets().Busy() {
+			return release, begin, err
+		}
+		in.machine.Handover().Release()
+		if err := in.machine.Resume(); err != nil {
+			return release, begin, err
+		}
+		release()
+		release = func() {}
+		if time.Now().After(deadline) {
+			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with `drowse secret rm`", spec.ErrSecrets)
+		}
+		select {
+		case <-ctx.Done():
+			return release, begin, ctx.Err()
+		case <-time.After(secretPause):
+		}
+	}
+}
