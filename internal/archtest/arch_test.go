@@ -77,6 +77,9 @@ var rules = []rule{
 
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem"}},
 	{"netpolicy/...", []string{"netpolicy/..."}},
+	{"rootfs/image/fstree", nil},
+	{"rootfs/image/sparse", nil},
+	{"rootfs/image/erofs", []string{"rootfs/image/fstree", "rootfs/image/sparse"}},
 	{"rootfs/...", []string{"rootfs/...", "internal/osfile"}},
 	// The parts of the agent know nothing of it, nor of each other but what is below.
 	{"guest/agent/poll", nil},

@@ -18,10 +18,13 @@ import (
 	"strings"
 	"time"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
-	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // AssemblyOptions say what steps are put on. Store is needed, the rest may be zero.
@@ -166,7 +169,8 @@ func (a *Assembly) Key(what any) (string, error) {
 // Layers is how many layers lie over the base.
 func (a *Assembly) Layers() int { return len(a.layers) }
 
-func (s *Store) stepPath(key string) string   { return filepath.Join(s.dir, stepsDir, key+".json") }
+func (s *Store) stepPath(key string) string { return filepath.Join(s.dir, stepsDir, key+".json") }
+
 func (s *Store) layerPath(diff string) string { return filepath.Join(s.dir, stepsDir, layerFile(diff)) }
 
 // layerFile is the name of the file of a layer whose tar stream has a digest.
@@ -263,7 +267,7 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 
 // writeLayer writes a compressed tar stream.
 func writeLayer(f *os.File, write func(*tar.Writer) error) (Layer, error) {
-	buffered := bufio.NewWriterSize(markWriteErrors{f}, sparseBufBytes)
+	buffered := bufio.NewWriterSize(markWriteErrors{f}, sparse.BufBytes)
 	packed := &countingWriter{w: buffered}
 	z, err := zstd.NewWriter(packed, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
 	if err != nil {
@@ -322,7 +326,7 @@ func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budge
 }
 
 func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) error {
-	parts, err := splitPath(h.Name)
+	parts, err := fstree.SplitPath(h.Name)
 	if err != nil {
 		return err
 	}
@@ -345,7 +349,7 @@ func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) err
 	}
 	for k, v := range h.PAXRecords {
 		x, ok := strings.CutPrefix(k, paxXattr)
-		if !ok || !keepXattr(x) || strings.HasPrefix(x, overlayXattr) {
+		if !ok || !erofs.KeepXattr(x) || strings.HasPrefix(x, overlayXattr) {
 			continue
 		}
 		if out.PAXRecords == nil {
@@ -392,7 +396,7 @@ func (a *Assembly) tree(ctx context.Context) (*merger, error) {
 	a.dropSpools()
 	m := newMerger(a.b.MaxFiles)
 	if a.file != nil {
-		t, err := readEROFS(ctx, a.file)
+		t, err := erofs.Read(ctx, a.file)
 		if err != nil {
 			return nil, fmt.Errorf("read the base image %s: %w", a.base.name(), err)
 		}
@@ -492,7 +496,7 @@ func (a *Assembly) write(ctx context.Context, img *Image, config []byte) (*Image
 	if err := addVMFiles(t, false); err != nil {
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
-	t.config = config
+	t.Config = config
 	img.Version, img.Source, img.Architecture = RecordVersion, "steps:scratch", runtime.GOARCH
 	if a.base != nil {
 		img.Source, img.Architecture, img.Platform = "steps:"+a.base.ShortID(), a.base.Architecture, a.base.Platform
@@ -508,7 +512,7 @@ func (a *Assembly) write(ctx context.Context, img *Image, config []byte) (*Image
 	if err := a.b.write(ctx, t, img); err != nil {
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
-	img.Skipped, img.Inodes, img.Content, img.Created = t.skipped, t.inodes, t.bytes, time.Now().UTC()
+	img.Skipped, img.Inodes, img.Content, img.Created = t.Skipped, t.Inodes, t.Bytes, time.Now().UTC()
 	a.b.progress(StagePublish, 0, 0)
 	return img, nil
 }

@@ -13,6 +13,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // baseOf makes an image of a tar stream.
@@ -78,22 +81,22 @@ func TestReadEROFS_gives_the_tree_that_was_written(t *testing.T) {
 		dirh("etc/"), dirh("d/"), reg("d/f"), lnk("d/g", "d/f"), sym("d/s", "f"),
 		{Name: "d/p", Typeflag: tar.TypeFifo, Mode: 0o600}, {Name: "d/c", Typeflag: tar.TypeChar, Mode: 0o666, Devmajor: 1, Devminor: 3},
 		{Name: "d/su", Mode: 0o6755, Uid: 7, Gid: 70000}, {Name: "t/", Typeflag: tar.TypeDir, Mode: 0o1777},
-		{Name: "d/x", Mode: 0o644, PAXRecords: map[string]string{paxXattr + "user.a": "b", paxXattr + aclAccess: "\x02\x00\x00\x00"}},
-		{Name: "d/big", Mode: 0o644, Size: 3 * blockSize},
+		{Name: "d/x", Mode: 0o644, PAXRecords: map[string]string{paxXattr + "user.a": "b", paxXattr + erofs.ACLAccess: "\x02\x00\x00\x00"}},
+		{Name: "d/big", Mode: 0o644, Size: 3 * sparse.BlockSize},
 	}
-	stream := tarOf(t, map[string][]byte{"d/f": []byte("content"), "d/big": bytes.Repeat([]byte{0, 0, 1}, blockSize)}, hs...)
+	stream := tarOf(t, map[string][]byte{"d/f": []byte("content"), "d/big": bytes.Repeat([]byte{0, 0, 1}, sparse.BlockSize)}, hs...)
 	img := baseOf(t, s, stream)
 	f, err := os.Open(img.Path())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	tr, err := readEROFS(t.Context(), f)
+	tr, err := erofs.Read(t.Context(), f)
 	if err != nil {
 		t.Fatal(err)
 	}
 	out := tempFile(t)
-	if err := writeEROFS(t.Context(), tr, out, nil); err != nil {
+	if err := erofs.Write(t.Context(), tr, out, nil); err != nil {
 		t.Fatal(err)
 	}
 	if id, err := hashFile(t.Context(), out, nil); err != nil || id != img.ID {
@@ -203,9 +206,9 @@ func TestCopy_gives_owners_and_permissions(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			n, d := m.t.lookup("new/a"), m.t.lookup("new")
-			if n.uid != c.uid || n.gid != c.gid || n.mode != c.perm || d.uid != c.uid || d.gid != c.gid || d.mode != fs.ModeDir|0o755 {
-				t.Errorf("file %v %d:%d in directory %v %d:%d", n.mode, n.uid, n.gid, d.mode, d.uid, d.gid)
+			n, d := m.t.Lookup("new/a"), m.t.Lookup("new")
+			if n.UID != c.uid || n.GID != c.gid || n.Mode != c.perm || d.UID != c.uid || d.GID != c.gid || d.Mode != fs.ModeDir|0o755 {
+				t.Errorf("file %v %d:%d in directory %v %d:%d", n.Mode, n.UID, n.GID, d.Mode, d.UID, d.GID)
 			}
 		})
 	}
@@ -223,7 +226,7 @@ func TestAdd_unpacks_archives_and_nothing_else(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := sketch(t, m.t); got != "x/ x/d/ x/d/f=1 x/d/g=1 x/plain=text" || m.t.lookup("x/d/f").uid != 5 || m.t.lookup("x/d/f") != m.t.lookup("x/d/g") {
+	if got := sketch(t, m.t); got != "x/ x/d/ x/d/f=1 x/d/g=1 x/plain=text" || m.t.Lookup("x/d/f").UID != 5 || m.t.Lookup("x/d/f") != m.t.Lookup("x/d/g") {
 		t.Errorf("it is %s", got)
 	}
 	if _, err := a.Copy(t.Context(), CopyIn{Context: c, Sources: []string{"a.tar"}, Dest: "/y", Unpack: true, Owner: "1", Mode: -1}, "", false); !errors.Is(err, ErrInvalidOption) {
@@ -323,7 +326,7 @@ func TestPut_takes_what_a_guest_has_written(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if x := m.t.lookup("x").xattrs; len(x) != 1 || x["user.a"] != "b" {
+	if x := m.t.Lookup("x").Xattrs; len(x) != 1 || x["user.a"] != "b" {
 		t.Errorf("attributes %q", x)
 	}
 	got := look()
@@ -496,7 +499,7 @@ func TestFileThatChangesWhileItIsCopiedIsToldAndLeavesNothing(t *testing.T) {
 		if err := c.WriteFile("a", []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		r, err := contextContent{c, list[0]}.open()
+		r, err := contextContent{c, list[0]}.Open()
 		if err != nil {
 			t.Fatal(err)
 		}

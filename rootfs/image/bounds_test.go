@@ -12,6 +12,8 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // paddedTar gives entries behind headers of 768 KiB each, of which the last records mean something.
@@ -99,7 +101,7 @@ func TestBuild_archive_of_more_files_than_it_may_have_is_refused(t *testing.T) {
 			}
 		})
 	}
-	for _, bad := range []int{-1, maxInodes + 1} {
+	for _, bad := range []int{-1, fstree.MaxInodes + 1} {
 		if _, err := Build(t.Context(), Options{Store: newStore(t), From: "tar:-", MaxFiles: bad}); !errors.Is(err, ErrInvalidOption) {
 			t.Errorf("MaxFiles %d: %v", bad, err)
 		}

@@ -18,6 +18,9 @@ import (
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // Stages of a build, in their order, as Options.Progress is told them. A stage that has nothing to do is left out.
@@ -136,8 +139,8 @@ func checkOptions(o Options) (*buildOptions, error) {
 	if o.MaxAge < 0 || o.MaxBytes < 0 {
 		return nil, fmt.Errorf("%w: MaxAge %v and MaxBytes %d must not be negative", ErrInvalidOption, o.MaxAge, o.MaxBytes)
 	}
-	if o.MaxFiles < 0 || o.MaxFiles > maxInodes {
-		return nil, fmt.Errorf("%w: MaxFiles %d is not between 0 and %d", ErrInvalidOption, o.MaxFiles, maxInodes)
+	if o.MaxFiles < 0 || o.MaxFiles > fstree.MaxInodes {
+		return nil, fmt.Errorf("%w: MaxFiles %d is not between 0 and %d", ErrInvalidOption, o.MaxFiles, fstree.MaxInodes)
 	}
 	if b.MaxFiles == 0 {
 		b.MaxFiles = DefaultMaxFiles
@@ -282,7 +285,7 @@ func (b *buildOptions) cached(ctx context.Context, spec string, maxAge time.Dura
 
 // build does the work in the folder tmp, which the caller removes.
 func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*Image, error) {
-	var t *tree
+	var t *fstree.Tree
 	var err error
 	switch b.source.Kind {
 	case KindDebian:
@@ -314,19 +317,19 @@ func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*Image, err
 }
 
 // finish makes an image of a tree and publishes it. img has what only its source knows.
-func (b *buildOptions) finish(ctx context.Context, t *tree, img *Image, spec, tmp string) (*Image, error) {
+func (b *buildOptions) finish(ctx context.Context, t *fstree.Tree, img *Image, spec, tmp string) (*Image, error) {
 	if err := addVMFiles(t, b.source.Kind == KindDebian); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
 	img.Version, img.Source, img.Spec, img.Include = RecordVersion, b.source.String(), spec, b.packages
-	img.Skipped, img.dir = t.skipped, filepath.Join(tmp, "image")
+	img.Skipped, img.dir = t.Skipped, filepath.Join(tmp, "image")
 	if err := describePackages(t, img); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
 	if err := b.write(ctx, t, img); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	img.Inodes, img.Content = t.inodes, t.bytes
+	img.Inodes, img.Content = t.Inodes, t.Bytes
 	b.progress(StagePublish, 0, 0)
 	img.Created = time.Now().UTC()
 	if err := b.Store.publish(ctx, img, b.tag); err != nil {
@@ -336,7 +339,7 @@ func (b *buildOptions) finish(ctx context.Context, t *tree, img *Image, spec, tm
 }
 
 // write makes the image file and its id.
-func (b *buildOptions) write(ctx context.Context, t *tree, img *Image) error {
+func (b *buildOptions) write(ctx context.Context, t *fstree.Tree, img *Image) error {
 	if err := os.Mkdir(img.dir, 0o755); err != nil {
 		return err
 	}
@@ -345,7 +348,7 @@ func (b *buildOptions) write(ctx context.Context, t *tree, img *Image) error {
 		return err
 	}
 	defer func() { _ = f.Close() }() // synced before, errors would have come then
-	if err := writeEROFS(ctx, t, f, func(done, total int64) { b.progress(StageWrite, done, total) }); err != nil {
+	if err := erofs.Write(ctx, t, f, func(done, total int64) { b.progress(StageWrite, done, total) }); err != nil {
 		return err
 	}
 	st, err := f.Stat()
@@ -370,15 +373,15 @@ const (
 var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
 
 // describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it has one.
-func describePackages(t *tree, img *Image) error {
-	status, err := t.readText("var/lib/dpkg/status")
+func describePackages(t *fstree.Tree, img *Image) error {
+	status, err := t.ReadText("var/lib/dpkg/status", maxStatusBytes)
 	if err != nil {
 		return err
 	}
 	if img.Packages, err = parseDpkgStatus(status); err != nil {
 		return err
 	}
-	arch, err := t.readText("var/lib/dpkg/arch")
+	arch, err := t.ReadText("var/lib/dpkg/arch", maxStatusBytes)
 	if err != nil {
 		return err
 	}
@@ -387,27 +390,6 @@ func describePackages(t *tree, img *Image) error {
 		img.Architecture = native
 	}
 	return nil
-}
-
-// readText gives the content of a regular file of the tree, or "" when there is none.
-func (t *tree) readText(p string) (string, error) {
-	n := t.lookup(p)
-	if n == nil || !n.mode.IsRegular() || n.size == 0 {
-		return "", nil
-	}
-	if n.size > maxStatusBytes {
-		return "", fmt.Errorf("%w: /%s has %d bytes", ErrTooLarge, p, n.size)
-	}
-	r, err := n.data.open()
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = r.Close() }() // only read
-	b := make([]byte, n.size)
-	if _, err := io.ReadFull(r, b); err != nil {
-		return "", fmt.Errorf("read /%s: %w", p, err)
-	}
-	return string(b), nil
 }
 
 // parseDpkgStatus gives the installed packages of a dpkg status file, in its order.

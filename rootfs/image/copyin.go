@@ -17,6 +17,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // Limits of a copy from a context. Those of a tree and of Options hold as well.
@@ -318,7 +320,7 @@ func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool
 		return false, err
 	}
 	w := &copyWriter{ctx: ctx, a: a, c: &c, m: m}
-	if w.uid, w.gid, err = m.t.account(c.Owner); err != nil {
+	if w.uid, w.gid, err = account(m.t, c.Owner); err != nil {
 		return false, err
 	}
 	defer func() {
@@ -370,16 +372,16 @@ type copyWriter struct {
 
 // parents adds the directories of a path that are not there.
 func (w *copyWriter) parents(dir string) error {
-	parts, err := splitPath(dir)
+	parts, err := fstree.SplitPath(dir)
 	if err != nil {
 		return err
 	}
-	mtime := w.m.t.root.mtime
+	mtime := w.m.t.Root.Mtime
 	for i := range parts {
 		p, err := w.m.find(slices.Clone(parts[:i+1]), false, nil)
 		switch {
 		case err == nil:
-			mtime = p.dir.mtime
+			mtime = p.dir.Mtime
 			continue
 		case !errors.Is(err, errNotThere):
 			return fmt.Errorf("/%s: %w", strings.Join(parts[:i+1], "/"), err)
@@ -389,15 +391,15 @@ func (w *copyWriter) parents(dir string) error {
 		} else if what != nil {
 			return fmt.Errorf("%w: /%s is no directory in the image", ErrInvalidOption, strings.Join(parts[:i+1], "/"))
 		}
-		w.entries = append(w.entries, layerEntry{path: strings.Join(parts[:i+1], "/"), n: &inode{mode: fs.ModeDir | 0o755, uid: w.uid, gid: w.gid, mtime: mtime}})
+		w.entries = append(w.entries, layerEntry{path: strings.Join(parts[:i+1], "/"), n: &fstree.Inode{Mode: fs.ModeDir | 0o755, UID: w.uid, GID: w.gid, Mtime: mtime}})
 	}
 	return nil
 }
 
 // at gives what the image has at a path, symlinks on the way followed, not at its end.
-func (w *copyWriter) at(parts []string) (*inode, error) {
+func (w *copyWriter) at(parts []string) (*fstree.Inode, error) {
 	if len(parts) == 0 {
-		return w.m.t.root, nil
+		return w.m.t.Root, nil
 	}
 	p, err := w.m.find(slices.Clone(parts[:len(parts)-1]), false, nil)
 	if errors.Is(err, errNotThere) {
@@ -406,11 +408,11 @@ func (w *copyWriter) at(parts []string) (*inode, error) {
 	if err != nil {
 		return nil, err
 	}
-	return p.dir.children[parts[len(parts)-1]], nil
+	return p.dir.Children[parts[len(parts)-1]], nil
 }
 
 func (w *copyWriter) collect(list []picked, dir bool) error {
-	dest, err := splitPath(w.c.Dest)
+	dest, err := fstree.SplitPath(w.c.Dest)
 	if err != nil {
 		return err
 	}
@@ -451,7 +453,7 @@ func (w *copyWriter) collect(list []picked, dir bool) error {
 }
 
 func (w *copyWriter) add(f picked, to string) error {
-	parts, err := splitPath(to)
+	parts, err := fstree.SplitPath(to)
 	if err != nil {
 		return err
 	}
@@ -460,25 +462,25 @@ func (w *copyWriter) add(f picked, to string) error {
 		return fmt.Errorf("%s: %w", to, err)
 	}
 	if f.mode.IsDir() {
-		if there != nil && !there.isDir() {
+		if there != nil && !there.IsDir() {
 			if _, err := w.m.find(slices.Clone(parts), false, nil); err != nil {
 				return fmt.Errorf("%w: %s is a directory in the context and none in the image", ErrInvalidOption, to)
 			}
 			return nil // a symlink to a directory: what is copied goes there
 		}
-	} else if there != nil && there.isDir() {
+	} else if there != nil && there.IsDir() {
 		return fmt.Errorf("%w: %s is a directory in the image and none in the context", ErrInvalidOption, to)
 	}
-	n := &inode{mode: f.mode, uid: w.uid, gid: w.gid, mtime: f.mtime, size: f.size, target: f.link}
+	n := &fstree.Inode{Mode: f.mode, UID: w.uid, GID: w.gid, Mtime: f.mtime, Size: f.size, Target: f.link}
 	if w.c.Mode >= 0 && f.mode.Type() != fs.ModeSymlink {
-		n.mode = f.mode.Type() | unixMode(w.c.Mode)
+		n.Mode = f.mode.Type() | unixMode(w.c.Mode)
 	}
 	switch {
 	case f.size == 0:
 	case f.src == "":
-		n.data = bytesContent(f.text)
+		n.Data = fstree.BytesContent(f.text)
 	default:
-		n.data = contextContent{w.c.Context, f}
+		n.Data = contextContent{w.c.Context, f}
 	}
 	w.entries = append(w.entries, layerEntry{path: strings.Join(parts, "/"), n: n})
 	return nil
@@ -494,7 +496,7 @@ func (w *copyWriter) archive(f picked, dest string) error {
 	if w.c.Owner != "" || w.c.Mode >= 0 {
 		return fmt.Errorf("%w: what an archive has keeps its owners and permissions: leave out --chown and --chmod", ErrInvalidOption)
 	}
-	r, err := contextContent{w.c.Context, f}.open()
+	r, err := contextContent{w.c.Context, f}.Open()
 	if err != nil {
 		return err
 	}
@@ -527,7 +529,7 @@ func (w *copyWriter) archive(f picked, dest string) error {
 		if e.link != "" {
 			e.link = path.Join(dest, e.link)
 		}
-		if there, err := w.at(split(e.path)); err == nil && there != nil && !there.isDir() && e.n.isDir() && e.link == "" {
+		if there, err := w.at(split(e.path)); err == nil && there != nil && !there.IsDir() && e.n.IsDir() && e.link == "" {
 			if _, err := w.m.find(split(e.path), false, nil); err == nil {
 				continue // a symlink to a directory: what is unpacked goes there
 			}
@@ -543,7 +545,7 @@ type contextContent struct {
 	f    picked
 }
 
-func (c contextContent) open() (io.ReadCloser, error) {
+func (c contextContent) Open() (io.ReadCloser, error) {
 	r, err := c.root.Open(c.f.src)
 	if err != nil {
 		return nil, vanished("open", c.f.src, err)
@@ -588,41 +590,41 @@ func writeEntry(ctx context.Context, tw *tar.Writer, e layerEntry) error {
 		return fmt.Errorf("%w: the name would be a whiteout in a layer", ErrUnsupportedSource)
 	}
 	n := e.n
-	h := &tar.Header{Name: e.path, Uid: int(n.uid), Gid: int(n.gid), ModTime: n.mtime, Format: tar.FormatPAX, Mode: int64(n.mode.Perm())}
+	h := &tar.Header{Name: e.path, Uid: int(n.UID), Gid: int(n.GID), ModTime: n.Mtime, Format: tar.FormatPAX, Mode: int64(n.Mode.Perm())}
 	for bit, mode := range map[int64]fs.FileMode{0o4000: fs.ModeSetuid, 0o2000: fs.ModeSetgid, 0o1000: fs.ModeSticky} {
-		if n.mode&mode != 0 {
+		if n.Mode&mode != 0 {
 			h.Mode |= bit
 		}
 	}
-	for _, k := range slices.Sorted(maps.Keys(n.xattrs)) {
+	for _, k := range slices.Sorted(maps.Keys(n.Xattrs)) {
 		if h.PAXRecords == nil {
 			h.PAXRecords = map[string]string{}
 		}
-		h.PAXRecords[paxXattr+k] = n.xattrs[k]
+		h.PAXRecords[paxXattr+k] = n.Xattrs[k]
 	}
 	switch {
 	case e.link != "":
 		h.Typeflag, h.Linkname = tar.TypeLink, e.link
 		return tw.WriteHeader(h)
-	case n.isDir():
+	case n.IsDir():
 		h.Typeflag, h.Name = tar.TypeDir, e.path+"/"
-	case n.mode.Type() == fs.ModeSymlink:
-		h.Typeflag, h.Linkname = tar.TypeSymlink, n.target
-	case n.mode.Type() == fs.ModeNamedPipe:
+	case n.Mode.Type() == fs.ModeSymlink:
+		h.Typeflag, h.Linkname = tar.TypeSymlink, n.Target
+	case n.Mode.Type() == fs.ModeNamedPipe:
 		h.Typeflag = tar.TypeFifo
-	case n.mode&fs.ModeDevice != 0:
+	case n.Mode&fs.ModeDevice != 0:
 		h.Typeflag = tar.TypeBlock
-		if n.mode&fs.ModeCharDevice != 0 {
+		if n.Mode&fs.ModeCharDevice != 0 {
 			h.Typeflag = tar.TypeChar
 		}
-		h.Devmajor, h.Devminor = int64(n.rdev>>8&0xfff), int64(n.rdev&0xff|n.rdev>>12&0xfff00)
+		h.Devmajor, h.Devminor = int64(n.Rdev>>8&0xfff), int64(n.Rdev&0xff|n.Rdev>>12&0xfff00)
 	default:
-		h.Typeflag, h.Size = tar.TypeReg, n.size
+		h.Typeflag, h.Size = tar.TypeReg, n.Size
 	}
 	if err := tw.WriteHeader(h); err != nil || h.Size == 0 {
 		return err
 	}
-	r, err := n.data.open()
+	r, err := n.Data.Open()
 	if err != nil {
 		return err
 	}
@@ -632,7 +634,7 @@ func writeEntry(ctx context.Context, tw *tar.Writer, e layerEntry) error {
 
 // account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number without a
 // group has the group of that number, one by name that of its entry.
-func (t *tree) account(owner string) (uid, gid uint32, err error) {
+func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	if owner == "" {
 		return 0, 0, nil
 	}
@@ -643,7 +645,7 @@ func (t *tree) account(owner string) (uid, gid uint32, err error) {
 	id, numeric := strconv.ParseUint(user, 10, 32)
 	uid, gid = uint32(id), uint32(id)
 	if numeric != nil {
-		f, err := t.accountLine("etc/passwd", user, 4)
+		f, err := accountLine(t, "etc/passwd", user, 4)
 		if err != nil {
 			return 0, 0, err
 		}
@@ -662,7 +664,7 @@ func (t *tree) account(owner string) (uid, gid uint32, err error) {
 	}
 	id, numeric = strconv.ParseUint(group, 10, 32)
 	if numeric != nil {
-		f, err := t.accountLine("etc/group", group, 3)
+		f, err := accountLine(t, "etc/group", group, 3)
 		if err != nil {
 			return 0, 0, err
 		}
@@ -677,8 +679,8 @@ func (t *tree) account(owner string) (uid, gid uint32, err error) {
 }
 
 // accountLine gives the fields of the line of a name; nil when there is none.
-func (t *tree) accountLine(file, name string, least int) ([]string, error) {
-	text, err := t.readText(file)
+func accountLine(t *fstree.Tree, file, name string, least int) ([]string, error) {
+	text, err := t.ReadText(file, maxStatusBytes)
 	if err != nil {
 		return nil, err
 	}

@@ -17,6 +17,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git: mmdebstrap 22 s,
@@ -51,7 +53,7 @@ func toolEnv(extra ...string) []string {
 }
 
 // debianBuild makes the tree of a Debian root. tmp is an empty directory for everything temporary; the caller removes it.
-func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.File) (*tree, error) {
+func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.File) (*fstree.Tree, error) {
 	if os.Geteuid() != 0 {
 		return nil, fmt.Errorf("build from %s: %w: its files have many owners and its package scripts run in a chroot; run as root",
 			o.source, ErrNotRoot)
@@ -107,7 +109,7 @@ func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.Fil
 		return nil, err
 	}
 	debianTrim(t, o.NoDocs)
-	if err := t.setFile("etc/apt/sources.list", strings.Join(public, "\n")+"\n"); err != nil {
+	if err := t.SetFile("etc/apt/sources.list", strings.Join(public, "\n")+"\n"); err != nil {
 		return nil, err
 	}
 	return t, nil
@@ -219,7 +221,7 @@ func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) e
 // The tool runs in a PID namespace of its own (unshare --kill-child), so that killing one process kills all that it started,
 // package scripts and daemons among them, whatever process group they moved to; and in a mount namespace of its own, so
 // that no mount is left. Its temporary tree lies in tmp.
-func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File, args []string, stdin string) (*tree, error) {
+func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File, args []string, stdin string) (*fstree.Tree, error) {
 	work := filepath.Join(tmp, "work")
 	// The tool's apt drops privileges to a user that must be able to pass.
 	if err := os.Mkdir(work, 0o755); err != nil {
@@ -382,80 +384,68 @@ func (m *messages) last() string {
 // want kept.
 //
 // /dev keeps its static nodes: a kernel that mounts no devtmpfs needs /dev/console for the first process.
-func debianTrim(t *tree, noDocs bool) {
-	all := func(string, *inode) bool { return true }
-	files := func(_ string, n *inode) bool { return !n.isDir() }
-	cached := func(name string, _ *inode) bool { return name != "partial" } // apt wants these folders
-	t.removeIn("var/lib/apt/lists", cached)
-	t.removeIn("var/lib/apt/mirrors", cached)
-	t.removeIn("var/cache/apt", files)
-	t.removeIn("var/cache/apt/archives", cached)
-	t.removeIn("var/cache/debconf", func(name string, _ *inode) bool { return strings.HasSuffix(name, "-old") })
-	t.removeIn("var/lib/dpkg", func(name string, n *inode) bool { return strings.HasSuffix(name, "-old") && !n.isDir() })
-	t.removeIn("var/log/apt", files)
-	t.removeIn("tmp", all)
-	t.removeIn("var/tmp", all)
-	t.removeIn("run", func(name string, n *inode) bool { return name != "lock" })
+func debianTrim(t *fstree.Tree, noDocs bool) {
+	all := func(string, *fstree.Inode) bool { return true }
+	files := func(_ string, n *fstree.Inode) bool { return !n.IsDir() }
+	cached := func(name string, _ *fstree.Inode) bool { return name != "partial" } // apt wants these folders
+	t.RemoveIn("var/lib/apt/lists", cached)
+	t.RemoveIn("var/lib/apt/mirrors", cached)
+	t.RemoveIn("var/cache/apt", files)
+	t.RemoveIn("var/cache/apt/archives", cached)
+	t.RemoveIn("var/cache/debconf", func(name string, _ *fstree.Inode) bool { return strings.HasSuffix(name, "-old") })
+	t.RemoveIn("var/lib/dpkg", func(name string, n *fstree.Inode) bool { return strings.HasSuffix(name, "-old") && !n.IsDir() })
+	t.RemoveIn("var/log/apt", files)
+	t.RemoveIn("tmp", all)
+	t.RemoveIn("var/tmp", all)
+	t.RemoveIn("run", func(name string, n *fstree.Inode) bool { return name != "lock" })
 	for _, p := range []string{
 		"var/log/dpkg.log", "var/log/bootstrap.log", "var/log/alternatives.log", "var/cache/ldconfig/aux-cache",
 		"etc/apt/apt.conf.d/99mmdebstrap", "etc/dpkg/dpkg.cfg.d/99mmdebstrap", "etc/apt/sources.list.d/0000mmdebstrap.list",
 	} {
-		t.remove(p)
+		t.Remove(p)
 	}
 	if !noDocs {
 		return
 	}
-	t.removeIn("usr/share/man", all)
-	t.removeIn("usr/share/info", all)
-	t.removeIn("usr/share/lintian", all)
-	t.removeIn("usr/share/doc-base", all)
-	if doc := t.lookup("usr/share/doc"); doc != nil {
-		for pkg, d := range doc.children {
-			if d.isDir() {
-				t.removeIn(path.Join("usr/share/doc", pkg), func(name string, _ *inode) bool { return name != "copyright" })
+	t.RemoveIn("usr/share/man", all)
+	t.RemoveIn("usr/share/info", all)
+	t.RemoveIn("usr/share/lintian", all)
+	t.RemoveIn("usr/share/doc-base", all)
+	if doc := t.Lookup("usr/share/doc"); doc != nil {
+		for pkg, d := range doc.Children {
+			if d.IsDir() {
+				t.RemoveIn(path.Join("usr/share/doc", pkg), func(name string, _ *fstree.Inode) bool { return name != "copyright" })
 			}
 		}
 	}
 }
 
-// setFile puts a regular file of root, mode 0644, with the given text at a path.
-func (t *tree) setFile(p, text string) error {
-	n := &inode{mode: 0o644, mtime: t.root.mtime, size: int64(len(text))}
-	if text != "" {
-		n.data = bytesContent(text)
-	}
-	if err := t.add(p, n); err != nil {
-		return fmt.Errorf("add /%s: %w", p, err)
-	}
-	return nil
-}
-
 // addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except for
 // the machine id: all VMs share the image, so it is emptied, which systemd and dbus take as "make one at the first boot"
 // (machine-id(5)). In Debian images host name and resolver configuration are those of the build host, and are replaced.
-func addVMFiles(t *tree, replace bool) error {
+func addVMFiles(t *fstree.Tree, replace bool) error {
 	for _, d := range []struct {
 		name string
 		perm fs.FileMode
 	}{
 		{"dev", 0o755}, {"proc", 0o555}, {"sys", 0o555}, {"run", 0o755}, {"tmp", 0o777 | fs.ModeSticky},
 	} {
-		if t.lookup(d.name) != nil {
+		if t.Lookup(d.name) != nil {
 			continue
 		}
-		if err := t.add(d.name, &inode{mode: fs.ModeDir | d.perm, mtime: t.root.mtime}); err != nil {
+		if err := t.Add(d.name, &fstree.Inode{Mode: fs.ModeDir | d.perm, Mtime: t.Root.Mtime}); err != nil {
 			return fmt.Errorf("add /%s: %w", d.name, err)
 		}
 	}
-	if n := t.lookup("etc"); n != nil && !n.isDir() {
+	if n := t.Lookup("etc"); n != nil && !n.IsDir() {
 		return nil // not a root filesystem that we could complete
 	}
 	for _, f := range []struct{ name, text string }{{"etc/hostname", "localhost\n"}, {"etc/resolv.conf", ""}} {
-		if replace || t.lookup(f.name) == nil {
-			if err := t.setFile(f.name, f.text); err != nil {
+		if replace || t.Lookup(f.name) == nil {
+			if err := t.SetFile(f.name, f.text); err != nil {
 				return err
 			}
 		}
 	}
-	return t.setFile("etc/machine-id", "")
+	return t.SetFile("etc/machine-id", "")
 }

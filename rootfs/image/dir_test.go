@@ -13,6 +13,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // sampleDir makes a directory tree with each kind of file that the caller may make.
@@ -91,7 +94,7 @@ func TestDirectoryBecomesTheSameImage(t *testing.T) {
 	want, _ := dumpHost(t, root)
 	wantVM(want, hashOf(t, strings.NewReader("")))
 	checkImage(t, img.Path(), want)
-	if img.Skipped != (Skipped{Sockets: 1}) {
+	if img.Skipped != (fstree.Skipped{Sockets: 1}) {
 		t.Errorf("skipped %+v, want one socket", img.Skipped)
 	}
 	if err := s.Verify(t.Context(), "sample", nil); err != nil {
@@ -265,7 +268,7 @@ func TestSparseFileOfMoreThan4GiBKeepsDataAndHoles(t *testing.T) {
 		t.Fatal(err)
 	}
 	out := tempFile(t)
-	if err := writeEROFS(t.Context(), tr, out, nil); err != nil {
+	if err := erofs.Write(t.Context(), tr, out, nil); err != nil {
 		t.Fatal(err)
 	}
 	st, err := out.Stat()

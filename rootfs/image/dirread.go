@@ -12,6 +12,10 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // readDir reads a directory tree of the host into a tree. File contents are not read yet: the tree refers to the files,
@@ -19,12 +23,12 @@ import (
 //
 // A symlink given as the root is resolved. Mount points below the root are not entered: statx mount ids tell them, bind
 // mounts included (on kernels before 5.8, which have no such ids, a change of the device number does).
-func readDir(ctx context.Context, root string, maxBytes int64, onRead func(int64)) (*tree, error) {
+func readDir(ctx context.Context, root string, maxBytes int64, onRead func(int64)) (*fstree.Tree, error) {
 	resolved, err := filepath.EvalSymlinks(root)
 	if err != nil {
 		return nil, fmt.Errorf("open the source directory: %w", err)
 	}
-	d := &dirReader{ctx: ctx, t: newTree(), root: resolved, maxBytes: maxBytes, onRead: onRead, seen: map[devIno]*inode{}}
+	d := &dirReader{ctx: ctx, t: fstree.New(), root: resolved, maxBytes: maxBytes, onRead: onRead, seen: map[devIno]*fstree.Inode{}}
 	st, err := statx(resolved)
 	if err != nil {
 		return nil, fmt.Errorf("open the source directory: %w", &fs.PathError{Op: "statx", Path: resolved, Err: err})
@@ -48,12 +52,12 @@ type mountID struct {
 
 type dirReader struct {
 	ctx      context.Context
-	t        *tree
+	t        *fstree.Tree
 	root     string
 	mount    mountID
 	maxBytes int64
 	onRead   func(int64)
-	seen     map[devIno]*inode // files with several names
+	seen     map[devIno]*fstree.Inode // files with several names
 }
 
 // statx describes a path without following a symlink.
@@ -87,7 +91,7 @@ func (d *dirReader) read(rel string, st *unix.Statx_t) error {
 		return d.add(rel, n)
 	}
 	if st.Mode&unix.S_IFMT == unix.S_IFSOCK {
-		d.t.skipped.Sockets++
+		d.t.Skipped.Sockets++
 		return nil
 	}
 	n, err := d.inode(p, st)
@@ -96,23 +100,23 @@ func (d *dirReader) read(rel string, st *unix.Statx_t) error {
 	}
 	foreign := mountOf(st) != d.mount
 	if foreign {
-		d.t.skipped.Mounts++
-		n.size, n.data = 0, nil
+		d.t.Skipped.Mounts++
+		n.Size, n.Data = 0, nil
 	}
-	if d.t.bytes += n.size; d.t.bytes > d.maxBytes {
+	if d.t.Bytes += n.Size; d.t.Bytes > d.maxBytes {
 		return fmt.Errorf("%w: the files of %s have more than %d bytes; leave files out, or raise MaxBytes",
 			ErrTooLarge, d.root, d.maxBytes)
 	}
-	if st.Nlink > 1 && !n.isDir() && !foreign {
+	if st.Nlink > 1 && !n.IsDir() && !foreign {
 		d.seen[key] = n
 	}
 	if err := d.add(rel, n); err != nil {
 		return err
 	}
 	if d.onRead != nil {
-		d.onRead(d.t.bytes)
+		d.onRead(d.t.Bytes)
 	}
-	if !n.isDir() || foreign {
+	if !n.IsDir() || foreign {
 		return nil
 	}
 	entries, err := os.ReadDir(p)
@@ -132,52 +136,52 @@ func (d *dirReader) read(rel string, st *unix.Statx_t) error {
 	return nil
 }
 
-func (d *dirReader) add(rel string, n *inode) error {
-	if err := d.t.add(rel, n); err != nil {
+func (d *dirReader) add(rel string, n *fstree.Inode) error {
+	if err := d.t.Add(rel, n); err != nil {
 		return fmt.Errorf("take %s into the image: %w", filepath.Join(d.root, rel), err)
 	}
 	return nil
 }
 
-func (d *dirReader) inode(p string, st *unix.Statx_t) (*inode, error) {
-	n := &inode{uid: st.Uid, gid: st.Gid, mtime: time.Unix(st.Mtime.Sec, int64(st.Mtime.Nsec))}
+func (d *dirReader) inode(p string, st *unix.Statx_t) (*fstree.Inode, error) {
+	n := &fstree.Inode{UID: st.Uid, GID: st.Gid, Mtime: time.Unix(st.Mtime.Sec, int64(st.Mtime.Nsec))}
 	if st.Mtime.Sec < 0 {
 		return nil, fmt.Errorf("take %s into the image: its modification time %v is before 1970, which EROFS cannot hold; "+
-			"change it with touch", p, n.mtime)
+			"change it with touch", p, n.Mtime)
 	}
-	n.mode = fs.FileMode(st.Mode & 0o777)
+	n.Mode = fs.FileMode(st.Mode & 0o777)
 	for bit, m := range map[uint16]fs.FileMode{unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky} {
 		if st.Mode&bit != 0 {
-			n.mode |= m
+			n.Mode |= m
 		}
 	}
 	var err error
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
-		if n.size = int64(st.Size); n.size > 0 {
-			n.data = &hostContent{path: p, size: n.size, mtime: n.mtime, id: devIno{devOf(st), st.Ino}}
+		if n.Size = int64(st.Size); n.Size > 0 {
+			n.Data = &hostContent{path: p, size: n.Size, mtime: n.Mtime, id: devIno{devOf(st), st.Ino}}
 		}
 	case unix.S_IFDIR:
-		n.mode |= fs.ModeDir
+		n.Mode |= fs.ModeDir
 	case unix.S_IFLNK:
-		n.mode = fs.ModeSymlink | 0o777
-		if n.target, err = os.Readlink(p); err != nil {
+		n.Mode = fs.ModeSymlink | 0o777
+		if n.Target, err = os.Readlink(p); err != nil {
 			return nil, vanished("read symlink", p, err)
 		}
 	case unix.S_IFIFO:
-		n.mode |= fs.ModeNamedPipe
+		n.Mode |= fs.ModeNamedPipe
 	case unix.S_IFCHR, unix.S_IFBLK:
-		n.mode |= fs.ModeDevice
+		n.Mode |= fs.ModeDevice
 		if st.Mode&unix.S_IFMT == unix.S_IFCHR {
-			n.mode |= fs.ModeCharDevice
+			n.Mode |= fs.ModeCharDevice
 		}
-		if n.rdev, err = encodeDev(st.Rdev_major, st.Rdev_minor); err != nil {
+		if n.Rdev, err = fstree.EncodeDev(st.Rdev_major, st.Rdev_minor); err != nil {
 			return nil, fmt.Errorf("take %s into the image: %w", p, err)
 		}
 	default:
 		return nil, fmt.Errorf("take %s into the image: file type %#o is not known", p, st.Mode&unix.S_IFMT)
 	}
-	if n.xattrs, err = d.readXattrs(p); err != nil {
+	if n.Xattrs, err = d.readXattrs(p); err != nil {
 		return nil, vanished("read extended attributes of", p, err)
 	}
 	return n, nil
@@ -194,8 +198,8 @@ func (d *dirReader) readXattrs(p string) (map[string]string, error) {
 	}
 	var out map[string]string
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(list), "\x00"), "\x00") {
-		if !keepXattr(name) {
-			d.t.skipped.Xattrs++
+		if !erofs.KeepXattr(name) {
+			d.t.Skipped.Xattrs++
 			continue
 		}
 		value, err := growing(func(b []byte) (int, error) { return unix.Lgetxattr(p, name, b) })
@@ -247,13 +251,13 @@ type hostContent struct {
 	id    devIno
 }
 
-func (c *hostContent) open() (io.ReadCloser, error) {
+func (c *hostContent) Open() (io.ReadCloser, error) {
 	// O_NONBLOCK: should the file have become a FIFO, opening must not wait for a writer.
 	f, err := os.OpenFile(c.path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, vanished("open", c.path, err)
 	}
-	r := &hostFile{f: f, r: &holeReader{f: f, size: c.size}, want: c}
+	r := &hostFile{f: f, r: sparse.NewReader(f, c.size), want: c}
 	if err := r.check(); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -263,7 +267,7 @@ func (c *hostContent) open() (io.ReadCloser, error) {
 // hostFile compares the file with what the tree knows of it when it is opened and when its end is reached.
 type hostFile struct {
 	f    *os.File
-	r    *holeReader
+	r    *sparse.Reader
 	want *hostContent
 	read int64
 }

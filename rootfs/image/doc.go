@@ -1,9 +1,9 @@
 // Package image turns a source (a set of Debian packages, a container image of a registry or in files, a tar stream, or a
 // directory of the host) into a read-only EROFS root filesystem that all VMs share, and keeps these images in a store on disk.
 //
-// The one idea of this folder: every source becomes the same in-memory tree of inodes (tree.go), whose file contents stay
-// where they are (in the host's directory, or in spool files filled from tar streams), and one writer turns that tree into
-// an EROFS image. No unpacked copy of a root filesystem is ever left on the host.
+// The one idea of this folder: every source becomes the same in-memory tree of inodes (package fstree), whose file contents stay
+// where they are (in the host's directory, or in spool files filled from tar streams), and one writer (package erofs) turns
+// that tree into an EROFS image. No unpacked copy of a root filesystem is ever left on the host.
 //
 // # What an image holds
 //
@@ -11,7 +11,7 @@
 // symlink target, device number, extended attributes (file capabilities, POSIX ACLs, user, trusted and security names),
 // hard links (one inode, an honest link count) and content, except:
 //
-//   - Sockets are left out, as they mean nothing without the process that made them. They are counted in [Skipped].
+//   - Sockets are left out, as they mean nothing without the process that made them. They are counted in [fstree.Skipped].
 //   - Extended attributes that EROFS has no name space for (such as btrfs.*) are left out and counted.
 //   - A directory source does not cross mount points, bind mounts included: what is mounted there is left out, an empty
 //     directory (or an empty file) stays in its place, and it is counted.

@@ -20,8 +20,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/erofs/go-erofs"
+	goerofs "github.com/erofs/go-erofs"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // entry is all that an image must keep of one path.
@@ -126,7 +129,7 @@ func dumpImage(t *testing.T, name string) (out map[string]entry, inodes map[stri
 		t.Fatal(err)
 	}
 	defer f.Close()
-	img, err := erofs.Open(f)
+	img, err := goerofs.Open(f)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,9 +142,9 @@ func dumpImage(t *testing.T, name string) (out map[string]entry, inodes map[stri
 		if err != nil {
 			return err
 		}
-		st := info.Sys().(*erofs.Stat)
+		st := info.Sys().(*goerofs.Stat)
 		e := entry{mode: info.Mode()&(fs.ModeType|fs.ModePerm) | specialBits(t, f, st.Ino), uid: st.UID, gid: st.GID, mtime: time.Unix(int64(st.Mtime), int64(st.MtimeNs)),
-			xattrs: xattrText(unixXattrs(st.Xattrs))}
+			xattrs: xattrText(erofs.UnixXattrs(st.Xattrs))}
 		switch {
 		case info.Mode().IsRegular():
 			r, err := img.Open(p)
@@ -174,11 +177,12 @@ func dumpImage(t *testing.T, name string) (out map[string]entry, inodes map[stri
 // specialBits gives setuid, setgid and sticky of an inode, which the reader of go-erofs does not tell.
 func specialBits(t *testing.T, f *os.File, nid int64) (m fs.FileMode) {
 	t.Helper()
+	const metaBlockAt, unit = 1024 + 40, 32 // of the format, in bytes
 	var sb, mode [4]byte
-	if _, err := f.ReadAt(sb[:], superOffset+sbMetaBlock); err != nil {
+	if _, err := f.ReadAt(sb[:], metaBlockAt); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := f.ReadAt(mode[:], int64(binary.LittleEndian.Uint32(sb[:]))*blockSize+nid*nidUnit+4); err != nil {
+	if _, err := f.ReadAt(mode[:], int64(binary.LittleEndian.Uint32(sb[:]))*sparse.BlockSize+nid*unit+4); err != nil {
 		t.Fatal(err)
 	}
 	for bit, b := range map[uint16]fs.FileMode{0o4000: fs.ModeSetuid, 0o2000: fs.ModeSetgid, 0o1000: fs.ModeSticky} {

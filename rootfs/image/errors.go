@@ -1,6 +1,11 @@
 package image
 
-import "errors"
+import (
+	"errors"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+)
 
 // Errors a caller may have to tell apart. They are wrapped in errors that name the object, the cause and the remedy.
 var (
@@ -17,9 +22,9 @@ var (
 	// ErrBuildTool: the program that assembles the Debian root failed; the error carries its last messages.
 	ErrBuildTool = errors.New("building the Debian root failed")
 	// ErrTooLarge: the source exceeds a limit (Options.MaxBytes, or a named limit of this package).
-	ErrTooLarge = errors.New("the image source exceeds a limit")
+	ErrTooLarge = fstree.ErrTooLarge
 	// ErrChanged: a file of a directory source changed, shrank or vanished while it was read.
-	ErrChanged = errors.New("the source changed while it was read")
+	ErrChanged = fstree.ErrChanged
 	// ErrBadArchive: a tar stream is damaged or holds an entry that cannot be part of a root filesystem.
 	ErrBadArchive = errors.New("bad archive")
 
@@ -46,7 +51,7 @@ var (
 	// ErrInUse: the image cannot be removed because a VM uses it.
 	ErrInUse = errors.New("image is in use")
 	// ErrTruncated: the image file is shorter than it was when it was built.
-	ErrTruncated = errors.New("image is truncated")
+	ErrTruncated = erofs.ErrTruncated
 	// ErrCorrupt: the image or its record is not what was built.
-	ErrCorrupt = errors.New("image is corrupt")
+	ErrCorrupt = erofs.ErrCorrupt
 )

@@ -4,7 +4,6 @@ import (
 	"archive/tar"
 	"bufio"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,11 +16,13 @@ import (
 	"strings"
 	"time"
 
-	"github.com/erofs/go-erofs"
-	"github.com/klauspost/compress/gzip"
-
+	goerofs "github.com/erofs/go-erofs"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"github.com/klauspost/compress/gzip"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // Format is a form in which an image can leave the store.
@@ -50,9 +51,9 @@ func (s *Store) Export(ctx context.Context, img *Image, format Format, w io.Writ
 	defer func() { _ = f.Close() }() // only read
 	switch format {
 	case FormatEROFS:
-		src := &watchedReader{ctx: ctx, r: &holeReader{f: f, size: img.Size}}
+		src := &watchedReader{ctx: ctx, r: sparse.NewReader(f, img.Size)}
 		told := progressWriter(func(n int64) { progress(n, img.Size) })
-		_, err = io.CopyBuffer(io.MultiWriter(w, told), src, make([]byte, sparseBufBytes))
+		_, err = io.CopyBuffer(io.MultiWriter(w, told), src, make([]byte, sparse.BufBytes))
 	case FormatTar:
 		err = exportTar(ctx, f, w, false, func(done int64) { progress(done, img.Content) })
 	case FormatOCIArchive:
@@ -70,11 +71,11 @@ func (s *Store) Export(ctx context.Context, img *Image, format Format, w io.Writ
 // inode the first has the content, and the others are hard links to it. Of a layer, names that mean something else there are an
 // error.
 func exportTar(ctx context.Context, f *os.File, w io.Writer, layer bool, progress func(done int64)) error {
-	img, err := erofs.Open(f)
+	img, err := goerofs.Open(f)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	modes, err := newModeReader(f)
+	modes, err := erofs.NewModeReader(f)
 	if err != nil {
 		return err
 	}
@@ -95,7 +96,7 @@ func exportTar(ctx context.Context, f *os.File, w io.Writer, layer bool, progres
 		if err != nil {
 			return err
 		}
-		st, ok := info.Sys().(*erofs.Stat)
+		st, ok := info.Sys().(*goerofs.Stat)
 		if !ok {
 			return fmt.Errorf("%w: %s has no attributes", ErrCorrupt, p)
 		}
@@ -107,12 +108,12 @@ func exportTar(ctx context.Context, f *os.File, w io.Writer, layer bool, progres
 		if !info.IsDir() && st.Nlink > 1 {
 			first[st.Ino] = p
 		}
-		if h.Mode, err = modes.mode(st.Ino); err != nil {
+		if h.Mode, err = modes.Mode(st.Ino); err != nil {
 			return err
 		}
 		h.Uid, h.Gid = int(st.UID), int(st.GID)
 		h.ModTime = time.Unix(int64(st.Mtime), int64(st.MtimeNs))
-		for k, v := range unixXattrs(st.Xattrs) {
+		for k, v := range erofs.UnixXattrs(st.Xattrs) {
 			if h.PAXRecords == nil {
 				h.PAXRecords = map[string]string{}
 			}
@@ -166,28 +167,6 @@ func exportTar(ctx context.Context, f *os.File, w io.Writer, layer bool, progres
 	return tw.Close()
 }
 
-// modeReader gives permissions with setuid, setgid and sticky, which go-erofs does not tell.
-type modeReader struct {
-	f    *os.File
-	meta int64
-}
-
-func newModeReader(f *os.File) (*modeReader, error) {
-	var b [4]byte
-	if _, err := f.ReadAt(b[:], superOffset+sbMetaBlock); err != nil {
-		return nil, err
-	}
-	return &modeReader{f, int64(binary.LittleEndian.Uint32(b[:])) * blockSize}, nil
-}
-
-func (m *modeReader) mode(nid int64) (int64, error) {
-	var b [2]byte
-	if _, err := m.f.ReadAt(b[:], m.meta+nid*nidUnit+4); err != nil {
-		return 0, err
-	}
-	return int64(binary.LittleEndian.Uint16(b[:]) & 0o7777), nil
-}
-
 // exportOCI writes an OCI image layout as a tar archive.
 func (s *Store) exportOCI(ctx context.Context, img *Image, f *os.File, w io.Writer, progress func(done int64)) (err error) {
 	l, err := s.lock(ctx)
@@ -205,7 +184,7 @@ func (s *Store) exportOCI(ctx context.Context, img *Image, f *os.File, w io.Writ
 		return err
 	}
 	defer func() { _ = spool.Close() }() // thrown away
-	buffered := bufio.NewWriterSize(markWriteErrors{spool}, sparseBufBytes)
+	buffered := bufio.NewWriterSize(markWriteErrors{spool}, sparse.BufBytes)
 	packed := &hashedWriter{w: buffered, h: newHash()}
 	z := gzip.NewWriter(packed) // no name and no time in its header
 	plain := &hashedWriter{w: z, h: newHash()}

@@ -11,6 +11,8 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 func memFile(t *testing.T) *os.File {
@@ -47,28 +49,28 @@ func FuzzLayers(f *testing.F) {
 				return
 			}
 		}
-		if _, err := m.t.finish(); err != nil {
+		if _, err := m.t.Finish(); err != nil {
 			t.Fatal(err)
 		}
-		seen := map[*inode]int{}
-		err := m.t.walk(func(p string, n *inode) error {
-			if len(p) > maxPathBytes || strings.Count(p, "/") > maxDepth {
+		seen := map[*fstree.Inode]int{}
+		err := m.t.Walk(func(p string, n *fstree.Inode) error {
+			if len(p) > fstree.MaxPathBytes || strings.Count(p, "/") > maxDepth {
 				t.Fatalf("a path of %d bytes, %d deep", len(p), strings.Count(p, "/"))
 			}
-			if base := path.Base(p); p != "." && (base == "." || base == ".." || base == "/" || len(base) > maxNameBytes || strings.IndexByte(base, 0) >= 0) {
+			if base := path.Base(p); p != "." && (base == "." || base == ".." || base == "/" || len(base) > fstree.MaxNameBytes || strings.IndexByte(base, 0) >= 0) {
 				t.Fatalf("a file with the name %q", base)
 			}
-			if seen[n]++; n.isDir() && seen[n] > 1 {
+			if seen[n]++; n.IsDir() && seen[n] > 1 {
 				t.Fatalf("a directory with two names, one %q", p)
 			}
-			return checkInode(n)
+			return fstree.CheckInode(n)
 		})
 		if err != nil {
 			t.Fatal(err)
 		}
 		for n, names := range seen {
-			if !n.isDir() && int(n.nlink) != names {
-				t.Fatalf("%d names and a link count of %d", names, n.nlink)
+			if !n.IsDir() && int(n.Nlink) != names {
+				t.Fatalf("%d names and a link count of %d", names, n.Nlink)
 			}
 		}
 	})

@@ -10,10 +10,13 @@ import (
 	"path"
 	"strings"
 	"sync/atomic"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those of a
-// tree (tree.go) hold as well.
+// tree (package fstree) hold as well.
 const (
 	maxLayers = 512 // of an image
 	// For each file that an image may have (Options.MaxFiles), all may have so many bytes together: of names, link targets and
@@ -76,7 +79,7 @@ func (b *budget) take(h *tar.Header, size int64) error {
 type layer struct {
 	entries   []layerEntry // in the order of the stream
 	whiteouts []whiteout
-	skipped   Skipped
+	skipped   fstree.Skipped
 }
 
 // named gives the paths that the layer says something of: those of its entries, and of what its whiteouts hide.
@@ -95,7 +98,7 @@ func (l *layer) named() map[string]struct{} {
 
 type layerEntry struct {
 	path string // components joined by slashes; "" is the root
-	n    *inode
+	n    *fstree.Inode
 	link string // of a hard link: the path it refers to, unlike "" for all others
 }
 
@@ -109,7 +112,7 @@ type whiteout struct{ dir, name string }
 // filesystem, is ErrBadArchive.
 func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whiteouts bool) (*layer, error) {
 	l := &layer{}
-	w := newSparseWriter(spool)
+	w := sparse.NewWriter(spool)
 	src := &watchedReader{ctx: ctx, r: r}
 	tr := tar.NewReader(src)
 	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
@@ -140,17 +143,17 @@ func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whit
 			b.onRead(b.bytes.Load())
 		}
 	}
-	if err := w.finish(); err != nil {
+	if err := w.Finish(); err != nil {
 		return nil, fmt.Errorf("%w: %w", errSpool, err)
 	}
 	return l, nil
 }
 
-func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, b *budget, whiteouts bool) error {
+func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparse.Writer, spool *os.File, b *budget, whiteouts bool) error {
 	if h.Typeflag == tar.TypeXGlobalHeader {
 		return b.take(h, 0)
 	}
-	parts, err := splitPath(h.Name)
+	parts, err := fstree.SplitPath(h.Name)
 	if err != nil {
 		return err
 	}
@@ -166,13 +169,13 @@ func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os
 	if err != nil {
 		return err
 	}
-	if err := b.take(h, n.size); err != nil {
+	if err := b.take(h, n.Size); err != nil {
 		return err
 	}
 	e := layerEntry{path: strings.Clone(strings.Join(parts, "/")), n: n} // a single part is not copied by Join: see headerInode
 	switch {
 	case h.Typeflag == tar.TypeLink:
-		to, err := splitPath(h.Linkname)
+		to, err := fstree.SplitPath(h.Linkname)
 		if err != nil {
 			return fmt.Errorf("hard link: %w", err)
 		}
@@ -180,17 +183,17 @@ func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os
 			return errors.New("hard link to the root")
 		}
 		e.link = strings.Clone(strings.Join(to, "/"))
-	case n.isDir():
-		n.children = map[string]*inode{}
-	case n.mode.IsRegular():
+	case n.IsDir():
+		n.Children = map[string]*fstree.Inode{}
+	case n.Mode.IsRegular():
 		if err := spoolFile(n, data, w, spool); err != nil {
 			return err
 		}
 	}
-	if err := checkInode(n); err != nil {
+	if err := fstree.CheckInode(n); err != nil {
 		return err
 	}
-	if e.path == "" && !n.isDir() {
+	if e.path == "" && !n.IsDir() {
 		return errors.New("the root is not a directory")
 	}
 	l.entries = append(l.entries, e)

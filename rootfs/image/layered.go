@@ -10,6 +10,8 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sync/errgroup"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // readAtOnce is how many layers are decompressed and read at the same time, at most.
@@ -113,7 +115,7 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 	for _, l := range src.layers {
 		described.Layers = append(described.Layers, l.Layer)
 	}
-	if t.config, err = src.run.canonical(); err != nil {
+	if t.Config, err = src.run.canonical(); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
 	return b.finish(ctx, t, described, spec, tmp)
@@ -142,7 +144,7 @@ func (s *layeredSource) dropDamaged(store *Store) (dropped bool) {
 
 // readLayers reads all layers, several at once, and puts them on each other. The spools hold the contents of the tree's files
 // and must be closed by the caller, also when there is an error.
-func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) (*tree, []*os.File, error) {
+func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) (*fstree.Tree, []*os.File, error) {
 	spools := make([]*os.File, 0, len(m.layers))
 	for range m.layers {
 		f, err := newSpool(tmp)
@@ -292,7 +294,7 @@ func (d *digester) expect(digest string) (func() error, error) {
 }
 
 // readTarball reads one tar stream of a whole root filesystem. Names with the prefix .wh. are names like others there.
-func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *tree, err error) {
+func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *fstree.Tree, err error) {
 	in := b.Stdin
 	if b.source.Path != stdinPath {
 		f, err := openRegular(b.source.Path)
@@ -328,16 +330,16 @@ func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *tree
 }
 
 // notImageArchive is an error for what docker or skopeo has saved: as a root filesystem it is of no use to anybody.
-func notImageArchive(t *tree) error {
+func notImageArchive(t *fstree.Tree) error {
 	for _, dir := range []string{"bin", "etc", "sbin", "usr"} {
-		if t.lookup(dir) != nil {
+		if t.Lookup(dir) != nil {
 			return nil
 		}
 	}
 	kind := KindDockerArchive
-	if t.lookup("oci-layout") != nil && t.lookup("index.json") != nil {
+	if t.Lookup("oci-layout") != nil && t.Lookup("index.json") != nil {
 		kind = KindOCIArchive
-	} else if t.lookup("manifest.json") == nil {
+	} else if t.Lookup("manifest.json") == nil {
 		return nil
 	}
 	return fmt.Errorf("%w: it is an archive of container images, not of a root filesystem: use %s:FILE", ErrUnsupportedSource, kind)

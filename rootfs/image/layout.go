@@ -16,6 +16,9 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // Limits of image archives and layout directories.
@@ -130,8 +133,8 @@ func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
 		if n >= maxMembers {
 			return nil, fmt.Errorf("%w: the archive has more than %d files, which no image archive has", ErrTooLarge, maxMembers)
 		}
-		if len(h.Name) > maxPathBytes || len(h.Linkname) > maxPathBytes {
-			return nil, fmt.Errorf("%w: a name of more than %d bytes", ErrBadArchive, maxPathBytes)
+		if len(h.Name) > fstree.MaxPathBytes || len(h.Linkname) > fstree.MaxPathBytes {
+			return nil, fmt.Errorf("%w: a name of more than %d bytes", ErrBadArchive, fstree.MaxPathBytes)
 		}
 		p := strings.Clone(path.Clean(h.Name)) // of a PAX record: see headerInode
 		switch h.Typeflag {
@@ -356,10 +359,10 @@ func spoolArchive(ctx context.Context, r io.Reader, tmp string, maxBytes int64, 
 	if err := os.Remove(f.Name()); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	w := newSparseWriter(f)
+	w := sparse.NewWriter(f)
 	_, err = io.Copy(io.MultiWriter(markWriteErrors{w}, progressWriter(onRead)), u)
 	if err == nil {
-		err = w.finish()
+		err = w.Finish()
 	}
 	if err == nil {
 		_, err = f.Seek(0, io.SeekStart)

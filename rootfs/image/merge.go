@@ -7,6 +7,8 @@ import (
 	"io/fs"
 	"slices"
 	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // merger puts layers on a tree, the lowest first. It follows the OCI image specification ("Layer Filesystem Changeset",
@@ -19,14 +21,14 @@ import (
 //     target begins there. So no layer reaches anything outside, whatever links an earlier one has left.
 //   - A hard link refers to what earlier entries, or layers below, have put at its target.
 type merger struct {
-	t        *tree
+	t        *fstree.Tree
 	maxFiles int64
 	files    int64 // put so far, those replaced again included
 	paths    int64 // bytes of their paths
 	followed int   // components of symlinks so far
 }
 
-func newMerger(maxFiles int) *merger { return &merger{t: newTree(), maxFiles: int64(maxFiles)} }
+func newMerger(maxFiles int) *merger { return &merger{t: fstree.New(), maxFiles: int64(maxFiles)} }
 
 // count takes a file into account that is to be put at a path of so many bytes.
 func (m *merger) count(pathBytes int) error {
@@ -37,12 +39,12 @@ func (m *merger) count(pathBytes int) error {
 		return fmt.Errorf("%w: the paths of its files have more than %d bytes; raise MaxFiles (--max-files) to take it", ErrTooLarge, most)
 	}
 	m.paths += int64(pathBytes)
-	return m.t.count(1)
+	return m.t.Count(1)
 }
 
 // place is a directory of the tree and where it is.
 type place struct {
-	dir   *inode
+	dir   *fstree.Inode
 	depth int // directories above it
 	bytes int // of its path
 }
@@ -52,7 +54,7 @@ var errNotThere = errors.New("no such directory")
 // find walks from the root along parts to a directory. With make, directories that are missing are made. With replaced (of
 // whiteouts; may be nil), a symlink that stands at one of these paths is no way to anything: the layer replaces it.
 func (m *merger) find(parts []string, create bool, replaced map[string]struct{}) (place, error) {
-	stack := append(make([]place, 0, len(parts)+1), place{dir: m.t.root})
+	stack := append(make([]place, 0, len(parts)+1), place{dir: m.t.Root})
 	todo, hops := parts, 0
 	own := len(parts) // of todo, this many at the end are of parts; the others of link targets
 	for len(todo) > 0 {
@@ -69,28 +71,28 @@ func (m *merger) find(parts []string, create bool, replaced map[string]struct{})
 			stack = stack[:max(len(stack)-1, 1)]
 			continue
 		}
-		next := cur.dir.children[name]
+		next := cur.dir.Children[name]
 		if next == nil {
 			if !create {
 				return place{}, errNotThere
 			}
-			if len(name) > maxNameBytes {
+			if len(name) > fstree.MaxNameBytes {
 				return place{}, fmt.Errorf("a symlink leads to a name of %d bytes", len(name))
 			}
 			if err := m.count(cur.bytes + len(name) + 1); err != nil {
 				return place{}, err
 			}
-			next = &inode{mode: fs.ModeDir | 0o755, mtime: cur.dir.mtime, children: map[string]*inode{}}
-			cur.dir.children[name] = next
+			next = &fstree.Inode{Mode: fs.ModeDir | 0o755, Mtime: cur.dir.Mtime, Children: map[string]*fstree.Inode{}}
+			cur.dir.Children[name] = next
 		}
 		switch {
-		case next.isDir():
+		case next.IsDir():
 			p := place{dir: next, depth: cur.depth + 1, bytes: cur.bytes + len(name) + 1}
 			if err := p.check(); err != nil {
 				return place{}, err
 			}
 			stack = append(stack, p)
-		case next.mode.Type() == fs.ModeSymlink:
+		case next.Mode.Type() == fs.ModeSymlink:
 			if replaced != nil && len(todo) == own {
 				if _, ok := replaced[strings.Join(parts[:len(parts)-own], "/")]; ok {
 					return place{}, errNotThere
@@ -99,11 +101,11 @@ func (m *merger) find(parts []string, create bool, replaced map[string]struct{})
 			if hops++; hops > maxLinkHops {
 				return place{}, fmt.Errorf("more than %d symlinks lead to it", maxLinkHops)
 			}
-			target := strings.Split(next.target, "/")
+			target := strings.Split(next.Target, "/")
 			if m.followed += len(target); m.followed > maxFollowed {
 				return place{}, fmt.Errorf("%w: the symlinks on the ways of its paths have more than %d components", ErrTooLarge, maxFollowed)
 			}
-			if strings.HasPrefix(next.target, "/") {
+			if strings.HasPrefix(next.Target, "/") {
 				stack = stack[:1]
 			}
 			todo = append(target, todo...)
@@ -122,8 +124,8 @@ func (p place) check() error {
 	if p.depth > maxDepth {
 		return fmt.Errorf("more than %d directories above each other", maxDepth)
 	}
-	if p.bytes > maxPathBytes {
-		return fmt.Errorf("its path has more than %d bytes", maxPathBytes)
+	if p.bytes > fstree.MaxPathBytes {
+		return fmt.Errorf("its path has more than %d bytes", fstree.MaxPathBytes)
 	}
 	return nil
 }
@@ -138,8 +140,8 @@ func split(p string) []string {
 
 // apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's; the tree is of no use then.
 func (m *merger) apply(ctx context.Context, l *layer) error {
-	m.t.skipped.Xattrs += l.skipped.Xattrs
-	m.t.skipped.Times += l.skipped.Times
+	m.t.Skipped.Xattrs += l.skipped.Xattrs
+	m.t.Skipped.Times += l.skipped.Times
 	var named map[string]struct{}
 	if len(l.whiteouts) > 0 {
 		named = l.named()
@@ -155,9 +157,9 @@ func (m *merger) apply(ctx context.Context, l *layer) error {
 		case err != nil:
 			// There is nothing to hide; a loop of links leads to nothing as well.
 		case w.name == "":
-			clear(p.dir.children)
+			clear(p.dir.Children)
 		default:
-			delete(p.dir.children, w.name)
+			delete(p.dir.Children, w.name)
 		}
 	}
 	for _, e := range l.entries {
@@ -176,8 +178,8 @@ func (m *merger) apply(ctx context.Context, l *layer) error {
 
 func (m *merger) put(e layerEntry) error {
 	if e.path == "" {
-		e.n.children = m.t.root.children
-		m.t.root = e.n
+		e.n.Children = m.t.Root.Children
+		m.t.Root = e.n
 		return nil
 	}
 	parts := split(e.path)
@@ -196,31 +198,31 @@ func (m *merger) put(e layerEntry) error {
 			return err
 		}
 	}
-	if old := p.dir.children[name]; old != nil && old.isDir() && n.isDir() {
-		n.children = old.children
+	if old := p.dir.Children[name]; old != nil && old.IsDir() && n.IsDir() {
+		n.Children = old.Children
 	}
 	if err := m.count(at.bytes); err != nil {
 		return err
 	}
-	p.dir.children[name] = n
+	p.dir.Children[name] = n
 	return nil
 }
 
 // linkTarget finds the inode that a hard link refers to.
-func (m *merger) linkTarget(link string) (*inode, error) {
+func (m *merger) linkTarget(link string) (*fstree.Inode, error) {
 	parts := split(link)
 	p, err := m.find(parts[:len(parts)-1], false, nil)
 	if errors.Is(err, ErrTooLarge) {
 		return nil, err
 	}
-	var to *inode
+	var to *fstree.Inode
 	if err == nil {
-		to = p.dir.children[parts[len(parts)-1]]
+		to = p.dir.Children[parts[len(parts)-1]]
 	}
 	switch {
 	case to == nil:
 		return nil, fmt.Errorf("hard link to %.200q, which no earlier entry or layer has made", link)
-	case to.isDir():
+	case to.IsDir():
 		return nil, fmt.Errorf("hard link to %.200q, which is a directory", link)
 	}
 	return to, nil
@@ -228,7 +230,7 @@ func (m *merger) linkTarget(link string) (*inode, error) {
 
 // ensureDir makes a directory, and those above it, if there is nothing at its path. It says nothing of other files there.
 func (m *merger) ensureDir(p string) error {
-	parts, err := splitPath(p)
+	parts, err := fstree.SplitPath(p)
 	if err != nil {
 		return err
 	}

@@ -10,10 +10,12 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // mergeAll puts tar streams on each other.
-func mergeAll(t *testing.T, streams ...[]byte) (*tree, error) {
+func mergeAll(t *testing.T, streams ...[]byte) (*fstree.Tree, error) {
 	t.Helper()
 	m := newMerger(DefaultMaxFiles)
 	lim := newBudget(DefaultMaxBytes, DefaultMaxFiles)
@@ -30,18 +32,18 @@ func mergeAll(t *testing.T, streams ...[]byte) (*tree, error) {
 }
 
 // sketch draws a tree as one line: directories end in a slash, symlinks show their target, files their content.
-func sketch(t *testing.T, tr *tree) string {
+func sketch(t *testing.T, tr *fstree.Tree) string {
 	t.Helper()
 	var out []string
-	err := tr.walk(func(p string, n *inode) error {
+	err := tr.Walk(func(p string, n *fstree.Inode) error {
 		switch {
 		case p == ".":
-		case n.isDir():
+		case n.IsDir():
 			out = append(out, p+"/")
-		case n.target != "":
-			out = append(out, p+"->"+n.target)
+		case n.Target != "":
+			out = append(out, p+"->"+n.Target)
 		default:
-			text, err := tr.readText(p)
+			text, err := tr.ReadText(p, maxStatusBytes)
 			if err != nil {
 				return err
 			}
@@ -115,7 +117,7 @@ func TestMerge_layers_give_tree(t *testing.T) {
 			if got := sketch(t, tr); got != c.want {
 				t.Errorf("got  %s\nwant %s", got, c.want)
 			}
-			if _, err := tr.finish(); err != nil {
+			if _, err := tr.Finish(); err != nil {
 				t.Error(err)
 			}
 		})
@@ -131,20 +133,20 @@ func TestMerge_attributes_are_those_of_the_topmost_entry(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n := tr.lookup("d"); n.mode.String() != "dtrwxrwxrwx" || n.gid != 9 || !n.mtime.Equal(when.Add(time.Nanosecond)) || len(n.children) != 1 {
-		t.Errorf("d: %v %d:%d %v", n.mode, n.uid, n.gid, n.mtime)
+	if n := tr.Lookup("d"); n.Mode.String() != "dtrwxrwxrwx" || n.GID != 9 || !n.Mtime.Equal(when.Add(time.Nanosecond)) || len(n.Children) != 1 {
+		t.Errorf("d: %v %d:%d %v", n.Mode, n.UID, n.GID, n.Mtime)
 	}
-	if n := tr.lookup("d/s"); n.mode.String() != "urwxr-xr-x" || n.uid != 70000 || n.gid != 4294967294 || n.xattrs["user.a"] != "1" {
-		t.Errorf("d/s: %v %d:%d %v", n.mode, n.uid, n.gid, n.xattrs)
+	if n := tr.Lookup("d/s"); n.Mode.String() != "urwxr-xr-x" || n.UID != 70000 || n.GID != 4294967294 || n.Xattrs["user.a"] != "1" {
+		t.Errorf("d/s: %v %d:%d %v", n.Mode, n.UID, n.GID, n.Xattrs)
 	}
-	if n := tr.root; n.mode.Perm() != 0o700 || n.uid != 3 {
-		t.Errorf("root: %v %d", n.mode, n.uid)
+	if n := tr.Root; n.Mode.Perm() != 0o700 || n.UID != 3 {
+		t.Errorf("root: %v %d", n.Mode, n.UID)
 	}
-	if n := tr.lookup("old"); n.mtime.Unix() != 0 || tr.skipped.Times != 1 {
-		t.Errorf("old: %v, %+v", n.mtime, tr.skipped)
+	if n := tr.Lookup("old"); n.Mtime.Unix() != 0 || tr.Skipped.Times != 1 {
+		t.Errorf("old: %v, %+v", n.Mtime, tr.Skipped)
 	}
-	if n := tr.lookup("implied"); n.mode.Perm() != 0o755 || n.uid != 0 || !n.mtime.Equal(tr.root.mtime) {
-		t.Errorf("implied: %v %d %v", n.mode, n.uid, n.mtime)
+	if n := tr.Lookup("implied"); n.Mode.Perm() != 0o755 || n.UID != 0 || !n.Mtime.Equal(tr.Root.Mtime) {
+		t.Errorf("implied: %v %d %v", n.Mode, n.UID, n.Mtime)
 	}
 }
 
@@ -299,7 +301,7 @@ func TestReadLayer_sparse_file_has_its_holes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := tr.readText("s")
+	got, err := tr.ReadText("s", maxStatusBytes)
 	if want := "ab" + strings.Repeat("\x00", 8188) + "yz"; err != nil || got != want {
 		t.Errorf("%d bytes (%v), want %d", len(got), err, len(want))
 	}

@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // Limits of what a configuration says about commands. The agent takes 4096 variables and 1 MiB of arguments and environment.
@@ -99,7 +101,7 @@ func runConfig(in v1.Config) (RunConfig, error) {
 	}
 	if in.WorkingDir != "" {
 		out.Workdir = path.Clean("/" + in.WorkingDir)
-		if _, err := splitPath(out.Workdir); err != nil {
+		if _, err := fstree.SplitPath(out.Workdir); err != nil {
 			return RunConfig{}, fmt.Errorf("%w: its working directory: %w", ErrBadManifest, err)
 		}
 	}

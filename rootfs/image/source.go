@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"github.com/google/go-containerregistry/pkg/name"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 // Kind is the kind of a [Source].
@@ -110,7 +112,7 @@ func ParseSource(from string) (Source, error) {
 			break
 		}
 		s.Path, s.Ref, ok = strings.Cut(rest, ":")
-		if ok && (s.Ref == "" || len(s.Ref) > maxPathBytes || strings.HasPrefix(s.Ref, "@")) {
+		if ok && (s.Ref == "" || len(s.Ref) > fstree.MaxPathBytes || strings.HasPrefix(s.Ref, "@")) {
 			return Source{}, fmt.Errorf("%w %q: a name must follow the second colon", ErrUnsupportedSource, from)
 		}
 	default:

@@ -15,6 +15,10 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 const (
@@ -47,20 +51,20 @@ type Package struct {
 
 // Image is an image of a store, as its record image.json describes it.
 type Image struct {
-	Version      int       `json:"version"` // of the record: RecordVersion
-	ID           string    `json:"id"`      // SHA-256 of root.erofs, 64 hex digits
-	Tags         []string  `json:"tags"`    // NAME:VERSION, sorted
-	Tagged       time.Time `json:"tagged"`  // when the tags were last changed; of two images with one tag, the later has it
-	Source       string    `json:"source"`  // as ParseSource reads it
-	Spec         string    `json:"spec"`    // hash of all that the build was told; equal specs share an image (see Options.MaxAge)
-	Include      []string  `json:"include"` // packages asked for
-	Packages     []Package `json:"packages"`
-	Size         int64     `json:"size"`    // of root.erofs, in bytes; blocks of zeros take no disk space
-	Content      int64     `json:"content"` // sum of the sizes of the files in it, in bytes
-	Inodes       int       `json:"inodes"`
-	Created      time.Time `json:"created"`
-	Architecture string    `json:"architecture"` // as Debian and Go name it: amd64
-	Skipped      Skipped   `json:"skipped"`
+	Version      int            `json:"version"` // of the record: RecordVersion
+	ID           string         `json:"id"`      // SHA-256 of root.erofs, 64 hex digits
+	Tags         []string       `json:"tags"`    // NAME:VERSION, sorted
+	Tagged       time.Time      `json:"tagged"`  // when the tags were last changed; of two images with one tag, the later has it
+	Source       string         `json:"source"`  // as ParseSource reads it
+	Spec         string         `json:"spec"`    // hash of all that the build was told; equal specs share an image (see Options.MaxAge)
+	Include      []string       `json:"include"` // packages asked for
+	Packages     []Package      `json:"packages"`
+	Size         int64          `json:"size"`    // of root.erofs, in bytes; blocks of zeros take no disk space
+	Content      int64          `json:"content"` // sum of the sizes of the files in it, in bytes
+	Inodes       int            `json:"inodes"`
+	Created      time.Time      `json:"created"`
+	Architecture string         `json:"architecture"` // as Debian and Go name it: amd64
+	Skipped      fstree.Skipped `json:"skipped"`
 
 	// RunConfig is what the source says about how commands run in it. Those without layers say nothing.
 	RunConfig
@@ -542,11 +546,11 @@ func checkFile(img *Image) error {
 	case st.Size() > img.Size:
 		return fmt.Errorf("%w: it has %d bytes where %d were written", ErrCorrupt, st.Size(), img.Size)
 	}
-	sb, err := readSuper(f)
+	sb, err := erofs.ReadSuper(f)
 	if err != nil {
 		return err
 	}
-	if want := sb.blocks * blockSize; want != st.Size() {
+	if want := sb.Blocks * sparse.BlockSize; want != st.Size() {
 		return fmt.Errorf("%w: its superblock tells of %d bytes, the file has %d", ErrCorrupt, want, st.Size())
 	}
 	return nil
@@ -584,8 +588,8 @@ func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (
 		return "", err
 	}
 	h := newHash()
-	src := &watchedReader{ctx: ctx, r: &holeReader{f: f, size: st.Size()}}
-	buf := make([]byte, sparseBufBytes)
+	src := &watchedReader{ctx: ctx, r: sparse.NewReader(f, st.Size())}
+	buf := make([]byte, sparse.BufBytes)
 	var done int64
 	for {
 		n, err := src.Read(buf)

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -148,9 +150,9 @@ func TestDamagedImageIsToldByCheckAndVerify(t *testing.T) {
 		"empty":            {func(i *Image) error { return os.Truncate(i.Path(), 0) }, ErrTruncated, ErrTruncated},
 		"one byte more":    {func(i *Image) error { return os.Truncate(i.Path(), i.Size+1) }, ErrCorrupt, ErrCorrupt},
 		"missing":          {func(i *Image) error { return os.Remove(i.Path()) }, ErrCorrupt, ErrCorrupt},
-		"flip in magic":    {flip(superOffset), ErrCorrupt, ErrCorrupt},
+		"flip in magic":    {flip(1024 /* its superblock */), ErrCorrupt, ErrCorrupt},
 		"flip in block 0":  {flip(2000), ErrCorrupt, ErrCorrupt},
-		"flip in content":  {flip(blockSize + 50), nil, ErrCorrupt},
+		"flip in content":  {flip(sparse.BlockSize + 50), nil, ErrCorrupt},
 		"flip in metadata": {func(i *Image) error { return flip(i.Size - 3000)(i) }, nil, ErrCorrupt},
 		"a directory": {func(i *Image) error { return errors.Join(os.Remove(i.Path()), os.Mkdir(i.Path(), 0o755)) },
 			ErrCorrupt, ErrCorrupt},

@@ -10,6 +10,10 @@ import (
 	"os"
 	"strings"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // paxXattr is the prefix of PAX records that carry extended attributes, as star, GNU tar and libarchive write them.
@@ -20,9 +24,9 @@ const paxXattr = "SCHILY.xattr."
 //
 // Read errors of r are passed on as they are; a damaged archive, and an entry that has no place in a root filesystem, is
 // ErrBadArchive.
-func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, onRead func(int64)) (*tree, error) {
-	t := newTree()
-	w := newSparseWriter(spool)
+func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, onRead func(int64)) (*fstree.Tree, error) {
+	t := fstree.New()
+	w := sparse.NewWriter(spool)
 	src := &watchedReader{ctx: ctx, r: r}
 	tr := tar.NewReader(src)
 	for {
@@ -36,7 +40,7 @@ func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, o
 			}
 			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
 		}
-		if err := t.addTar(h, tr, w, spool, maxBytes); err != nil {
+		if err := addTar(t, h, tr, w, spool, maxBytes); err != nil {
 			switch {
 			case src.err != nil:
 				return nil, src.err
@@ -46,10 +50,10 @@ func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, o
 			return nil, fmt.Errorf("%w: entry %q: %w", ErrBadArchive, h.Name, err)
 		}
 		if onRead != nil {
-			onRead(t.bytes)
+			onRead(t.Bytes)
 		}
 	}
-	if err := w.finish(); err != nil {
+	if err := w.Finish(); err != nil {
 		return nil, fmt.Errorf("%w: %w", errSpool, err)
 	}
 	return t, nil
@@ -59,55 +63,55 @@ var errSpool = errors.New("write the spool file (is the disk of the image store 
 
 // headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It counts in
 // skipped what cannot be kept. Times that EROFS cannot hold are an error, or are clamped and counted.
-func headerInode(h *tar.Header, skipped *Skipped, clampTimes bool) (*inode, error) {
+func headerInode(h *tar.Header, skipped *fstree.Skipped, clampTimes bool) (*fstree.Inode, error) {
 	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
 		return nil, fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
 	}
-	n := &inode{mode: h.FileInfo().Mode(), uid: uint32(h.Uid), gid: uint32(h.Gid), mtime: h.ModTime}
+	n := &fstree.Inode{Mode: h.FileInfo().Mode(), UID: uint32(h.Uid), GID: uint32(h.Gid), Mtime: h.ModTime}
 	if sec := h.ModTime.Unix(); sec < 0 || clampTimes && sec > maxSeconds {
 		if !clampTimes {
 			return nil, fmt.Errorf("modification time %v is before 1970, which EROFS cannot hold", h.ModTime)
 		}
 		skipped.Times++
-		n.mtime = time.Unix(min(max(sec, 0), maxSeconds), 0)
+		n.Mtime = time.Unix(min(max(sec, 0), maxSeconds), 0)
 	}
 	for k, v := range h.PAXRecords {
 		name, ok := strings.CutPrefix(k, paxXattr)
 		if !ok {
 			continue
 		}
-		if !keepXattr(name) {
+		if !erofs.KeepXattr(name) {
 			skipped.Xattrs++
 			continue
 		}
-		if n.xattrs == nil {
-			n.xattrs = map[string]string{}
+		if n.Xattrs == nil {
+			n.Xattrs = map[string]string{}
 		}
 		// Records are pieces of one string of up to 1 MiB, which stays as long as any piece of it.
-		n.xattrs[strings.Clone(name)] = strings.Clone(v)
+		n.Xattrs[strings.Clone(name)] = strings.Clone(v)
 	}
-	perm := n.mode &^ fs.ModeType
+	perm := n.Mode &^ fs.ModeType
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeGNUSparse, '\x00':
-		n.mode, n.size = perm, h.Size
+		n.Mode, n.Size = perm, h.Size
 	case tar.TypeLink:
-		n.mode = perm
+		n.Mode = perm
 	case tar.TypeSymlink:
-		n.mode, n.target = fs.ModeSymlink|0o777, strings.Clone(h.Linkname)
+		n.Mode, n.Target = fs.ModeSymlink|0o777, strings.Clone(h.Linkname)
 	case tar.TypeDir:
-		n.mode = perm | fs.ModeDir
+		n.Mode = perm | fs.ModeDir
 	case tar.TypeFifo:
-		n.mode = perm | fs.ModeNamedPipe
+		n.Mode = perm | fs.ModeNamedPipe
 	case tar.TypeChar, tar.TypeBlock:
-		n.mode = perm | fs.ModeDevice
+		n.Mode = perm | fs.ModeDevice
 		if h.Typeflag == tar.TypeChar {
-			n.mode |= fs.ModeCharDevice
+			n.Mode |= fs.ModeCharDevice
 		}
 		if h.Devmajor < 0 || h.Devminor < 0 || h.Devmajor > 1<<12 || h.Devminor > 1<<20 {
 			return nil, fmt.Errorf("device number %d:%d is out of range", h.Devmajor, h.Devminor)
 		}
 		var err error
-		if n.rdev, err = encodeDev(uint32(h.Devmajor), uint32(h.Devminor)); err != nil {
+		if n.Rdev, err = fstree.EncodeDev(uint32(h.Devmajor), uint32(h.Devminor)); err != nil {
 			return nil, err
 		}
 	default:
@@ -119,37 +123,48 @@ func headerInode(h *tar.Header, skipped *Skipped, clampTimes bool) (*inode, erro
 // maxSeconds is the end of the year 9999. Times beyond it are no times of files.
 const maxSeconds = 253402300799
 
+// spoolContent is the content of a file that lies in a spool file.
+type spoolContent struct {
+	f         *os.File
+	off, size int64
+}
+
+func (c spoolContent) Open() (io.ReadCloser, error) {
+	return io.NopCloser(io.NewSectionReader(c.f, c.off, c.size)), nil
+}
+
 // spoolFile copies the content of a regular file to the spool.
-func spoolFile(n *inode, data io.Reader, w *sparseWriter, spool *os.File) error {
-	if n.size == 0 {
+func spoolFile(n *fstree.Inode, data io.Reader, w *sparse.Writer, spool *os.File) error {
+	if n.Size == 0 {
 		return nil
 	}
-	if n.size >= blockSize { // so that its blocks of zeros become holes
-		if err := w.align(); err != nil {
+	if n.Size >= sparse.BlockSize { // so that its blocks of zeros become holes
+		if err := w.Align(); err != nil {
 			return fmt.Errorf("%w: %w", errSpool, err)
 		}
 	}
-	n.data = spoolContent{f: spool, off: w.pos(), size: n.size}
+	n.Data = spoolContent{f: spool, off: w.Pos(), size: n.Size}
 	got, err := io.Copy(markWriteErrors{w}, data)
 	if err != nil {
 		return err
 	}
-	if got != n.size {
-		return fmt.Errorf("%d bytes of content where its header says %d", got, n.size)
+	if got != n.Size {
+		return fmt.Errorf("%d bytes of content where its header says %d", got, n.Size)
 	}
 	return nil
 }
 
-func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.File, maxBytes int64) error {
+// addTar puts an entry of a tar stream on the tree.
+func addTar(t *fstree.Tree, h *tar.Header, data io.Reader, w *sparse.Writer, spool *os.File, maxBytes int64) error {
 	if h.Typeflag == tar.TypeXGlobalHeader {
 		return nil
 	}
-	n, err := headerInode(h, &t.skipped, false)
+	n, err := headerInode(h, &t.Skipped, false)
 	if err != nil {
 		return err
 	}
-	if n.mode.IsRegular() && h.Typeflag != tar.TypeLink {
-		if t.bytes += n.size; t.bytes > maxBytes {
+	if n.Mode.IsRegular() && h.Typeflag != tar.TypeLink {
+		if t.Bytes += n.Size; t.Bytes > maxBytes {
 			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, maxBytes)
 		}
 		if err := spoolFile(n, data, w, spool); err != nil {
@@ -157,13 +172,13 @@ func (t *tree) addTar(h *tar.Header, data io.Reader, w *sparseWriter, spool *os.
 		}
 	}
 	if h.Typeflag == tar.TypeLink {
-		to := t.lookup(h.Linkname)
-		if to == nil || to.isDir() {
+		to := t.Lookup(h.Linkname)
+		if to == nil || to.IsDir() {
 			return fmt.Errorf("hard link to %q, which no earlier entry made a file", h.Linkname)
 		}
 		n = to
 	}
-	return t.add(h.Name, n)
+	return t.Add(h.Name, n)
 }
 
 // markWriteErrors tells failures of the spool apart from failures of the stream.

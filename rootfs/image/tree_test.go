@@ -12,6 +12,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image/erofs"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
 var when = time.Date(2024, 2, 29, 12, 34, 56, 123456789, time.UTC)
@@ -128,7 +131,7 @@ func buildTar(t *testing.T, stream []byte) *os.File {
 		t.Fatal(err)
 	}
 	out := tempFile(t)
-	if err := writeEROFS(t.Context(), tr, out, nil); err != nil {
+	if err := erofs.Write(t.Context(), tr, out, nil); err != nil {
 		t.Fatal(err)
 	}
 	return out
@@ -243,8 +246,8 @@ func TestForeignXattrsAreCountedAndLeftOut(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n := tr.lookup("f"); tr.skipped.Xattrs != 2 || len(n.xattrs) != 1 || n.xattrs["user.kept"] != "1" {
-		t.Errorf("skipped %+v, kept %v", tr.skipped, n.xattrs)
+	if n := tr.Lookup("f"); tr.Skipped.Xattrs != 2 || len(n.Xattrs) != 1 || n.Xattrs["user.kept"] != "1" {
+		t.Errorf("skipped %+v, kept %v", tr.Skipped, n.Xattrs)
 	}
 }
 
@@ -255,7 +258,7 @@ func TestCancelledWriteFailsWithTheCause(t *testing.T) {
 	}
 	cause := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
-	err = writeEROFS(ctx, tr, tempFile(t), func(done, _ int64) {
+	err = erofs.Write(ctx, tr, tempFile(t), func(done, _ int64) {
 		if done > 1<<20 {
 			cancel(cause)
 		}
@@ -277,43 +280,6 @@ func TestFullDiskIsToldAsSuch(t *testing.T) {
 	}
 }
 
-func TestSparseWriterWritesWhatItIsGiven(t *testing.T) {
-	f := tempFile(t)
-	w := newSparseWriter(f)
-	var want []byte
-	for i, n := range []int{1, 4095, 4096, 3 << 20, 12345, 1 << 20, 7, 9000, 1<<20 + 1} {
-		p := make([]byte, n)
-		if i%2 == 0 {
-			for j := range p {
-				p[j] = byte(j * i)
-			}
-		}
-		if _, err := w.Write(p); err != nil {
-			t.Fatal(err)
-		}
-		want = append(want, p...)
-	}
-	// Going back and writing zeros over data must leave zeros.
-	if _, err := w.Seek(0, io.SeekStart); err != nil {
-		t.Fatal(err)
-	}
-	over := append(make([]byte, 8192), "over"...)
-	if _, err := w.Write(over); err != nil {
-		t.Fatal(err)
-	}
-	copy(want, over)
-	if err := w.finish(); err != nil {
-		t.Fatal(err)
-	}
-	got, err := os.ReadFile(f.Name())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !bytes.Equal(got, want) {
-		t.Errorf("file of %d bytes differs from the %d written", len(got), len(want))
-	}
-}
-
 func TestDebianTrimLeavesWhatIsNeeded(t *testing.T) {
 	names := []string{
 		"var/lib/apt/lists/x_Packages", "var/cache/apt/pkgcache.bin", "var/cache/apt/archives/x.deb", "var/lib/dpkg/status-old",
@@ -325,20 +291,20 @@ func TestDebianTrimLeavesWhatIsNeeded(t *testing.T) {
 	}
 	gone, docs := names[:8], names[14:16]
 	for _, noDocs := range []bool{false, true} {
-		tr := newTree()
+		tr := fstree.New()
 		for _, n := range names {
-			i := &inode{mode: 0o644}
+			i := &fstree.Inode{Mode: 0o644}
 			if strings.HasSuffix(n, "/") {
-				i.mode = os.ModeDir | 0o755
+				i.Mode = os.ModeDir | 0o755
 			}
-			if err := tr.add(n, i); err != nil {
+			if err := tr.Add(n, i); err != nil {
 				t.Fatal(err)
 			}
 		}
 		debianTrim(tr, noDocs)
 		for i, n := range names {
 			want := i >= len(gone) && (!noDocs || (n != docs[0] && n != docs[1]))
-			if got := tr.lookup(n) != nil; got != want {
+			if got := tr.Lookup(n) != nil; got != want {
 				t.Errorf("noDocs %v: %s is there: %v, want %v", noDocs, n, got, want)
 			}
 		}

@@ -1,4 +1,4 @@
-package image
+package erofs
 
 import (
 	"context"
@@ -13,34 +13,37 @@ import (
 	"time"
 
 	"github.com/erofs/go-erofs"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
-// writeEROFS writes a finished tree as an EROFS image to an empty file, and fsyncs it. onWrite is told the bytes of file
+// Write writes a finished tree as an EROFS image to an empty file, and fsyncs it. onWrite is told the bytes of file
 // content written so far and their total.
 //
-// The image is the same, byte for byte, for the same tree: its build time is the newest modification time in it, its UUID
-// is derived from the content.
-func writeEROFS(ctx context.Context, t *tree, out *os.File, onWrite func(done, total int64)) error {
-	links, err := t.finish()
+// The image is the same, byte for byte, for the same tree: its build time is the newest modification time in it, its
+// UUID is derived from the content.
+func Write(ctx context.Context, t *fstree.Tree, out *os.File, onWrite func(done, total int64)) error {
+	links, err := t.Finish()
 	if err != nil {
 		return fmt.Errorf("lay out the image: %w", err)
 	}
 	alias := make(map[string]bool, len(links))
 	for _, l := range links {
-		alias[l.path] = true
+		alias[l.Path] = true
 	}
 	var newest time.Time
-	if err := t.walk(func(_ string, n *inode) error {
-		if n.mtime.After(newest) {
-			newest = n.mtime
+	if err := t.Walk(func(_ string, n *fstree.Inode) error {
+		if n.Mtime.After(newest) {
+			newest = n.Mtime
 		}
 		return nil
 	}); err != nil {
 		return err
 	}
 	src := &treeFS{ctx: ctx, t: t, alias: alias, onRead: onWrite}
-	sw := newSparseWriter(out)
-	w := erofs.Create(sw, erofs.WithBlockSize(blockSize), erofs.WithBuildTime(uint64(max(newest.Unix(), 0)), 0))
+	sw := sparse.NewWriter(out)
+	w := erofs.Create(sw, erofs.WithBlockSize(sparse.BlockSize), erofs.WithBuildTime(uint64(max(newest.Unix(), 0)), 0))
 	if err := errors.Join(w.CopyFrom(src)); err != nil {
 		return fmt.Errorf("lay out the image: %w", err)
 	}
@@ -53,10 +56,10 @@ func writeEROFS(ctx context.Context, t *tree, out *os.File, onWrite func(done, t
 	if src.err != nil {
 		return fmt.Errorf("write the image: %w", src.err)
 	}
-	if err := sw.finish(); err != nil {
+	if err := sw.Finish(); err != nil {
 		return fmt.Errorf("write the image: %w", err)
 	}
-	if err := finishEROFS(ctx, out, links, t.config); err != nil {
+	if err := finishEROFS(ctx, out, links, t.Config); err != nil {
 		return fmt.Errorf("finish the image: %w", err)
 	}
 	if err := out.Sync(); err != nil {
@@ -65,11 +68,11 @@ func writeEROFS(ctx context.Context, t *tree, out *os.File, onWrite func(done, t
 	return nil
 }
 
-// treeFS shows a tree to go-erofs, which takes owner, link count, device number and extended attributes of a file from a
-// *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS points them to the inode.
+// treeFS shows a tree to go-erofs, which takes owner, link count, device number and extended attributes of a file from
+// a *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS points them to the inode.
 type treeFS struct {
 	ctx    context.Context
-	t      *tree
+	t      *fstree.Tree
 	alias  map[string]bool
 	done   int64
 	onRead func(done, total int64)
@@ -77,7 +80,7 @@ type treeFS struct {
 }
 
 func (f *treeFS) info(p string) (*treeInfo, error) {
-	n := f.t.lookup(p)
+	n := f.t.Lookup(p)
 	if n == nil {
 		return nil, fs.ErrNotExist
 	}
@@ -89,11 +92,11 @@ func (f *treeFS) Stat(p string) (fs.FileInfo, error) { return f.info(p) }
 
 // ReadLink gives the target of a symlink.
 func (f *treeFS) ReadLink(p string) (string, error) {
-	n := f.t.lookup(p)
+	n := f.t.Lookup(p)
 	if n == nil {
 		return "", fs.ErrNotExist
 	}
-	return n.target, nil
+	return n.Target, nil
 }
 
 // ReadDir implements fs.ReadDirFS.
@@ -101,52 +104,56 @@ func (f *treeFS) ReadDir(p string) ([]fs.DirEntry, error) {
 	if err := context.Cause(f.ctx); err != nil {
 		return nil, err
 	}
-	n := f.t.lookup(p)
+	n := f.t.Lookup(p)
 	if n == nil {
 		return nil, fs.ErrNotExist
 	}
-	out := make([]fs.DirEntry, 0, len(n.children))
-	for _, name := range slices.Sorted(maps.Keys(n.children)) {
-		out = append(out, fs.FileInfoToDirEntry(&treeInfo{name: name, n: n.children[name], alias: f.alias[path.Join(p, name)]}))
+	out := make([]fs.DirEntry, 0, len(n.Children))
+	for _, name := range slices.Sorted(maps.Keys(n.Children)) {
+		out = append(out, fs.FileInfoToDirEntry(&treeInfo{name: name, n: n.Children[name], alias: f.alias[path.Join(p, name)]}))
 	}
 	return out, nil
 }
 
-// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is opened at
-// the first read only.
+// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is opened
+// at the first read only.
 func (f *treeFS) Open(p string) (fs.File, error) {
 	i, err := f.info(p)
 	if err != nil {
 		return nil, err
 	}
-	return &treeFile{f: f, path: p, info: i, left: i.n.size}, nil
+	return &treeFile{f: f, path: p, info: i, left: i.n.Size}, nil
 }
 
 type treeInfo struct {
 	name  string
-	n     *inode
+	n     *fstree.Inode
 	alias bool
 }
 
-func (i *treeInfo) Name() string       { return i.name }
-func (i *treeInfo) Mode() fs.FileMode  { return i.n.mode }
-func (i *treeInfo) ModTime() time.Time { return i.n.mtime }
-func (i *treeInfo) IsDir() bool        { return i.n.isDir() }
+func (i *treeInfo) Name() string { return i.name }
+
+func (i *treeInfo) Mode() fs.FileMode { return i.n.Mode }
+
+func (i *treeInfo) ModTime() time.Time { return i.n.Mtime }
+
+func (i *treeInfo) IsDir() bool { return i.n.IsDir() }
+
 func (i *treeInfo) Size() int64 {
 	if i.alias {
 		return 0
 	}
-	return i.n.size
+	return i.n.Size
 }
 
 // Sys gives what fs.FileInfo cannot express.
 func (i *treeInfo) Sys() any {
 	st := &erofs.Stat{
-		UID: i.n.uid, GID: i.n.gid, Mtime: uint64(i.n.mtime.Unix()), MtimeNs: uint32(i.n.mtime.Nanosecond()),
-		Nlink: int(i.n.nlink), Rdev: i.n.rdev,
+		UID: i.n.UID, GID: i.n.GID, Mtime: uint64(i.n.Mtime.Unix()), MtimeNs: uint32(i.n.Mtime.Nanosecond()),
+		Nlink: int(i.n.Nlink), Rdev: i.n.Rdev,
 	}
 	if !i.alias {
-		st.Xattrs = erofsXattrs(i.n.xattrs)
+		st.Xattrs = erofsXattrs(i.n.Xattrs)
 	}
 	return st
 }
@@ -179,7 +186,7 @@ func (t *treeFile) read(p []byte) (int, error) {
 	}
 	if t.r == nil {
 		var err error
-		if t.r, err = t.info.n.data.open(); err != nil {
+		if t.r, err = t.info.n.Data.Open(); err != nil {
 			return 0, err
 		}
 	}
@@ -187,11 +194,11 @@ func (t *treeFile) read(p []byte) (int, error) {
 	t.left -= int64(n)
 	t.f.done += int64(n)
 	if t.f.onRead != nil {
-		t.f.onRead(t.f.done, t.f.t.bytes)
+		t.f.onRead(t.f.done, t.f.t.Bytes)
 	}
 	if errors.Is(err, io.EOF) {
 		if err = nil; t.left > 0 {
-			err = fmt.Errorf("read %s: %d bytes are missing at its end: %w", t.path, t.left, ErrChanged)
+			err = fmt.Errorf("read %s: %d bytes are missing at its end: %w", t.path, t.left, fstree.ErrChanged)
 		}
 	}
 	return n, err

@@ -1,4 +1,4 @@
-package image
+package sparse
 
 import (
 	"errors"
@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// holeReader reads the first size bytes of a file front to back and makes up the zeros of holes itself: the kernel would
+// Reader reads the first size bytes of a file front to back and makes up the zeros of holes itself: the kernel would
 // put a page of the page cache behind each.
-type holeReader struct {
+type Reader struct {
 	f    *os.File
 	size int64
 	off  int64
@@ -18,7 +18,11 @@ type holeReader struct {
 	next int64 // from data to here is data
 }
 
-func (r *holeReader) Read(p []byte) (int, error) {
+// NewReader reads the first size bytes of a file.
+func NewReader(f *os.File, size int64) *Reader { return &Reader{f: f, size: size} }
+
+// Read implements io.Reader.
+func (r *Reader) Read(p []byte) (int, error) {
 	if r.off >= r.size {
 		return 0, io.EOF
 	}
@@ -39,8 +43,9 @@ func (r *holeReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// locate finds the next data at or behind off (lseek(2), SEEK_DATA and SEEK_HOLE). Where the filesystem cannot tell, all is data.
-func (r *holeReader) locate() {
+// locate finds the next data at or behind off (lseek(2), SEEK_DATA and SEEK_HOLE). Where the filesystem cannot tell,
+// all is data.
+func (r *Reader) locate() {
 	r.data, r.next = r.off, r.size
 	data, err := r.f.Seek(r.off, unix.SEEK_DATA)
 	if errors.Is(err, unix.ENXIO) {

@@ -1,4 +1,4 @@
-package image
+package erofs
 
 import (
 	"context"
@@ -13,6 +13,9 @@ import (
 	"os"
 	"path"
 	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // The parts of the EROFS on-disk format that this package touches itself (Documentation/filesystems/erofs.rst and
@@ -52,15 +55,16 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// superChecksum computes the checksum that Linux' erofs_superblock_csum_verify wants: CRC-32C, begun with all ones and not
-// inverted at the end. block is block 0.
+// superChecksum computes the checksum that Linux' erofs_superblock_csum_verify wants: CRC-32C, begun with all ones and
+// not inverted at the end. block is block 0.
 func superChecksum(block []byte) uint32 {
 	b := append([]byte(nil), block[superOffset:]...)
 	binary.LittleEndian.PutUint32(b[sbChecksum:], 0)
 	return ^crc32.Checksum(b, castagnoli)
 }
 
-// onDisk reads and corrects metadata of an EROFS image just written by go-erofs: uncompressed, one device, 4096-byte blocks.
+// onDisk reads and corrects metadata of an EROFS image just written by go-erofs: uncompressed, one device, 4096-byte
+// blocks.
 type onDisk struct {
 	f    *os.File
 	meta int64 // offset of the metadata area
@@ -68,14 +72,22 @@ type onDisk struct {
 
 var errLayout = errors.New("unexpected EROFS layout")
 
+// Errors of image files.
+var (
+	// ErrTruncated: the file is shorter than its image.
+	ErrTruncated = errors.New("image is truncated")
+	// ErrCorrupt: the file is not an image as Write makes it.
+	ErrCorrupt = errors.New("image is corrupt")
+)
+
 // nidShift is added to all inode numbers. go-erofs gives the root number 0, which user space takes for "no such entry":
 // readdir of the C library leaves "." and ".." out then. So the metadata area is declared to begin one block earlier.
-const nidShift = blockSize / nidUnit
+const nidShift = sparse.BlockSize / nidUnit
 
 // finishEROFS makes the further names of hard-linked inodes refer to the one inode, moves inode numbers away from 0,
 // corrects the number of inodes, and sets UUID and checksum of the superblock.
-func finishEROFS(ctx context.Context, f *os.File, links []hardLink, config []byte) error {
-	block := make([]byte, blockSize)
+func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, config []byte) error {
+	block := make([]byte, sparse.BlockSize)
 	if _, err := f.ReadAt(block, 0); err != nil {
 		return err
 	}
@@ -88,15 +100,15 @@ func finishEROFS(ctx context.Context, f *os.File, links []hardLink, config []byt
 	if metaBlock == 0 || root+nidShift > 1<<16-1 {
 		return fmt.Errorf("%w: metadata at block %d, root inode %d", errLayout, metaBlock, root)
 	}
-	d := &onDisk{f: f, meta: int64(metaBlock) * blockSize}
+	d := &onDisk{f: f, meta: int64(metaBlock) * sparse.BlockSize}
 
 	alias := make(map[string]uint64, len(links))
 	for _, l := range links {
-		to, err := d.lookup(root, l.primary)
+		to, err := d.lookup(root, l.Primary)
 		if err != nil {
 			return err
 		}
-		alias[l.path] = to
+		alias[l.Path] = to
 	}
 	if err := d.renumber(ctx, root, alias); err != nil {
 		return err
@@ -121,8 +133,8 @@ func finishEROFS(ctx context.Context, f *os.File, links []hardLink, config []byt
 	return err
 }
 
-// renumber writes all directories anew: inode numbers are shifted by nidShift, and the names in alias get the number (before
-// the shift) given there.
+// renumber writes all directories anew: inode numbers are shifted by nidShift, and the names in alias get the number
+// (before the shift) given there.
 func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uint64) error {
 	type todo struct {
 		nid  uint64
@@ -164,7 +176,7 @@ func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uin
 	return nil
 }
 
-// lookup finds the inode number of a path as tree.walk gives it.
+// lookup finds the inode number of a path as fstree.Tree.Walk gives it.
 func (d *onDisk) lookup(root uint64, p string) (uint64, error) {
 	nid := root
 next:
@@ -215,23 +227,23 @@ func (d *onDisk) dir(nid uint64) ([]dirBlock, error) {
 	if n := le.Uint16(ino[2:]); n > 0 {
 		head += xattrHeaderSize + int64(n-1)*4
 	}
-	if le.Uint16(ino[4:])&modeTypeMask != modeDir || size > maxInodes*(maxNameBytes+direntSize) {
+	if le.Uint16(ino[4:])&modeTypeMask != modeDir || size > fstree.MaxInodes*(fstree.MaxNameBytes+direntSize) {
 		return nil, fmt.Errorf("%w: inode %d has mode %#o and %d bytes where a directory should be", errLayout, nid, le.Uint16(ino[4:]), size)
 	}
 	data := at + head
 	switch format >> 1 & 7 {
 	case layoutPlain:
-		data = int64(le.Uint32(ino[16:])) * blockSize
+		data = int64(le.Uint32(ino[16:])) * sparse.BlockSize
 	case layoutInline:
-		if size > blockSize {
+		if size > sparse.BlockSize {
 			return nil, fmt.Errorf("%w: inline directory %d of %d bytes", errLayout, nid, size)
 		}
 	default:
 		return nil, fmt.Errorf("%w: directory %d has layout %d", errLayout, nid, format>>1&7)
 	}
 	var out []dirBlock
-	for off := int64(0); off < int64(size); off += blockSize {
-		b := make([]byte, min(blockSize, int64(size)-off))
+	for off := int64(0); off < int64(size); off += sparse.BlockSize {
+		b := make([]byte, min(sparse.BlockSize, int64(size)-off))
 		if _, err := d.f.ReadAt(b, data+off); err != nil {
 			return nil, err
 		}
@@ -275,28 +287,28 @@ func direntsOf(b []byte) ([]dirent, error) {
 	return out, nil
 }
 
-// superblock is what the cheap check needs to know.
-type superblock struct{ blocks int64 }
+// Superblock is what the cheap check needs to know.
+type Superblock struct{ Blocks int64 }
 
-// readSuper reads block 0 and checks magic, block size and checksum. Its errors are ErrTruncated or ErrCorrupt.
-func readSuper(r io.ReaderAt) (superblock, error) {
-	block := make([]byte, blockSize)
+// ReadSuper reads block 0 and checks magic, block size and checksum. Its errors are errTruncated or errCorrupt.
+func ReadSuper(r io.ReaderAt) (Superblock, error) {
+	block := make([]byte, sparse.BlockSize)
 	if n, err := r.ReadAt(block, 0); err != nil {
 		if err == io.EOF {
-			return superblock{}, fmt.Errorf("%w: it has %d bytes, not even a superblock", ErrTruncated, n)
+			return Superblock{}, fmt.Errorf("%w: it has %d bytes, not even a superblock", ErrTruncated, n)
 		}
-		return superblock{}, fmt.Errorf("read the superblock: %w", err)
+		return Superblock{}, fmt.Errorf("read the superblock: %w", err)
 	}
 	sb := block[superOffset : superOffset+superSize]
 	le := binary.LittleEndian
 	if m := le.Uint32(sb[sbMagic:]); m != superMagic {
-		return superblock{}, fmt.Errorf("%w: no EROFS superblock (magic %#x)", ErrCorrupt, m)
+		return Superblock{}, fmt.Errorf("%w: no EROFS superblock (magic %#x)", ErrCorrupt, m)
 	}
 	if sb[sbBlockBits] != 12 {
-		return superblock{}, fmt.Errorf("%w: the superblock tells of blocks of 2^%d bytes", ErrCorrupt, sb[sbBlockBits])
+		return Superblock{}, fmt.Errorf("%w: the superblock tells of blocks of 2^%d bytes", ErrCorrupt, sb[sbBlockBits])
 	}
 	if want, got := le.Uint32(sb[sbChecksum:]), superChecksum(block); want != got {
-		return superblock{}, fmt.Errorf("%w: the superblock has checksum %#x, its record says %#x", ErrCorrupt, got, want)
+		return Superblock{}, fmt.Errorf("%w: the superblock has checksum %#x, its record says %#x", ErrCorrupt, got, want)
 	}
-	return superblock{blocks: int64(le.Uint32(sb[sbBlocks:]))}, nil
+	return Superblock{Blocks: int64(le.Uint32(sb[sbBlocks:]))}, nil
 }

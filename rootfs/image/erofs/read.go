@@ -1,0 +1,112 @@
+package erofs
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"time"
+
+	"github.com/erofs/go-erofs"
+
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/sparse"
+)
+
+// Read makes a tree of an image file. Contents stay in the file, which must be open as long as the tree is used.
+func Read(ctx context.Context, f *os.File) (*fstree.Tree, error) {
+	img, err := erofs.Open(f)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	modes, err := NewModeReader(f)
+	if err != nil {
+		return nil, err
+	}
+	t := fstree.New()
+	seen := map[int64]*fstree.Inode{}
+	err = fs.WalkDir(img, ".", func(p string, d fs.DirEntry, err error) error {
+		if err == nil {
+			err = context.Cause(ctx)
+		}
+		if err != nil {
+			return err
+		}
+		info, err := d.Info()
+		if err != nil {
+			return err
+		}
+		st, ok := info.Sys().(*erofs.Stat)
+		if !ok {
+			return fmt.Errorf("%w: %s has no attributes", ErrCorrupt, p)
+		}
+		if n := seen[st.Ino]; n != nil && !info.IsDir() {
+			return t.Add(p, n)
+		}
+		perm, err := modes.Mode(st.Ino)
+		if err != nil {
+			return err
+		}
+		n := &fstree.Inode{UID: st.UID, GID: st.GID, Mtime: time.Unix(int64(st.Mtime), int64(st.MtimeNs)), Xattrs: UnixXattrs(st.Xattrs)}
+		n.Mode = info.Mode().Type() | fs.FileMode(perm&0o777)
+		for bit, mode := range map[int64]fs.FileMode{0o4000: fs.ModeSetuid, 0o2000: fs.ModeSetgid, 0o1000: fs.ModeSticky} {
+			if perm&bit != 0 {
+				n.Mode |= mode
+			}
+		}
+		switch info.Mode().Type() {
+		case 0:
+			n.Size = info.Size()
+			n.Data = erofsContent{img, p}
+			t.Bytes += n.Size
+		case fs.ModeSymlink:
+			if n.Target, err = fs.ReadLink(img, p); err != nil {
+				return err
+			}
+		case fs.ModeDevice, fs.ModeDevice | fs.ModeCharDevice:
+			n.Rdev = st.Rdev
+		case fs.ModeDir, fs.ModeNamedPipe:
+		default:
+			return fmt.Errorf("%w: %s is of the kind %v", ErrCorrupt, p, info.Mode().Type())
+		}
+		if st.Nlink > 1 && !info.IsDir() {
+			seen[st.Ino] = n
+		}
+		return t.Add(p, n)
+	})
+	return t, err
+}
+
+// erofsContent is the content of a file of an image.
+type erofsContent struct {
+	img fs.FS
+	p   string
+}
+
+func (c erofsContent) Open() (io.ReadCloser, error) { return c.img.Open(c.p) }
+
+// ModeReader gives permissions with setuid, setgid and sticky, which go-erofs does not tell.
+type ModeReader struct {
+	f    *os.File
+	meta int64
+}
+
+// NewModeReader reads from an image file, which stays open as long as the reader is used.
+func NewModeReader(f *os.File) (*ModeReader, error) {
+	var b [4]byte
+	if _, err := f.ReadAt(b[:], superOffset+sbMetaBlock); err != nil {
+		return nil, err
+	}
+	return &ModeReader{f, int64(binary.LittleEndian.Uint32(b[:])) * sparse.BlockSize}, nil
+}
+
+// Mode gives the lower 12 bits of the mode of an inode, by its number.
+func (m *ModeReader) Mode(nid int64) (int64, error) {
+	var b [2]byte
+	if _, err := m.f.ReadAt(b[:], m.meta+nid*nidUnit+4); err != nil {
+		return 0, err
+	}
+	return int64(binary.LittleEndian.Uint16(b[:]) & 0o7777), nil
+}

@@ -1,0 +1,54 @@
+package erofs
+
+import (
+	"strings"
+)
+
+const (
+	ACLAccess  = "system.posix_acl_access"
+	aclDefault = "system.posix_acl_default"
+)
+
+// KeepXattr says whether EROFS has a name space for an extended attribute (erofs_fs.h, EROFS_XATTR_INDEX_*).
+func KeepXattr(name string) bool {
+	if name == ACLAccess || name == aclDefault {
+		return true
+	}
+	for _, p := range []string{"user.", "trusted.", "security."} {
+		if len(name) > len(p) && strings.HasPrefix(name, p) {
+			return true
+		}
+	}
+	return false
+}
+
+// erofsXattrs gives the attributes under the names that go-erofs maps to the right index. For the POSIX ACLs EROFS
+// wants an index and an empty rest of the name; go-erofs makes that of the name with a dot at its end.
+func erofsXattrs(in map[string]string) map[string]string {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make(map[string]string, len(in))
+	for k, v := range in {
+		if k == ACLAccess || k == aclDefault {
+			k += "."
+		}
+		out[k] = v
+	}
+	return out
+}
+
+// UnixXattrs is the reverse of erofsXattrs.
+func UnixXattrs(in map[string]string) map[string]string {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make(map[string]string, len(in))
+	for k, v := range in {
+		if k == ACLAccess+"." || k == aclDefault+"." {
+			k = k[:len(k)-1]
+		}
+		out[k] = v
+	}
+	return out
+}
