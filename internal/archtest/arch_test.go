@@ -41,7 +41,7 @@ var rules = []rule{
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
-	{"sandbox/records", []string{"sandbox/lifetime"}},
+	{"sandbox/records", []string{"sandbox/lifetime", "internal/osfile"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
@@ -52,13 +52,13 @@ var rules = []rule{
 	// The page is files; its tests put it before an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
-	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/lifetime", nil},
 	// What a VM is, also for a client on another system.
 	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
 	// One VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
-	{"sandbox/events", nil},
+	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
@@ -74,14 +74,18 @@ var rules = []rule{
 	{"devices/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
-	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/faultfs"}},
-	{"netpolicy/...", []string{"netpolicy/..."}},
-	{"rootfs/...", []string{"rootfs/...", "internal/faultfs"}},
-	{"guest/...", []string{"guest/..."}},
+	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/faultfs", "internal/osfile"}},
+	{"netpolicy/...", []string{"netpolicy/...", "internal/osfile"}},
+	{"rootfs/...", []string{"rootfs/...", "internal/faultfs", "internal/osfile"}},
+	// What is in the guest, which has nothing that it does not need.
+	{"guest/agent/...", []string{"guest/..."}},
+	{"guest/internal/...", []string{"guest/..."}},
+	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
+	{"internal/osfile", []string{"internal/faultfs"}},
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	{"internal/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/hwkvm/..."}},
-	{"internal/hwkvm/...", []string{"internal/hwkvm/..."}},
+	{"internal/hwkvm/...", []string{"internal/hwkvm/...", "internal/osfile"}},
 	// It stands where a VM's process does, with every device.
 	{"internal/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
