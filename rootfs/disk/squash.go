@@ -10,7 +10,7 @@ import (
 	"slices"
 
 	"github.com/drowse-vm/drowse/internal/faultfs"
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // squashSuffix ends the name of the file that Squash writes to until it is whole. One that a crash
@@ -45,7 +45,7 @@ func (e env) squash(ctx context.Context, paths []string, path string) (err error
 		}
 	}()
 	for i, p := range paths {
-		l, err := e.openLayer(p, os.O_RDONLY, unix.LOCK_SH)
+		l, err := e.openLayer(p, os.O_RDONLY, osfile.Shared)
 		if err != nil {
 			return err
 		}
@@ -197,7 +197,7 @@ func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
 // them. The disk itself goes on with those that it has open; whoever opens it by the new names has
 // fewer. Nothing is changed if it fails.
 func (d *Disk) Substitute(layers []string, by string) error {
-	l, err := d.env.openLayer(by, os.O_RDONLY, unix.LOCK_SH)
+	l, err := d.env.openLayer(by, os.O_RDONLY, osfile.Shared)
 	if err != nil {
 		return fmt.Errorf("substitute layers: %w", err)
 	}
