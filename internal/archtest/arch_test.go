@@ -77,7 +77,7 @@ var rules = []rule{
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/faultfs", "internal/osfile"}},
 	{"netpolicy/...", []string{"netpolicy/...", "internal/osfile"}},
 	{"rootfs/...", []string{"rootfs/...", "internal/faultfs", "internal/osfile"}},
-	// What is in the guest, which has nothing that it does not need.
+	// The agent's program has what it needs in a guest, and no more.
 	{"guest/agent/...", []string{"guest/..."}},
 	{"guest/internal/...", []string{"guest/..."}},
 	{"guest/...", []string{"guest/...", "internal/osfile"}},

@@ -46,7 +46,11 @@ func WriteNew(path string, data []byte, perm fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(os.Link(temp, path), os.Remove(temp), SyncDir(filepath.Dir(path)))
+	lerr := os.Link(temp, path)
+	if err := errors.Join(os.Remove(temp), SyncDir(filepath.Dir(path))); err != nil {
+		return err // no caller passes it over, as it may fs.ErrExist
+	}
+	return lerr
 }
 
 // WriteTemp writes, durably, a file that is to get the name path by a rename, beside it and under another name.
