@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Limits of a promotion.
@@ -228,8 +230,8 @@ func (s *stage) removeLeft(part string) error {
 		return err
 	}
 	defer f.Close()
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
+	err = osfile.TryLock(f, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
 		return nil
 	}
 	if err != nil {
@@ -253,10 +255,9 @@ func (s *stage) begin() (done bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if err != nil {
+	if err := osfile.TryLock(f, osfile.Exclusive); err != nil {
 		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
+		if errors.Is(err, osfile.ErrLocked) {
 			return false, nil
 		}
 		return false, err
@@ -367,6 +368,7 @@ func (s *stage) close() (err error) {
 	return err
 }
 
+// syncDir is osfile.SyncDir by a directory that is open, whatever its path has become.
 func syncDir(root *os.Root) error {
 	d, err := root.Open(".")
 	if err != nil {

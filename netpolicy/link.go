@@ -17,6 +17,8 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // What can be wrong with a link, for errors.Is. A missing interface or agent is
@@ -191,16 +193,12 @@ func findInterface(name string) (netlink.Link, error) {
 // lockDir makes sure that one process at a time has an agent. The kernel gives the
 // lock back when the process ends.
 func lockDir(dir string) (*os.File, error) {
-	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return nil, fmt.Errorf("opening an agent's pins: %w", err)
+	f, err := osfile.TryOpenLocked(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
+		err = fmt.Errorf("%s: %w", dir, ErrBusy)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = ErrBusy
-		}
-		return nil, fmt.Errorf("locking %s: %w", dir, err)
+	if err != nil {
+		return nil, fmt.Errorf("locking an agent's pins: %w", err)
 	}
 	return f, nil
 }

@@ -186,7 +186,7 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	if err := s.save(sleeping); err != nil {
 		t.Fatal(err)
 	}
-	unlock, err := s.lockStore(t.Context(), unix.LOCK_EX, time.Second)
+	unlock, err := s.lockStore(t.Context(), osfile.Exclusive, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -208,7 +208,7 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	}
 	// And whoever gives no end waits for a time.
 	begin := time.Now()
-	if _, err := s.lockStore(context.Background(), unix.LOCK_SH, 20*time.Millisecond); !errors.Is(err, errStoreBusy) || time.Since(begin) < 20*time.Millisecond {
+	if _, err := s.lockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, errStoreBusy) || time.Since(begin) < 20*time.Millisecond {
 		t.Errorf("got %v after %v", err, time.Since(begin))
 	}
 }

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -384,7 +385,7 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 	}
 	for name, do := range ways {
 		t.Run(name+" waits for a sweep", func(t *testing.T) {
-			unlock, err := s.lockStore(t.Context(), unix.LOCK_EX, time.Second)
+			unlock, err := s.lockStore(t.Context(), osfile.Exclusive, time.Second)
 			if err != nil {
 				t.Fatal(err)
 			}

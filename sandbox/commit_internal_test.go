@@ -62,7 +62,7 @@ func commitVM(dir string) error {
 		return err
 	}
 	l.release()
-	return errors.Join(syncDir(dir), syncDir(filepath.Join(dir, "vms")), syncDir(s.vmDir("a")))
+	return errors.Join(osfile.SyncDir(dir), osfile.SyncDir(filepath.Join(dir, "vms")), osfile.SyncDir(s.vmDir("a")))
 }
 
 // beginVM does what the process of a VM does with its disk when it boots or wakes.

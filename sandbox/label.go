@@ -14,8 +14,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -318,24 +317,14 @@ func lockLabel(ctx context.Context, root *os.Root) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { f.Close() }, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			f.Close()
-			return nil, err
-		}
-		select {
-		case <-ctx.Done():
-			f.Close()
-			return nil, ctx.Err()
-		case <-time.After(time.Millisecond):
-		}
+	if err := osfile.Lock(ctx, f, osfile.Exclusive); err != nil {
+		f.Close()
+		return nil, err
 	}
+	return func() { f.Close() }, nil
 }
 
+// writeLabel writes as osfile.WriteFile does, but by the open directory: its VM may get another name meanwhile.
 func writeLabel(root *os.Root, l Label) error {
 	data, err := json.MarshalIndent(labelDoc{labelVersion, l}, "", "  ")
 	if err != nil {

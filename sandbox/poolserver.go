@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -54,17 +55,14 @@ func (s *Store) poolSocket() string { return filepath.Join(s.Dir(), "pool.sock")
 // returns when ctx has ended. A store has one pool that is served: ErrServed says that another process does it. What is
 // of another program than the pool's, or in other namespaces, gets none.
 func (p *Pool) Serve(ctx context.Context) error {
-	lock, err := os.OpenFile(filepath.Join(p.store.Dir(), "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
+	lock, err := osfile.TryOpenLocked(filepath.Join(p.store.Dir(), "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600, osfile.Exclusive)
+	switch {
+	case errors.Is(err, osfile.ErrLocked):
+		return fmt.Errorf("serving a pool for %s: %w", p.store.Dir(), ErrServed)
+	case err != nil:
 		return fmt.Errorf("serving a pool: %w", err)
 	}
 	defer lock.Close()
-	switch err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
-	case errors.Is(err, unix.EWOULDBLOCK):
-		return fmt.Errorf("serving a pool for %s: %w", p.store.Dir(), ErrServed)
-	case err != nil:
-		return fmt.Errorf("serving a pool: locking %s: %w", lock.Name(), err)
-	}
 	path := p.store.poolSocket()
 	if len(path) > maxSocketPath {
 		return fmt.Errorf("%w: the path of the pool's socket has %d bytes, and %d are possible: use a shorter state directory", ErrSpec, len(path), maxSocketPath)

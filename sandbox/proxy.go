@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -46,18 +47,7 @@ func (s *Store) proxyKey() ([]byte, error) {
 	if _, err := rand.Read(key); err != nil {
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
-	// By a link, which fails if somebody else was first.
-	f, err := os.CreateTemp(s.Dir(), ".tmp-*") // with mode 0600
-	if err != nil {
-		return nil, fmt.Errorf("making the key of proxies: %w", err)
-	}
-	_, err = f.Write(key)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		if err = os.Link(f.Name(), path); errors.Is(err, fs.ErrExist) {
-			err = nil
-		}
-	}
-	if err = errors.Join(err, os.Remove(f.Name()), syncDir(s.Dir())); err != nil {
+	if err := osfile.WriteNew(path, key, 0o600); err != nil && !errors.Is(err, fs.ErrExist) { // somebody else may be first
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
 	return readProxyKey(path)

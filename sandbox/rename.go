@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -65,7 +66,7 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 		}
 		return errors.Join(err, serr)
 	}
-	if err := syncDir(filepath.Join(s.dir, "vms")); err != nil {
+	if err := osfile.SyncDir(filepath.Join(s.dir, "vms")); err != nil {
 		return fmt.Errorf("renaming VM %s: %w", name, err)
 	}
 	if r, err = s.load(to); err != nil {

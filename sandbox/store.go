@@ -238,16 +238,7 @@ func (s *Store) replaceFile(path string, data []byte) error {
 
 // writeTemp writes, safely, what is to take the place of a file.
 func (s *Store) writeTemp(path string, data []byte) (temp string, err error) {
-	temp = filepath.Join(filepath.Dir(path), ".tmp-"+spec.NewID()[:16])
-	f, err := s.fs.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return "", err
-	}
-	_, err = f.WriteAt(data, 0)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return "", errors.Join(err, s.fs.Remove(temp))
-	}
-	return temp, nil
+	return osfile.WriteTemp(s.fs, path, data, 0o600)
 }
 
 // putInPlace gives what writeTemp has written its name.
@@ -315,14 +306,6 @@ func (a *aheadRecord) discard() {
 func encodeRecord(r *Record) ([]byte, error) {
 	data, err := json.MarshalIndent(r, "", "  ")
 	return append(data, '\n'), err
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
 
 func (s *Store) save(r *Record) error { return s.saveBy(s.writeFileAtomic, r)() }
@@ -504,7 +487,7 @@ func (s *Store) removeSockets(name string) error {
 	}
 	var errs []error
 	for _, e := range entries {
-		if e.Type()&fs.ModeSocket != 0 || strings.HasPrefix(e.Name(), ".tmp-") {
+		if e.Type()&fs.ModeSocket != 0 || strings.HasPrefix(e.Name(), osfile.TempPrefix) {
 			errs = append(errs, os.Remove(filepath.Join(s.vmDir(name), e.Name())))
 		}
 	}
@@ -594,18 +577,21 @@ type fileLock struct{ f *os.File }
 
 // lock takes a VM's lock, or fails with ErrRunning when a process holds it.
 func (s *Store) lock(name string) (*fileLock, error) {
-	f, err := os.OpenFile(filepath.Join(s.vmDir(name), "lock"), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
-	if errors.Is(err, fs.ErrNotExist) {
+	f, err := osfile.TryOpenLocked(s.lockPath(name), lockFlags, 0o600, osfile.Exclusive)
+	return locked(name, f, err)
+}
+
+func (s *Store) lockPath(name string) string { return filepath.Join(s.vmDir(name), "lock") }
+
+const lockFlags = os.O_RDWR | os.O_CREATE
+
+func locked(name string, f *os.File, err error) (*fileLock, error) {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, name)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("locking VM %s: %w", name, err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("%w: %s", ErrRunning, name)
-		}
+	case errors.Is(err, osfile.ErrLocked):
+		return nil, fmt.Errorf("%w: %s", ErrRunning, name)
+	case err != nil:
 		return nil, fmt.Errorf("locking VM %s: %w", name, err)
 	}
 	return &fileLock{f}, nil
@@ -625,17 +611,10 @@ func (s *Store) lockSoon(ctx context.Context, name string) (*fileLock, error) {
 }
 
 func (s *Store) lockWithin(ctx context.Context, name string, patience time.Duration) (*fileLock, error) {
-	for deadline := time.Now().Add(patience); ; {
-		l, err := s.lock(name)
-		if !errors.Is(err, ErrRunning) || time.Now().After(deadline) {
-			return l, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		case <-time.After(time.Millisecond):
-		}
-	}
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, osfile.ErrLocked)
+	defer cancel()
+	f, err := osfile.OpenLocked(ctx, s.lockPath(name), lockFlags, 0o600, osfile.Exclusive)
+	return locked(name, f, err)
 }
 
 func (l *fileLock) release() { l.f.Close() }
@@ -790,7 +769,7 @@ func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone
 		return freed, errors.Is(lerr, ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
 	}
 	// Or it could come back, after a loss of power, without what is deleted now.
-	if err := syncDir(filepath.Join(s.dir, "vms")); err != nil {
+	if err := osfile.SyncDir(filepath.Join(s.dir, "vms")); err != nil {
 		return freed, true, fmt.Errorf("removing VM %s: %w", name, err)
 	}
 	l.release() // who holds a VM's lock does not wait for the store's

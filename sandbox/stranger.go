@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -376,7 +377,7 @@ func (p *placedFile) settle(tmp, path string) error {
 			return fmt.Errorf("placing %s: %w", p.name, err)
 		}
 	}
-	return syncDir(p.dir)
+	return osfile.SyncDir(p.dir)
 }
 
 // isHere says whether the store has a sealed layer of that name with the very content that was sent.

@@ -10,8 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -112,7 +111,7 @@ func (s *Store) sweep(ctx context.Context, now exempt) (freed Freed, err error) 
 
 // alone runs f while nobody makes a record of what another one names; errStoreBusy if somebody does so for long.
 func (s *Store) alone(ctx context.Context, f func() error) error {
-	unlock, err := s.lockStore(ctx, unix.LOCK_EX, sweepPatience)
+	unlock, err := s.lockStore(ctx, osfile.Exclusive, sweepPatience)
 	if err != nil {
 		return err
 	}
@@ -196,7 +195,7 @@ func (s *Store) removeLayer(m *mark, owner, path string) (int64, error) {
 	if f, err := os.Open(path); err == nil {
 		defer f.Close()
 		// Whoever uses a layer has it locked: package disk.
-		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+		if osfile.TryLock(f, osfile.Exclusive) != nil {
 			return -1, nil
 		}
 	}

@@ -11,8 +11,7 @@ import (
 	"path/filepath"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -158,7 +157,7 @@ func (s *Store) keep(id string) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(f.Sync(), f.Close(), syncDir(dir))
+	return errors.Join(f.Sync(), f.Close(), osfile.SyncDir(dir))
 }
 
 func (s *Store) unkeep(id string) error {
@@ -174,35 +173,23 @@ var errStoreBusy = errors.New("others make or remove VMs and snapshots at this m
 // storePatience is how long is waited for whoever takes names away, which takes moments.
 const storePatience = time.Minute
 
-// lockStore takes the store's lock, by flock(2): unix.LOCK_SH for what makes a record, a label or a snapshot name what another one
-// names, from the first look at it until it is named; unix.LOCK_EX for what takes names away. It waits until ctx ends, or for a time:
-// errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait for it.
-func (s *Store) lockStore(ctx context.Context, how int, patience time.Duration) (unlock func() error, err error) {
-	f, err := os.OpenFile(filepath.Join(s.dir, "import.lock"), os.O_CREATE|os.O_RDWR, 0o600)
+// lockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, a label or a snapshot name what another one
+// names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It waits until ctx ends, or for a
+// time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait for it.
+func (s *Store) lockStore(ctx context.Context, mode osfile.LockMode, patience time.Duration) (unlock func() error, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, errStoreBusy)
+	defer cancel()
+	f, err := osfile.OpenLocked(ctx, filepath.Join(s.dir, "import.lock"), os.O_CREATE|os.O_RDWR, 0o600, mode)
+	if errors.Is(err, errStoreBusy) {
+		return nil, errStoreBusy
+	}
 	if err != nil {
 		return nil, fmt.Errorf("locking the store: %w", err)
 	}
-	for deadline := time.Now().Add(patience); ; {
-		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return f.Close, nil
-		case errors.Is(err, unix.EINTR):
-			continue
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			return nil, errors.Join(fmt.Errorf("locking the store: %w", err), f.Close())
-		case time.Now().After(deadline):
-			return nil, errors.Join(errStoreBusy, f.Close())
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(fmt.Errorf("waiting for the store's lock: %w", ctx.Err()), f.Close())
-		case <-time.After(2 * time.Millisecond):
-		}
-	}
+	return f.Close, nil
 }
 
 // share is lockStore for what names what another one names.
 func (s *Store) share(ctx context.Context) (unlock func() error, err error) {
-	return s.lockStore(ctx, unix.LOCK_SH, storePatience)
+	return s.lockStore(ctx, osfile.Shared, storePatience)
 }

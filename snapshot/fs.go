@@ -7,6 +7,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // FS is what Create needs of a file system. Tests put one in its place that
@@ -59,36 +61,11 @@ func (osFS) Exists(name string) (bool, error) {
 func (osFS) Mkdir(name string) error { return os.Mkdir(name, 0o700) }
 
 func (osFS) Lock(name string) (io.Closer, error) {
-	d, err := os.Open(name)
+	d, err := osfile.TryOpenLocked(name, os.O_RDONLY, 0, osfile.Exclusive)
 	if err != nil {
-		return nil, err
-	}
-	if err := flock(d); err != nil {
-		d.Close()
-		return nil, err
-	}
-	// Whoever had the lock before may have removed the directory.
-	there, err := os.Lstat(name)
-	if err == nil {
-		var held fs.FileInfo
-		if held, err = d.Stat(); err == nil && !os.SameFile(there, held) {
-			err = &fs.PathError{Op: "lock", Path: name, Err: fs.ErrNotExist}
-		}
-	}
-	if err != nil {
-		d.Close()
 		return nil, err
 	}
 	return d, nil
-}
-
-func flock(d *os.File) error {
-	for {
-		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if !errors.Is(err, unix.EINTR) {
-			return os.NewSyscallError("flock", err)
-		}
-	}
 }
 
 func (osFS) Create(name string) (File, error) {
@@ -121,13 +98,7 @@ func (osFS) Exchange(a, b string) error {
 	return nil
 }
 
-func (osFS) SyncDir(name string) error {
-	d, err := os.Open(name)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
+func (osFS) SyncDir(name string) error { return osfile.SyncDir(name) }
 
 func (osFS) RemoveAll(name string) error { return os.RemoveAll(name) }
 

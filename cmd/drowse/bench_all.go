@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/bench"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // quick are options that make each benchmark short, to see whether it works.
@@ -246,7 +247,7 @@ func (o *allOptions) save(r bench.Report) error {
 	if err := printJSON(&doc, r); err != nil {
 		return err
 	}
-	return replaceFile(o.out, doc.Bytes())
+	return osfile.WriteFile(o.out, doc.Bytes(), 0o644)
 }
 
 // estimate says how far a run of all is, and about how long it is still to take.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/bench"
 	"github.com/drowse-vm/drowse/bench/page"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 func (a *app) benchReport() *cobra.Command {
@@ -41,7 +42,7 @@ With -o benchstat it writes the runs in the format of Go's benchmarks instead.`,
 				_, err := a.stdout.Write(doc)
 				return err
 			}
-			return replaceFile(out, doc)
+			return osfile.WriteFile(out, doc, 0o644)
 		},
 	}
 	cmd.Flags().StringVar(&out, "out", "", "file to write to, instead of stdout")
@@ -85,32 +86,4 @@ func withInput(name string, read func(called string, r io.Reader) error) error {
 	}
 	defer f.Close()
 	return read(filepath.Base(name), f)
-}
-
-// replaceFile writes a file whole or not at all.
-func replaceFile(path string, content []byte) (err error) {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".drowse-*")
-	if err != nil {
-		return fmt.Errorf("writing %s: %w", path, err)
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(fmt.Errorf("writing %s: %w", path, err), os.Remove(f.Name()))
-		}
-	}()
-	_, err = io.Copy(f, bytes.NewReader(content))
-	if err := errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil // the file is there
-	}
-	defer d.Close()
-	_ = d.Sync() // not every file system can
-	return nil
 }

@@ -7,7 +7,6 @@ import (
 	"io"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -15,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
@@ -356,7 +356,7 @@ The same image gives the same bytes.`,
 			if args[1] == "-" {
 				err = write(a.stdout)
 			} else {
-				err = writeWhole(args[1], write)
+				err = osfile.Replace(args[1], 0o644, func(f *os.File) error { return write(f) })
 			}
 			p.finish(err)
 			if errors.Is(err, image.ErrInvalidOption) {
@@ -380,29 +380,6 @@ The same image gives the same bytes.`,
 	}
 	cmd.Flags().StringVar(&format, "format", string(image.FormatEROFS), "erofs, tar or oci-archive")
 	return cmd
-}
-
-// writeWhole writes a file under another name first: under its own it is whole or not there.
-func writeWhole(name string, write func(io.Writer) error) error {
-	f, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+".*")
-	if err != nil {
-		return fmt.Errorf("writing %s: %w", name, err)
-	}
-	err = write(f)
-	if err == nil {
-		err = errors.Join(f.Chmod(0o644), f.Sync())
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), name)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	d, err := os.Open(filepath.Dir(name))
-	if err != nil {
-		return fmt.Errorf("writing %s: %w", name, err)
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
 
 func (a *app) imagePruneCommand() *cobra.Command {

@@ -8,12 +8,12 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -225,20 +225,9 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 				return s.ExportSnapshot(cmd.Context(), args[0], a.stdout)
 			}
 			// Under its name there is never a part of it.
-			f, err := os.CreateTemp(filepath.Dir(to), ".drowse-export-")
-			if err != nil {
-				return fmt.Errorf("exporting a snapshot: %w", err)
-			}
-			defer func() {
-				if err != nil {
-					err = errors.Join(err, os.Remove(f.Name()))
-				}
-			}()
-			if err := errors.Join(s.ExportSnapshot(cmd.Context(), args[0], f), f.Sync(), f.Close()); err != nil {
+			write := func(f *os.File) error { return s.ExportSnapshot(cmd.Context(), args[0], f) }
+			if err := osfile.Replace(to, 0o600, write); err != nil {
 				return err
-			}
-			if err := os.Rename(f.Name(), to); err != nil {
-				return fmt.Errorf("exporting a snapshot: %w", err)
 			}
 			return a.print(map[string]string{"snapshot": args[0], "file": to}, func(w io.Writer) { fmt.Fprintln(w, to) })
 		},

@@ -65,6 +65,7 @@ func OpenFile(path string, readOnly bool) (*File, error) {
 	return b, nil
 }
 
+// lockFile takes the lock itself: devices import nothing of the module but what devices are made of.
 func lockFile(f *os.File, lock int) (*File, error) {
 	info, err := f.Stat()
 	if err != nil {

@@ -119,7 +119,7 @@ func (e *endpoint) adopt(listener *os.File) error {
 }
 
 // acquire locks the path against other owners, for as long as this process
-// lives or until close.
+// lives or until close. It opens by the directory's descriptor, and devices do without internal/osfile.
 func (e *endpoint) acquire() error {
 	name := e.base + ".lock"
 	for range lockTries {

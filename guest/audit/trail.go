@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Bounds of a trail on disk: this many bytes for each file, the one that is written to and
@@ -216,48 +218,18 @@ func (t *Trail) turn(f *os.File, h Head) error {
 // lockPatience is how long others may hold the lock, which they do for the time of a write.
 const lockPatience = 10 * time.Second
 
+var errHeld = fmt.Errorf("another process has held it for %v: see who has it open", lockPatience)
+
 // openLocked opens the file at a path and takes its lock, which its closing gives back. The
 // file is still the one at that path.
 func openLocked(ctx context.Context, path string, flags int) (*os.File, error) {
-	deadline := time.Now().Add(lockPatience)
-	for {
-		f, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, ErrNone
-		}
-		if err != nil {
-			return nil, err
-		}
-		if err := lock(ctx, f, deadline); err != nil {
-			f.Close()
-			return nil, err
-		}
-		if isAt(f, path) {
-			return f, nil
-		}
-		f.Close()
+	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, errHeld)
+	defer cancel()
+	f, err := osfile.OpenLocked(ctx, path, flags|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, ErrNone
 	}
-}
-
-func lock(ctx context.Context, f *os.File, deadline time.Time) error {
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return nil
-		case errors.Is(err, unix.EINTR):
-			continue
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			return fmt.Errorf("lock %s: %w", f.Name(), err)
-		case time.Now().After(deadline):
-			return fmt.Errorf("lock %s: another process has held it for %v: see who has it open", f.Name(), lockPatience)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(200 * time.Microsecond):
-		}
-	}
+	return f, err
 }
 
 // isAt says whether a file is the one at a path.

@@ -12,7 +12,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/crypto/ssh"
-	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // HostKeyAlias is the name under which known_hosts has the key, for ssh's option of that
@@ -53,7 +54,7 @@ func LoadHostKey(dir string) (key ssh.Signer, knownHosts string, err error) {
 	knownHosts = filepath.Join(dir, knownFile)
 	line := append([]byte(HostKeyAlias+" "), ssh.MarshalAuthorizedKey(key.PublicKey())...)
 	if have, err := os.ReadFile(knownHosts); err != nil || !bytes.Equal(have, line) {
-		if err := place(knownHosts, line, 0); err != nil {
+		if err := osfile.WriteFile(knownHosts, line, 0o600); err != nil {
 			return fail(err)
 		}
 	}
@@ -89,32 +90,9 @@ func makeKey(path string) error {
 	if err != nil {
 		return err
 	}
-	err = place(path, pem.EncodeToMemory(block), unix.RENAME_NOREPLACE)
+	err = osfile.WriteNew(path, pem.EncodeToMemory(block), 0o600)
 	if errors.Is(err, fs.ErrExist) {
 		return nil
 	}
 	return err
-}
-
-// place writes a file of its owner's atomically: renameat2(2) says what flags are.
-func place(path string, text []byte, flags uint) (err error) {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".new-*") // 0600
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name()) // nothing is there after the rename
-	_, err = f.Write(text)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := unix.Renameat2(unix.AT_FDCWD, f.Name(), unix.AT_FDCWD, path, flags); err != nil {
-		return &os.PathError{Op: "rename", Path: path, Err: err}
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
 }

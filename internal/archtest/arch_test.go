@@ -42,7 +42,7 @@ var rules = []rule{
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
-	{"sandbox/records", []string{"sandbox/lifetime"}},
+	{"sandbox/records", []string{"sandbox/lifetime", "internal/osfile"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
@@ -53,14 +53,14 @@ var rules = []rule{
 	// The page is files; its tests put it before an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
-	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// What a VM is, also for a client on another system.
 	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
 	// One VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
-	{"sandbox/events", nil},
+	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
 	// its address from the host's.
@@ -75,8 +75,8 @@ var rules = []rule{
 	{"devices", []string{"devices/virtq", "vmm/guestmem"}},
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
-	{"snapshot/...", []string{"snapshot", "vmm/guestmem"}},
-	{"netpolicy/...", []string{"netpolicy/..."}},
+	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/osfile"}},
+	{"netpolicy/...", []string{"netpolicy/...", "internal/osfile"}},
 	{"rootfs/image/fstree", nil},
 	{"rootfs/image/sparse", nil},
 	{"rootfs/image/erofs", []string{"rootfs/image/fstree", "rootfs/image/sparse"}},
@@ -88,14 +88,17 @@ var rules = []rule{
 	{"guest/agent/service", []string{"guest/agent/proc", "guest/agentpb"}},
 	{"guest/agent/capture", []string{"guest/agent/proc", "guest/agent/machine", "guest/agent/poll", "guest/agentpb"}},
 	{"guest/agent/files", []string{"guest/agent/fswatch", "guest/agentpb", "guest/internal/..."}},
-	{"guest/...", []string{"guest/..."}},
+	// The agent's program has what it needs in a guest, and no more.
+	{"guest/agent/...", []string{"guest/..."}},
+	{"guest/internal/...", []string{"guest/..."}},
+	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	// What only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
 	{"internal/test/faultfs", []string{"internal/osfile"}},
-	{"internal/test/hwkvm/...", []string{"internal/test/hwkvm/..."}},
+	{"internal/test/hwkvm/...", []string{"internal/test/hwkvm/...", "internal/osfile"}},
 	// It stands where a VM's process does, with every device.
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/test/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},

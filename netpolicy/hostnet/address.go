@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
@@ -201,34 +202,18 @@ func choice(in netip.Prefix, agent string, i uint32) netip.Addr {
 // take takes one address; nil if another process has it.
 func take(dir string, addr netip.Addr, agent string) (*Address, error) {
 	a := &Address{addr: addr, path: filepath.Join(dir, addr.String())}
-	for {
-		f, err := os.OpenFile(a.path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-		if err != nil {
-			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
-		}
-		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-			f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, nil
-			}
-			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
-		}
-		// Whoever had it may have removed the file after it was opened here; then the
-		// lock is of a file that nobody else will find.
-		mine, err1 := f.Stat()
-		there, err2 := os.Lstat(a.path)
-		if err1 == nil && err2 == nil && os.SameFile(mine, there) {
-			a.file = f
-			// For people who look there. Not worth a failure.
-			_ = f.Truncate(0)
-			_, _ = fmt.Fprintf(f, "%s %d\n", agent, os.Getpid())
-			return a, nil
-		}
-		f.Close()
-		if err := errors.Join(err1, err2); err != nil && !errors.Is(err2, fs.ErrNotExist) {
-			return nil, fmt.Errorf("taking the address %v: %w", addr, err)
-		}
+	f, err := osfile.TryOpenLocked(a.path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
+		return nil, nil
 	}
+	if err != nil {
+		return nil, fmt.Errorf("taking the address %v: %w", addr, err)
+	}
+	a.file = f
+	// For people who look there. Not worth a failure.
+	_ = f.Truncate(0)
+	_, _ = fmt.Fprintf(f, "%s %d\n", agent, os.Getpid())
+	return a, nil
 }
 
 // clash refuses a range in which the host has a network of its own. env names the range.

@@ -2,6 +2,7 @@ package hostnet
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -16,6 +17,8 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // InterfacePrefix begins the names of agents' TAP devices.
@@ -86,20 +89,13 @@ func locked(do func() error) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	f, err := os.OpenFile(filepath.Join(dir, "nat.lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	path := filepath.Join(dir, "nat.lock")
+	f, err := osfile.OpenLocked(context.Background(), path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX)
-		if err == nil {
-			return do()
-		}
-		if !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("locking %s: %w", f.Name(), err)
-		}
-	}
+	return do()
 }
 
 // nft is a conversation about the table of a family.

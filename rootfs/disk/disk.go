@@ -11,6 +11,8 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const (
@@ -706,7 +708,7 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 		_ = d.env.fs.Remove(newTop) // leave no trace of what did not happen
 		return LayerInfo{}, fmt.Errorf("seal: %w", err)
 	}
-	_ = old.flock(unix.LOCK_SH) // from exclusive to shared it cannot fail for want of the lock
+	_ = old.flock(osfile.Shared) // from exclusive to shared it cannot fail for want of the lock
 	ls = append(ls, l)
 	d.layers.Store(&ls)
 	d.named(l)

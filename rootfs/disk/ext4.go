@@ -13,9 +13,8 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const (
@@ -28,7 +27,6 @@ const (
 
 	// templateRevision is part of a template's name: raise it when ext4Args or ext4Config change.
 	templateRevision = 1
-	lockPoll         = 20 * time.Millisecond
 )
 
 // ext4Config stands in for /etc/mke2fs.conf, so that every host makes the same file system.
@@ -103,11 +101,11 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 	if err := os.MkdirAll(cacheDir, 0o755); err != nil {
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
-	unlock, err := lockFile(ctx, filepath.Join(cacheDir, ".ext4.lock"))
+	lock, err := osfile.OpenLocked(ctx, filepath.Join(cacheDir, templateLock), os.O_RDWR|os.O_CREATE, 0o644, osfile.Exclusive)
 	if err != nil {
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
-	defer unlock()
+	defer lock.Close()
 	if s, ok, err := existing(prefix); ok || err != nil { // somebody else was faster
 		return s, err
 	}
@@ -116,7 +114,10 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 	return makeTemplate(ctx, cacheDir, prefix+hex.EncodeToString(random[:])+templateSuffix, size)
 }
 
-const templateSuffix = ".layer"
+const (
+	templateSuffix = ".layer"
+	templateLock   = ".ext4.lock"
+)
 
 // existing answers a template whose path begins so, if there is one and it is in order.
 func existing(prefix string) (s Stack, ok bool, err error) {
@@ -137,30 +138,6 @@ func existing(prefix string) (s Stack, ok bool, err error) {
 		return Stack{}, false, fmt.Errorf("ext4 template: %w (if no disk uses it, delete it and it is made anew)", err)
 	}
 	return s, true, nil
-}
-
-// lockFile takes the lock of a file that stays behind.
-func lockFile(ctx context.Context, path string) (unlock func(), err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o644)
-	if err != nil {
-		return nil, err
-	}
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { _ = f.Close() }, nil // closing unlocks
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			_ = f.Close()
-			return nil, fmt.Errorf("lock %s: %w", path, err)
-		}
-		select {
-		case <-ctx.Done():
-			_ = f.Close()
-			return nil, fmt.Errorf("lock %s: %w", path, ctx.Err())
-		case <-time.After(lockPoll):
-		}
-	}
 }
 
 func makeTemplate(ctx context.Context, cacheDir, path string, size int64) (s Stack, err error) {

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // needsE2fsprogs skips where the host has no mkfs.ext4.
@@ -139,9 +141,9 @@ func TestFormatExt4RefusesBadSizesAndADamagedTemplate(t *testing.T) {
 
 func TestExt4TemplateStopsWaitingForTheLockWhenCancelled(t *testing.T) {
 	dir := t.TempDir()
-	unlock, err := lockFile(t.Context(), filepath.Join(dir, ".ext4.lock"))
+	lock, err := osfile.TryOpenLocked(filepath.Join(dir, templateLock), os.O_RDWR|os.O_CREATE, 0o644, osfile.Exclusive)
 	must(t, err)
-	defer unlock()
+	defer lock.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	_, err = Ext4Template(ctx, dir, 64*mib)

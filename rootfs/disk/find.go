@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Find describes every layer that lies in the directories, by reading their headers. Files that are
@@ -25,7 +25,7 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 			if !ent.Type().IsRegular() {
 				continue
 			}
-			l, err := e.openLayer(filepath.Join(dir, ent.Name()), os.O_RDONLY, unix.LOCK_SH)
+			l, err := e.openLayer(filepath.Join(dir, ent.Name()), os.O_RDONLY, osfile.Shared)
 			switch {
 			case errors.Is(err, ErrCorrupt), errors.Is(err, ErrTruncated), errors.Is(err, ErrVersion),
 				errors.Is(err, ErrInUse), errors.Is(err, ErrMissingParent): // the last: gone since ReadDir
@@ -45,7 +45,7 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 // Inspect describes the layer at path by its header alone: Data, Zero and Allocated are not filled in. One that is in use
 // for writing is ErrInUse. The error of a file that is not there wraps fs.ErrNotExist.
 func Inspect(path string) (LayerInfo, error) {
-	l, err := hostEnv().openLayer(path, os.O_RDONLY, unix.LOCK_SH)
+	l, err := hostEnv().openLayer(path, os.O_RDONLY, osfile.Shared)
 	if err != nil {
 		return LayerInfo{}, err
 	}
@@ -58,7 +58,7 @@ func Continues(path string, s Stack) (bool, error) {
 	e := hostEnv()
 	var ids [2]header
 	for i, p := range []string{path, s.Top()} {
-		l, err := e.openLayer(p, os.O_RDONLY, unix.LOCK_SH)
+		l, err := e.openLayer(p, os.O_RDONLY, osfile.Shared)
 		if i == 0 && (errors.Is(err, ErrCorrupt) || errors.Is(err, ErrTruncated) || errors.Is(err, ErrMissingParent)) {
 			return false, nil
 		}

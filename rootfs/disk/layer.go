@@ -56,24 +56,17 @@ type layer struct {
 	fresh bool // its name in the directory may not be durable yet
 }
 
-// flock takes or changes the lock of a layer: LOCK_EX for a writable top, LOCK_SH for all others.
-func (l *layer) flock(how int) error {
-	for {
-		err := unix.Flock(int(l.os.Fd()), how|unix.LOCK_NB)
-		switch {
-		case errors.Is(err, unix.EINTR):
-			continue
-		case errors.Is(err, unix.EWOULDBLOCK):
-			return fmt.Errorf("lock %s: %w (another VM or command has it open)", l.path, ErrInUse)
-		case err != nil:
-			return ioError("lock "+l.path, err)
-		}
-		return nil
+// flock takes or changes the lock of a layer: Exclusive for a writable top, Shared for all others.
+func (l *layer) flock(mode osfile.LockMode) error {
+	err := osfile.TryLock(l.os, mode)
+	if errors.Is(err, osfile.ErrLocked) {
+		return fmt.Errorf("lock %s: %w (another VM or command has it open)", l.path, ErrInUse)
 	}
+	return ioError("lock a layer", err)
 }
 
 // openLayer opens a file, locks it, and reads its header.
-func (e env) openLayer(path string, flag, lock int) (l *layer, err error) {
+func (e env) openLayer(path string, flag int, lock osfile.LockMode) (l *layer, err error) {
 	f, err := e.fs.OpenFile(path, flag, 0)
 	if err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
@@ -162,7 +155,7 @@ func (e env) create(path string, h header, durable bool) (l *layer, err error) {
 			_ = e.fs.Remove(tmp)
 		}
 	}()
-	if err := l.flock(unix.LOCK_EX); err != nil {
+	if err := l.flock(osfile.Exclusive); err != nil {
 		return nil, err
 	}
 	if err := f.Truncate(h.endOfData()); err != nil {

@@ -37,7 +37,7 @@ func Merge(ctx context.Context, lower, upper string) error {
 }
 
 func (e env) merge(ctx context.Context, lower, upper string) (err error) {
-	up, err := e.openLayer(upper, os.O_RDWR, unix.LOCK_EX)
+	up, err := e.openLayer(upper, os.O_RDWR, osfile.Exclusive)
 	if err != nil {
 		return err
 	}
@@ -48,7 +48,7 @@ func (e env) merge(ctx context.Context, lower, upper string) (err error) {
 	if _, err := e.fs.Stat(lower); errors.Is(err, fs.ErrNotExist) && up.hdr.merge != (ID{}) {
 		return ioError("sync directory", e.fs.SyncDir(filepath.Dir(upper))) // done before, up to here
 	}
-	low, err := e.openLayer(lower, os.O_RDWR, unix.LOCK_EX)
+	low, err := e.openLayer(lower, os.O_RDWR, osfile.Exclusive)
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Create makes an empty disk of size bytes, a multiple of BlockSize: one open layer in the file path.
@@ -61,7 +63,7 @@ func (e env) fork(path string, lower Stack, size int64) (Stack, error) {
 	if len(lower.Layers)+1 >= MaxLayers {
 		return Stack{}, fmt.Errorf("fork: %w: %d", ErrTooManyLayers, len(lower.Layers))
 	}
-	p, err := e.openLayer(lower.Top(), os.O_RDONLY, unix.LOCK_SH)
+	p, err := e.openLayer(lower.Top(), os.O_RDONLY, osfile.Shared)
 	if err != nil {
 		return Stack{}, fmt.Errorf("fork: %w", err)
 	}
@@ -96,7 +98,7 @@ func (e env) openBase(path string) (l *layer, err error) {
 			_ = f.Close() // the first error is the one to report
 		}
 	}()
-	if err := l.flock(unix.LOCK_SH); err != nil {
+	if err := l.flock(osfile.Shared); err != nil {
 		return nil, err
 	}
 	st, err := f.Stat()
@@ -207,7 +209,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 // openInStack opens one layer of a stack for what is to be done with it.
 func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 	if top && !readOnly {
-		l, err := e.openLayer(path, os.O_RDWR, unix.LOCK_EX)
+		l, err := e.openLayer(path, os.O_RDWR, osfile.Exclusive)
 		if err != nil {
 			return nil, err
 		}
@@ -218,7 +220,7 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 		l.fresh = true
 		return l, nil
 	}
-	l, err := e.openLayer(path, os.O_RDONLY, unix.LOCK_SH)
+	l, err := e.openLayer(path, os.O_RDONLY, osfile.Shared)
 	if err != nil || readOnly || l.hdr.state == StateSealed || l.hdr.state == StateMerging {
 		return l, err
 	}
@@ -228,9 +230,9 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 	if err := l.close(); err != nil {
 		return nil, err
 	}
-	lock := unix.LOCK_SH
+	lock := osfile.Shared
 	if state == StateOpen {
-		lock = unix.LOCK_EX
+		lock = osfile.Exclusive
 	}
 	if l, err = e.openLayer(path, os.O_RDWR, lock); err != nil {
 		return nil, err
@@ -240,7 +242,7 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 		err = l.freeze()
 	}
 	if err == nil {
-		err = l.flock(unix.LOCK_SH)
+		err = l.flock(osfile.Shared)
 	}
 	if err != nil {
 		_ = l.close() // the first error is the one to report

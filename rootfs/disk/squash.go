@@ -9,8 +9,6 @@ import (
 	"path/filepath"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
@@ -46,7 +44,7 @@ func (e env) squash(ctx context.Context, paths []string, path string) (err error
 		}
 	}()
 	for i, p := range paths {
-		l, err := e.openLayer(p, os.O_RDONLY, unix.LOCK_SH)
+		l, err := e.openLayer(p, os.O_RDONLY, osfile.Shared)
 		if err != nil {
 			return err
 		}
@@ -198,7 +196,7 @@ func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
 // them. The disk itself goes on with those that it has open; whoever opens it by the new names has
 // fewer. Nothing is changed if it fails.
 func (d *Disk) Substitute(layers []string, by string) error {
-	l, err := d.env.openLayer(by, os.O_RDONLY, unix.LOCK_SH)
+	l, err := d.env.openLayer(by, os.O_RDONLY, osfile.Shared)
 	if err != nil {
 		return fmt.Errorf("substitute layers: %w", err)
 	}

@@ -20,8 +20,8 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/klauspost/compress/zstd"
-	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
@@ -89,7 +89,7 @@ func NewAssembly(ctx context.Context, o AssemblyOptions) (_ *Assembly, err error
 	if err := os.MkdirAll(filepath.Join(o.Store.dir, stepsDir), 0o755); err != nil {
 		return nil, fmt.Errorf("open the image store: %w", err)
 	}
-	if a.lock, err = lockHow(ctx, filepath.Join(o.Store.dir, locksDir, stepsDir), unix.LOCK_SH, nil); err != nil {
+	if a.lock, err = lock(ctx, filepath.Join(o.Store.dir, locksDir, stepsDir), osfile.Shared); err != nil {
 		return nil, fmt.Errorf("lock the steps of the image store %s: %w", o.Store.dir, err)
 	}
 	if _, err := o.Store.Prune(ctx); err != nil {
@@ -225,7 +225,7 @@ func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream 
 
 // Keep notes that a step changes nothing.
 func (a *Assembly) Keep(key, text string) error {
-	if err := a.b.Store.writeStep(key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}, a.tmp.dir); err != nil {
+	if err := a.b.Store.writeStep(key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}); err != nil {
 		return err
 	}
 	a.keys = append(a.keys, key)
@@ -252,7 +252,7 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 	if err := os.Rename(f.Name(), a.b.Store.layerPath(l.DiffID)); err != nil {
 		return fmt.Errorf("keep a layer in the image store: %w", err)
 	}
-	if err := syncDir(filepath.Join(a.b.Store.dir, stepsDir)); err != nil {
+	if err := osfile.SyncDir(filepath.Join(a.b.Store.dir, stepsDir)); err != nil {
 		return err
 	}
 	old := a.layers
@@ -365,7 +365,7 @@ func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) err
 }
 
 // writeStep keeps the record of a step, after its layers.
-func (s *Store) writeStep(key string, r *stepRecord, tmp string) error {
+func (s *Store) writeStep(key string, r *stepRecord) error {
 	if !idRE.MatchString(key) {
 		return fmt.Errorf("%w: %.80q is no key of a step", ErrInvalidOption, key)
 	}
@@ -376,19 +376,11 @@ func (s *Store) writeStep(key string, r *stepRecord, tmp string) error {
 	if err != nil {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
-	f, err := os.CreateTemp(tmp, "step-")
-	if err != nil {
+	// PruneSteps takes what a crash leaves beside it.
+	if err := osfile.WriteFile(s.stepPath(key), j, 0o644); err != nil {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
-	_, err = f.Write(j)
-	err = errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), s.stepPath(key))
-	}
-	if err != nil {
-		return fmt.Errorf("keep the result of a step: %w", errors.Join(err, removeIfThere(f.Name())))
-	}
-	return syncDir(filepath.Join(s.dir, stepsDir))
+	return nil
 }
 
 // tree puts the layers on the base. It may be called again and again; the tree before is of no use then.
@@ -523,14 +515,14 @@ func (s *Store) PruneSteps(ctx context.Context, inUse func(id string) bool) (Fre
 	var out Freed
 	dir := filepath.Join(s.dir, stepsDir)
 	mine, err := tryLock(filepath.Join(s.dir, locksDir, stepsDir))
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, osfile.ErrLocked) {
 		out.Busy = true
 		return out, nil
 	}
 	if err != nil {
 		return out, fmt.Errorf("prune the steps of the image store: %w", err)
 	}
-	defer unlock(mine)
+	defer mine.Close()
 	images, err := s.List()
 	if err != nil {
 		return out, fmt.Errorf("prune the steps of the image store: %w", err)

@@ -11,7 +11,8 @@ import (
 	"regexp"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
-	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // blobsDir holds layers as a registry gave them, each under its digest, for images that have them in common.
@@ -28,7 +29,7 @@ func (s *Store) shareBlobs(ctx context.Context) (*os.File, error) {
 	if err := os.MkdirAll(filepath.Join(s.dir, blobsDir), 0o755); err != nil {
 		return nil, fmt.Errorf("open the image store: %w", err)
 	}
-	f, err := lockHow(ctx, filepath.Join(s.dir, locksDir, blobsDir), unix.LOCK_SH, nil)
+	f, err := lock(ctx, filepath.Join(s.dir, locksDir, blobsDir), osfile.Shared)
 	if err != nil {
 		return nil, fmt.Errorf("lock the blobs of the image store %s: %w", s.dir, err)
 	}
@@ -73,7 +74,7 @@ func (s *Store) putBlob(h v1.Hash, size int64, tmp string, write func(io.Writer)
 	if err := os.Rename(f.Name(), s.blobPath(h)); err != nil {
 		return fmt.Errorf("keep a layer in the image store: %w", err)
 	}
-	return syncDir(filepath.Join(s.dir, blobsDir))
+	return osfile.SyncDir(filepath.Join(s.dir, blobsDir))
 }
 
 type countingWriter struct {
@@ -103,7 +104,7 @@ func (s *Store) PruneBlobs(ctx context.Context) (Freed, error) {
 	if err != nil {
 		return out, err
 	}
-	defer unlock(l)
+	defer l.Close()
 	entries, err := os.ReadDir(filepath.Join(s.dir, blobsDir))
 	if errors.Is(err, fs.ErrNotExist) {
 		return out, nil
@@ -112,14 +113,14 @@ func (s *Store) PruneBlobs(ctx context.Context) (Freed, error) {
 		return out, fmt.Errorf("prune the layers of the image store: %w", err)
 	}
 	mine, err := tryLock(filepath.Join(s.dir, locksDir, blobsDir))
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, osfile.ErrLocked) {
 		out.Busy = true
 		return out, nil
 	}
 	if err != nil {
 		return out, fmt.Errorf("prune the layers of the image store: %w", err)
 	}
-	defer unlock(mine)
+	defer mine.Close()
 	images, err := s.List()
 	if err != nil {
 		return out, fmt.Errorf("prune the layers of the image store: %w", err)

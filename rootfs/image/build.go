@@ -19,6 +19,7 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
@@ -214,7 +215,7 @@ func Build(ctx context.Context, opts Options) (*Image, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer unlock(l)
+		defer l.Close()
 		img, err := o.cached(ctx, spec, o.MaxAge)
 		if err != nil || img != nil {
 			return img, err
@@ -225,7 +226,12 @@ func Build(ctx context.Context, opts Options) (*Image, error) {
 
 // lockSpec waits for other builds of the same spec.
 func (b *buildOptions) lockSpec(ctx context.Context, spec string) (*os.File, error) {
-	l, err := lock(ctx, filepath.Join(b.Store.dir, locksDir, "spec-"+spec[:16]), func() { b.progress(StageWait, 0, 0) })
+	name := filepath.Join(b.Store.dir, locksDir, "spec-"+spec[:16])
+	l, err := tryLock(name)
+	if errors.Is(err, osfile.ErrLocked) {
+		b.progress(StageWait, 0, 0)
+		l, err = lock(ctx, name, osfile.Exclusive)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("wait for another build of %s: %w", b.source, err)
 	}
@@ -256,7 +262,7 @@ func (b *buildOptions) newTemp(ctx context.Context) (*temp, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer unlock(l)
+	defer l.Close()
 	return b.Store.newTemp("build-")
 }
 
@@ -267,7 +273,7 @@ func (b *buildOptions) cached(ctx context.Context, spec string, maxAge time.Dura
 	if err != nil {
 		return nil, err
 	}
-	defer unlock(l)
+	defer l.Close()
 	all, _ := b.Store.List() // damaged records are no candidates
 	for _, img := range all {
 		age := time.Since(img.Created)

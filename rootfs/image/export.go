@@ -174,7 +174,7 @@ func (s *Store) exportOCI(ctx context.Context, img *Image, f *os.File, w io.Writ
 		return err
 	}
 	tmp, err := s.newTemp("export-")
-	unlock(l)
+	l.Close()
 	if err != nil {
 		return err
 	}

@@ -79,7 +79,7 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 		if err != nil {
 			return nil, err
 		}
-		defer unlock(l)
+		defer l.Close()
 		// The content has a name that says all of it, so the age is of no matter.
 		img, err := b.cached(ctx, spec, 0)
 		if err != nil || img != nil {
@@ -91,7 +91,7 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 		if err != nil {
 			return nil, err
 		}
-		defer unlock(l)
+		defer l.Close()
 		if err := src.reg.fetch(ctx, src.manifest, b.Store, tmp, b.MaxBytes, func(done, total int64) { b.progress(StageDownload, done, total) }); err != nil {
 			return nil, fmt.Errorf("build from %s: %w", b.source, err)
 		}

@@ -234,7 +234,7 @@ func TestPruneBlobs_removes_what_no_image_names(t *testing.T) {
 	if f, err := s.PruneBlobs(t.Context()); err != nil || !f.Busy || blobs() != 4 {
 		t.Errorf("while a build is under way: %+v (%v)", f, err)
 	}
-	unlock(busy)
+	busy.Close()
 	size := int64(len(pack(t, "zstd", b.layers[2])))
 	if f, err := s.PruneBlobs(t.Context()); err != nil || f.Blobs != 1 || f.Bytes != size || blobs() != 3 {
 		t.Errorf("without the second: %+v (%v), %d are left", f, err, blobs())

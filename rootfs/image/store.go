@@ -16,6 +16,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
@@ -124,7 +125,7 @@ func (s *Store) Dir() string { return s.dir }
 // lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is held
 // for moments only.
 func (s *Store) lock(ctx context.Context) (*os.File, error) {
-	f, err := lock(ctx, filepath.Join(s.dir, locksDir, storeLock), nil)
+	f, err := lock(ctx, filepath.Join(s.dir, locksDir, storeLock), osfile.Exclusive)
 	if err != nil {
 		return nil, fmt.Errorf("lock the image store %s: %w", s.dir, err)
 	}
@@ -255,7 +256,7 @@ func (s *Store) Tag(ctx context.Context, ref, tag string) error {
 	if err != nil {
 		return err
 	}
-	defer unlock(l)
+	defer l.Close()
 	img, err := s.Find(ref)
 	if err != nil {
 		return err
@@ -318,36 +319,15 @@ func writeRecord(img *Image) error {
 	if len(b) >= maxRecordBytes {
 		return fmt.Errorf("write the record of image %s: %w: it would have %d bytes", img.ShortID(), ErrTooLarge, len(b))
 	}
-	name := filepath.Join(img.dir, recordName)
-	f, err := os.CreateTemp(img.dir, "."+recordName+".*")
-	if err != nil {
+	if err := osfile.WriteFile(filepath.Join(img.dir, recordName), append(b, '\n'), 0o644); err != nil {
 		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), err)
 	}
-	_, err = f.Write(append(b, '\n'))
-	err = errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), name)
-	}
-	if err != nil {
-		return fmt.Errorf("write the record of image %s: %w", img.ShortID(), errors.Join(err, removeIfThere(f.Name())))
-	}
-	return syncDir(img.dir)
+	return nil
 }
 
 func removeIfThere(name string) error {
 	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
-	}
-	return nil
-}
-
-func syncDir(name string) error {
-	d, err := os.Open(name)
-	if err != nil {
-		return fmt.Errorf("sync directory: %w", err)
-	}
-	if err := errors.Join(d.Sync(), d.Close()); err != nil {
-		return fmt.Errorf("sync directory %s: %w", name, err)
 	}
 	return nil
 }
@@ -359,7 +339,7 @@ func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
 	if err != nil {
 		return err
 	}
-	defer unlock(l)
+	defer l.Close()
 	if img.Tags, img.Tagged = nil, time.Now().UTC(); tag != "" {
 		img.Tags = []string{tag}
 	}
@@ -392,7 +372,7 @@ func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
 		return fmt.Errorf("publish image %s: %w", img.ShortID(), err)
 	}
 	img.dir = final
-	if err := syncDir(images); err != nil {
+	if err := osfile.SyncDir(images); err != nil {
 		return err
 	}
 	return s.untagOthers(img, tag)
@@ -415,7 +395,7 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 	if err != nil {
 		return Removal{}, err
 	}
-	defer unlock(l)
+	defer l.Close()
 	img, err := s.Find(ref)
 	if err != nil {
 		id := strings.TrimPrefix(ref, "sha256:")
@@ -439,7 +419,7 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 	if err := os.Rename(img.dir, filepath.Join(trash.dir, "image")); err != nil {
 		return Removal{}, fmt.Errorf("remove image %s: %w", img.name(), err)
 	}
-	if err := syncDir(filepath.Join(s.dir, imagesDir)); err != nil {
+	if err := osfile.SyncDir(filepath.Join(s.dir, imagesDir)); err != nil {
 		return Removal{}, err
 	}
 	return Removal{ID: img.ID, Untagged: img.Tags, Deleted: true}, nil
@@ -470,6 +450,9 @@ func (s *Store) newTemp(prefix string) (*temp, error) {
 	return &temp{dir: dir, lock: l}, nil
 }
 
+// removePause is between two tries to remove a folder.
+const removePause = 50 * time.Millisecond
+
 // remove deletes the folder. Processes of the build tool that were just killed may still add a file: it is tried again.
 func (t *temp) remove() error {
 	var err error
@@ -477,7 +460,7 @@ func (t *temp) remove() error {
 		if err = os.RemoveAll(t.dir); err == nil {
 			break
 		}
-		time.Sleep(lockPoll)
+		time.Sleep(removePause)
 	}
 	return errors.Join(err, t.lock.Close())
 }
@@ -488,7 +471,7 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer unlock(l)
+	defer l.Close()
 	entries, err := os.ReadDir(filepath.Join(s.dir, tmpDir))
 	if err != nil {
 		return 0, fmt.Errorf("prune the image store: %w", err)
@@ -499,7 +482,7 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 		dir := filepath.Join(s.dir, tmpDir, e.Name())
 		var l *os.File
 		if e.IsDir() {
-			if l, err = tryLock(filepath.Join(dir, tempLock)); errors.Is(err, errLocked) {
+			if l, err = tryLock(filepath.Join(dir, tempLock)); errors.Is(err, osfile.ErrLocked) {
 				continue // a build under way
 			}
 		}

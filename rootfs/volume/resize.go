@@ -104,7 +104,7 @@ func (s *Store) replace(ctx context.Context, v *Volume, size int64) (err error) 
 	if err != nil {
 		return err
 	}
-	if err := unix.Flock(int(f.OS().Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := osfile.TryLock(f.OS(), osfile.Exclusive); err != nil {
 		return errors.Join(fmt.Errorf("locking its copy: %w", err), f.Close())
 	}
 	if err := s.fs.Rename(path, filepath.Join(v.dir, dataName)); err != nil {

@@ -78,7 +78,6 @@ func Open(dir string) *Store {
 const (
 	lockName   = ".lock"
 	tempPrefix = ".tmp-"
-	lockPoll   = 20 * time.Millisecond
 )
 
 // lock keeps all others from making, resizing and removing volumes, and tidies up what those
@@ -96,19 +95,8 @@ func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	for {
-		err := unix.Flock(int(f.OS().Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			return nil, errors.Join(fmt.Errorf("locking the volumes: %w", err), f.Close())
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(fmt.Errorf("locking the volumes: %w", ctx.Err()), f.Close())
-		case <-time.After(lockPoll):
-		}
+	if err := osfile.Lock(ctx, f.OS(), osfile.Exclusive); err != nil {
+		return nil, errors.Join(fmt.Errorf("locking the volumes: %w", err), f.Close())
 	}
 	if err := s.tidy(); err != nil {
 		return nil, errors.Join(err, f.Close())

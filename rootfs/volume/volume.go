@@ -133,9 +133,9 @@ func (s *Store) attachOnce(name string, readOnly bool) (*Volume, error) {
 		return nil, err
 	}
 	dir := filepath.Join(s.dir, name)
-	flags, how := os.O_RDWR, unix.LOCK_EX
+	flags, mode := os.O_RDWR, osfile.Exclusive
 	if readOnly {
-		flags, how = os.O_RDONLY, unix.LOCK_SH
+		flags, mode = os.O_RDONLY, osfile.Shared
 	}
 	data, err := s.fs.OpenFile(filepath.Join(dir, dataName), flags|unix.O_CLOEXEC, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -145,7 +145,7 @@ func (s *Store) attachOnce(name string, readOnly bool) (*Volume, error) {
 		return nil, err
 	}
 	v := &Volume{fs: s.fs, dir: dir, data: data, readOnly: readOnly}
-	if err := v.open(how); err != nil {
+	if err := v.open(mode); err != nil {
 		return nil, errors.Join(err, data.Close())
 	}
 	return v, nil
@@ -158,18 +158,13 @@ var errReplaced = fmt.Errorf("%w: it has just been removed", ErrNotFound)
 // being attached.
 const attachTries = 8
 
-func (v *Volume) open(how int) error {
-	for {
-		err := unix.Flock(int(v.data.OS().Fd()), how|unix.LOCK_NB)
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return fmt.Errorf("%w: stop the VM that has it, or attach it read-only in all", ErrInUse)
-		}
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("locking it: %w", err)
-		}
+func (v *Volume) open(mode osfile.LockMode) error {
+	err := osfile.TryLock(v.data.OS(), mode)
+	if errors.Is(err, osfile.ErrLocked) {
+		return fmt.Errorf("%w: stop the VM that has it, or attach it read-only in all", ErrInUse)
+	}
+	if err != nil {
+		return err
 	}
 	st, err := v.data.Stat()
 	if err != nil {
@@ -419,29 +414,11 @@ func readRecord(fsys osfile.FS, dir string) (*Record, error) {
 	return &r, nil
 }
 
-// writeRecord replaces a record: after a crash at any instant, the old or the new
-// one is there. Only the holder of the lock for writing does so, so the temporary
-// name is nobody else's.
-func writeRecord(fsys osfile.FS, dir string, r *Record) (err error) {
+// writeRecord replaces a record: after a crash at any instant, the old or the new one is there.
+func writeRecord(fsys osfile.FS, dir string, r *Record) error {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(dir, recordName)
-	tmp := path + ".tmp"
-	f, err := fsys.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_CLOEXEC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteAt(append(data, '\n'), 0)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	if err := fsys.Rename(tmp, path); err != nil {
-		return err
-	}
-	return fsys.SyncDir(dir)
+	return osfile.WriteFileIn(fsys, filepath.Join(dir, recordName), append(data, '\n'), 0o600)
 }

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // SocketFile is the name of the Unix socket in a state directory.
@@ -119,15 +121,11 @@ func ListenUnix(path string) (net.Listener, error) {
 	if len(path)+len(".new") > maxSocketPath {
 		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath-len(".new"))
 	}
-	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrListen, err)
+	lock, err := osfile.TryOpenLocked(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
+		err = fmt.Errorf("another server serves %s", filepath.Base(path))
 	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		lock.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = fmt.Errorf("another server serves %s", filepath.Base(path))
-		}
+	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrListen, err)
 	}
 	l, err := listenPrivately(path)

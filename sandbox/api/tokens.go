@@ -3,6 +3,7 @@ package api
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
@@ -13,11 +14,12 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Scope is what a caller may do.
@@ -186,14 +188,12 @@ func (f Tokens) Remove(name string) error {
 
 // change replaces the file, one after another: the lock is that of its directory's lock file.
 func (f Tokens) change(do func([]Token) ([]Token, error)) (err error) {
-	lock, err := os.OpenFile(f.Path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	const flags = os.O_RDWR | os.O_CREATE | unix.O_NOFOLLOW
+	lock, err := osfile.OpenLocked(context.Background(), f.Path+".lock", flags, 0o600, osfile.Exclusive)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrTokens, err)
 	}
 	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return fmt.Errorf("%w: locking it: %w", ErrTokens, err)
-	}
 	all, err := f.Read()
 	if err != nil {
 		return err
@@ -205,35 +205,8 @@ func (f Tokens) change(do func([]Token) ([]Token, error)) (err error) {
 	for _, t := range all {
 		fmt.Fprintf(&b, "%s %x %s\n", t.Name, t.Hash, t.Scope)
 	}
-	return writeFile(f.Path, b.Bytes())
-}
-
-// writeFile replaces a file, so that it is the old or the new one whatever happens.
-func writeFile(path string, data []byte) (err error) {
-	dir := filepath.Dir(path)
-	tmp, err := os.CreateTemp(dir, "."+filepath.Base(path)+".*") // of mode 0600
-	if err != nil {
-		return fmt.Errorf("writing %s: %w", path, err)
+	if err := osfile.WriteFile(f.Path, b.Bytes(), 0o600); err != nil {
+		return fmt.Errorf("writing %s: %w", f.Path, err)
 	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(tmp.Name())
-		}
-	}()
-	_, err = tmp.Write(data)
-	if err == nil {
-		err = tmp.Sync()
-	}
-	if err = errors.Join(err, tmp.Close()); err != nil {
-		return fmt.Errorf("writing %s: %w", path, err)
-	}
-	if err := os.Rename(tmp.Name(), path); err != nil {
-		return fmt.Errorf("writing %s: %w", path, err)
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
+	return nil
 }

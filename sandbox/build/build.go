@@ -11,9 +11,8 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -437,19 +436,14 @@ func begin(s *sandbox.Store) (name string, lock *os.File, err error) {
 	}
 	for range 10 {
 		name = buildPrefix + spec.NewID()[:8]
-		f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		f, err := osfile.TryOpenLocked(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600, osfile.Exclusive)
+		if errors.Is(err, osfile.ErrLocked) {
+			continue // a sweep has come in between, and takes it away
+		}
 		if err != nil {
 			return "", nil, fmt.Errorf("beginning a build: %w", err)
 		}
-		// A sweep may have come in between: then it is its, and gone.
-		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
-			if here, err := f.Stat(); err == nil {
-				if there, err := os.Stat(f.Name()); err == nil && os.SameFile(here, there) {
-					return name, f, nil
-				}
-			}
-		}
-		f.Close()
+		return name, f, nil
 	}
 	return "", nil, errors.New("beginning a build: others remove its lock again and again")
 }
@@ -486,7 +480,7 @@ func Sweep(ctx context.Context, s *sandbox.Store) error {
 			errs = append(errs, fmt.Errorf("looking for builds that have died: %w", err))
 			continue
 		}
-		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil || !strings.HasPrefix(e.Name(), buildPrefix) {
+		if osfile.TryLock(f, osfile.Exclusive) != nil || !strings.HasPrefix(e.Name(), buildPrefix) {
 			f.Close() // it is under way
 			continue
 		}

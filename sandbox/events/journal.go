@@ -2,6 +2,7 @@ package events
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
@@ -17,6 +18,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // What is kept, unless Options say otherwise: at most Segments files of SegmentBytes, and none whose last event is older than Keep.
@@ -103,31 +106,16 @@ const maxHeader = 512
 var ErrBusy = errors.New("the journal of events is locked")
 
 func (j *Journal) lock() (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(j.dir, lockName), os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
-	if errors.Is(err, fs.ErrNotExist) {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), lockPatience, ErrBusy)
+	defer cancel()
+	for made := false; ; made = true {
+		f, err := osfile.OpenLocked(ctx, filepath.Join(j.dir, lockName), os.O_CREATE|os.O_RDWR, 0o600, osfile.Exclusive)
+		if made || !errors.Is(err, fs.ErrNotExist) {
+			return f, err
+		}
 		if err := os.MkdirAll(j.dir, 0o700); err != nil {
 			return nil, err
 		}
-		f, err = os.OpenFile(filepath.Join(j.dir, lockName), os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
-	}
-	if err != nil {
-		return nil, err
-	}
-	for deadline := time.Now().Add(lockPatience); ; {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return f, nil
-		case errors.Is(err, unix.EINTR):
-			continue
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			f.Close()
-			return nil, err
-		case time.Now().After(deadline):
-			f.Close()
-			return nil, ErrBusy
-		}
-		time.Sleep(time.Millisecond)
 	}
 }
 

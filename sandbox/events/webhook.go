@@ -22,7 +22,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Headers of a delivery.
@@ -187,14 +187,14 @@ func (d *Delivery) Run(ctx context.Context) error {
 	if err := os.MkdirAll(d.Dir, 0o700); err != nil {
 		return fmt.Errorf("delivering events to %s: %w", u.Host, err)
 	}
-	lock, err := os.OpenFile(d.path()+".lock", os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
+	lock, err := osfile.TryOpenLocked(d.path()+".lock", os.O_CREATE|os.O_RDWR, 0o600, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
+		err = ErrDelivered
+	}
 	if err != nil {
 		return fmt.Errorf("delivering events to %s: %w", u.Host, err)
 	}
 	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("delivering events to %s: %w", u.Host, ErrDelivered)
-	}
 	at, err := d.load()
 	if err != nil {
 		return fmt.Errorf("delivering events to %s: %w: remove %s to begin with what happens from now on", u.Host, err, d.path())
@@ -312,23 +312,7 @@ func (d *Delivery) save(cursor uint64) error {
 	if err != nil {
 		return err
 	}
-	path := d.path()
-	f, err := os.OpenFile(path+".new", os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(append(data, '\n'))
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(path+".new", path); err != nil {
-		return err
-	}
-	dir, err := os.Open(d.Dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return osfile.WriteFile(d.path(), append(data, '\n'), 0o600)
 }
 
 // DeliverAll delivers to several webhooks until ctx ends, and returns when all have ended. An error ends all of them.

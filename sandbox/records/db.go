@@ -14,6 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 	"modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Names of the files in the directory of a store. SQLite adds -wal and -shm to the first.
@@ -29,7 +31,7 @@ const (
 	busyTime = 5 * time.Second
 	// asideTime is how long is waited for others to close a damaged database.
 	asideTime = 2 * time.Second
-	// pollTime is between two tries for a lock.
+	// pollTime is between two tries to have the database write ahead.
 	pollTime = 5 * time.Millisecond
 	// maxConns are the connections of one DB.
 	maxConns = 4
@@ -93,7 +95,7 @@ func wrapOpen(path string, err error) error {
 }
 
 func open(ctx context.Context, dir string, o Options) (d *DB, err error) {
-	lock, err := lockFile(ctx, dir, unix.LOCK_SH, busyTime)
+	lock, err := lockFile(ctx, dir, osfile.Shared, busyTime)
 	if err != nil {
 		return nil, err
 	}
@@ -149,51 +151,27 @@ func useWAL(ctx context.Context, db *sql.DB) error {
 		if code(err) != sqlite3.SQLITE_BUSY || time.Now().After(deadline) {
 			return err
 		}
-		if err := pause(ctx); err != nil {
-			return err
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pollTime):
 		}
 	}
 }
 
-func pause(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(pollTime):
-		return nil
-	}
-}
+// errOpen is how waiting for a lock ends.
+var errOpen = fmt.Errorf("another process has them open: %w", osfile.ErrLocked)
 
 // lockFile takes the lock that each open DB shares, and that is held alone to put a database aside.
-func lockFile(ctx context.Context, dir string, how int, patience time.Duration) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(dir, lockName), os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	for deadline := time.Now().Add(patience); ; {
-		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return f, nil
-		case errors.Is(err, unix.EINTR):
-			continue
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			f.Close()
-			return nil, err
-		case time.Now().After(deadline):
-			f.Close()
-			return nil, fmt.Errorf("another process has them open: %w", err)
-		}
-		if err := pause(ctx); err != nil {
-			f.Close()
-			return nil, err
-		}
-	}
+func lockFile(ctx context.Context, dir string, mode osfile.LockMode, patience time.Duration) (*os.File, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, errOpen)
+	defer cancel()
+	return osfile.OpenLocked(ctx, filepath.Join(dir, lockName), os.O_CREATE|os.O_RDWR, 0o600, mode)
 }
 
 // putAside moves a damaged database away, when nobody has it open. If somebody else has done so by then, it does nothing.
 func putAside(ctx context.Context, dir string, o Options) (*Moved, error) {
-	lock, err := lockFile(ctx, dir, unix.LOCK_EX, o.aside)
+	lock, err := lockFile(ctx, dir, osfile.Exclusive, o.aside)
 	if err != nil {
 		return nil, err
 	}
@@ -210,11 +188,7 @@ func putAside(ctx context.Context, dir string, o Options) (*Moved, error) {
 			return nil, err
 		}
 	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	return &Moved{To: to, Cause: cause}, errors.Join(d.Sync(), d.Close())
+	return &Moved{To: to, Cause: cause}, osfile.SyncDir(dir)
 }
 
 // stillDamaged looks at a database that nobody else has open.

@@ -21,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
@@ -326,7 +327,7 @@ func TestDamagedDatabaseIsPutAsideAndSaid(t *testing.T) {
 func TestDamagedDatabaseThatIsOpenIsNotMoved(t *testing.T) {
 	dir := t.TempDir()
 	db := open1(t, dir, Options{})
-	other, err := lockFile(t.Context(), dir, unix.LOCK_SH, time.Second)
+	other, err := lockFile(t.Context(), dir, osfile.Shared, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -25,8 +26,6 @@ const (
 	tempPrefix = ".new-"
 	// slack: a file is not written again for less than one slackth of what it has.
 	slack = 32
-	// lockRetry is how often a lock is tried.
-	lockRetry = 100 * time.Millisecond
 )
 
 // Add puts those frames into the cache that r has been asked for until now and did not
@@ -64,11 +63,12 @@ func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
-	unlock, err := c.lock(ctx)
+	// Nobody else writes to the cache.
+	lock, err := osfile.OpenLocked(ctx, c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	if err != nil {
 		return err
 	}
-	defer unlock()
+	defer lock.Close()
 	if err := c.removeTemps(); err != nil {
 		return err
 	}
@@ -89,30 +89,6 @@ func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 		}
 	}
 	return errors.Join(append(errs, c.evict())...)
-}
-
-// lock waits until nobody else writes to the cache.
-func (c *Cache) lock(ctx context.Context) (unlock func(), err error) {
-	d, err := os.Open(c.dir)
-	if err != nil {
-		return nil, err
-	}
-	for {
-		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return func() { d.Close() }, nil
-		case !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR):
-			d.Close()
-			return nil, os.NewSyscallError("flock", err)
-		}
-		select {
-		case <-ctx.Done():
-			d.Close()
-			return nil, context.Cause(ctx)
-		case <-time.After(lockRetry):
-		}
-	}
 }
 
 // source is where the content of an entry comes from: a frame, or the file before.
@@ -328,16 +304,14 @@ func (c *Cache) Forget(ids map[string]bool) error {
 }
 
 func (c *Cache) sweep(keep func(id string) bool) (files int, bytes int64, err error) {
-	now, cancel := context.WithCancel(context.Background())
-	cancel()
-	unlock, err := c.lock(now)
+	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	switch {
-	case errors.Is(err, os.ErrNotExist), errors.Is(err, context.Canceled):
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, osfile.ErrLocked):
 		return 0, 0, nil // another time
 	case err != nil:
 		return 0, 0, fmt.Errorf("tidying up %s: %w", c.dir, err)
 	}
-	defer unlock()
+	defer lock.Close()
 	errs := []error{c.removeTemps()}
 	all, err := c.list()
 	errs = append(errs, err)

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -535,11 +536,11 @@ func TestSweepKeepsWhatSnapshotsHaveAndOthersFiles(t *testing.T) {
 func TestSweepDoesNotWaitForAWriter(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	wake(t, c, s)
-	unlock, err := c.lock(t.Context())
+	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unlock()
+	defer lock.Close()
 	if n, _, err := c.Sweep(nil); n != 0 || err != nil {
 		t.Errorf("%d files went, %v", n, err)
 	}
@@ -550,11 +551,11 @@ func TestAddEndsWithItsContext(t *testing.T) {
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	unlock, err := c.lock(t.Context())
+	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unlock()
+	defer lock.Close()
 	r := c.Open(s.Manifest())
 	defer r.Close()
 	look(t, r, s)

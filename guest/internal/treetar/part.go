@@ -124,6 +124,7 @@ func newPart(to *spot) (*part, error) {
 }
 
 // tryLock locks a file (flock(2)), if nobody else has.
+// The agent's program has it, and does without internal/osfile.
 func tryLock(f *os.File) (ok bool, err error) {
 	rc, err := f.SyscallConn()
 	if err != nil {

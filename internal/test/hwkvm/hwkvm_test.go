@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -169,46 +168,12 @@ func TestReadKernelWithoutItsFilesIsNotThere(t *testing.T) {
 	}
 }
 
-func TestWriteFileLeavesNothingWhenWritingFails(t *testing.T) {
-	dir := t.TempDir()
-	failing := errors.New("full")
-	err := writeFile(filepath.Join(dir, "f"), func(w io.Writer) error {
-		if _, err := w.Write([]byte("part")); err != nil {
-			return err
-		}
-		return failing
-	})
-	left, readErr := os.ReadDir(dir)
-	if !errors.Is(err, failing) || readErr != nil || len(left) != 0 {
-		t.Errorf("error %v, left %v (%v)", err, left, readErr)
-	}
-}
-
 func TestPrepareWithoutQEMUSaysHowToInstallIt(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := Prepare(t.Context(), t.TempDir())
 	if !errors.Is(err, ErrNoQEMU) || !strings.Contains(err.Error(), "apt-get install") {
 		t.Errorf("error is %v", err)
 	}
-}
-
-func TestLockWaitsForItsHolderUntilTheContextEnds(t *testing.T) {
-	dir := t.TempDir()
-	unlock, err := lockDir(t.Context(), dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*lockPoll)
-	defer cancel()
-	if _, err := lockDir(ctx, dir); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("a second lock gives %v", err)
-	}
-	unlock()
-	unlock, err = lockDir(t.Context(), dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	unlock()
 }
 
 func TestInitKeyDependsOnTheKernel(t *testing.T) {

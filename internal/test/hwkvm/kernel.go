@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -16,6 +15,8 @@ import (
 	"strings"
 
 	"github.com/klauspost/compress/zstd"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // kernel describes the cached kernel. All paths are relative to the cache folder.
@@ -64,14 +65,16 @@ func cachedKernel(ctx context.Context, cacheDir string) (kernel, error) {
 	} else if err != nil {
 		return kernel{}, fmt.Errorf("decompress the kernel: %w", err)
 	}
-	err = writeFile(filepath.Join(cacheDir, k.Image), func(w io.Writer) error {
+	err = osfile.Replace(filepath.Join(cacheDir, k.Image), 0o644, func(w *os.File) error {
 		_, err := w.Write(elf)
 		return err
 	})
 	if err != nil {
 		return kernel{}, fmt.Errorf("store the kernel: %w", err)
 	}
-	err = writeFile(filepath.Join(cacheDir, kernelFile), func(w io.Writer) error { return json.NewEncoder(w).Encode(k) })
+	err = osfile.Replace(filepath.Join(cacheDir, kernelFile), 0o644, func(w *os.File) error {
+		return json.NewEncoder(w).Encode(k)
+	})
 	if err != nil {
 		return kernel{}, fmt.Errorf("store the kernel: %w", err)
 	}

@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -19,7 +18,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // CacheEnv names the environment variable that overrides DefaultCacheDir.
@@ -29,7 +28,6 @@ const (
 	kernelPackage = "linux-image-amd64" // depends on Debian's current kernel
 	formatVersion = "1"                 // part of every cache key: raise it when the layout of the initramfs changes
 	staleAfter    = 7 * 24 * time.Hour  // an initramfs that was not used for so long is removed
-	lockPoll      = 50 * time.Millisecond
 )
 
 var (
@@ -94,11 +92,11 @@ func Prepare(ctx context.Context, cacheDir string) (*Image, error) {
 	if err := os.MkdirAll(cacheDir, 0o755); err != nil {
 		return nil, fmt.Errorf("make the cache folder: %w", err)
 	}
-	unlock, err := lockDir(ctx, cacheDir)
+	lock, err := osfile.OpenLocked(ctx, filepath.Join(cacheDir, "lock"), os.O_CREATE|os.O_RDWR, 0o644, osfile.Exclusive)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("wait for another process that prepares %s: %w", cacheDir, err)
 	}
-	defer unlock()
+	defer lock.Close()
 	k, err := cachedKernel(ctx, cacheDir)
 	if err != nil {
 		return nil, err
@@ -108,30 +106,6 @@ func Prepare(ctx context.Context, cacheDir string) (*Image, error) {
 		return nil, err
 	}
 	return &Image{QEMU: qemu, Kernel: filepath.Join(cacheDir, k.Image), Initramfs: initramfs, Release: k.Release}, nil
-}
-
-// lockDir takes an exclusive flock(2), which the kernel releases when the process ends however it does.
-func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
-	if err != nil {
-		return nil, fmt.Errorf("lock the cache: %w", err)
-	}
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { f.Close() }, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			f.Close()
-			return nil, fmt.Errorf("lock the cache: %w", err)
-		}
-		select {
-		case <-ctx.Done():
-			f.Close()
-			return nil, fmt.Errorf("wait for another process that prepares %s: %w", dir, ctx.Err())
-		case <-time.After(lockPoll):
-		}
-	}
 }
 
 // initKey hashes everything that an initramfs is made from.
@@ -188,7 +162,7 @@ func cachedInitramfs(ctx context.Context, cacheDir string, k kernel) (string, er
 	if err != nil {
 		return "", err
 	}
-	err = writeFile(path, func(w io.Writer) error {
+	err = osfile.Replace(path, 0o644, func(w *os.File) error {
 		return writeInitramfs(w, init, index, func(name string) ([]byte, error) { return readModule(modules.files[name]) })
 	})
 	if err != nil {
@@ -243,40 +217,4 @@ func buildInit(ctx context.Context) ([]byte, error) {
 		return nil, fmt.Errorf("build init: %w", commandError(ctx, "go build", err, out.Bytes()))
 	}
 	return os.ReadFile(bin)
-}
-
-// writeFile makes a file appear whole or not at all, and last.
-func writeFile(path string, write func(io.Writer) error) (err error) {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".tmp-")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			f.Close()
-			os.Remove(f.Name())
-		}
-	}()
-	if err := write(f); err != nil {
-		return err
-	}
-	if err := f.Chmod(0o644); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	if err := f.Close(); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -13,19 +12,15 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 const (
 	// tempPrefix starts the name of everything that is not finished.
-	tempPrefix = ".tmp-"
+	tempPrefix = osfile.TempPrefix
 
 	// staleAfter is the age at which a temporary file can only be what a crash has left: nothing here takes an hour to write.
 	staleAfter = time.Hour
-
-	// lockPoll is how often a held lock is tried again. flock(2) cannot be given up on when it blocks in the kernel, and a
-	// caller may be cancelled while it waits.
-	lockPoll = 50 * time.Millisecond
 
 	dirMode  = 0o755
 	fileMode = 0o644
@@ -34,41 +29,20 @@ const (
 // IsTemp reports whether name, the last element of a path, is that of an unfinished file or folder.
 func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }
 
-// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts. The lock is
-// held against other goroutines and other processes alike, and ends with the process. The file itself stays: to remove it would
-// let a third party lock a new file of the same name.
-func Lock(ctx context.Context, path string) (unlock func(), err error) {
-	for {
-		unlock, ok, err := TryLock(path)
-		if ok || err != nil {
-			return unlock, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("waiting for the lock %s: %w", path, ctx.Err())
-		case <-time.After(lockPoll):
-		}
-	}
-}
+// lockFlags are those of a lock's file, which is made if need be and stays.
+const lockFlags = os.O_RDWR | os.O_CREATE
 
-// TryLock is Lock without the waiting: ok is false if the lock is held.
-func TryLock(path string) (unlock func(), ok bool, err error) {
+// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts. The lock is
+// held against other goroutines and other processes alike, and ends with the process.
+func Lock(ctx context.Context, path string) (unlock func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(path), dirMode); err != nil {
-		return nil, false, fmt.Errorf("lock: %w", err)
+		return nil, fmt.Errorf("lock: %w", err)
 	}
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, fileMode)
+	f, err := osfile.OpenLocked(ctx, path, lockFlags, fileMode, osfile.Exclusive)
 	if err != nil {
-		return nil, false, fmt.Errorf("lock: %w", err)
+		return nil, err
 	}
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if err == nil {
-		return func() { _ = f.Close() }, true, nil
-	}
-	_ = f.Close()
-	if errors.Is(err, unix.EWOULDBLOCK) || errors.Is(err, unix.EINTR) {
-		return nil, false, nil
-	}
-	return nil, false, fmt.Errorf("lock %s: %w", path, err)
+	return func() { f.Close() }, nil
 }
 
 // RemoveRemains removes the staging folders in dir whose makers are gone: lockPath gives the lock that covers a folder by its key, or
@@ -87,47 +61,25 @@ func RemoveRemains(dir string, lockPath func(key string) string) {
 		if path == "" {
 			continue
 		}
-		if unlock, ok, err := TryLock(path); ok && err == nil {
+		if os.MkdirAll(filepath.Dir(path), dirMode) != nil {
+			continue
+		}
+		if f, err := osfile.TryOpenLocked(path, lockFlags, fileMode, osfile.Exclusive); err == nil {
 			_ = os.RemoveAll(filepath.Join(dir, e.Name()))
-			unlock()
+			f.Close()
 		}
 	}
 }
 
 // WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. An existing file of that
 // name is replaced. Two callers may write the same path at once; one of the two files stays.
-func WriteFile(path string, write func(f *os.File) error) (err error) {
+func WriteFile(path string, write func(f *os.File) error) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return err
 	}
 	removeStale(dir)
-	f, err := os.CreateTemp(dir, tempPrefix+"*")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = f.Close()
-			_ = os.Remove(f.Name())
-		}
-	}()
-	if err := write(f); err != nil {
-		return err
-	}
-	if err := f.Chmod(fileMode); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	if err := f.Close(); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	return syncDir(dir)
+	return osfile.Replace(path, fileMode, write)
 }
 
 // StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has left under
@@ -155,7 +107,7 @@ func PublishDir(ctx context.Context, staging, final string) error {
 		if d.Type()&^fs.ModeDir != 0 { // links and the like live in their folder
 			return nil
 		}
-		return syncDir(p) // fsync(2) is the same for files
+		return osfile.SyncDir(p) // fsync(2) is the same for files
 	})
 	if err != nil {
 		return fmt.Errorf("writing %s to disk: %w", final, err)
@@ -163,7 +115,7 @@ func PublishDir(ctx context.Context, staging, final string) error {
 	if err := os.Rename(staging, final); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(final))
+	return osfile.SyncDir(filepath.Dir(final))
 }
 
 // HashFile returns the SHA-256 of the file at path, in hexadecimal, and its size in bytes. It stops when ctx ends.
@@ -210,13 +162,4 @@ func removeStale(dir string) {
 			_ = os.Remove(filepath.Join(dir, e.Name()))
 		}
 	}
-}
-
-func syncDir(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return f.Sync()
 }

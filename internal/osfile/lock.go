@@ -1,0 +1,100 @@
+package osfile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// LockMode says who else may have a lock on the same file.
+type LockMode int
+
+const (
+	Shared    LockMode = unix.LOCK_SH // any number of files locked so
+	Exclusive LockMode = unix.LOCK_EX // nobody
+)
+
+// ErrLocked says that a lock is held through another open file, by this process or another one. It is unix.EWOULDBLOCK too.
+var ErrLocked = fmt.Errorf("somebody else has it locked (%w)", unix.EWOULDBLOCK)
+
+// Waiting for a lock polls, since flock(2) cannot be called off while it blocks: after an eighth of the time waited so far,
+// within these bounds.
+const (
+	minPoll = 200 * time.Microsecond
+	maxPoll = 10 * time.Millisecond
+)
+
+// TryLock takes the lock of an open file (flock(2)) or changes its mode, without waiting: ErrLocked if it is not to be had,
+// and then a change has lost the lock. The lock is that of the open file: child processes and receivers of the descriptor
+// share it, and it ends with their last descriptor.
+func TryLock(f *os.File, mode LockMode) error {
+	c, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var lerr error
+	err = c.Control(func(fd uintptr) {
+		for lerr = unix.EINTR; errors.Is(lerr, unix.EINTR); {
+			lerr = unix.Flock(int(fd), int(mode)|unix.LOCK_NB)
+		}
+	})
+	if errors.Is(lerr, unix.EWOULDBLOCK) {
+		lerr = ErrLocked
+	}
+	if err == nil && lerr != nil {
+		err = &fs.PathError{Op: "lock", Path: f.Name(), Err: lerr}
+	}
+	return err
+}
+
+// Lock is TryLock that waits until ctx ends, whose cause is its error then. It tries at least once.
+func Lock(ctx context.Context, f *os.File, mode LockMode) error {
+	for begin := time.Now(); ; {
+		err := TryLock(f, mode)
+		if !errors.Is(err, ErrLocked) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return &fs.PathError{Op: "lock", Path: f.Name(), Err: context.Cause(ctx)}
+		case <-time.After(min(max(time.Since(begin)/8, minPoll), maxPoll)):
+		}
+	}
+}
+
+// OpenLocked opens a file or directory as os.OpenFile does and waits for its lock as Lock does. What it returns is what has that
+// name, also if the holder before has removed or replaced it. Closing it gives the lock back.
+func OpenLocked(ctx context.Context, path string, flag int, perm fs.FileMode, mode LockMode) (*os.File, error) {
+	return openLocked(path, flag, perm, func(f *os.File) error { return Lock(ctx, f, mode) })
+}
+
+// TryOpenLocked is OpenLocked without waiting: ErrLocked if the lock is not to be had.
+func TryOpenLocked(path string, flag int, perm fs.FileMode, mode LockMode) (*os.File, error) {
+	return openLocked(path, flag, perm, func(f *os.File) error { return TryLock(f, mode) })
+}
+
+func openLocked(path string, flag int, perm fs.FileMode, lock func(*os.File) error) (*os.File, error) {
+	for {
+		f, err := os.OpenFile(path, flag, perm)
+		if err != nil {
+			return nil, err
+		}
+		if err := lock(f); err != nil {
+			return nil, errors.Join(err, f.Close())
+		}
+		mine, merr := f.Stat()
+		there, terr := os.Stat(path)
+		if merr == nil && terr == nil && os.SameFile(mine, there) {
+			return f, nil
+		}
+		f.Close()
+		if err := errors.Join(merr, terr); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+	}
+}
