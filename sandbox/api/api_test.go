@@ -68,9 +68,11 @@ func (m *machines) Policy(name string) (*netpolicy.Policy, error) {
 }
 
 func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error) {
-	_, err := m.Get(name)
+	if _, err := m.Get(name); err != nil {
+		return sandbox.PolicyResult{}, err
+	}
 	m.policy = p
-	return sandbox.PolicyResult{Name: name, Live: true}, err
+	return sandbox.PolicyResult{Name: name, Live: true}, nil
 }
 
 func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(netpolicy.FlowRecord) error) error {
