@@ -82,8 +82,8 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_
 }
 
 // fcWords are added to the kernel's command line: what Firecracker expects there, and the guest's process. That stands
-// without "--", since Firecracker appends parameters of the kernel's, which would be the program's behind it; words that the kernel
-// does not know are given to the program.
+// without "--", since Firecracker appends parameters of the kernel's, which would be the program's behind it; words
+// that the kernel does not know are given to the program.
 func fcWords(usedMiB int) string {
 	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init --used %d --vsock %d", usedMiB, fcPort)
 }

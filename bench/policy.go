@@ -115,11 +115,11 @@ type PolicyPacketOptions struct {
 	Rules []int
 }
 
-// PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends,
-// or gets, in the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of
-// that flow, one that the rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow
-// that was not there, in a flow table that is full. Stage "empty" is the same of an empty program,
-// in turn with it; it is in the figures.
+// PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends, or gets, in
+// the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of that flow, one that the
+// rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow that
+// was not there, in a flow table that is full. Stage "empty" is the same of an empty program, in turn with it; it is in
+// the figures.
 func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
 	var rows []Row
 	for _, rules := range o.Rules {
@@ -208,7 +208,8 @@ type PolicySwapOptions struct {
 	N, Warmup int
 	// Rules are numbers of rules of a policy, 1 to MaxRules.
 	Rules []int
-	// Agents are numbers of other agents of the host that have a policy on a device meanwhile, of othersRules rules each.
+	// Agents are numbers of other agents of the host that have a policy on a device meanwhile, of othersRules rules
+	// each.
 	Agents []int
 }
 
@@ -235,13 +236,12 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 	return specs, nil
 }
 
-// PolicySwap measures a swap of a policy while packets are judged without a pause on another
-// thread: from the call with a policy that is compiled until no packet is judged
-// by the old one. The first packet after each swap has to be judged by the new one, or it ends with an
-// error. With other agents, of which param agents says how many, the one that is measured is one of them, in a network namespace of
-// their own. Stages: "compile" comes before it; "table" is what goes by until the new
-// table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile, of which param
-// cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
+// PolicySwap measures a swap of a policy while packets are judged without a pause on another thread: from the call with
+// a policy that is compiled until no packet is judged by the old one. The first packet after each swap has to be judged
+// by the new one, or it ends with an error. With other agents, of which param agents says how many, the one that is
+// measured is one of them, in a network namespace of their own. Stages: "compile" comes before it; "table" is what goes
+// by until the new table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile,
+// of which param cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
 func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) (rows []Row, err error) {
 	for _, agents := range o.Agents {
 		err := inNamespace(func() error {
@@ -436,12 +436,11 @@ func sweepAttachRoots() error {
 	return errors.Join(errs...)
 }
 
-// PolicyAttach measures how long it takes to put a policy on a TAP device that is down, and
-// to raise it: one after another for so many agents, which stay, in a network namespace of its own. The policy is compiled
-// before. Rows: policy_attach, of which param total_ms is how long all took, those of the first, which
-// loads the programs, and of others in processes of their own, by param process; and
-// policy_attach_memory, in KiB: what the kernel says that the agent's maps and programs take
-// (param measured_kib is how much less memory the host had per agent, device included).
+// PolicyAttach measures how long it takes to put a policy on a TAP device that is down, and to raise it: one after
+// another for so many agents, which stay, in a network namespace of its own. The policy is compiled before. Rows:
+// policy_attach, of which param total_ms is how long all took, those of the first, which loads the programs, and of
+// others in processes of their own, by param process; and policy_attach_memory, in KiB: what the kernel says that the
+// agent's maps and programs take (param measured_kib is how much less memory the host had per agent, device included).
 func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
 	err = inNamespace(func() error {
 		if err := sweepAttachRoots(); err != nil {

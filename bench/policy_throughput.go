@@ -44,9 +44,9 @@ const linkTAP, linkVeth = "tap", "veth"
 // MaxSend bounds how long a sender sends in a run: the guest's answer is waited for 10 minutes.
 const MaxSend = time.Minute
 
-// throughputProgram is a program in the guest that sends over a TCP connection for so many
-// milliseconds, or receives until its end, and says how many bytes that were, and how many nanoseconds it took by its own
-// clock from the connection on.
+// throughputProgram is a program in the guest that sends over a TCP connection for so many milliseconds, or receives
+// until its end, and says how many bytes that were, and how many nanoseconds it took by its own clock from the
+// connection on.
 const throughputProgram = `
 import socket, time
 BLOCK = bytearray(64 << 10)
@@ -91,12 +91,13 @@ const noPolicy = 0
 // Values of the parameter policy.
 const policyNone, policyRules = "none", "rules"
 
-// PolicyThroughput measures how many bytes a second pass between a guest and its host over one TCP
-// connection: policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress), for policies
-// with so many rules, of which the last one allows the connection, and for a device without any programs
-// (policy is none). The figure is what the receiver has read, by the time on its own clock from the beginning of
-// the connection to its end. The sender sends for a given time, and all that it has sent must have come. policy_throughput_ratio is the rate with a policy /
-// the one without programs in the same round. In a round each is measured once, and in every other round in reverse order.
+// PolicyThroughput measures how many bytes a second pass between a guest and its host over one TCP connection:
+// policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress), for policies with so many
+// rules, of which the last one allows the connection, and for a device without any programs (policy is none). The
+// figure is what the receiver has read, by the time on its own clock from the beginning of the connection to its end.
+// The sender sends for a given time, and all that it has sent must have come. policy_throughput_ratio is the rate with
+// a policy / the one without programs in the same round. In a round each is measured once, and in every other round in
+// reverse order.
 //
 // With link tap it is a guest behind its TAP device, whose own speed is in the figure; with link veth both ends are
 // threads of this process, and the way between them has nothing but the host's kernel and the programs.
@@ -104,8 +105,8 @@ const policyNone, policyRules = "none", "rules"
 // The devices and the server are in a network namespace of their own, from which there is no way
 // out: while the programs are off the device, the guest can reach nothing but the server.
 //
-// faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets that
-// they have denied.
+// faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets
+// that they have denied.
 func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (rows []Row, err error) {
 	done := make(chan struct{})
 	// The namespace is the thread's, which ends with its goroutine. The VM's process, which
@@ -327,7 +328,8 @@ func received(d netpolicy.Direction, host, guest transfer) (bytes int64, took ti
 	return receiver.bytes, receiver.took, nil
 }
 
-// serveTransfer takes one connection of the guest's and receives from it, or sends for so long. It ends with the context.
+// serveTransfer takes one connection of the guest's and receives from it, or sends for so long. It ends with the
+// context.
 func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, send time.Duration) (transfer, error) {
 	defer context.AfterFunc(ctx, func() { l.Close() })()
 	c, err := l.Accept()
@@ -337,8 +339,8 @@ func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, s
 	return transferOver(ctx, c, d == netpolicy.Ingress, send)
 }
 
-// transferOver is one end of a connection, which it closes: it sends for so long and waits until the other end has read all, or receives
-// until the end. It ends with the context.
+// transferOver is one end of a connection, which it closes: it sends for so long and waits until the other end has read
+// all, or receives until the end. It ends with the context.
 func transferOver(ctx context.Context, c net.Conn, sends bool, send time.Duration) (t transfer, err error) {
 	defer c.Close()
 	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()

@@ -15,8 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// vethEnd is a network namespace that stands for a guest: its device has the guest's addresses, and is the other end of a
-// device that a policy is on. Its methods are called by the thread that has made it.
+// vethEnd is a network namespace that stands for a guest: its device has the guest's addresses, and is the other end of
+// a device that a policy is on. Its methods are called by the thread that has made it.
 type vethEnd struct {
 	here, there netns.NsHandle
 	agent       *attached

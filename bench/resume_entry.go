@@ -55,10 +55,10 @@ type sleeper struct {
 	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
 
-// ResumeEntry measures the time from the call that restores a VM from a snapshot on
-// disk to its first KVM_RUN: memory, devices and pager are made from nothing, in this
-// process, and so are KVM's VM and vCPUs, unless they come from a pool. The guest does not get to run. The page cache is
-// warm. Sizes are interleaved, so that what else the machine does hits all alike.
+// ResumeEntry measures the time from the call that restores a VM from a snapshot on disk to its first KVM_RUN: memory,
+// devices and pager are made from nothing, in this process, and so are KVM's VM and vCPUs, unless they come from a
+// pool. The guest does not get to run. The page cache is warm. Sizes are interleaved, so that what else the machine
+// does hits all alike.
 func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
 	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
 	return r.measure(ctx, e, e.sleeper)

@@ -31,11 +31,10 @@ const shellID = "bench-shell"
 // the benchmark and not the patience of whoever started it.
 const execTimeout = 5 * time.Minute
 
-// ResumeExec measures the time from the call that restores a VM from a snapshot on disk
-// to the output of a command in a shell that was there before the VM slept, at its
-// terminal: first the agent answers as for resume_ready, then the host connects to it
-// (stage dial) and attaches to the shell (stage attach), then it types a command that the shell does itself, and has its
-// output (stage command). Nothing is forked in the guest. All else is as for resume_ready.
+// ResumeExec measures the time from the call that restores a VM from a snapshot on disk to the output of a command in a
+// shell that was there before the VM slept, at its terminal: first the agent answers as for resume_ready, then the host
+// connects to it (stage dial) and attaches to the shell (stage attach), then it types a command that the shell does
+// itself, and has its output (stage command). Nothing is forked in the guest. All else is as for resume_ready.
 func ResumeExec(ctx context.Context, e Env, o ResumeExecOptions) ([]Row, error) {
 	r := resumes{
 		name: "resume_exec", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB,

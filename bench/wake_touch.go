@@ -57,9 +57,10 @@ const echoTCP, echoUDP = 8000, 8001
 // touchTime bounds the wait for an answer.
 const touchTime = time.Minute
 
-// WakeTouch measures the time from a touch of a VM that sleeps, of which a supervisor takes care, to the answer of a python3
-// program in it: a connection to a published port, until the first byte that comes back; or a datagram to the VM's own address, until
-// the one that comes back. Every touch has to be answered at the first try: one that is refused or lost ends the benchmark with an error.
+// WakeTouch measures the time from a touch of a VM that sleeps, of which a supervisor takes care, to the answer of a
+// python3 program in it: a connection to a published port, until the first byte that comes back; or a datagram to the
+// VM's own address, until the one that comes back. Every touch has to be answered at the first try: one that is refused
+// or lost ends the benchmark with an error.
 //
 // Each run touches the VM when it sleeps and then once more when it is awake. The rows are:
 //
@@ -225,8 +226,8 @@ func (w *wakeTouch) exchange(ctx context.Context, by string) (begin, end time.Ti
 	return begin, end, err
 }
 
-// finish ends a connection on both sides. A VM that sleeps before its program has heard of the end never hears of it: connections do not
-// survive a wake, and the program, which serves one at a time, would wait for more of this one.
+// finish ends a connection on both sides. A VM that sleeps before its program has heard of the end never hears of it:
+// connections do not survive a wake, and the program, which serves one at a time, would wait for more of this one.
 func finish(c *net.TCPConn) error {
 	if err := c.CloseWrite(); err != nil {
 		return err

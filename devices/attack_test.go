@@ -23,7 +23,8 @@ func withLength(t *testing.T, mem *guestmem.Memory, n uint32) {
 	}
 }
 
-// A queue is full of requests when a pause is wanted in the midst of the first one: that is the last one before the pause.
+// A queue is full of requests when a pause is wanted in the midst of the first one: that is the last one before the
+// pause.
 func TestAttack_pause_comes_after_the_request_under_way_however_many_wait(t *testing.T) {
 	q, mem := newQueue(t, 200)
 	withLength(t, mem, 1<<20)

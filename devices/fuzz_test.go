@@ -179,8 +179,8 @@ func (r *rig) start(t testing.TB, drop uint64) {
 	}
 }
 
-// settle has the device do what it was kicked for, and returns when it stands still. Of the queue that gives everything back it
-// waits for all chains; what becomes of others is the device's business.
+// settle has the device do what it was kicked for, and returns when it stands still. Of the queue that gives everything
+// back it waits for all chains; what becomes of others is the device's business.
 func (r *rig) settle(t testing.TB, next []uint16) {
 	t.Helper()
 	before := r.tr.Stats().Kicks
@@ -307,7 +307,8 @@ const (
 	maxSegs   = 6
 )
 
-// decode makes chains of the input, and fills what the device may read. allowed has the bytes of the window that a device may write.
+// decode makes chains of the input, and fills what the device may read. allowed has the bytes of the window that a
+// device may write.
 func (r *rig) decode(t testing.TB, b *bits, window, allowed []byte) (all []*chain, total uint64) {
 	sizes := r.dev.QueueSizes()
 	for len(b.p) > 0 && len(all) < maxChains {
@@ -362,9 +363,9 @@ func (r *rig) decode(t testing.TB, b *bits, window, allowed []byte) (all []*chai
 	return all, total
 }
 
-// FuzzRequests gives devices chains of all kinds through real queues. Whatever they are, the device writes to what it may write alone,
-// gives back no more than it was given, moves no more bytes than the chains have, does not ask for a reset, says nothing to its
-// owner, and works after a reset.
+// FuzzRequests gives devices chains of all kinds through real queues. Whatever they are, the device writes to what it
+// may write alone, gives back no more than it was given, moves no more bytes than the chains have, does not ask for a
+// reset, says nothing to its owner, and works after a reset.
 func FuzzRequests(f *testing.F) {
 	le := binary.LittleEndian
 	seg := func(how byte, off, n uint16, content ...byte) []byte {
@@ -431,7 +432,8 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// checkUsed checks what has been given back: chains that were given, each once, with no more written than they can hold.
+// checkUsed checks what has been given back: chains that were given, each once, with no more written than they can
+// hold.
 func (r *rig) checkUsed(t *testing.T, all []*chain, next []uint16) {
 	t.Helper()
 	for q := range next {
@@ -460,8 +462,8 @@ func (r *rig) checkUsed(t *testing.T, all []*chain, next []uint16) {
 	}
 }
 
-// FuzzRegisters does register accesses of any offset, width, value and order. No read or write fails, an access of an odd width shows
-// nothing below the configuration space, and a reset brings the device back from wherever it is.
+// FuzzRegisters does register accesses of any offset, width, value and order. No read or write fails, an access of an
+// odd width shows nothing below the configuration space, and a reset brings the device back from wherever it is.
 func FuzzRegisters(f *testing.F) {
 	op := func(write byte, off uint16, width byte, v uint32) []byte {
 		return binary.LittleEndian.AppendUint32(append(binary.LittleEndian.AppendUint16([]byte{write}, off), width), v)

@@ -7,15 +7,16 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// A worker's turn ends after serveBatch chains or TurnBytes, whichever comes first, so that it can be stopped whatever its driver
-// asks for; and after any chain if a pause is wanted. TurnBytes are of [virtq.Queue.Work]. The loops of net and vsock keep to them too.
+// A worker's turn ends after serveBatch chains or TurnBytes, whichever comes first, so that it can be stopped whatever
+// its driver asks for; and after any chain if a pause is wanted. TurnBytes are of [virtq.Queue.Work]. The loops of net
+// and vsock keep to them too.
 const (
 	serveBatch = 32
 	TurnBytes  = 4 << 20
 )
 
-// ErrAgain is what a handler of [Queue.Serve] returns that has stopped in the midst of a request since a pause is wanted. The chain
-// is made available again, and handled anew after the pause.
+// ErrAgain is what a handler of [Queue.Serve] returns that has stopped in the midst of a request since a pause is
+// wanted. The chain is made available again, and handled anew after the pause.
 var ErrAgain = errors.New("the request is done again after a pause")
 
 // StartWorker starts a worker that calls handle after each kick. The queue knows it: see Yield.
@@ -25,8 +26,8 @@ func (q *Queue) StartWorker(handle func()) *Worker {
 	return q.worker
 }
 
-// Yield reports whether somebody waits for the queue's worker to stand still or to end: a handler that takes long returns ErrAgain
-// then. It costs next to nothing.
+// Yield reports whether somebody waits for the queue's worker to stand still or to end: a handler that takes long
+// returns ErrAgain then. It costs next to nothing.
 func (q *Queue) Yield() bool { return q.worker != nil && q.worker.hurried.Load() }
 
 // hurry is closed when Yield becomes true.
@@ -39,8 +40,8 @@ func (q *Queue) hurry() <-chan struct{} {
 	return q.worker.hurry
 }
 
-// ErrLater is what a handler of [Queue.Serve] returns for a chain that the host cannot do yet. Serve puts the chain back
-// and serves no later one; whatever signals the queue's event next, a resume included, has it tried again.
+// ErrLater is what a handler of [Queue.Serve] returns for a chain that the host cannot do yet. Serve puts the chain
+// back and serves no later one; whatever signals the queue's event next, a resume included, has it tried again.
 var ErrLater = errors.New("the host cannot do the request yet")
 
 // Serve is the body of a queue's [Worker]: it pops the chains that are waiting,

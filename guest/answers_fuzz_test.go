@@ -140,8 +140,8 @@ func copyOut(resume bool) func(ctx context.Context, c *guest.Client, dir string)
 	}
 }
 
-// said is what the guest says to a call: raw bytes, or an answer that is well framed with any content. In a stream the first byte of a
-// piece says how long that is.
+// said is what the guest says to a call: raw bytes, or an answer that is well framed with any content. In a stream the
+// first byte of a piece says how long that is.
 func said(a asked, raw bool, in []byte) []byte {
 	if raw {
 		return in
@@ -158,8 +158,8 @@ func said(a asked, raw bool, in []byte) []byte {
 	return append(out, frame(1, 2, 0, message(&ttrpc.Response{}))...)
 }
 
-// FuzzAgentAnswers has a guest answer calls with anything and hang up. The call ends, its texts and its error are bounded and
-// printable, and a copy changes nothing but itself.
+// FuzzAgentAnswers has a guest answer calls with anything and hang up. The call ends, its texts and its error are
+// bounded and printable, and a copy changes nothing but itself.
 func FuzzAgentAnswers(f *testing.F) {
 	for i, a := range asks {
 		m := message(a.seed)
@@ -220,8 +220,8 @@ func FuzzAgentAnswers(f *testing.F) {
 	})
 }
 
-// shows says that a text has nothing that drives a terminal. Errors that are joined are on lines of their own, and those of package
-// proto have a no-break space now and then.
+// shows says that a text has nothing that drives a terminal. Errors that are joined are on lines of their own, and
+// those of package proto have a no-break space now and then.
 func shows(s string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return r != '\n' && r != '\u00a0' && !unicode.IsPrint(r) })
 }

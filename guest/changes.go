@@ -46,10 +46,10 @@ type ChangesEnd struct {
 // maxChangePages bounds the answers of one Client.Changes.
 const maxChangePages = 1 << 16
 
-// Changes tells f what differs between the guest's root and its image, up to limit paths, each directory before what is in it and
-// siblings by the bytes of their names. It asks for parts, so what changes meanwhile is told as it was or as it is. Its cost in the
-// guest is one or two system calls for each file that was written since the image was made, and its memory on the host that of a part.
-// Other mounts (/proc, /run, /dev/shm, volumes) are no part of it.
+// Changes tells f what differs between the guest's root and its image, up to limit paths, each directory before what is
+// in it and siblings by the bytes of their names. It asks for parts, so what changes meanwhile is told as it was or as
+// it is. Its cost in the guest is one or two system calls for each file that was written since the image was made, and
+// its memory on the host that of a part. Other mounts (/proc, /run, /dev/shm, volumes) are no part of it.
 func (c *Client) Changes(ctx context.Context, limit int, f func(Change) error) (ChangesEnd, error) {
 	const op = "changes of the disk"
 	var end ChangesEnd
@@ -127,7 +127,8 @@ func cleanPath(p string) bool {
 	return len(p) > 1 && len(p) <= agentpb.MaxPath+1 && p[0] == '/' && path.Clean(p) == p && strings.IndexByte(p, 0) < 0
 }
 
-// recordOfChanges is what a guest says a command has changed, as it is recorded. Nil from one that was asked is that it does not say.
+// recordOfChanges is what a guest says a command has changed, as it is recorded. Nil from one that was asked is that it
+// does not say.
 func recordOfChanges(m *agentpb.DiskChanges) *audit.Changes {
 	if m == nil {
 		return &audit.Changes{Partial: "the guest did not say: the command was not started, or its agent is older than that"}

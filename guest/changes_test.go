@@ -17,7 +17,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/agenttest"
 )
 
-// guestWithDisk is an agent whose overlay's upper directory is one of the host, over an empty image; its trail is beside its socket.
+// guestWithDisk is an agent whose overlay's upper directory is one of the host, over an empty image; its trail is
+// beside its socket.
 func guestWithDisk(t *testing.T) (c *guest.Client, dir, trail string) {
 	t.Helper()
 	dir = t.TempDir()

@@ -22,8 +22,8 @@ var ErrNoDrop = errors.New("the agent in the guest is too old to drop files: boo
 // DropPath is a directory of the guest whose contents go: an absolute, clean path, and not the root.
 type DropPath struct {
 	Path string
-	// Seen, if not nil, is what Look has found of the path. Then only goes what a copy made since then has whole: what has changed
-	// since, devices, pipes, sockets, and links that may lead out of the tree stay.
+	// Seen, if not nil, is what Look has found of the path. Then only goes what a copy made since then has whole: what
+	// has changed since, devices, pipes, sockets, and links that may lead out of the tree stay.
 	Seen *Seen
 }
 
@@ -51,8 +51,8 @@ type Seen struct {
 // Dropped is what has become of a path, as the guest says.
 type Dropped struct {
 	State DropState
-	// Entries are files, links and directories that were removed, and Bytes what they had on the guest's disk, as far as no other
-	// name has them.
+	// Entries are files, links and directories that were removed, and Bytes what they had on the guest's disk, as far
+	// as no other name has them.
 	Entries, Bytes uint64
 	// Kept are entries that stay for what DropPath.Seen says, and Mounts those on which something is mounted.
 	Kept, Mounts uint64
@@ -88,11 +88,12 @@ func (c *Client) Look(ctx context.Context, paths []string) ([]Seen, error) {
 	return out, nil
 }
 
-// Drop removes what is in directories of the guest, which stay themselves, and returns what has become of each. It follows no symbolic
-// links, also not above a path, and leaves alone what is mounted below. Files that are open, or mapped, go on without a name. What could not be
-// removed is no error of Drop. limit is the time for all of it, at most MaxDropTime. With trim the guest writes out
-// what is dirty afterwards, and tells its disk what it does not use any more; if that fails, what has become of the paths is returned with the error.
-// In the audit trail it is a removal of each path with all below it.
+// Drop removes what is in directories of the guest, which stay themselves, and returns what has become of each. It
+// follows no symbolic links, also not above a path, and leaves alone what is mounted below. Files that are open, or
+// mapped, go on without a name. What could not be removed is no error of Drop. limit is the time for all of it, at most
+// MaxDropTime. With trim the guest writes out what is dirty afterwards, and tells its disk what it does not use any
+// more; if that fails, what has become of the paths is returned with the error. In the audit trail it is a removal of
+// each path with all below it.
 func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration, trim bool) (_ []Dropped, err error) {
 	m := &agentpb.DropRequest{LimitNanos: int64(limit), Trim: trim}
 	for _, p := range paths {

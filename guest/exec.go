@@ -43,8 +43,9 @@ type Cmd struct {
 	// is empty, else with -c and the single element of Argv. Without Dir it begins in the
 	// user's home directory, if that exists.
 	Login bool
-	// Changes asks which paths of the guest's disk have changed between beginning and end of the command, which ExitStatus and
-	// the audit trail have then. Not with Detach. The guest looks at all that was ever written to its disk, before and after.
+	// Changes asks which paths of the guest's disk have changed between beginning and end of the command, which
+	// ExitStatus and the audit trail have then. Not with Detach. The guest looks at all that was ever written to its
+	// disk, before and after.
 	Changes bool
 	// Subsystem runs a program of the agent's own instead: SubsystemSFTP or SubsystemLayer.
 	Subsystem string

@@ -447,13 +447,12 @@ func (c *Client) target(ctx context.Context, dst, base string, o CopyOptions) (d
 	return dir, name, nil
 }
 
-// CopyOut copies a file or directory of the guest to the host. As with cp(1),
-// dst is a directory to copy into when it exists as one, and the name of the
-// copy otherwise. The copy has one name there, the last element of src or of dst. Whatever the guest
-// sends, nothing is created or changed on the host but what has that name, and an unfinished file beside
-// it if the copy of one file is cut: no link is followed, and an entry whose name leads through one is ErrUnsafe. Links are made
-// when all else is there, and lead nowhere but to what is in the copy, unless KeepLinks is set. What has
-// the name already is kept: directories are merged, and files and links of the same names replaced.
+// CopyOut copies a file or directory of the guest to the host. As with cp(1), dst is a directory to copy into when it
+// exists as one, and the name of the copy otherwise. The copy has one name there, the last element of src or of dst.
+// Whatever the guest sends, nothing is created or changed on the host but what has that name, and an unfinished file
+// beside it if the copy of one file is cut: no link is followed, and an entry whose name leads through one is
+// ErrUnsafe. Links are made when all else is there, and lead nowhere but to what is in the copy, unless KeepLinks is
+// set. What has the name already is kept: directories are merged, and files and links of the same names replaced.
 func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (out CopyResult, err error) {
 	dir, name := filepath.Split(filepath.Clean(dst))
 	if dir == "" {
@@ -484,7 +483,8 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	return out, err
 }
 
-// CopyOutTo is CopyOut into an open directory of the host, in which the copy is called name. at is what the audit trail calls it.
+// CopyOutTo is CopyOut into an open directory of the host, in which the copy is called name. at is what the audit trail
+// calls it.
 func (c *Client) CopyOutTo(ctx context.Context, src string, root *os.Root, name, at string, o CopyOptions) (CopyResult, error) {
 	out, err := c.copyOut(ctx, src, root, name, treetar.Marker(name), at, o)
 	out.At = at

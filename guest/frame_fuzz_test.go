@@ -30,8 +30,8 @@ func seedFrame(id uint32, kind, flags byte, n int) []byte {
 	return b
 }
 
-// FuzzFrameConn has a guest say anything. What is passed on are whole frames of the call that is under way, none too long, no
-// more than are taken, and nothing after the first that breaks the rules.
+// FuzzFrameConn has a guest say anything. What is passed on are whole frames of the call that is under way, none too
+// long, no more than are taken, and nothing after the first that breaks the rules.
 func FuzzFrameConn(f *testing.F) {
 	join := func(list ...[]byte) []byte { return bytes.Join(list, nil) }
 	f.Add(join(seedFrame(1, frameData, 0, 5), seedFrame(1, frameResponse, 0, 3), seedFrame(1, frameResponse, 0, 9), seedFrame(3, frameResponse, 0, 0)), byte(7), byte(0))

@@ -41,8 +41,8 @@ var (
 	ErrNotPromotable = errors.New("only files and directories are promoted, and not by way of a symbolic link")
 )
 
-// Promotion is what is copied to the host: Path, a file or directory of the guest, to Dir/NAME/TIME/Path, where Dir is a directory of
-// the host that exists.
+// Promotion is what is copied to the host: Path, a file or directory of the guest, to Dir/NAME/TIME/Path, where Dir is
+// a directory of the host that exists.
 type Promotion struct{ Path, Dir string }
 
 // Promoted is a copy that was made.
@@ -52,15 +52,16 @@ type Promoted struct {
 	At      string `json:"at"`
 	Entries int64  `json:"entries"`
 	Bytes   int64  `json:"bytes"`
-	// Skipped are the names of links out of the tree, which are left out, the first 100 of SkippedCount. Devices, pipes and sockets are
-	// left out as well.
+	// Skipped are the names of links out of the tree, which are left out, the first 100 of SkippedCount. Devices, pipes
+	// and sockets are left out as well.
 	Skipped      []string `json:"skipped,omitempty"`
 	SkippedCount int64    `json:"skipped_count,omitempty"`
 }
 
-// Promote copies files and directories of the guest to the host, below directories of the name. What Look has found of them is
-// seen, in the same order; those that are absent or empty are left out. All copies are made, and on disk, before the first gets its name: each Dir/NAME/TIME is whole or
-// not there, also after a crash or a loss of power. The guest, which may be hostile, decides what is in it and no more: no devices, no links out of the tree, no setuid bits,
+// Promote copies files and directories of the guest to the host, below directories of the name. What Look has found of
+// them is seen, in the same order; those that are absent or empty are left out. All copies are made, and on disk,
+// before the first gets its name: each Dir/NAME/TIME is whole or not there, also after a crash or a loss of power. The
+// guest, which may be hostile, decides what is in it and no more: no devices, no links out of the tree, no setuid bits,
 // nothing that others may write to, and no more than MaxPromoteBytes and MaxPromoteEntries.
 func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen) (copies []Promoted, err error) {
 	stages := map[string]*stage{}
@@ -240,7 +241,8 @@ func (s *stage) removeLeft(part string) error {
 	return s.host.RemoveAll(part)
 }
 
-// begin makes the directory of a copy that is not whole, and locks it. It is not done if somebody was faster to remove it.
+// begin makes the directory of a copy that is not whole, and locks it. It is not done if somebody was faster to remove
+// it.
 func (s *stage) begin() (done bool, err error) {
 	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails
@@ -299,7 +301,8 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 	return res, nil
 }
 
-// mkdirAll makes the directories of a path that are missing. A link on the way, which a copy before may have made, is an error.
+// mkdirAll makes the directories of a path that are missing. A link on the way, which a copy before may have made, is
+// an error.
 func (s *stage) mkdirAll(dir string) error {
 	at := ""
 	for elem := range strings.SplitSeq(dir, "/") {

@@ -49,7 +49,8 @@ func TestPromote_of_a_process_that_is_killed_leaves_whole_copies_or_none(t *test
 			t.Fatal(err)
 		}
 	}
-	// check says how many copies there are, which are whole, and how many are left that have no name, and removes the former.
+	// check says how many copies there are, which are whole, and how many are left that have no name, and removes the
+	// former.
 	check := func() (copies, parts int) {
 		t.Helper()
 		for _, host := range hosts {

@@ -54,16 +54,20 @@ type Service struct {
 
 // ServiceCheck is how it is seen that a service is ready, and goes on working. It is made in the guest.
 type ServiceCheck struct {
-	// Kind is CheckTCP (Address is a loopback address with a port), CheckHTTP (a URL of http at one, whose answer has a status of 200
-	// to 399), CheckUnix (the path of a socket), CheckFile (a path that is there) or CheckExec (Argv ends with status 0).
+	// Kind is CheckTCP (Address is a loopback address with a port), CheckHTTP (a URL of http at one, whose answer has a
+	// status of 200 to 399), CheckUnix (the path of a socket), CheckFile (a path that is there) or CheckExec (Argv ends
+	// with status 0).
 	Kind    string
 	Address string
 	Argv    []string
-	// Interval is between two checks, 0 is 1 s; once ready it is 10 s at least. Timeout is of one, 0 is 5 s. 100 ms to 10 min each.
+	// Interval is between two checks, 0 is 1 s; once ready it is 10 s at least. Timeout is of one, 0 is 5 s. 100 ms to
+	// 10 min each.
 	Interval, Timeout time.Duration
-	// Start is how long it may take until it is ready, at most 1 h; then it is ended, and started again as after a failure. 0 is for ever.
+	// Start is how long it may take until it is ready, at most 1 h; then it is ended, and started again as after a
+	// failure. 0 is for ever.
 	Start time.Duration
-	// Alive is after how many failures in a row one that was ready is ended and started again, at most 1000; 0: it is not checked then.
+	// Alive is after how many failures in a row one that was ready is ended and started again, at most 1000; 0: it is
+	// not checked then.
 	Alive uint32
 }
 
@@ -114,8 +118,8 @@ type ServiceState struct {
 	Problem  string
 	// LogStart and LogEnd are the offsets of the output that is kept.
 	LogStart, LogEnd uint64
-	// Ready: it runs, and its check has passed since its start, at ReadyAt by the guest's clock. CheckProblem is why the
-	// last check has failed, and CheckRestarts how often it was ended for that.
+	// Ready: it runs, and its check has passed since its start, at ReadyAt by the guest's clock. CheckProblem is why
+	// the last check has failed, and CheckRestarts how often it was ended for that.
 	Ready         bool
 	ReadyAt       time.Time
 	CheckProblem  string
@@ -141,7 +145,8 @@ func (c *Client) StopService(ctx context.Context, name string, forget bool) (Ser
 	return onService(ctx, c, a, "stop service "+name, agentpb.AgentClient.StopService, &agentpb.StopServiceRequest{Name: name, Forget: forget})
 }
 
-// WaitService waits until a service is ready, or is not going to be by itself since it has stopped, ended or failed, or for some 30 s.
+// WaitService waits until a service is ready, or is not going to be by itself since it has stopped, ended or failed, or
+// for some 30 s.
 func (c *Client) WaitService(ctx context.Context, name string) (ServiceState, error) {
 	resp, err := call(ctx, c, "wait for service "+name, agentpb.AgentClient.WaitService, &agentpb.WaitServiceRequest{Name: name})
 	if err != nil {

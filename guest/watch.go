@@ -51,9 +51,9 @@ func NewWatch(paths []string, recursive bool) *Watch {
 	return &Watch{paths: paths, recursive: recursive, id: "watch-" + rand.Text()}
 }
 
-// Watch tells f of changes of files, in their order, until ctx ends or f fails. ready, if not nil, is called
-// when all that happens from then on is told. Several changes of one kind in a row may be one event, and what is
-// found in a directory that is new may be told twice. What could not be told, since there was too much of it or the watch was not
+// Watch tells f of changes of files, in their order, until ctx ends or f fails. ready, if not nil, is called when all
+// that happens from then on is told. Several changes of one kind in a row may be one event, and what is found in a
+// directory that is new may be told twice. What could not be told, since there was too much of it or the watch was not
 // there, is told as WatchOverflow: nothing is left out in silence.
 //
 // The connection ends when the VM sleeps, with ErrConnectionLost: go on with the same Watch when it is awake.

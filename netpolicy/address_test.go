@@ -8,7 +8,8 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// A host of many services has many addresses. None of them is public to a guest, and if they are too many nothing is open.
+// A host of many services has many addresses. None of them is public to a guest, and if they are too many nothing is
+// open.
 func TestAttack_host_address_beyond_the_256th_passes_as_public(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	p := &Policy{Default: Defaults{Egress: Allow}, Rules: []Rule{

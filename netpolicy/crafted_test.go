@@ -81,8 +81,9 @@ var craftedPolicies = []struct {
 		}},
 }
 
-// Frames that are crafted for each check, and packets without fault to and from every kind of address, meet policies of every kind. Of the
-// former none passes whatever the policy says, of the latter those that it names, and each for the reason that is expected.
+// Frames that are crafted for each check, and packets without fault to and from every kind of address, meet policies of
+// every kind. Of the former none passes whatever the policy says, of the latter those that it names, and each for the
+// reason that is expected.
 func TestPrograms_crafted_frames_pass_only_where_the_policy_names_them(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	if err := e.SetTime(1e9); err != nil {
@@ -96,7 +97,8 @@ func TestPrograms_crafted_frames_pass_only_where_the_policy_names_them(t *testin
 			t.Fatal(err)
 		}
 	}
-	// What is denied for the policy of the other test alone, or because agents are not there that are here, is crafted for nothing here.
+	// What is denied for the policy of the other test alone, or because agents are not there that are here, is crafted
+	// for nothing here.
 	broken := slices.DeleteFunc(hostileFrames(), func(h hostile) bool {
 		return h.reason == ReasonRule || h.reason == ReasonDefault || h.reason == ReasonSrcInterface
 	})

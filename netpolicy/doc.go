@@ -94,14 +94,15 @@
 //
 // # Where a packet came by
 //
-// A source address says who sent a packet only if nobody else can have it. A packet to the guest from an address of class host has to
-// be made by the host; one that has come by any interface is denied (SrcInterface), also if the host has translated its
-// source, as it may do for containers. One from an address of class agent has to have come by the device of the agent that has
-// the address, in the same network namespace. An ICMP error about a flow with the host or an agent has to be from one of these two. The kernel
-// notes by which interface a packet came, and forwarding does not change that; rp_filter has no part in it.
+// A source address says who sent a packet only if nobody else can have it. A packet to the guest from an address of
+// class host has to be made by the host; one that has come by any interface is denied (SrcInterface), also if the host
+// has translated its source, as it may do for containers. One from an address of class agent has to have come by the
+// device of the agent that has the address, in the same network namespace. An ICMP error about a flow with the host or
+// an agent has to be from one of these two. The kernel notes by which interface a packet came, and forwarding does not
+// change that; rp_filter has no part in it.
 //
-// What has waited at the gate for an agent to wake (GuardGate) is put on its device by the host. The gate lets in only what
-// the rules above would, and marks it with a number that the loader has chosen at random.
+// What has waited at the gate for an agent to wake (GuardGate) is put on its device by the host. The gate lets in only
+// what the rules above would, and marks it with a number that the loader has chosen at random.
 //
 // # Rules
 //
@@ -123,9 +124,9 @@
 // match by any of them, and by agents' tags; they cannot have names, since an address
 // that was never resolved would not match.
 //
-// An agent has the tags that it was attached with (LinkConfig), or those of the last Link.SetTags, for the rules of others of the
-// same host and version of drowse, from the time before its device is up until it is removed.
-// Only one that is there at the moment is matched.
+// An agent has the tags that it was attached with (LinkConfig), or those of the last Link.SetTags, for the rules of
+// others of the same host and version of drowse, from the time before its device is up until it is removed. Only one
+// that is there at the moment is matched.
 //
 // A name is matched by the addresses that the agent's resolver has given the guest for
 // it, as long as they are pinned. "*.example.com" matches every name below
@@ -160,14 +161,13 @@
 //
 // # Flows
 //
-// A flow is peer, protocol and the ports of both sides (for ICMP echo: the identifier),
-// and remembers the direction that opened it. Only a packet that the rules allow opens
-// one. Packets of a live flow pass in both directions without rules, by Reason Flow.
-// When the policy has been swapped since, the packet that opened the flow is judged
-// again, by its direction, peer and port, and by the names that its address was given for then, of those that rules had (up to 2,048 different sets of
-// names are remembered, in the agent's process); if it is not allowed any more, the flow is gone.
-// A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have changed, it is judged
-// again in the same way.
+// A flow is peer, protocol and the ports of both sides (for ICMP echo: the identifier), and remembers the direction
+// that opened it. Only a packet that the rules allow opens one. Packets of a live flow pass in both directions without
+// rules, by Reason Flow. When the policy has been swapped since, the packet that opened the flow is judged again, by
+// its direction, peer and port, and by the names that its address was given for then, of those that rules had (up to
+// 2,048 different sets of names are remembered, in the agent's process); if it is not allowed any more, the flow is
+// gone. A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have
+// changed, it is judged again in the same way.
 //
 //   - TCP: a SYN without ACK is always judged by the rules and opens a flow in state
 //     opening; against the direction of a live flow that is established or closing it is
@@ -185,8 +185,9 @@
 //     agent's (guest's) address; else L4Header if it is too short, NoFlow in all other
 //     cases. One from the guest has to go to the source of the quoted packet. It does not prolong the flow.
 //
-// Established TCP and answered UDP have a table of flows of their own, as large as the one of all others: no number of flows that are
-// opening, closing or without an answer takes their place. In each, the one that was used least recently goes first.
+// Established TCP and answered UDP have a table of flows of their own, as large as the one of all others: no number of
+// flows that are opening, closing or without an answer takes their place. In each, the one that was used least recently
+// goes first.
 //
 // Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
 //
@@ -196,12 +197,11 @@
 //
 // # Limits
 //
-// Each limit is the generic cell rate algorithm on a clock in nanoseconds. Units cost
-// units*mult >> 20, with mult = floor(1e9<<20 / rate), a number with 20 bits behind the
-// point; the burst is the cost of its units. A packet passes if max(tat, now) + cost - now
-// <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all headers of all segments, packets after segmentation, and
-// flows opened. Quotas count bytes in the same way. On egress, packets and flows have limits without the policy's: DefaultPackets and
-// DefaultConnections.
+// Each limit is the generic cell rate algorithm on a clock in nanoseconds. Units cost units*mult >> 20, with mult =
+// floor(1e9<<20 / rate), a number with 20 bits behind the point; the burst is the cost of its units. A packet passes if
+// max(tat, now) + cost - now <= burst, and then max(tat, now) + cost becomes tat. Units are bits of frames with all
+// headers of all segments, packets after segmentation, and flows opened. Quotas count bytes in the same way. On egress,
+// packets and flows have limits without the policy's: DefaultPackets and DefaultConnections.
 //
 // # What it needs
 //
@@ -212,15 +212,13 @@
 //
 // # What agents share
 //
-// The kernel verifies the programs once for a host and version of drowse, which takes some
-// hundred milliseconds, and all agents share them. An agent has a small program of its own for each direction
-// on its device: it says which slot of the host's maps is the agent's, which of the two tables there is in force, and by what number (its
-// claim) that one has to call itself, and calls the program that is shared.
-// Flows, pinned names, counters and events are in maps of the agent's own, in its slot.
-// One map has the tags and claims of all agents, by their addresses.
-// Without the shared program, a map or a table that says the same claim, nothing
-// passes. The pins of what is shared only serve those who come later: an agent's
-// pins hold all that it needs.
+// The kernel verifies the programs once for a host and version of drowse, which takes some hundred milliseconds, and
+// all agents share them. An agent has a small program of its own for each direction on its device: it says which slot
+// of the host's maps is the agent's, which of the two tables there is in force, and by what number (its claim) that one
+// has to call itself, and calls the program that is shared. Flows, pinned names, counters and events are in maps of the
+// agent's own, in its slot. One map has the tags and claims of all agents, by their addresses. Without the shared
+// program, a map or a table that says the same claim, nothing passes. The pins of what is shared only serve those who
+// come later: an agent's pins hold all that it needs.
 //
 // # Reject
 //
@@ -231,7 +229,7 @@
 // events: 100 a second. Answers pass to_guest by a mark that the loader has chosen at
 // random. Who is rejected on ingress is told nothing.
 //
-// A TCP segment of the guest's that is denied as NoFlow gets a reset as well, unless it is one: so a program learns at once of a connection that was
-// cut by a new policy or forgotten. The other side is told nothing: an answer to a packet that may be forged
-// would go to somebody else, and tell that there is a VM.
+// A TCP segment of the guest's that is denied as NoFlow gets a reset as well, unless it is one: so a program learns at
+// once of a connection that was cut by a new policy or forgotten. The other side is told nothing: an answer to a packet
+// that may be forged would go to somebody else, and tell that there is a VM.
 package netpolicy

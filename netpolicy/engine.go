@@ -326,8 +326,8 @@ func (e *engine) writePin(s *Spec, a netip.Addr, names map[string]uint64) error 
 	return nil
 }
 
-// unpinOld removes the entries of generations that are gone. Most agents have none, and looking for them means a look at
-// each bucket of the map.
+// unpinOld removes the entries of generations that are gone. Most agents have none, and looking for them means a look
+// at each bucket of the map.
 func (e *engine) unpinOld() error {
 	if !e.pins {
 		return nil
@@ -382,8 +382,8 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 	return e.writePin(e.spec, a, names)
 }
 
-// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that asks for more
-// names has the latest of them.
+// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that
+// asks for more names has the latest of them.
 func makeRoom(names map[string]uint64) {
 	now, first := ktime(), ""
 	for n, until := range names {

@@ -39,7 +39,8 @@ func (e *engine) entry(calls *ebpf.Map, dir int, before ...asm.Instruction) (*eb
 	return e.pausedEntry(calls, dir, before, nil)
 }
 
-// pausedEntry is entry with instructions before it, and between the choice of the table and its use. They leave R6 to R9 alone.
+// pausedEntry is entry with instructions before it, and between the choice of the table and its use. They leave R6 to
+// R9 alone.
 func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instructions) (*ebpf.Program, error) {
 	insns := append(before[:len(before):len(before)],
 		asm.Mov.Reg(asm.R6, asm.R1),

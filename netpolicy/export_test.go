@@ -58,7 +58,8 @@ func (e *Engine) Install(s *Spec) error {
 	return e.install(s)
 }
 
-// PausedProgram is that for egress, in which so many looks at the clock go by between the choice of a table and its use.
+// PausedProgram is that for egress, in which so many looks at the clock go by between the choice of a table and its
+// use.
 func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
 	return e.pausedEntry(e.shared.calls, 0, nil, asm.Instructions{
 		asm.Mov.Imm(asm.R1, looks),
@@ -95,7 +96,8 @@ func (e *Engine) Runs() (begun, ended uint64, err error) {
 	return begun, ended, nil
 }
 
-// BeginSwap is what a process has done that is killed in a swap: the spare table is filled, and names are pinned for it.
+// BeginSwap is what a process has done that is killed in a swap: the spare table is filled, and names are pinned for
+// it.
 func (l *Link) BeginSwap(s *Spec) error {
 	e := l.eng
 	if err := e.prepareSpare(s, 1-e.which); err != nil {
@@ -180,7 +182,8 @@ func (e *Engine) Run(d Direction, frame []byte, gsoSize int) (Ran, error) {
 	return e.RunBy(d, frame, gsoSize, by)
 }
 
-// RunBy runs a program on a frame that has come to the host by the interface of an address; none is that the host has made it.
+// RunBy runs a program on a frame that has come to the host by the interface of an address; none is that the host has
+// made it.
 func (e *Engine) RunBy(d Direction, frame []byte, gsoSize int, by netip.Addr) (Ran, error) {
 	var in, out Context
 	binary.LittleEndian.PutUint32(in[ctxIngress:], interfaceOf(by))

@@ -79,8 +79,8 @@ func sysctl(t *testing.T, name, value string) {
 	}
 }
 
-// Whoever can send frames to the host says that they are from another VM, or from the host itself: from its network and from a
-// container, whatever rp_filter is.
+// Whoever can send frames to the host says that they are from another VM, or from the host itself: from its network and
+// from a container, whatever rp_filter is.
 func TestAttack_forged_source_passes_as_a_VM_or_as_the_host(t *testing.T) {
 	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}}
 	web := Identity{netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("fd77::3:7")}
@@ -194,8 +194,8 @@ rules:
 	}
 }
 
-// A packet that has waited for its VM to wake is put on the device by the host: it is taken for another VM's only with the mark of the
-// gate, which has seen where it came by.
+// A packet that has waited for its VM to wake is put on the device by the host: it is taken for another VM's only with
+// the mark of the gate, which has seen where it came by.
 func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)

@@ -21,8 +21,8 @@ import (
 // device when it is awake, and then looks as if the host had made it. So the gate gets only packets whose source is
 // the sender's own (GuardGate), and says so by a mark (GateMark).
 
-// GuardGate keeps packets from a gate, a device without a link layer in this network namespace, whose source is one of the host's or in a range of agents, and
-// which have not come from there. It holds as long as the device.
+// GuardGate keeps packets from a gate, a device without a link layer in this network namespace, whose source is one of
+// the host's or in a range of agents, and which have not come from there. It holds as long as the device.
 func GuardGate(device netlink.Link, agents, agents6 netip.Prefix) error {
 	if !agents.Addr().Is4() || !agents6.Addr().Is6() || agents6.Bits() != 64 {
 		return fmt.Errorf("%w: ranges of agents: %v, %v", ErrIdentity, agents, agents6)
@@ -67,8 +67,9 @@ func GuardGate(device netlink.Link, agents, agents6 netip.Prefix) error {
 	return nil
 }
 
-// GateMark is the mark of a socket (socket(7), SO_MARK) whose frames the programs of agents take for packets that came by a guarded gate.
-// It is that of this version's programs, once an agent has them; before that it is os.ErrNotExist. Empty is DefaultRoot.
+// GateMark is the mark of a socket (socket(7), SO_MARK) whose frames the programs of agents take for packets that came
+// by a guarded gate. It is that of this version's programs, once an agent has them; before that it is os.ErrNotExist.
+// Empty is DefaultRoot.
 func GateMark(root string) (uint32, error) {
 	dir := programsDir(LinkConfig{Root: root}.root(), digest())
 	text, err := os.Readlink(filepath.Join(dir, pinReady))

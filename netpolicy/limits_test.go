@@ -82,7 +82,8 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 	}
 }
 
-// A guest whose policy has no limits sends the first packets of 100,000 connections, and then as many packets of one as it can.
+// A guest whose policy has no limits sends the first packets of 100,000 connections, and then as many packets of one as
+// it can.
 func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	// The guest's address stays as it is, so that one frame can be sent again and again.
@@ -116,7 +117,8 @@ func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
 	if n := flood(100_000); n != int(DefaultConnections.Burst) {
 		t.Errorf("%d connections were opened at once, want %d", n, DefaultConnections.Burst)
 	}
-	// What an installation of packages does in a minute: 50 at once, each with two names looked up, and 10 more each second.
+	// What an installation of packages does in a minute: 50 at once, each with two names looked up, and 10 more each
+	// second.
 	if err := e.ForgetState(); err != nil {
 		t.Fatal(err)
 	}

@@ -138,8 +138,8 @@ func prepareRoot(root string) error {
 	return ownedByUs(root)
 }
 
-// Preload has the kernel verify the programs that agents share, if nobody has since the host was started: the first Attach takes most of a
-// second otherwise. Empty is DefaultRoot. It may be called at any time.
+// Preload has the kernel verify the programs that agents share, if nobody has since the host was started: the first
+// Attach takes most of a second otherwise. Empty is DefaultRoot. It may be called at any time.
 func Preload(root string) error {
 	root = LinkConfig{Root: root}.root()
 	if err := prepareRoot(root); err != nil {
@@ -422,16 +422,17 @@ func ipNet(a netip.Addr, bits int) *net.IPNet {
 	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
 }
 
-// Swap replaces the policy while packets pass. Each packet is judged by the old policy
-// or by the new one. When Swap returns, no packet is judged by the old one any more. It takes half a
-// millisecond with 1,000 rules, and longer the more addresses the resolver has pinned. If the policy is too
-// large for the memory of the one before the last, it gets new memory; more than maxWriters of these in a row wait for the kernel, up to
-// 100 ms each. The size of the flow table stays.
+// Swap replaces the policy while packets pass. Each packet is judged by the old policy or by the new one. When Swap
+// returns, no packet is judged by the old one any more. It takes half a millisecond with 1,000 rules, and longer the
+// more addresses the resolver has pinned. If the policy is too large for the memory of the one before the last, it gets
+// new memory; more than maxWriters of these in a row wait for the kernel, up to 100 ms each. The size of the flow table
+// stays.
 func (l *Link) Swap(s *Spec) error { return l.eng.install(s) }
 
-// SetTags changes by which tags the rules of other agents name this one. At most MaxOwnTags. When it returns, no
-// packet of another agent is judged by the old ones any more, and flows with this one are judged anew: those that its new tags do not
-// open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other agents cannot be told: the pins of what agents share were removed.
+// SetTags changes by which tags the rules of other agents name this one. At most MaxOwnTags. When it returns, no packet
+// of another agent is judged by the old ones any more, and flows with this one are judged anew: those that its new tags
+// do not open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other agents cannot be told:
+// the pins of what agents share were removed.
 func (l *Link) SetTags(tags []string) error {
 	if err := CheckTags(tags); err != nil {
 		return err

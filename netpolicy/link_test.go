@@ -362,8 +362,8 @@ rules:
 	}
 }
 
-// A guest that has slept, or whose policy was swapped, goes on with connections that have no flow any more. It is told at once, and
-// nobody else is told anything.
+// A guest that has slept, or whose policy was swapped, goes on with connections that have no flow any more. It is told
+// at once, and nobody else is told anything.
 func TestAttack_connection_without_a_flow_waits_for_long(t *testing.T) {
 	for _, peer := range []netip.Addr{peer4, peer6} {
 		for _, x := range []struct {

@@ -21,10 +21,10 @@ const (
 // onLinkTries bounds how often routes are listed that change meanwhile.
 const onLinkTries = 5
 
-// OnLink are the ranges of public addresses in which this host has neighbours, as Environment.OnLink should have them, in order: the prefixes
-// of its interfaces' addresses, its routes without a gateway, and its gateways, of all tables in this network namespace. Routes into tunnels
-// (interfaces without broadcast) lead further, and are not among them, unless the kernel has made them for an address.
-// If there are more than MaxOnLink, they are made wider.
+// OnLink are the ranges of public addresses in which this host has neighbours, as Environment.OnLink should have them,
+// in order: the prefixes of its interfaces' addresses, its routes without a gateway, and its gateways, of all tables in
+// this network namespace. Routes into tunnels (interfaces without broadcast) lead further, and are not among them,
+// unless the kernel has made them for an address. If there are more than MaxOnLink, they are made wider.
 func OnLink() ([]netip.Prefix, error) {
 	all, err := net.InterfaceAddrs()
 	if err != nil {

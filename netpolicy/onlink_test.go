@@ -138,8 +138,8 @@ rules:
 dns: {}
 `
 
-// TestAttack_public_does_not_open_the_neighbours_of_the_host has a guest ask for what stands beside its host: a router, a neighbour's
-// management interface, another customer. They have public addresses, and the policy opens public ones.
+// TestAttack_public_does_not_open_the_neighbours_of_the_host has a guest ask for what stands beside its host: a router,
+// a neighbour's management interface, another customer. They have public addresses, and the policy opens public ones.
 func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 	neighbourhood(t)
 	env := Environment{}

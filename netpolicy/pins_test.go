@@ -93,7 +93,8 @@ func TestPin_more_than_there_is_room_for_gives_an_error(t *testing.T) {
 	}
 }
 
-// A guest asks for ever new names of one address, as a content network has them: it gets answers, whether the old ones have expired or not.
+// A guest asks for ever new names of one address, as a content network has them: it gets answers, whether the old ones
+// have expired or not.
 func TestAttack_many_names_of_one_address_end_its_resolving(t *testing.T) {
 	for _, what := range []string{"names that have expired", "names that live"} {
 		t.Run(what, func(t *testing.T) {
@@ -143,8 +144,8 @@ func TestAttack_many_names_of_one_address_end_its_resolving(t *testing.T) {
 	}
 }
 
-// The host gets an address, or somebody sets the policy that there is, and it is put into force again: a connection whose name has been looked
-// up long ago goes on, as long as the policy has the name that it was opened for.
+// The host gets an address, or somebody sets the policy that there is, and it is put into force again: a connection
+// whose name has been looked up long ago goes on, as long as the policy has the name that it was opened for.
 func TestAttack_swap_cuts_connections_whose_names_have_expired(t *testing.T) {
 	const rule = "- {direction: egress, verdict: allow, names: [%s], protocols: [tcp, udp], ports: [443, 5000], tls: [%s]}\n"
 	one := "dns: {}\nrules:\n" + fmt.Sprintf(rule, "a.example.com", "none")
@@ -202,7 +203,8 @@ func TestAttack_swap_cuts_connections_whose_names_have_expired(t *testing.T) {
 	}
 }
 
-// A guest looks up names without end. What is remembered of them for flows has a bound, and flows that are open keep theirs.
+// A guest looks up names without end. What is remembered of them for flows has a bound, and flows that are open keep
+// theirs.
 func TestPin_names_without_end_leave_those_of_flows(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	text := "dns: {}\nrules: [{direction: egress, verdict: allow, names: ['*.example.com'], protocols: [udp], ports: [9]}]"

@@ -87,12 +87,13 @@ type Policy struct {
 	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
 	// Proxy is the agent's HTTP proxy; nil is none.
 	Proxy *Proxy `json:"proxy,omitempty" yaml:"proxy,omitempty"`
-	// Limits of rate. On egress, nil is DefaultPackets and DefaultConnections; all else is without a limit if it is nil.
+	// Limits of rate. On egress, nil is DefaultPackets and DefaultConnections; all else is without a limit if it is
+	// nil.
 	Limits Limits `json:"limits" yaml:"limits"`
 	// Quota of bytes; nil is none.
 	Quota Quota `json:"quota" yaml:"quota"`
-	// Flows is how many flows are tracked at once that are established or answered, and how many others; 0 is DefaultFlows. Beyond
-	// it, the flow of the same kind that was used least recently is forgotten.
+	// Flows is how many flows are tracked at once that are established or answered, and how many others; 0 is
+	// DefaultFlows. Beyond it, the flow of the same kind that was used least recently is forgotten.
 	Flows int `json:"flows,omitempty" yaml:"flows,omitempty"`
 }
 
@@ -206,8 +207,8 @@ type Limits struct {
 	Ingress Rates `json:"ingress" yaml:"ingress"`
 }
 
-// What a guest may send without a limit of the policy's, since each connection may be an entry of the host's connection tracking for
-// minutes, and each packet is work for the host. Both are far from what an installation of packages needs.
+// What a guest may send without a limit of the policy's, since each connection may be an entry of the host's connection
+// tracking for minutes, and each packet is work for the host. Both are far from what an installation of packages needs.
 var (
 	DefaultPackets     = Rate{PerSecond: 2_000_000, Burst: 400_000}
 	DefaultConnections = Rate{PerSecond: 200, Burst: 2000}

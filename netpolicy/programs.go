@@ -407,8 +407,9 @@ func (s *shared) used() (bool, error) {
 // anew. Empty is DefaultRoot.
 func Sweep(root string) error { return unloadIdle(LinkConfig{Root: root}.root(), "") }
 
-// SweepOld removes those of other versions alone: an agent that comes after all others have gone, as the only VM of a host that sleeps
-// and wakes does, should not wait for the kernel to verify the programs once more. Empty is DefaultRoot.
+// SweepOld removes those of other versions alone: an agent that comes after all others have gone, as the only VM of a
+// host that sleeps and wakes does, should not wait for the kernel to verify the programs once more. Empty is
+// DefaultRoot.
 func SweepOld(root string) error { return unloadIdle(LinkConfig{Root: root}.root(), digest()) }
 
 // unloadIdle keeps those of one version.
@@ -460,9 +461,9 @@ type slotMap struct {
 	own  *ebpf.Map
 }
 
-// publish puts maps into slots of which nobody uses what was there before. The kernel makes each writer wait
-// until all processors have passed through a quiet state, 10 to 100 ms, for the sake of those who would. So publish returns when the maps
-// can be seen, and wait says what became of the writers.
+// publish puts maps into slots of which nobody uses what was there before. The kernel makes each writer wait until all
+// processors have passed through a quiet state, 10 to 100 ms, for the sake of those who would. So publish returns when
+// the maps can be seen, and wait says what became of the writers.
 func publish(maps []slotMap) (wait func() error, err error) {
 	done := make(chan error, len(maps))
 	for _, m := range maps {
@@ -581,8 +582,8 @@ func (s *shared) introduce(p *programs, agent string, id Identity, claim uint32,
 	return nil
 }
 
-// netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have their
-// numbers in one alone.
+// netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have
+// their numbers in one alone.
 func netnsCookie() (uint64, error) {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// A flow outlives what the resolver has said of its peer's address. So it has the number of the names that the address was given for when
-// it was opened, of those that the rules had, and a new policy is asked about these.
+// A flow outlives what the resolver has said of its peer's address. So it has the number of the names that the address
+// was given for when it was opened, of those that the rules had, and a new policy is asked about these.
 
 // remembered stands where a key of pins has an address: see bpf/agent.c.
 const remembered = ^uint32(0)

@@ -11,9 +11,10 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// Reserved is what of a Link does not depend on whose it will be: on an interface that is down, programs which
-// deny every packet, and their maps. Attach makes it a Link in a fraction of the time. Its methods are not to be called at the
-// same time, and the last is Attach or Remove. What a dead process has left of one is removed like what it has left of a Link.
+// Reserved is what of a Link does not depend on whose it will be: on an interface that is down, programs which deny
+// every packet, and their maps. Attach makes it a Link in a fraction of the time. Its methods are not to be called at
+// the same time, and the last is Attach or Remove. What a dead process has left of one is removed like what it has left
+// of a Link.
 type Reserved struct {
 	link  *Link
 	flows int
@@ -60,8 +61,8 @@ func reserve(cfg LinkConfig, flows int) (_ *Reserved, err error) {
 	return &Reserved{link: l, flows: flows}, nil
 }
 
-// Attach puts a policy into force, and tells other agents of this one and its tags: see the function of that name. The Link is
-// the caller's. If it fails, what was reserved is gone, and the interface is down.
+// Attach puts a policy into force, and tells other agents of this one and its tags: see the function of that name. The
+// Link is the caller's. If it fails, what was reserved is gone, and the interface is down.
 func (r *Reserved) Attach(tags []string, spec *Spec) (_ *Link, err error) {
 	l := r.link
 	defer func() {

@@ -49,7 +49,8 @@ func (t *table) close() error {
 }
 
 const (
-	// maxWriters is how many tables may be replaced by larger ones at once: each has a thread that waits for the kernel.
+	// maxWriters is how many tables may be replaced by larger ones at once: each has a thread that waits for the
+	// kernel.
 	maxWriters = 4
 	// maxRoom is how many times as much room a table may have as the policy needs. One with more is replaced.
 	maxRoom = 4
@@ -91,8 +92,8 @@ func (e *engine) newTable(s *Spec, gen uint32) (t table, err error) {
 	return t, nil
 }
 
-// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more. Whoever finds the table in force
-// sees all of it: that is said by a system call, which comes after these writes on x86.
+// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more. Whoever finds the
+// table in force sees all of it: that is said by a system call, which comes after these writes on x86.
 func (e *engine) fill(t table, s *Spec, gen uint32) {
 	for i := range s.rows {
 		copy(t.mem[i*rowSize:(i+1)*rowSize], s.rows[i][:])
@@ -133,7 +134,8 @@ func (e *engine) swap(s *Spec, filled func()) error {
 	return e.unpinOld()
 }
 
-// prepareSpare fills the table that is not in force. If it is too small, or much too large, another one takes its place.
+// prepareSpare fills the table that is not in force. If it is too small, or much too large, another one takes its
+// place.
 func (e *engine) prepareSpare(s *Spec, spare uint32) error {
 	if err := e.owns(spare); err != nil {
 		return err
@@ -147,7 +149,8 @@ func (e *engine) prepareSpare(s *Spec, spare uint32) error {
 		e.fill(*t, s, e.gen+1)
 		return nil
 	}
-	// What was there goes when no program has it any more: the kernel sees to that, and so does not have to be waited for.
+	// What was there goes when no program has it any more: the kernel sees to that, and so does not have to be waited
+	// for.
 	e.writers <- struct{}{}
 	ended := func() { <-e.writers }
 	next, err := e.newTable(s, e.gen+1)
@@ -183,8 +186,8 @@ func (e *engine) clearSpare() error {
 	return nil
 }
 
-// owns says whether what is in the slot is still the agent's table, or nothing where it has none. If somebody has removed the
-// agent's pins, its slot may be another's, whose flows its packets would pass by.
+// owns says whether what is in the slot is still the agent's table, or nothing where it has none. If somebody has
+// removed the agent's pins, its slot may be another's, whose flows its packets would pass by.
 func (e *engine) owns(which uint32) error {
 	var there ebpf.MapID
 	err := e.shared.policies.Lookup(e.place.table(which), &there)
@@ -219,8 +222,8 @@ func (e *engine) await(which uint32) error {
 	}
 }
 
-// quiet says whether all runs by a table have ended. Those that have ended are read first: whoever is counted there has been
-// counted as begun before.
+// quiet says whether all runs by a table have ended. Those that have ended are read first: whoever is counted there has
+// been counted as begun before.
 func (e *engine) quiet(which uint32) (bool, error) {
 	_, ended, err := e.runs(which)
 	if err != nil {

@@ -107,7 +107,8 @@ limits: {egress: {packets: {per_second: 1000000000, burst: 1000000000000}, conne
 	return specs, want, sent(peer4, 6, tcp(4000, 443, syn))
 }
 
-// A packet that has found its table stays there for some time. When Install returns, none is left that will be judged by the old one.
+// A packet that has found its table stays there for some time. When Install returns, none is left that will be judged
+// by the old one.
 func TestInstall_waits_for_packets_that_have_found_the_old_table(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	specs, want, frame := oppositePolicies(t)
@@ -158,7 +159,8 @@ func TestInstall_waits_for_packets_that_have_found_the_old_table(t *testing.T) {
 	}
 }
 
-// Whoever sends a packet after Install has returned finds the new policy, and whoever sends all the time never finds an older one again.
+// Whoever sends a packet after Install has returned finds the new policy, and whoever sends all the time never finds an
+// older one again.
 func TestInstall_first_packet_after_it_is_judged_by_the_new_policy(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	specs, want, frame := oppositePolicies(t)

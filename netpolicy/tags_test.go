@@ -34,7 +34,8 @@ func TestPrograms_agents_that_come_and_go(t *testing.T) {
 			tags  []string
 			out   bool // whether what opens a flow passes to port 80
 			in    bool // the same from the other to port 81
-			// Whether what belongs to a flow that was opened in the step before passes still: to the other, and from it.
+			// Whether what belongs to a flow that was opened in the step before passes still: to the other, and from
+			// it.
 			old, oldIn bool
 		}
 		steps := []step{
@@ -369,7 +370,8 @@ func TestLink_agents_reach_each_other_by_their_tags(t *testing.T) {
 	}
 }
 
-// Tags change while others send. What they open passes, what they do not open any more is cut, and what another tag opens goes on.
+// Tags change while others send. What they open passes, what they do not open any more is cut, and what another tag
+// opens goes on.
 func TestLink_tags_of_an_agent_change_while_it_is_there(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {

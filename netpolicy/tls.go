@@ -112,7 +112,8 @@ func (e *engine) behind(alias flowKey) (flowKey, error) {
 }
 
 func (e *engine) flow(k flowKey) (*bpf.AgentFlow, error) {
-	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved meanwhile.
+	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved
+	// meanwhile.
 	var last *bpf.AgentFlow
 	for _, m := range []*ebpf.Map{e.lasting, e.flows, e.lasting} {
 		var f bpf.AgentFlow

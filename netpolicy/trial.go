@@ -14,9 +14,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// Trial is an agent without a device: its programs get frames one after another in the
-// kernel (BPF_PROG_RUN), so that what they cost can be measured. Its programs are its own,
-// and nothing is pinned; or it is that of a Link. Its methods may be called from any goroutine, but for Close, which must be the last.
+// Trial is an agent without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so that
+// what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its methods
+// may be called from any goroutine, but for Close, which must be the last.
 type Trial struct {
 	eng   *engine
 	link  bool             // the engine is a Link's
@@ -56,8 +56,8 @@ func NewTrial(s *Spec) (_ *Trial, err error) {
 	return t, t.eng.start(s, true)
 }
 
-// Trial is a trial of an agent that has a device, beside all others of its host: what it is told of, and its swaps, are the
-// agent's own. It ends before the Link does.
+// Trial is a trial of an agent that has a device, beside all others of its host: what it is told of, and its swaps, are
+// the agent's own. It ends before the Link does.
 func (l *Link) Trial() (_ *Trial, err error) {
 	calls, err := ebpf.LoadPinnedMap(filepath.Join(l.cfg.dir(), pinCalls), nil)
 	if err != nil {
@@ -96,7 +96,8 @@ func (t *Trial) load(calls *ebpf.Map, id Identity) (err error) {
 	return err
 }
 
-// pair is a program that goes on with the agent's after some instructions, and one that lets everything pass after them.
+// pair is a program that goes on with the agent's after some instructions, and one that lets everything pass after
+// them.
 func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging, empty *ebpf.Program, err error) {
 	if judging, err = t.eng.entry(calls, dir, before...); err != nil {
 		return nil, nil, err
@@ -113,8 +114,8 @@ func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging
 // firstPorts are the ports before the first ones, as they lie in a frame: 1 << 8 of the guest's, 443 of the peer's.
 var firstPorts = []byte{1, 0, 443 >> 8, 443 & 0xff}
 
-// otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there on to the peer's.
-// The guest's is never 0, and the peer's not for the first eight million frames.
+// otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there
+// on to the peer's. The guest's is never 0, and the peer's not for the first eight million frames.
 func otherPorts(ports *ebpf.Map) asm.Instructions {
 	return asm.Instructions{
 		asm.Mov.Reg(asm.R6, asm.R1),
@@ -187,8 +188,8 @@ func (t *Trial) Empty(d Direction, frame []byte, times int) (each time.Duration,
 	return each, err
 }
 
-// JudgeFirst is Judge for a frame of TCP or UDP that the guest sends, each time with other ports, so that each is the first
-// of a flow that was not there. The policy has to allow them all. It says how many flows were opened.
+// JudgeFirst is Judge for a frame of TCP or UDP that the guest sends, each time with other ports, so that each is the
+// first of a flow that was not there. The policy has to allow them all. It says how many flows were opened.
 func (t *Trial) JudgeFirst(frame []byte, times int) (each time.Duration, opened uint64, err error) {
 	before, err := t.opened()
 	if err != nil {
@@ -231,9 +232,8 @@ func code(d Direction) int {
 	return 0
 }
 
-// Memory is the kernel memory of what is the agent's own, in bytes, by its name: maps,
-// the table, and programs. It is 0 where the kernel does not say. What agents share, the device, and what else the kernel keeps for
-// it are not in it.
+// Memory is the kernel memory of what is the agent's own, in bytes, by its name: maps, the table, and programs. It is 0
+// where the kernel does not say. What agents share, the device, and what else the kernel keeps for it are not in it.
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}

@@ -88,8 +88,8 @@ func HostAddresses() ([]netip.Addr, error) {
 	return out, nil
 }
 
-// MaxPeers, MaxOnLink, MaxHostAddresses and MaxAgentRanges bound the lists of an Environment. A host with more addresses can have no
-// policy that opens anything: one that is left out would count as public.
+// MaxPeers, MaxOnLink, MaxHostAddresses and MaxAgentRanges bound the lists of an Environment. A host with more
+// addresses can have no policy that opens anything: one that is left out would count as public.
 const (
 	MaxPeers         = 4096
 	MaxOnLink        = 512

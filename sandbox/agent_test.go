@@ -218,7 +218,8 @@ func (s *screen) until(t *testing.T, want string) {
 	}
 }
 
-// guestForksItself has a guest ask for a child, which goes on from the middle of asking, and for one more than it may have.
+// guestForksItself has a guest ask for a child, which goes on from the middle of asking, and for one more than it may
+// have.
 func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	// As drowse serve does.
 	ctx, stop := context.WithCancel(t.Context())

@@ -16,8 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
-// crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which arguments it was
-// started.
+// crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which
+// arguments it was started.
 func crashed(t *testing.T) (s *Store, l Launcher, r *Record, sleep string, started func() []string) {
 	t.Helper()
 	s = tempStore(t)

@@ -18,7 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// falling is a VM that runs, as far as the store can tell, has slept before, and sleeps in a new snapshot when it is asked to. With lost its answer is lost.
+// falling is a VM that runs, as far as the store can tell, has slept before, and sleeps in a new snapshot when it is
+// asked to. With lost its answer is lost.
 func falling(t *testing.T, lost bool) (s *Store, r *Record, old string) {
 	t.Helper()
 	s = tempStore(t)

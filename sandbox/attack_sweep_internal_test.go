@@ -54,7 +54,8 @@ func wantLayers(t *testing.T, s *Store, want bool, layers ...string) {
 	}
 }
 
-// clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and nobody else who has its layers.
+// clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and
+// nobody else who has its layers.
 func clonable(t *testing.T) (s *Store, l Launcher, r *Record, snap string) {
 	t.Helper()
 	s = tempStore(t)

@@ -8,8 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// calledOff returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs before it noticed goes
-// on: others may have been told, and use it. One that does not notice for a while has not, and is killed.
+// calledOff returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
+// before it noticed goes on: others may have been told, and use it. One that does not notice for a while has not, and
+// is killed.
 func (s *Store) calledOff(proc vmProcess, name string) {
 	for end := time.Now().Add(callOffTime); time.Now().Before(end); {
 		if proc.wait(callOffPoll) {

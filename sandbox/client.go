@@ -104,7 +104,8 @@ func (s *Store) checkPaths(name string) error {
 	return nil
 }
 
-// launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when there is a record.
+// launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
+// there is a record.
 func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string, recorded func() error) (Report, error) {
 	// What comes of another machine must not pass for it.
 	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
@@ -243,8 +244,9 @@ func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, err
 
 // StartOptions change a start. The zero value is Start.
 type StartOptions struct {
-	// DiscardMemory boots a VM that sleeps as well: with the disk that it slept with, as after a loss of power. What was in
-	// its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that is damaged.
+	// DiscardMemory boots a VM that sleeps as well: with the disk that it slept with, as after a loss of power. What
+	// was in its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that
+	// is damaged.
 	DiscardMemory bool
 }
 
@@ -276,8 +278,8 @@ func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartO
 	return s.launchWith(ctx, l, r.Spec.Shape(), order{Name: r.Spec.Name, Shared: true})
 }
 
-// discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept until it sleeps
-// again.
+// discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
+// until it sleeps again.
 func (s *Store) discardMemory(ctx context.Context, name string) error {
 	if _, err := s.lasting(name); err != nil {
 		return err
@@ -308,23 +310,24 @@ func unreadable(name string, err error) error {
 // errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
 var errBetween = errors.New("the VM is falling asleep or being woken")
 
-// Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose process was killed
-// is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at
-// once one does, and all return when it is there. A sleep that has begun is waited for, so the VM runs in any
-// case when Wake returns. When ctx ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are ErrNotRunning if it has nothing to wake from, ErrExpired, and
-// what can go wrong in a restore; then it sleeps on.
+// Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose
+// process was killed is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the
+// disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at once one does, and all
+// return when it is there. A sleep that has begun is waited for, so the VM runs in any case when Wake returns. When ctx
+// ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are
+// ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
 func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
 	return s.wake(ctx, l, name, nil, true)
 }
 
-// BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start does, so that
-// nothing is lost that its guest had written out.
+// BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
+// does, so that nothing is lost that its guest had written out.
 func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, error) {
 	return s.wake(ctx, l, name, nil, false)
 }
 
-// wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held awake from its first
-// moment on, if this call wakes it.
+// wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
+// awake from its first moment on, if this call wakes it.
 func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	for {
 		rep, err := s.wakeOnce(ctx, l, name, hold, back)
@@ -379,7 +382,8 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	return s.upOnce(ctx, l, r, r.Snapshot, hold)
 }
 
-// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween says that it has one.
+// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
+// says that it has one.
 func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID string, hold *os.File) (Report, error) {
 	// The process that has put it to sleep may be on its way out.
 	lock, err := s.lock(r.Spec.Name)
@@ -577,8 +581,8 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	return r, nil
 }
 
-// launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report, and waits for
-// the report.
+// launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
+// and waits for the report.
 func (s *Store) launchWith(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
 	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
 		return rep, err
@@ -729,10 +733,10 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 	return info, err
 }
 
-// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM
-// that sleeps already is left alone, and what its last sleep has done is returned; one that is being started is waited
-// for. If it cannot be saved, or hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be
-// done, as deleting the sleep before, is in the result's Problem, and left to the next Sweep.
+// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
+// and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
+// hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
+// deleting the sleep before, is in the result's Problem, and left to the next Sweep.
 func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
@@ -1019,8 +1023,8 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) error {
 	return err
 }
 
-// RemoveFreed is Remove that says what it has freed. The VM may be gone although there is an error: then what only it needed
-// is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
+// RemoveFreed is Remove that says what it has freed. The VM may be gone although there is an error: then what only it
+// needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
 func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed, error) {
 	r, err := s.Get(name)
 	switch {

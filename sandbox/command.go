@@ -9,11 +9,10 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
-// Command completes a command for a VM by what the VM's image says, as container runtimes
-// do: the image's user and working directory where the command names none, and its
-// variables before the command's own, which replace those of the same name. If the VM has a proxy, ProxyEnvironment
-// comes after the image's. A command with ReplaceEnv keeps its environment. Images from Debian packages, directories and tar
-// streams say nothing: their commands stay as they are.
+// Command completes a command for a VM by what the VM's image says, as container runtimes do: the image's user and
+// working directory where the command names none, and its variables before the command's own, which replace those of
+// the same name. If the VM has a proxy, ProxyEnvironment comes after the image's. A command with ReplaceEnv keeps its
+// environment. Images from Debian packages, directories and tar streams say nothing: their commands stay as they are.
 //
 // Nothing else is done for an image: its entrypoint is not started (see Entrypoint), and
 // `drowse cp`, hooks and guest.Client know nothing of it.

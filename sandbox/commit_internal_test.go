@@ -96,8 +96,8 @@ func beginVM(s *Store) (*process, *disk.Disk, error) {
 	return p, d, err
 }
 
-// commitForEver writes numbers to the VM's disk, flushes, and says so; now and then it takes a snapshot, or sleeps and wakes, by the
-// steps of Capture and sleep, but without a guest.
+// commitForEver writes numbers to the VM's disk, flushes, and says so; now and then it takes a snapshot, or sleeps and
+// wakes, by the steps of Capture and sleep, but without a guest.
 func commitForEver(dir string) error {
 	s, err := OpenStore(dir)
 	if err != nil {
@@ -172,7 +172,8 @@ func commitForEver(dir string) error {
 	}
 }
 
-// recovered opens the VM of a store whose process is gone and checks that all that was flushed is there, and what its record names.
+// recovered opens the VM of a store whose process is gone and checks that all that was flushed is there, and what its
+// record names.
 func recovered(dir string, flushed, last uint64) error {
 	s, err := OpenStore(dir)
 	if err != nil {
@@ -247,8 +248,8 @@ func runAndKill(t *testing.T, dir string, next uint64, after time.Duration) uint
 	return flushed
 }
 
-// A kill between sealing a layer and recording it once had the next boot fail, or go on without what the guest had flushed; and a
-// record could be durable before the layer that it names.
+// A kill between sealing a layer and recording it once had the next boot fail, or go on without what the guest had
+// flushed; and a record could be durable before the layer that it names.
 func TestAttack_kill_between_sealing_a_disk_and_recording_it(t *testing.T) {
 	dir := t.TempDir()
 	if err := commitVM(dir); err != nil {
@@ -289,7 +290,8 @@ func TestAttack_power_cut_between_sealing_a_disk_and_recording_it(t *testing.T) 
 		options string
 	}{
 		{"ext4", []string{"mkfs.ext4", "-q", "-F"}, 64 << 20, "defaults"},
-		// The copy has the id of a file system that is mounted still if another process has made a mount namespace meanwhile.
+		// The copy has the id of a file system that is mounted still if another process has made a mount namespace
+		// meanwhile.
 		{"xfs", []string{"mkfs.xfs", "-q", "-f"}, 320 << 20, "nouuid"},
 		{"btrfs", []string{"mkfs.btrfs", "-q", "-f"}, 128 << 20, "defaults"},
 	} {
@@ -382,8 +384,8 @@ func (m *cutDisk) unmount() {
 	}
 }
 
-// cut leaves what the device has had of the file system, and nothing that it has in memory: it is mounted from a copy of the image
-// that was made while nothing was written to it.
+// cut leaves what the device has had of the file system, and nothing that it has in memory: it is mounted from a copy
+// of the image that was made while nothing was written to it.
 func (m *cutDisk) cut() {
 	m.t.Helper()
 	copied := m.next()

@@ -58,7 +58,8 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			if made, err := h.recordFromDisk(t.Context(), Launcher{Agent: agent}, Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
 				t.Errorf("another VM of its disk is %+v (%v)", made, err)
 			}
-			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on if this is killed now.
+			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on
+			// if this is killed now.
 			if _, err := h.Start(t.Context(), Launcher{}, "vm"); !errors.Is(err, ErrNotRunning) {
 				t.Errorf("a start that does not give up the memory: %v", err)
 			}

@@ -27,16 +27,16 @@ const kindDisk = "disk"
 // ErrDiskOnly says that a snapshot has no memory to go on with.
 var ErrDiskOnly = errors.New("the snapshot is of a disk only")
 
-// kindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned deletes it, or
-// whoever removes it or its VM.
+// kindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
+// deletes it, or whoever removes it or its VM.
 const kindAbandoned = "abandoned"
 
 func diskOnly(m *snapshot.Manifest) bool {
 	return m.Labels[labelKind] == kindDisk || m.Labels[labelKind] == kindAbandoned
 }
 
-// abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id of what it is kept
-// as. It is empty if nothing is left. The VM's lock is held.
+// abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id
+// of what it is kept as. It is empty if nothing is left. The VM's lock is held.
 func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
 	if slices.Equal(r.Disk.Layers, snapshotDisk(to).Layers) {
 		return "", nil

@@ -16,8 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Events is the journal of what becomes of the store's VMs. Each is written when it has been done, by the process that has
-// done it. One that cannot be written is logged, and is in nobody's way.
+// Events is the journal of what becomes of the store's VMs. Each is written when it has been done, by the process that
+// has done it. One that cannot be written is logged, and is in nobody's way.
 func (s *Store) Events() *events.Journal {
 	return events.Open(filepath.Join(s.dir, "events"), events.Options{})
 }

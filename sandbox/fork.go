@@ -243,8 +243,8 @@ func (f *forker) choose(o ForkOptions) error {
 	return nil
 }
 
-// inherit has the children be behind the policy of their parent, and have its tags, once its memory is that of the fork: what
-// was changed before that moment, which is in the record by then, holds for them as well.
+// inherit has the children be behind the policy of their parent, and have its tags, once its memory is that of the
+// fork: what was changed before that moment, which is in the record by then, holds for them as well.
 func (f *forker) inherit() error {
 	r, err := f.store.Get(f.parent.Spec.Name)
 	if err != nil {

@@ -78,7 +78,8 @@ func (c canary) gone(t *testing.T) {
 // maxFuzzed bounds inputs, in bytes: more than what is read of a message, but not by much.
 const maxFuzzed = maxOrder + 1024
 
-// FuzzPoolOrder gives a process that stands by any message for an order: it is one with as many files as it says, or all files are closed.
+// FuzzPoolOrder gives a process that stands by any message for an order: it is one with as many files as it says, or
+// all files are closed.
 func FuzzPoolOrder(f *testing.F) {
 	for _, ord := range []order{{Name: "a"}, {Name: "a", Snapshot: "0123", Hold: true}, {Name: "a", Fork: true, NewIdentity: true, Cause: "cli"}} {
 		text, err := json.Marshal(ord)
@@ -125,7 +126,8 @@ func FuzzPoolOrder(f *testing.F) {
 	})
 }
 
-// FuzzPoolReply answers one who asks a pool for a process with any message: a process has both its files, and all others are closed.
+// FuzzPoolReply answers one who asks a pool for a process with any message: a process has both its files, and all
+// others are closed.
 func FuzzPoolReply(f *testing.F) {
 	for n := range 4 {
 		f.Add([]byte(`{"version":1,"pid":7}`), n)
@@ -178,7 +180,8 @@ func FuzzPoolReply(f *testing.F) {
 	})
 }
 
-// FuzzPoolRequest asks one who serves a pool by any message. A process is given to who asks for one of the same program by this version, and to nobody else.
+// FuzzPoolRequest asks one who serves a pool by any message. A process is given to who asks for one of the same program
+// by this version, and to nobody else.
 func FuzzPoolRequest(f *testing.F) {
 	of := program{Device: 1, Inode: 2, Size: 3, Modified: 4, Args: []string{"vmm"}, Environment: []string{"a"}, Namespaces: []string{"n"}}
 	shape := spec.Shape{MemoryMiB: 128, VCPUs: 1}
@@ -237,8 +240,9 @@ func FuzzPoolRequest(f *testing.F) {
 	})
 }
 
-// FuzzControl asks the process of a VM that has just gone to sleep for anything. Each request is answered, nothing is done for it, and its error is one that
-// can be passed on. Bodies that change a record leave one that may be, or the one that was.
+// FuzzControl asks the process of a VM that has just gone to sleep for anything. Each request is answered, nothing is
+// done for it, and its error is one that can be passed on. Bodies that change a record leave one that may be, or the
+// one that was.
 func FuzzControl(f *testing.F) {
 	methods := []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete}
 	paths := []string{"/sleep", "/snapshot", "/policy", "/policy/stats", "/tags", "/secrets", "/services", "/ending", "/none"}

@@ -21,8 +21,9 @@ import (
 
 var updateGolden = flag.Bool("update", false, "write the golden state of this version anew; those of others are never changed")
 
-// goldenDir has a state directory for each version of the formats, as a build that has that version wrote it. Those of version 1, and
-// the databases of schemas 1 and 2, were written when the tests were, which is later than the versions themselves.
+// goldenDir has a state directory for each version of the formats, as a build that has that version wrote it. Those of
+// version 1, and the databases of schemas 1 and 2, were written when the tests were, which is later than the versions
+// themselves.
 const goldenDir = "testdata/golden"
 
 var goldenTime = time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
@@ -116,8 +117,8 @@ func writeGolden(t *testing.T, dir string) {
 	}
 }
 
-// What a version has written is opened by every later one: an upgrade takes nothing from anybody. A new version of a format adds a
-// directory, by scripts/golden, and leaves the others as they are.
+// What a version has written is opened by every later one: an upgrade takes nothing from anybody. A new version of a
+// format adds a directory, by scripts/golden, and leaves the others as they are.
 func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
 	if *updateGolden {
 		writeGolden(t, filepath.Join(goldenDir, fmt.Sprintf("v%d", recordVersion)))

@@ -18,9 +18,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Hold keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and must be
-// called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for Release,
-// up to a second.
+// Hold keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and must
+// be called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for
+// Release, up to a second.
 type Hold struct {
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when it does not hold any more
@@ -28,8 +28,8 @@ type Hold struct {
 	network *spec.NetworkInfo
 }
 
-// Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but their warnings can
-// change. nil if it has none, or its process is one of an older drowse that does not say.
+// Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but
+// their warnings can change. nil if it has none, or its process is one of an older drowse that does not say.
 func (h *Hold) Network() *spec.NetworkInfo { return h.network }
 
 // Hold holds a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for the call
@@ -76,7 +76,8 @@ func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
 	return nil, err
 }
 
-// WakeHeld is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it was awake, there is no hold: see Hold.
+// WakeHeld is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it
+// was awake, there is no hold: see Hold.
 func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, *Hold, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -227,7 +228,8 @@ func (p *process) hold(leave, gone <-chan struct{}, say func(string)) {
 	}
 }
 
-// heldBy grants a hold to whoever has had the VM woken and has the other end of a socket, before anybody knows that it is awake.
+// heldBy grants a hold to whoever has had the VM woken and has the other end of a socket, before anybody knows that it
+// is awake.
 func (p *process) heldBy(end *os.File) error {
 	conn, err := fileConn(end)
 	if err != nil {

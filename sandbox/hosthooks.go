@@ -20,10 +20,11 @@ type HostHook = hosthooks.Func
 // HostHookFailure is a hook on the host that has not done what it should.
 type HostHookFailure = hosthooks.Failure
 
-// WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are called before
-// the executables in hooks.d, by whichever process does what they are told of: this one for forks, expiries and removals that it
-// carries out itself. A VM's own process is told when it is created, sleeps and wakes, also by itself: a program that wants these gives its functions
-// to ServeProcessWith as well, and they are called in that process.
+// WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are
+// called before the executables in hooks.d, by whichever process does what they are told of: this one for forks,
+// expiries and removals that it carries out itself. A VM's own process is told when it is created, sleeps and wakes,
+// also by itself: a program that wants these gives its functions to ServeProcessWith as well, and they are called in
+// that process.
 func (s *Store) WithHostHooks(hooks ...HostHook) *Store {
 	return s.withHooks(hooks)
 }
@@ -62,8 +63,8 @@ func (s *Store) findHostHooks() (hosthooks.Hooks, error) {
 	return hosthooks.Find(hosthooks.In(s.dir), s.hostHooks)
 }
 
-// announce writes an event, and runs the hooks of the host for it. It waits for them, also if ctx has ended: what they are told
-// of has been.
+// announce writes an event, and runs the hooks of the host for it. It waits for them, also if ctx has ended: what they
+// are told of has been.
 func (s *Store) announce(ctx context.Context, e events.Event) {
 	e = s.tell(e)
 	for _, failed := range s.hooksAfter(ctx, e, slog.Default()) {
@@ -100,7 +101,8 @@ func hostHooksFailed(e events.Event, failures []HostHookFailure, log *slog.Logge
 	return out
 }
 
-// welcome runs the hooks of the host for the beginning of this process, in the background. p.welcomed has been told that it will.
+// welcome runs the hooks of the host for the beginning of this process, in the background. p.welcomed has been told
+// that it will.
 func (p *process) welcome(e events.Event) {
 	if hosthooks.Word(e.Type) == "" {
 		p.welcomed.Done()
@@ -129,7 +131,8 @@ type hostRun struct {
 	failures []HostHookFailure
 }
 
-// hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that were started have been told that it goes on. p.op is held.
+// hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that
+// were started have been told that it goes on. p.op is held.
 func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRun, error) {
 	h := &hostRun{p: p}
 	policy := p.r.Spec.Hooks.Effective(over)
@@ -159,8 +162,8 @@ func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRu
 	return h, nil
 }
 
-// settle tells the hooks that were started if the sleep has not come about, and why: by a code, since the words may be the guest's. It tells of all
-// that have failed, and returns them.
+// settle tells the hooks that were started if the sleep has not come about, and why: by a code, since the words may be
+// the guest's. It tells of all that have failed, and returns them.
 func (h *hostRun) settle(ctx context.Context, err error) []HostHookFailure {
 	if err != nil && !h.started.None() {
 		e := h.event

@@ -61,8 +61,8 @@ echo "$1 $DROWSE_SANDBOX" >>"$DROWSE_STATE/notes"
 
 func (h onHost) path(name string) string { return filepath.Join(h.e.Store.Dir(), name) }
 
-// noted waits until hooks have noted something since the last look, in whatever order they are told of different VMs, and no
-// more, and takes it away. Hooks after a wake are not waited for by whoever has asked for it.
+// noted waits until hooks have noted something since the last look, in whatever order they are told of different VMs,
+// and no more, and takes it away. Hooks after a wake are not waited for by whoever has asked for it.
 func (h onHost) noted(file string, want ...string) {
 	h.e.T.Helper()
 	slices.Sort(want)

@@ -9,9 +9,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// idleLooks is how often it is looked whether somebody uses the VM, in the time after which it
-// sleeps, and the bounds of the time between two. Processor time is counted over a time of which idleSpans make the whole: what is
-// shorter is no use.
+// idleLooks is how often it is looked whether somebody uses the VM, in the time after which it sleeps, and the bounds
+// of the time between two. Processor time is counted over a time of which idleSpans make the whole: what is shorter is
+// no use.
 const (
 	idleLooks   = 30
 	idleSpans   = 10
@@ -40,8 +40,8 @@ type idleWatch struct {
 	looked      time.Time
 	last        uses
 	cpus        []cpuAt // the first is as old as a span, or as old as there are
-	// busy says that it worked when it was last looked, and burst how much it has worked since it was last used, of at most allowed; what is
-	// more is use until it works no more.
+	// busy says that it worked when it was last looked, and burst how much it has worked since it was last used, of at
+	// most allowed; what is more is use until it works no more.
 	busy           bool
 	burst, allowed time.Duration
 }
@@ -72,7 +72,8 @@ func (w *idleWatch) next(now time.Time, after time.Duration) time.Duration {
 	return min(w.every, max(after-now.Sub(w.since), time.Millisecond))
 }
 
-// computes says whether its processors have been at work, by what is known now: over the last span, and still since the last look.
+// computes says whether its processors have been at work, by what is known now: over the last span, and still since the
+// last look.
 func (w *idleWatch) computes(now time.Time, cpu time.Duration) bool {
 	more := func(c cpuAt) bool { return (cpu-c.cpu)*100 > now.Sub(c.at)*time.Duration(w.percent) }
 	busy := more(w.cpus[0]) && more(w.cpus[len(w.cpus)-1])

@@ -20,8 +20,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Label says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed whether
-// that runs or not. A VM without one has the zero Label, which counts as a workspace of nobody's that never expires.
+// Label says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed
+// whether that runs or not. A VM without one has the zero Label, which counts as a workspace of nobody's that never
+// expires.
 type Label struct {
 	// Class is ephemeral, resumable or workspace; empty is workspace.
 	Class lifetime.Class `json:"class,omitempty"`
@@ -81,8 +82,8 @@ func (l Label) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
-// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer, its rotation and what its guest has asked for. What the
-// guest has put its expiry off by counts for the child as well.
+// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer, its rotation and
+// what its guest has asked for. What the guest has put its expiry off by counts for the child as well.
 func (l Label) ForChild() Label {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
 	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
@@ -196,8 +197,8 @@ func parseLabel(data []byte) (Label, error) {
 }
 
 // SetLabel changes a sandbox's label: change gets what it is and says what it is to be; an error of it changes nothing
-// and is returned. A label that cannot be read is given as the zero Label, with its error. Changes by several processes come one
-// after another, and each is on disk when SetLabel returns. The sandbox may run, and may be renamed meanwhile.
+// and is returned. A label that cannot be read is given as the zero Label, with its error. Changes by several processes
+// come one after another, and each is on disk when SetLabel returns. The sandbox may run, and may be renamed meanwhile.
 func (s *Store) SetLabel(ctx context.Context, name string, change func(l *Label, unreadable error) error) (Label, error) {
 	return s.setLabel(ctx, name, change, func(r *Record, before, l Label, unreadable error) { s.tellLabel(ctx, r, before, l, unreadable) })
 }
@@ -256,7 +257,8 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 	return l, nil
 }
 
-// TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for others.
+// TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for
+// others.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
 	var e events.Event
 	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {

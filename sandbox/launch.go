@@ -86,8 +86,8 @@ func (f foreign) wait(atMost time.Duration) bool {
 	}
 }
 
-// vmEnvironment is the environment of a VM's process: this one's without what says where traces of operations go, to whom and
-// with which keys. Whoever asks for an operation makes its trace, and not the process of a guest.
+// vmEnvironment is the environment of a VM's process: this one's without what says where traces of operations go, to
+// whom and with which keys. Whoever asks for an operation makes its trace, and not the process of a guest.
 func vmEnvironment() []string {
 	return slices.DeleteFunc(os.Environ(), func(v string) bool {
 		name, _, _ := strings.Cut(v, "=")

@@ -110,8 +110,8 @@ type lifeProc struct {
 	err   error // once ended is closed
 }
 
-// Many sandboxes are woken, counted in, put to sleep, forked, and removed by many clients at once, and then while supervisor, VMs' processes and
-// clients are killed. No count may be lost or doubled, and nothing may be left.
+// Many sandboxes are woken, counted in, put to sleep, forked, and removed by many clients at once, and then while
+// supervisor, VMs' processes and clients are killed. No count may be lost or doubled, and nothing may be left.
 func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	e := guesttest.New(t)
 	dir, err := os.MkdirTemp("", "dl")
@@ -196,8 +196,8 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 // lifeLogs are the files of a VM that tell what became of it.
 var lifeLogs = []string{"vm.json", "vmm.log", "console.log"}
 
-// keep removes the files of the run. Of one that has failed it keeps them, with what the store has that tells what happened: the store
-// itself goes.
+// keep removes the files of the run. Of one that has failed it keeps them, with what the store has that tells what
+// happened: the store itself goes.
 func (v *life) keep() {
 	if !v.T.Failed() {
 		if err := os.RemoveAll(string(v.dir)); err != nil {

@@ -23,7 +23,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// lifeArg has the test binary be a client of the long run, or its supervisor: both are processes of their own, to be killed.
+// lifeArg has the test binary be a client of the long run, or its supervisor: both are processes of their own, to be
+// killed.
 const lifeArg = "life"
 
 // lifeRun is what client and supervisor have to know.
@@ -269,8 +270,8 @@ func askTally(to io.ReadWriter, question string) (n, file int, err error) {
 	return readTally(line)
 }
 
-// readTally reads what the program in the guest says: what it has in memory, and what is in its file, which has leading zeros and is
-// not octal.
+// readTally reads what the program in the guest says: what it has in memory, and what is in its file, which has leading
+// zeros and is not octal.
 func readTally(line string) (n, file int, err error) {
 	_, err = fmt.Sscanf(line, "%d %d\n", &n, &file)
 	return n, file, err

@@ -19,7 +19,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 )
 
-// lifeLeft looks for what is left of sandboxes when none runs, and when none is there any more. Each method says what it has found.
+// lifeLeft looks for what is left of sandboxes when none runs, and when none is there any more. Each method says what
+// it has found.
 type lifeLeft struct {
 	store string
 	// ids are those of sandboxes, with their names: also of those that were removed, which can leave something as well.

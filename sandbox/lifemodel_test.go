@@ -13,11 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lifeModel is what is known of a sandbox's counter, by what clients were told. Who works on the sandbox holds its lock, and the file has
-// what a client that was killed was about to do.
+// lifeModel is what is known of a sandbox's counter, by what clients were told. Who works on the sandbox holds its
+// lock, and the file has what a client that was killed was about to do.
 type lifeModel struct {
-	// Now are the numbers that the counter may have, and Slept those that it may have where it goes back to when its process
-	// is killed. Unless something is killed each has one.
+	// Now are the numbers that the counter may have, and Slept those that it may have where it goes back to when its
+	// process is killed. Unless something is killed each has one.
 	Now   []int `json:"now"`
 	Slept []int `json:"slept"`
 	// Kills are those of the sandbox's process that Now knows of.
@@ -126,7 +126,8 @@ type lifeFiles string
 
 func (d lifeFiles) path(name, kind string) string { return filepath.Join(string(d), name+"."+kind) }
 
-// lock waits for the lock of a sandbox, which ends with the process. wait false does not wait: nil says that another has it.
+// lock waits for the lock of a sandbox, which ends with the process. wait false does not wait: nil says that another
+// has it.
 func (d lifeFiles) lock(name string, wait bool) (*os.File, error) {
 	f, err := os.OpenFile(d.path(name, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {

@@ -12,9 +12,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// loader writes to a database without end, and has a connection to itself. Whenever it is asked it sends a byte over that connection
-// and back, and says: its pid, the port of the connection, how often it was asked, how many transactions it has committed, how many
-// rows there are, and the number of the last one.
+// loader writes to a database without end, and has a connection to itself. Whenever it is asked it sends a byte over
+// that connection and back, and says: its pid, the port of the connection, how often it was asked, how many
+// transactions it has committed, how many rows there are, and the number of the last one.
 const loader = `
 import os, socket, sqlite3, threading, time
 path = '/root/load.db'
@@ -48,7 +48,8 @@ while True:
         f.write('%d %d %d %d %d %d\n' % (os.getpid(), mine.getsockname()[1], asked, committed, rows, last or 0))
 `
 
-// A VM writes to a database and talks to itself over a sleep: what of internal/test/workloads takes two minutes on a soft KVM, in the image of these tests.
+// A VM writes to a database and talks to itself over a sleep: what of internal/test/workloads takes two minutes on a
+// soft KVM, in the image of these tests.
 func TestDatabaseUnderLoadAndConnectionToItselfGoOnAfterASleep(t *testing.T) {
 	const name = "loaded"
 	e := guesttest.New(t)

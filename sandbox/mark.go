@@ -20,9 +20,10 @@ import (
 
 // mark is what the records, labels and snapshots of a store name. Nothing of it is deleted.
 //
-// References move: a sleep hands layers from a record to a new snapshot, a clone hands them from a snapshot to a new record. The
-// process of a VM does the first at any time; the second is done with the store's lock held (Store.lockStore, shared). So whoever
-// holds that lock exclusively and reads records first and snapshots then misses no reference.
+// References move: a sleep hands layers from a record to a new snapshot, a clone hands them from a snapshot to a new
+// record. The process of a VM does the first at any time; the second is done with the store's lock held
+// (Store.lockStore, shared). So whoever holds that lock exclusively and reads records first and snapshots then misses
+// no reference.
 type mark struct {
 	// layers says who needs each layer, by its file's name.
 	layers holders
@@ -101,8 +102,8 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	last := s.lasts(r)
 	last.Running = running || last.Running && r.making()
 	m.lasting = append(m.lasting, last)
-	// One whose process was killed is looked after by who looks at it next: until then it may have layers that its record does not
-	// name, see adoptLayers.
+	// One whose process was killed is looked after by who looks at it next: until then it may have layers that its
+	// record does not name, see adoptLayers.
 	m.running[r.ID] = last.Running || r.Phase == Starting || r.Phase == Running
 	need := func(id, why string) {
 		if id != "" {
@@ -191,8 +192,8 @@ func (s *Store) readManifests(ctx context.Context, have manifests) (there map[st
 // maxGuess is how much of a file is looked at that cannot be understood, in bytes.
 const maxGuess = 1 << 20
 
-// vmFiles are those in the directory of a VM that may say what it needs: its record, what was to take the record's place, its label, and
-// its audit trail, which begins with its id and what it was made of.
+// vmFiles are those in the directory of a VM that may say what it needs: its record, what was to take the record's
+// place, its label, and its audit trail, which begins with its id and what it was made of.
 func vmFiles(dir string) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
@@ -260,8 +261,9 @@ func (m *mark) follow(s *Store) error {
 	return nil
 }
 
-// unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as labels say, and
-// those of forks that nobody comes back from, and, if that is said, disks that were left. All others stay until somebody removes them.
+// unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as
+// labels say, and those of forks that nobody comes back from, and, if that is said, disks that were left. All others
+// stay until somebody removes them.
 func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now exempt) (drop []string) {
 	var sleeps []lifetime.Sleep
 	known := func(owner string) bool {
@@ -296,8 +298,9 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now ex
 	return drop
 }
 
-// graceTime is how old a file is before a sweep deletes it that nothing names, unless it belongs to what is removed just then.
-// Whatever makes files without telling the store in time has that long. A variable, so that tests need not wait.
+// graceTime is how old a file is before a sweep deletes it that nothing names, unless it belongs to what is removed
+// just then. Whatever makes files without telling the store in time has that long. A variable, so that tests need not
+// wait.
 var graceTime = 10 * time.Minute
 
 // young says whether a file has changed so recently that it stays. So does one that cannot be looked at.
@@ -306,8 +309,8 @@ func young(path string) bool {
 	return err != nil || time.Since(st.ModTime()) < graceTime
 }
 
-// exempt is what a sweep need not leave alone for a while: it belongs to what is being removed. If something else names it, it stays all
-// the same. The zero value is nothing.
+// exempt is what a sweep need not leave alone for a while: it belongs to what is being removed. If something else names
+// it, it stays all the same. The zero value is nothing.
 type exempt struct {
 	owners, snapshots, layers []string
 	// abandoned are the disks that VMs have left which were taken back.

@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
 
-// TestAttack_state_directory_that_was_moved_has_its_boot_files: a sleeping VM wakes with its image and the disk of its agent, so a record
-// must find them where the store is now.
+// TestAttack_state_directory_that_was_moved_has_its_boot_files: a sleeping VM wakes with its image and the disk of its
+// agent, so a record must find them where the store is now.
 func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) {
 	h := newHost(t)
 	agent := filepath.Join(t.TempDir(), "agent")

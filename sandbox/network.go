@@ -50,7 +50,7 @@ func sweepNetworks() error {
 			errs = append(errs, err)
 		}
 	}
-	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for the
-	// next VM: this runs after each sleep, and it may have been the only VM's.
+	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for
+	// the next VM: this runs after each sleep, and it may have been the only VM's.
 	return errors.Join(append(errs, netpolicy.SweepOld(""))...)
 }

@@ -22,8 +22,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It starts once, which takes long where the
-// guest's kernel is interpreted, and then sleeps, wakes and is forked with its guest.
+// sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It
+// starts once, which takes long where the guest's kernel is interpreted, and then sleeps, wakes and is forked with its
+// guest.
 const sender = `
 import hashlib, socket
 while True:
@@ -129,7 +130,8 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	rep = e.Wake("net")
 	exchange("net", "woken", one(rep, 1))
 
-	// A fork is behind the policy of its VM, or behind another one, at an address of its own, and has the tags of that moment.
+	// A fork is behind the policy of its VM, or behind another one, at an address of its own, and has the tags of that
+	// moment.
 	if res, err := e.Store.SetTags(t.Context(), "net", []string{"db", "old"}, nil); err != nil || !res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}

@@ -25,7 +25,8 @@ var (
 	ErrPersistLimit = errors.New("the disk has more data than may persist")
 )
 
-// PersistLimitError is an ErrPersistLimit with how much there is. The process of a VM tells others of the ErrPersistLimit alone.
+// PersistLimitError is an ErrPersistLimit with how much there is. The process of a VM tells others of the
+// ErrPersistLimit alone.
 type PersistLimitError struct {
 	Bytes, Max int64
 	name       string
@@ -46,8 +47,8 @@ const (
 	PromoteTime = 15 * time.Minute
 	// DropTime is for all that is dropped.
 	DropTime = 5 * time.Minute
-	// trimTime is for writing out and trimming the disk, which is done for more than trimWorth bytes or beyond the limit: where the
-	// guest's kernel is interpreted it takes seconds.
+	// trimTime is for writing out and trimming the disk, which is done for more than trimWorth bytes or beyond the
+	// limit: where the guest's kernel is interpreted it takes seconds.
 	trimTime  = 2 * time.Minute
 	trimWorth = 64 << 20
 )
@@ -71,7 +72,8 @@ type Dropped struct {
 	Entries uint64 `json:"entries"`
 	// Bytes are those on the guest's disk that no other name has.
 	Bytes uint64 `json:"bytes"`
-	// Kept are entries that stay, since a promotion may not have them as they are, and Mounts those on which something is mounted.
+	// Kept are entries that stay, since a promotion may not have them as they are, and Mounts those on which something
+	// is mounted.
 	Kept   uint64 `json:"kept,omitempty"`
 	Mounts uint64 `json:"mounts,omitempty"`
 }
@@ -295,8 +297,8 @@ func (p *process) tellLimit(ctx context.Context, err error) {
 	}
 }
 
-// Promote copies what the label of a running VM names to the host now: guest.Client.Promote. The VM runs on, and what its programs
-// write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
+// Promote copies what the label of a running VM names to the host now: guest.Client.Promote. The VM runs on, and what
+// its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
 func (s *Store) Promote(ctx context.Context, name string) ([]Promoted, error) {
 	l, err := s.Label(name)
 	if err != nil {

@@ -59,7 +59,8 @@ type Pool struct {
 	ready []*standby
 	// shapes are what processes are wanted for, the oldest first.
 	shapes []spec.Shape
-	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after the last of them.
+	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after
+	// the last of them.
 	starting int
 	calm     time.Time
 	closed   bool
@@ -73,8 +74,8 @@ type Pool struct {
 type PoolStats struct {
 	// Size is how many processes it is to keep ready, and Ready how many there are.
 	Size, Ready int
-	// Taken were given to VMs that were woken, restored or forked, and Missed is how often there was none for one, which had a process started
-	// for it.
+	// Taken were given to VMs that were woken, restored or forked, and Missed is how often there was none for one,
+	// which had a process started for it.
 	Taken, Missed uint64
 	// Failed is how often a process could not be made, or ended while it stood by.
 	Failed uint64
@@ -241,8 +242,8 @@ func (p *Pool) wake() {
 	}
 }
 
-// poolCalm is how long nothing is made after a VM has started: whoever has woken it is about to use it, and to make a process takes a
-// processor for as long as that.
+// poolCalm is how long nothing is made after a VM has started: whoever has woken it is about to use it, and to make a
+// process takes a processor for as long as that.
 const poolCalm = 50 * time.Millisecond
 
 // How long the pool waits after it could not make a process.

@@ -113,7 +113,8 @@ type ServeOptions struct {
 	hold *os.File
 	// told, if not nil, ends when the process is told to end: the VM goes to sleep then.
 	told context.Context
-	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that runs.
+	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that
+	// runs.
 	wanted func() bool
 }
 
@@ -235,8 +236,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	return p.wait(ctx)
 }
 
-// stillMeant refuses an order that was given before others woke the VM, or booted it, and it slept or ended again: what it did meanwhile would be
-// lost, or its memory from then be put on a disk from now. It is called with the VM's lock held. Whoever gets ErrRunning looks again.
+// stillMeant refuses an order that was given before others woke the VM, or booted it, and it slept or ended again: what
+// it did meanwhile would be lost, or its memory from then be put on a disk from now. It is called with the VM's lock
+// held. Whoever gets ErrRunning looks again.
 func (p *process) stillMeant(o ServeOptions) error {
 	r := p.r
 	meant := true
@@ -285,8 +287,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Shells.NextNetwork()
 	}
-	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of power it is asleep
-	// as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when the record is safe.
+	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of
+	// power it is asleep as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when
+	// the record is safe.
 	begun, ahead := make(chan error, 1), &aheadRecord{}
 	if waking {
 		starting, ready := *r, *r
@@ -429,8 +432,9 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 	return disk.Fork(path, lower, 0)
 }
 
-// newLayer is the path of the VM's next layer. A file of that name is in nobody's record or snapshot, since each counts the
-// layers before it names them: a process was killed before its record did, and the record that there is goes on without it.
+// newLayer is the path of the VM's next layer. A file of that name is in nobody's record or snapshot, since each counts
+// the layers before it names them: a process was killed before its record did, and the record that there is goes on
+// without it.
 func (p *process) newLayer() (path string, err error) {
 	path = filepath.Join(p.store.layerDir(), p.r.newLayer())
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -531,8 +535,8 @@ type SleepResult struct {
 	Stages     map[string]float64 `json:"stages_ms"`
 	Faults     uint64             `json:"faults"`
 	MiBTouched float64            `json:"mib_touched"`
-	// Awake is when the VM's process began, and Asleep when the sleep was committed; both are zero for what was no sleep.
-	// The others are of the time between, as in SleepRecord.
+	// Awake is when the VM's process began, and Asleep when the sleep was committed; both are zero for what was no
+	// sleep. The others are of the time between, as in SleepRecord.
 	Awake      time.Time `json:"awake,omitzero"`
 	Asleep     time.Time `json:"asleep,omitzero"`
 	CPUSeconds float64   `json:"cpu_seconds,omitempty"`
@@ -753,8 +757,8 @@ type Info struct {
 	Hung bool `json:"hung"`
 	// Problem says more of that.
 	Problem string `json:"problem,omitempty"`
-	// NoSpace says that a write of the guest waits for space on the host's file system. The VM is paused until there is some,
-	// but for what is done with it as a whole: it can be put to sleep.
+	// NoSpace says that a write of the guest waits for space on the host's file system. The VM is paused until there is
+	// some, but for what is done with it as a whole: it can be put to sleep.
 	NoSpace bool `json:"no_space,omitempty"`
 	// Falling says that it is being put to sleep.
 	Falling bool `json:"falling,omitempty"`

@@ -13,7 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Bounds of what the process of a VM logs: a guest can have it log things, and must fill neither the host's disk nor its time.
+// Bounds of what the process of a VM logs: a guest can have it log things, and must fill neither the host's disk nor
+// its time.
 const (
 	// maxProcessLog is how much of the log is kept, in bytes; there is one older file of the same size.
 	maxProcessLog = 1 << 20
@@ -24,8 +25,8 @@ const (
 	logEvery = 100 * time.Millisecond
 )
 
-// processLog bounds the log of a VM's process, which is at the same time its standard output and error: the Go runtime writes
-// there as well when it gives up.
+// processLog bounds the log of a VM's process, which is at the same time its standard output and error: the Go runtime
+// writes there as well when it gives up.
 type processLog struct {
 	mu   sync.Mutex // guards what follows
 	ring *ring
@@ -46,7 +47,8 @@ func newProcessLog(path string, limit int64, turned func(*os.File) error) (*proc
 	return &processLog{ring: r, now: time.Now, turned: turned, left: logBurst, since: time.Now()}, nil
 }
 
-// Write writes one message, unless there have been too many. It fails only where files fail, and may be called from any goroutine.
+// Write writes one message, unless there have been too many. It fails only where files fail, and may be called from any
+// goroutine.
 func (l *processLog) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -85,8 +87,9 @@ func (l *processLog) put(p []byte) error {
 	return err
 }
 
-// boundLog is where this process, which is that of a VM, logs to from now on: what it has as standard error, bounded if that is
-// the VM's log. The standard logger and that of the agent's protocol write there too: the guest is at the other end of the latter.
+// boundLog is where this process, which is that of a VM, logs to from now on: what it has as standard error, bounded if
+// that is the VM's log. The standard logger and that of the agent's protocol write there too: the guest is at the other
+// end of the latter.
 func (s *Store) boundLog(name string) (io.Writer, error) {
 	path := s.ProcessLog(name)
 	if there, err := os.Stat(path); err != nil {

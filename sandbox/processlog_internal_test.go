@@ -29,7 +29,8 @@ func sizes(t *testing.T, dir string) (total int64) {
 	return total
 }
 
-// A guest that has its process say something as fast as it can, and as long as it likes, takes two files of the log's size.
+// A guest that has its process say something as fast as it can, and as long as it likes, takes two files of the log's
+// size.
 func TestAttack_log_of_a_process_that_a_guest_fills_is_bounded(t *testing.T) {
 	const limit = 64 << 10
 	path := filepath.Join(t.TempDir(), "vmm.log")

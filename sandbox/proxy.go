@@ -85,7 +85,8 @@ func (s *Store) proxyIdentity(r *Record) (*proxy.Identity, error) {
 }
 
 // ProxyEnvironment is what commands in a VM have to know of its proxy, as KEY=VALUE: where it is, files with
-// certificates, and the placeholders of secrets. Command and Entrypoint add it by themselves. A VM without a proxy has none.
+// certificates, and the placeholders of secrets. Command and Entrypoint add it by themselves. A VM without a proxy has
+// none.
 func (s *Store) ProxyEnvironment(name string) ([]string, error) {
 	r, err := s.load(name)
 	if err != nil {

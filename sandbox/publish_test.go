@@ -21,7 +21,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// counter answers each line, and each datagram, with how many it has had, and ends a connection when the other side does.
+// counter answers each line, and each datagram, with how many it has had, and ends a connection when the other side
+// does.
 const counter = `
 import select, socket
 s = socket.create_server(('', 8000), backlog=64)

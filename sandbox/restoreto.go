@@ -20,11 +20,12 @@ import (
 // ErrForeignSnapshot says that a snapshot is of another VM.
 var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
 
-// RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of that
-// time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it sleeps, the snapshot that it
-// sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped or was killed, what it has
-// on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is ErrForeignSnapshot, one without memory
-// ErrDiskOnly; ErrLabel if the VM's Rotation would take it elsewhere at its next wake.
+// RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of
+// that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it
+// sleeps, the snapshot that it sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped
+// or was killed, what it has on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is
+// ErrForeignSnapshot, one without memory ErrDiskOnly; ErrLabel if the VM's Rotation would take it elsewhere at its next
+// wake.
 func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {

@@ -12,16 +12,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Rotation has a sandbox begin anew from a snapshot that is known to be good, at its wakes. What it has done since is left then: its last
-// sleep is kept until the next one, as by Store.RestoreTo. It is kept in the Label, so it needs nobody who watches the time, and never
-// interrupts a sandbox that runs. The zero value is none.
+// Rotation has a sandbox begin anew from a snapshot that is known to be good, at its wakes. What it has done since is
+// left then: its last sleep is kept until the next one, as by Store.RestoreTo. It is kept in the Label, so it needs
+// nobody who watches the time, and never interrupts a sandbox that runs. The zero value is none.
 type Rotation struct {
 	// To is the snapshot, one of the sandbox's own with memory; it is kept for as long as it is named here.
 	To string `json:"to,omitempty"`
-	// At is from when on, by the host's clock: the first wake at that time or later begins anew, and those after it do not. The
-	// zero time is each wake.
+	// At is from when on, by the host's clock: the first wake at that time or later begins anew, and those after it do
+	// not. The zero time is each wake.
 	At time.Time `json:"at,omitzero"`
-	// Every is after how many seconds a wake begins anew again, MinTimer to lifetime.MaxSeconds; 0 is once. It goes with At.
+	// Every is after how many seconds a wake begins anew again, MinTimer to lifetime.MaxSeconds; 0 is once. It goes
+	// with At.
 	Every int64 `json:"every_seconds,omitempty"`
 }
 
@@ -65,8 +66,8 @@ func (r Rotation) after(now time.Time) Rotation {
 	return r
 }
 
-// checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. Whoever calls it keeps sweeps out until
-// the label is written: one sees it then, or is over.
+// checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. Whoever calls
+// it keeps sweeps out until the label is written: one sees it then, or is over.
 func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	if rot.To == "" {
 		return rot.check()
@@ -96,8 +97,9 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	return nil
 }
 
-// rotate takes a VM that is to be woken back to the snapshot of its rotation, if it is time. Killed at any instant, it either has done that or
-// not: that it has is in the record, so the next wake does not do it a second time. It returns errBetween if the VM has changed meanwhile.
+// rotate takes a VM that is to be woken back to the snapshot of its rotation, if it is time. Killed at any instant, it
+// either has done that or not: that it has is in the record, so the next wake does not do it a second time. It returns
+// errBetween if the VM has changed meanwhile.
 func (s *Store) rotate(ctx context.Context, r *Record, rot Rotation) (*Record, error) {
 	if !rot.due(time.Now()) {
 		return r, nil

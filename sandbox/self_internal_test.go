@@ -166,7 +166,8 @@ func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
 	held(0)
 }
 
-// TestAttack_guest_takes_more_snapshots_of_itself_than_it_may asks for one after another, as a guest does that wants to fill the disk.
+// TestAttack_guest_takes_more_snapshots_of_itself_than_it_may asks for one after another, as a guest does that wants to
+// fill the disk.
 func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	t.Parallel()
 	s := tempStore(t)

@@ -24,8 +24,8 @@ var (
 // ErrNoForker says that a guest has asked for a fork, and nobody is there who makes it.
 var ErrNoForker = errors.New("nobody makes it: `drowse serve` makes the forks that guests ask for")
 
-// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the label, as timers are, and
-// who serves the store makes it.
+// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the label,
+// as timers are, and who serves the store makes it.
 type AskedFork struct {
 	// ID is the request's, and At when it was made.
 	ID string    `json:"id"`
@@ -101,8 +101,9 @@ func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) err
 	})
 }
 
-// ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the guest told. The child has
-// a random name and its parent's label, and may not ask for forks itself. What was wrong with it is told to the guest, and returned.
+// ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the
+// guest told. The child has a random name and its parent's label, and may not ask for forks itself. What was wrong with
+// it is told to the guest, and returned.
 func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
@@ -130,7 +131,8 @@ func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
 	}))
 }
 
-// whyNoFork is what a guest is told of a fork that was not made: nothing about the host, which its owner finds where it is served.
+// whyNoFork is what a guest is told of a fork that was not made: nothing about the host, which its owner finds where it
+// is served.
 func whyNoFork(err error) string {
 	for _, told := range []error{ErrSelfLimit, ErrNotRunning, volume.ErrInUse} {
 		if errors.Is(err, told) {

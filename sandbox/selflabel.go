@@ -11,12 +11,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Asked is what a guest has asked for that is in its sandbox's Label, so that it can change that, and nothing that its owner has set.
+// Asked is what a guest has asked for that is in its sandbox's Label, so that it can change that, and nothing that its
+// owner has set.
 type Asked struct {
 	// Wake is the time of the timer that it has asked for. The Label's timer is the guest's as long as it is that one.
 	Wake time.Time `json:"wake,omitzero"`
-	// Expires is the expiry that it has asked for, and From the one that its owner had set. They count as long as the Label
-	// expires then.
+	// Expires is the expiry that it has asked for, and From the one that its owner had set. They count as long as the
+	// Label expires then.
 	Expires time.Time `json:"expires,omitzero"`
 	From    time.Time `json:"from,omitzero"`
 	// Fork is a fork that it has asked for, until it has been told of it.
@@ -33,7 +34,8 @@ var (
 // selfLabelTime bounds the wait for a label that somebody else changes.
 const selfLabelTime = 10 * time.Second
 
-// selfWake sets the timer of a sandbox for its guest, once; the zero time takes away what the guest has asked for before.
+// selfWake sets the timer of a sandbox for its guest, once; the zero time takes away what the guest has asked for
+// before.
 func (s *Store) selfWake(ctx context.Context, name string, at time.Time) error {
 	at = at.UTC().Truncate(time.Millisecond) // as it is kept
 	return s.setSelf(ctx, name, func(l *Label) error {
@@ -53,8 +55,8 @@ func (s *Store) selfWake(ctx context.Context, name string, at time.Time) error {
 	})
 }
 
-// selfExtend lets a sandbox last for some seconds from now on at least, for its guest: at most by so much longer in all than
-// its owner has set. One that lasts longer, or for ever, is left as it is. It returns when the sandbox expires.
+// selfExtend lets a sandbox last for some seconds from now on at least, for its guest: at most by so much longer in all
+// than its owner has set. One that lasts longer, or for ever, is left as it is. It returns when the sandbox expires.
 func (s *Store) selfExtend(ctx context.Context, name string, may spec.Self, seconds int) (expires time.Time, err error) {
 	if seconds > lifetime.MaxSeconds {
 		return time.Time{}, fmt.Errorf("%w: by %d s: use at most %d", ErrExtension, seconds, lifetime.MaxSeconds)

@@ -79,8 +79,8 @@ type ServiceStatus struct {
 	ExitCode *int       `json:"exit_code,omitempty"`
 	Ended    *time.Time `json:"ended,omitempty"`
 	Problem  string     `json:"problem,omitempty"`
-	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has failed,
-	// CheckRestarts how often it was ended for that.
+	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has
+	// failed, CheckRestarts how often it was ended for that.
 	Ready         bool       `json:"ready"`
 	ReadyAt       *time.Time `json:"ready_at,omitempty"`
 	CheckProblem  string     `json:"check_problem,omitempty"`
@@ -90,8 +90,8 @@ type ServiceStatus struct {
 // ErrServiceNotReady: a service has stopped, ended or failed, and is not going to be ready by itself.
 var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
 
-// WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to sleep by itself
-// meanwhile. The error is ErrServiceNotReady when it need not be waited for.
+// WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to
+// sleep by itself meanwhile. The error is ErrServiceNotReady when it need not be waited for.
 func (s *Store) WaitService(ctx context.Context, name, service string) (ServiceStatus, error) {
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {

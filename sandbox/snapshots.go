@@ -207,8 +207,8 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	return nil
 }
 
-// RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps
-// in it or was made from it and has not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
+// RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps in it or was made from it and has
+// not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
 func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -272,8 +272,8 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 	return json.MarshalIndent(out, "", "  ")
 }
 
-// disksOf are the layers of a VM's disk, with what each takes on the host's, in bytes; and the snapshots of disks that it has left when it
-// was taken back.
+// disksOf are the layers of a VM's disk, with what each takes on the host's, in bytes; and the snapshots of disks that
+// it has left when it was taken back.
 func (s *Store) disksOf(ctx context.Context, r *Record) (layers map[string]int64, abandoned []string, err error) {
 	have := manifests{}
 	if _, _, err := s.readManifests(ctx, have); err != nil {

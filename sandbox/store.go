@@ -140,7 +140,8 @@ type Record struct {
 	NextLayer int `json:"next_layer"`
 	// Snapshot is the last one that it can be brought back from, or empty.
 	Snapshot string `json:"snapshot,omitempty"`
-	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was known.
+	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was
+	// known.
 	NetworkID string `json:"network_id,omitempty"`
 	// Exit says how it ended, when it is stopped.
 	Exit *ExitRecord `json:"exit,omitempty"`
@@ -153,8 +154,8 @@ type Record struct {
 	// Base is the snapshot of a fork that the next one of this VM builds upon, while
 	// its process lives.
 	Base string `json:"base,omitempty"`
-	// Lineage is the id of the VM whose memory this one's has begun as, however many forks and clones lie between; empty
-	// is its own.
+	// Lineage is the id of the VM whose memory this one's has begun as, however many forks and clones lie between;
+	// empty is its own.
 	Lineage string `json:"lineage,omitempty"`
 	// TrustedCA is the authority of a proxy that the guest has in its memory, by its fingerprint.
 	TrustedCA string `json:"trusted_ca,omitempty"`
@@ -163,7 +164,8 @@ type Record struct {
 	Secrets []spec.SecretFile `json:"secrets,omitempty"`
 	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
-	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one before goes.
+	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one
+	// before goes.
 	Left string `json:"left,omitempty"`
 	// Rotated is the time of its Rotation at which it has last begun anew.
 	Rotated time.Time `json:"rotated,omitzero"`
@@ -184,8 +186,8 @@ type SleepRecord struct {
 	// Awake is when the VM's process began, and Asleep when the sleep was committed.
 	Awake  time.Time `json:"awake,omitzero"`
 	Asleep time.Time `json:"asleep"`
-	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of snapshots before
-	// it: bytes.
+	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of snapshots
+	// before it: bytes.
 	Raw    uint64 `json:"bytes_raw"`
 	Stored int64  `json:"bytes_stored"`
 	Shared int64  `json:"bytes_shared"`
@@ -199,8 +201,8 @@ type SleepRecord struct {
 // maxSleeps is how many sleeps a record has.
 const maxSleeps = 16
 
-// BootFiles are what a VM boots, by path and, where it has one, id. Paths are relative to the store's directory, which may
-// be moved, but for files outside of it. Records of older versions have absolute ones: see Store.bootPath.
+// BootFiles are what a VM boots, by path and, where it has one, id. Paths are relative to the store's directory, which
+// may be moved, but for files outside of it. Records of older versions have absolute ones: see Store.bootPath.
 type BootFiles struct {
 	KernelID   string `json:"kernel_id"`
 	Kernel     string `json:"kernel"`
@@ -249,12 +251,13 @@ func (s *Store) putInPlace(temp, path string) error {
 	return nil
 }
 
-// aheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for the disk. The zero value is none.
+// aheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for
+// the disk. The zero value is none.
 type aheadRecord struct {
 	path, temp string
 	data       []byte
-	// before is the file whose place it takes: as long as it is open, the kernel need not give back what it has on the disk, which
-	// takes longer than all else of a rename.
+	// before is the file whose place it takes: as long as it is open, the kernel need not give back what it has on the
+	// disk, which takes longer than all else of a rename.
 	before *os.File
 }
 
@@ -293,7 +296,8 @@ func (a *aheadRecord) commit(r *Record) (done bool, err error) {
 	return true, nil
 }
 
-// discard removes what was not committed, and lets go of what was before. Whatever a killed process leaves goes with its sockets.
+// discard removes what was not committed, and lets go of what was before. Whatever a killed process leaves goes with
+// its sockets.
 func (a *aheadRecord) discard() {
 	if a.before != nil {
 		a.before.Close()
@@ -310,8 +314,8 @@ func encodeRecord(r *Record) ([]byte, error) {
 
 func (s *Store) save(r *Record) error { return s.saveBy(s.writeFileAtomic, r)() }
 
-// saveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so before
-// the record is. Both are written at once, since a wake may wait for it.
+// saveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so
+// before the record is. Both are written at once, since a wake may wait for it.
 func (s *Store) saveOver(r *Record, top string) error {
 	synced := make(chan error, 1)
 	go func() { synced <- disk.Sync(top) }()
@@ -445,9 +449,9 @@ func (s *Store) tidy(r *Record) error {
 	return nil
 }
 
-// adoptLayers adds to a VM's disk the layers that its process began after it had last saved the record: it was killed, or could
-// not save, between sealing one layer and naming the next, in which the guest may have made things durable since. Their
-// names count on from the record's, and each lies over the one before. The lock is held.
+// adoptLayers adds to a VM's disk the layers that its process began after it had last saved the record: it was killed,
+// or could not save, between sealing one layer and naming the next, in which the guest may have made things durable
+// since. Their names count on from the record's, and each lies over the one before. The lock is held.
 func (s *Store) adoptLayers(r *Record) error {
 	if len(r.Disk.Layers) == 0 {
 		return nil
@@ -534,9 +538,9 @@ func (s *Store) Stamps() (map[string]time.Time, error) {
 	return out, nil
 }
 
-// FileStamps say of each VM what its record and its label are, without reading them: a stamp that has not changed stands for
-// files that have not. It is empty for files that have been replaced so recently that their next replacement might have
-// the same time.
+// FileStamps say of each VM what its record and its label are, without reading them: a stamp that has not changed
+// stands for files that have not. It is empty for files that have been replaced so recently that their next replacement
+// might have the same time.
 func (s *Store) FileStamps() (map[string]string, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
@@ -694,8 +698,8 @@ func (s *Store) inStore(path string) string {
 	return path
 }
 
-// bootPath is the absolute path of one of a record's BootFiles. A record of an older version has the store's directory in
-// it as it was then; if that has been moved, or copied, the file is where the store is now.
+// bootPath is the absolute path of one of a record's BootFiles. A record of an older version has the store's directory
+// in it as it was then; if that has been moved, or copied, the file is where the store is now.
 func (s *Store) bootPath(path string) string {
 	if path == "" {
 		return ""
@@ -714,8 +718,8 @@ func (s *Store) bootPath(path string) string {
 	return path
 }
 
-// removeNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can name them. It sweeps
-// nothing, since others may be made of the same snapshot.
+// removeNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can name
+// them. It sweeps nothing, since others may be made of the same snapshot.
 func (s *Store) removeNew(ctx context.Context, r *Record) error {
 	l, err := s.lockWithin(ctx, r.Spec.Name, removePatience)
 	if err != nil {
@@ -741,8 +745,9 @@ func (s *Store) removeNew(ctx context.Context, r *Record) error {
 	return nil
 }
 
-// removeFreed deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM is gone. It may be gone with an error: what only
-// it needed is deleted after it, and what of that is left the next sweep deletes.
+// removeFreed deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM
+// is gone. It may be gone with an error: what only it needed is deleted after it, and what of that is left the next
+// sweep deletes.
 func (s *Store) removeFreed(ctx context.Context, name string) (freed Freed, gone bool, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {

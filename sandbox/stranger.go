@@ -34,8 +34,8 @@ import (
 // they were imported, or as empty file systems.
 var layerName = regexp.MustCompile(`^([0-9a-f]{32}-[0-9]{1,9}|sha256-[0-9a-f]{64}|ext4-[0-9]{1,3}-[0-9]{1,16}-[0-9a-f]{16}\.layer)$`)
 
-// contentPrefix begins the names of files that are named by the SHA-256 of what was sent. Nothing but an import makes such
-// names, so no stranger can choose the name of a file that a VM of this store has, or is going to make.
+// contentPrefix begins the names of files that are named by the SHA-256 of what was sent. Nothing but an import makes
+// such names, so no stranger can choose the name of a file that a VM of this store has, or is going to make.
 const contentPrefix = "sha256-"
 
 // importPrefix begins the names of files that belong to nothing yet. A sweep takes those that an import has left in the
@@ -171,8 +171,8 @@ func (im *importing) admitted(m *snapshot.Manifest, r *Record) *Record {
 	return kept
 }
 
-// droppedFields names, as JSON does, the fields of a Spec that say something in from and not the same in kept. The image
-// is said by its content instead.
+// droppedFields names, as JSON does, the fields of a Spec that say something in from and not the same in kept. The
+// image is said by its content instead.
 func droppedFields(kept, from *Spec) (names []string) {
 	k, f := reflect.ValueOf(*kept), reflect.ValueOf(*from)
 	for i := range k.NumField() {
@@ -184,8 +184,8 @@ func droppedFields(kept, from *Spec) (names []string) {
 	return names
 }
 
-// findKernel settles which kernel a VM of the snapshot boots when it boots again: memory has its own. It is the very same
-// if the store has it, and another one of its kind if not.
+// findKernel settles which kernel a VM of the snapshot boots when it boots again: memory has its own. It is the very
+// same if the store has it, and another one of its kind if not.
 func (im *importing) findKernel(sent *Record) error {
 	r := im.record
 	if im.trust && strings.Contains(r.Spec.Kernel, "/") {
@@ -233,8 +233,8 @@ func (s *Store) systemDir() string { return filepath.Join(s.CacheDir(), "sysdisk
 func (im *importing) Adopt(m *snapshot.Manifest) error {
 	st, sent := disk.Stack{}, false
 	for _, l := range snapshotDisk(m).Layers {
-		// One that is not in the stream is not looked for: the store may have another VM's of that name. If the next one has
-		// taken it in it is not missed, and otherwise disk.Verify misses it. Nothing takes in the uppermost.
+		// One that is not in the stream is not looked for: the store may have another VM's of that name. If the next
+		// one has taken it in it is not missed, and otherwise disk.Verify misses it. Nothing takes in the uppermost.
 		var name string
 		if name, sent = im.layers[l]; sent {
 			st.Layers = append(st.Layers, name)
@@ -291,7 +291,8 @@ func (im *importing) adoptSystem(m *snapshot.Manifest) error {
 	case im.system != "":
 		b.SystemDisk = im.system
 	default:
-		// Older versions have not sent it. What this store has of that name it has made itself, of an agent with that hash.
+		// Older versions have not sent it. What this store has of that name it has made itself, of an agent with that
+		// hash.
 		own := filepath.Join(im.store.systemDir(), filepath.Base(b.SystemDisk))
 		if _, err := os.Stat(own); err != nil {
 			return fmt.Errorf("%w: the disk that its guest runs its agent from, %.100q, is neither in the stream nor in this store: export it again with this version of drowse, or copy that file from cache/sysdisk of the store that the snapshot comes from", ErrImport, filepath.Base(b.SystemDisk))
@@ -353,8 +354,8 @@ func (p *placedFile) Commit() (err error) {
 	return errors.Join(err, removeIfThere(tmp))
 }
 
-// checkImportedLayer refuses a layer that could change, or of a disk that is larger than any here: the index of a disk in
-// memory follows its size, whatever little came.
+// checkImportedLayer refuses a layer that could change, or of a disk that is larger than any here: the index of a disk
+// in memory follows its size, whatever little came.
 func checkImportedLayer(path string) error {
 	info, err := disk.Inspect(path)
 	switch {
@@ -368,8 +369,8 @@ func checkImportedLayer(path string) error {
 	return nil
 }
 
-// settle gives a file, which is durable, its name, unless there is one of that name: it has the same content. So has one
-// that another import has put there in between; to take its place does no harm.
+// settle gives a file, which is durable, its name, unless there is one of that name: it has the same content. So has
+// one that another import has put there in between; to take its place does no harm.
 func (p *placedFile) settle(tmp, path string) error {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
 		err = os.Rename(tmp, path)
@@ -411,8 +412,8 @@ func sameContent(a, b io.Reader) (bool, error) {
 	}
 }
 
-// Abort implements snapshot.Placement. What has its name already stays for the next sweep: another import may have found
-// it there.
+// Abort implements snapshot.Placement. What has its name already stays for the next sweep: another import may have
+// found it there.
 func (p *placedFile) Abort() error { return p.discard() }
 
 // discard forgets what was received.

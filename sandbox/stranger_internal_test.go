@@ -179,7 +179,8 @@ func (h *host) stream(id string) []byte {
 	return b.Bytes()
 }
 
-// forged is a stream with those layers alone, whatever its manifest says, by the names that the manifest has for them, and with the disk of the agent.
+// forged is a stream with those layers alone, whatever its manifest says, by the names that the manifest has for them,
+// and with the disk of the agent.
 func (h *host) forged(id string, layers map[string]string) []byte {
 	h.t.Helper()
 	var files []snapshot.ExtraFile
@@ -618,7 +619,8 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 	}
 }
 
-// A layer of some bytes may say that it is of a disk of terabytes, whose index would take gigabytes of memory, or that it is still written to.
+// A layer of some bytes may say that it is of a disk of terabytes, whose index would take gigabytes of memory, or that
+// it is still written to.
 func TestAttack_import_refuses_layers_that_are_too_large_or_not_sealed(t *testing.T) {
 	const layer = "ext4-1-64-0123456789abcdef.layer"
 	for name, tt := range map[string]struct {

@@ -42,13 +42,15 @@ const (
 	kindFork  = "fork"
 )
 
-// Sweep deletes what no record, label or snapshot names (see mark) and what has not changed for ten minutes: sleep snapshots that no VM
-// needs any more and no Label keeps, disk layers, decompressed pages of no snapshot, and what interrupted commands have left. It
-// never deletes a snapshot that was asked for by name. A record or a snapshot that cannot be read is an error, what it
-// may need is kept, and the rest is deleted all the same. While a snapshot is being imported or a VM is being forked it does nothing. ctx ends it.
+// Sweep deletes what no record, label or snapshot names (see mark) and what has not changed for ten minutes: sleep
+// snapshots that no VM needs any more and no Label keeps, disk layers, decompressed pages of no snapshot, and what
+// interrupted commands have left. It never deletes a snapshot that was asked for by name. A record or a snapshot that
+// cannot be read is an error, what it may need is kept, and the rest is deleted all the same. While a snapshot is being
+// imported or a VM is being forked it does nothing. ctx ends it.
 func (s *Store) Sweep(ctx context.Context) (Freed, error) { return s.sweep(ctx, exempt{}) }
 
-// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with tags.
+// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with
+// tags.
 func (s *Store) SweepAbandoned(ctx context.Context) (Freed, error) {
 	return s.sweep(ctx, exempt{abandoned: true})
 }
@@ -118,8 +120,8 @@ func (s *Store) alone(ctx context.Context, f func() error) error {
 	return errors.Join(f(), unlock())
 }
 
-// takeAway takes the names of what nobody needs away, which is quick; free deletes it. It is called alone. m is nil if nothing could be
-// found out.
+// takeAway takes the names of what nobody needs away, which is quick; free deletes it. It is called alone. m is nil if
+// nothing could be found out.
 func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed *Freed) (m *mark, free func(), err error) {
 	var later []func()
 	free = func() {
@@ -127,7 +129,8 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed 
 			f()
 		}
 	}
-	// What there is first, then who needs it: what is made in between is not looked at. A VM may sleep meanwhile and wake again.
+	// What there is first, then who needs it: what is made in between is not looked at. A VM may sleep meanwhile and
+	// wake again.
 	files, err := os.ReadDir(s.layerDir())
 	if err != nil {
 		return nil, free, err
@@ -182,8 +185,8 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed 
 	return m, free, errors.Join(errs...)
 }
 
-// removeLayer deletes a file that nothing names, unless somebody has it open, or its VM has begun to run. It returns -1 then, or how many
-// bytes of disk that gives back.
+// removeLayer deletes a file that nothing names, unless somebody has it open, or its VM has begun to run. It returns -1
+// then, or how many bytes of disk that gives back.
 func (s *Store) removeLayer(m *mark, owner, path string) (int64, error) {
 	if i := slices.IndexFunc(m.records, func(r *Record) bool { return r.ID == owner }); i >= 0 {
 		l, err := s.lock(m.records[i].Spec.Name)
@@ -221,8 +224,9 @@ func (s *Store) joinAlone(ctx context.Context, name string, have manifests) erro
 	return err
 }
 
-// sweepSlept deletes the sleeps of a VM that has just slept which its label does not keep: usually the one before. It looks at these
-// alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has been woken meanwhile is left alone.
+// sweepSlept deletes the sleeps of a VM that has just slept which its label does not keep: usually the one before. It
+// looks at these alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has
+// been woken meanwhile is left alone.
 func (s *Store) sweepSlept(ctx context.Context, name string) error {
 	var layers []string
 	pages := map[string]bool{}
@@ -286,7 +290,8 @@ func (s *Store) sweepSlept(ctx context.Context, name string) error {
 	return err
 }
 
-// oldSleeps are those of a VM's last sleeps that its label does not keep, which it does not need itself, and which are there.
+// oldSleeps are those of a VM's last sleeps that its label does not keep, which it does not need itself, and which are
+// there.
 func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
 	var sleeps []lifetime.Sleep
 	there := map[string]*snapshot.Manifest{}
@@ -369,10 +374,9 @@ const (
 	maxJoin     = 64 << 20 // bytes
 )
 
-// joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may
-// sleep thousands of times. The joined layer has a name of its own, since a layer never changes: another store may have
-// one of that name from an export. Those that it was made of stay for the snapshot, and are swept when the next sleep has
-// taken its place.
+// joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may sleep thousands of times.
+// The joined layer has a name of its own, since a layer never changes: another store may have one of that name from an
+// export. Those that it was made of stay for the snapshot, and are swept when the next sleep has taken its place.
 func (s *Store) joinLayers(ctx context.Context, name string, needed holders) error {
 	l, err := s.lock(name)
 	if err != nil {
@@ -411,8 +415,8 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	return s.save(r)
 }
 
-// chooseJoin returns which neighbours are to be joined so that looseLayers are left: those with the least data of so many,
-// so that each byte is copied seldom. If they have too much, it is fewer; n is 0 if none are to be.
+// chooseJoin returns which neighbours are to be joined so that looseLayers are left: those with the least data of so
+// many, so that each byte is copied seldom. If they have too much, it is fewer; n is 0 if none are to be.
 func (s *Store) chooseJoin(layers []string, loose func(string) bool) (first, n int) {
 	count := 0
 	sizes := make([]int64, len(layers))

@@ -78,8 +78,8 @@ func wantBlocks(t *testing.T, s *Store, name string, n int) {
 	}
 }
 
-// An export that was taken before and one that was taken after must be able to lie in one store, and a snapshot that names the layers
-// before must find them as they were.
+// An export that was taken before and one that was taken after must be able to lie in one store, and a snapshot that
+// names the layers before must find them as they were.
 func TestAttack_joining_layers_of_a_sleeping_VM_changes_no_layer_under_its_name(t *testing.T) {
 	const layers = 8
 	s, err := OpenStore(t.TempDir())

@@ -24,10 +24,10 @@ type TagsResult struct {
 }
 
 // SetTags adds tags to those of a VM, and removes others, for good: they are stored before they are put into force. A
-// tag that is there, or not, is no error. When it returns, no packet of another VM on the host is judged by the old ones
-// any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the old tags hold.
-// Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its moment. ErrSpec or netpolicy.ErrPolicy say
-// that the VM cannot have them.
+// tag that is there, or not, is no error. When it returns, no packet of another VM on the host is judged by the old
+// ones any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the
+// old tags hold. Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its
+// moment. ErrSpec or netpolicy.ErrPolicy say that the VM cannot have them.
 func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) (res TagsResult, err error) {
 	c := spec.TagChange{Add: add, Remove: remove}
 	if err := c.Validate(); err != nil {

@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Timer says when a sandbox is woken. It is kept in its Label, and carried out by a supervisor, to within a second; one that
-// was due while there was none fires once when there is one again.
+// Timer says when a sandbox is woken. It is kept in its Label, and carried out by a supervisor, to within a second; one
+// that was due while there was none fires once when there is one again.
 type Timer struct {
 	// At is the next time, by the host's clock; zero is never.
 	At time.Time `json:"at,omitzero"`
@@ -48,8 +48,8 @@ func (t Timer) after(now time.Time) Timer {
 	return t
 }
 
-// TimerFired sets a sandbox's timer to its next time, and tells that it has fired, and of a problem if there was one. It does nothing if
-// the timer is another one by now.
+// TimerFired sets a sandbox's timer to its next time, and tells that it has fired, and of a problem if there was one.
+// It does nothing if the timer is another one by now.
 func (s *Store) TimerFired(ctx context.Context, name string, fired Timer, problem error) error {
 	ctx = events.WithCause(ctx, events.Timer)
 	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {

@@ -10,12 +10,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// toldHooks is how long a VM's hooks, and what is to be promoted, may keep it from the sleep that it goes to because its process was told to end. systemd
-// kills a process 90 s after it has told it so (DefaultTimeoutStopSec=, systemd-system.conf(5)), and most of that is for writing its memory.
+// toldHooks is how long a VM's hooks, and what is to be promoted, may keep it from the sleep that it goes to because
+// its process was told to end. systemd kills a process 90 s after it has told it so (DefaultTimeoutStopSec=,
+// systemd-system.conf(5)), and most of that is for writing its memory.
 const toldHooks = 20 * time.Second
 
-// sleepWhenTold puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host shuts down or the session ends in which
-// the VM was started. Hooks that refuse, or take too long, do not keep it awake: it would be killed. An ephemeral VM ends.
+// sleepWhenTold puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host shuts
+// down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it awake: it
+// would be killed. An ephemeral VM ends.
 func (p *process) sleepWhenTold(ctx, told context.Context) {
 	select {
 	case <-ctx.Done():

@@ -14,8 +14,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host shuts down: it tells each to end,
-// and kills those that have not ended after a time. That is 90 s there, and more here, for a machine that does much else.
+// shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host
+// shuts down: it tells each to end, and kills those that have not ended after a time. That is 90 s there, and more
+// here, for a machine that does much else.
 func shutDown(t *testing.T, pids map[string]int) {
 	t.Helper()
 	fds := map[string]int{}

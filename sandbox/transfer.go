@@ -21,8 +21,8 @@ import (
 const systemFile = "system.erofs"
 
 // ExportSnapshot writes a snapshot to w as one stream that ImportSnapshot takes, on this host or another: its memory,
-// the layers of its disk, and the disk with the agent that its guest runs from. The image that the VM was booted from is
-// not in it: the stream names it by the SHA-256 of its content.
+// the layers of its disk, and the disk with the agent that its guest runs from. The image that the VM was booted from
+// is not in it: the stream names it by the SHA-256 of its content.
 func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -82,8 +82,8 @@ func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
 
 // ImportOptions change an import. The zero value is ImportSnapshot.
 type ImportOptions struct {
-	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the path
-	// of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
+	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the
+	// path of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
 	Trust bool
 }
 
@@ -99,8 +99,8 @@ type ImportResult struct {
 //
 // Whoever has made the stream is a stranger. Taken are the memory with the state of the machine, the disk, and which
 // devices there are; the image by its content. A network device has no policy then, so nothing passes. What else the
-// stream says is dropped, and ImportResult says what: see docs/guides/snapshots.md. Layers of the disk come from the stream
-// alone, and have names by their content unless the store has the same under the same name.
+// stream says is dropped, and ImportResult says what: see docs/guides/snapshots.md. Layers of the disk come from the
+// stream alone, and have names by their content unless the store has the same under the same name.
 //
 // It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,
 // image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Nothing is left then, nor when the stream is
@@ -173,9 +173,10 @@ var errStoreBusy = errors.New("others make or remove VMs and snapshots at this m
 // storePatience is how long is waited for whoever takes names away, which takes moments.
 const storePatience = time.Minute
 
-// lockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, a label or a snapshot name what another one
-// names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It waits until ctx ends, or for a
-// time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait for it.
+// lockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, a label or a snapshot name what
+// another one names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It waits
+// until ctx ends, or for a time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait
+// for it.
 func (s *Store) lockStore(ctx context.Context, mode osfile.LockMode, patience time.Duration) (unlock func() error, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, errStoreBusy)
 	defer cancel()

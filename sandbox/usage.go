@@ -34,12 +34,13 @@ func diskUsage(path string) (all, exclusive int64) {
 	return all, exclusive
 }
 
-// Usage is what a store takes on disk, in bytes, by what it is for. A file with several names counts once, in the first of the fields that it
-// belongs to.
+// Usage is what a store takes on disk, in bytes, by what it is for. A file with several names counts once, in the first
+// of the fields that it belongs to.
 type Usage struct {
 	// Layers are writable disks of VMs and of snapshots.
 	Layers int64 `json:"layers"`
-	// Snapshots are those that VMs come back from, and Kept all others: named ones, those with tags, and earlier sleeps that are kept.
+	// Snapshots are those that VMs come back from, and Kept all others: named ones, those with tags, and earlier sleeps
+	// that are kept.
 	Snapshots int64 `json:"snapshots"`
 	Kept      int64 `json:"kept"`
 	Images    int64 `json:"images"`
@@ -48,8 +49,8 @@ type Usage struct {
 	Volumes int64 `json:"volumes"`
 }
 
-// Usage looks at the files of the store: some microseconds for each. What goes away meanwhile is no error; when ctx ends before all has been looked at,
-// what is returned is incomplete.
+// Usage looks at the files of the store: some microseconds for each. What goes away meanwhile is no error; when ctx
+// ends before all has been looked at, what is returned is incomplete.
 func (s *Store) Usage(ctx context.Context) (u Usage, err error) {
 	c := counter{ctx: ctx, seen: map[inode]bool{}}
 	// The snapshots first, then who needs them: one that a VM falls asleep in meanwhile is not in the list.

@@ -47,9 +47,11 @@ type order struct {
 	NewIdentity bool `json:"new_identity,omitempty"`
 	// Fork says that it is made of an image.
 	Fork bool `json:"fork,omitempty"`
-	// Hold says that whoever has given the order holds the VM awake, and has one end of a socket for that. No fork has it.
+	// Hold says that whoever has given the order holds the VM awake, and has one end of a socket for that. No fork has
+	// it.
 	Hold bool `json:"hold,omitempty"`
-	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone knows.
+	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone
+	// knows.
 	Shared bool `json:"-"`
 	// Cause is on whose behalf; for the event.
 	Cause events.Cause `json:"cause,omitempty"`
@@ -139,12 +141,13 @@ func ServeProcess(ctx context.Context, args []string) error {
 
 // ProcessOptions of ServeProcessWith. The zero value is ServeProcess.
 type ProcessOptions struct {
-	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see Store.WithHostHooks.
+	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
+	// Store.WithHostHooks.
 	HostHooks []HostHook
 }
 
-// ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one that
-// stands by may become that of any VM.
+// ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one
+// that stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
 	told, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()
@@ -192,7 +195,8 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	return s.obey(ctx, told, ord, files, nil)
 }
 
-// third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of a hold.
+// third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of
+// a hold.
 func (o order) third() bool { return o.Fork || o.Hold }
 
 // obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.

@@ -1,5 +1,5 @@
-// This file has its name so that its test, which takes longest, is among the first: tests begin in the order of their files,
-// and one that is left over at the end has one of the machine's processors to itself.
+// This file has its name so that its test, which takes longest, is among the first: tests begin in the order of their
+// files, and one that is left over at the end has one of the machine's processors to itself.
 
 package sandbox_test
 

@@ -8,9 +8,10 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// canonical reads the JSON document of a manifest in the one form in which [Manifest.encodeJSON] writes it, byte by byte and without
-// reflection: that is on the way of every wake, where package encoding/json takes ten times as long and has to encode the document
-// again to know that it is in that form. What it does not understand is for encoding/json to say, so it knows plain ASCII only.
+// canonical reads the JSON document of a manifest in the one form in which [Manifest.encodeJSON] writes it, byte by
+// byte and without reflection: that is on the way of every wake, where package encoding/json takes ten times as long
+// and has to encode the document again to know that it is in that form. What it does not understand is for
+// encoding/json to say, so it knows plain ASCII only.
 func canonical(doc []byte) (*Manifest, bool) {
 	c, m := canon{b: doc}, new(Manifest)
 	c.manifest(m)

@@ -58,8 +58,8 @@ var prepared = make(chan *Decoder, MaxPrepared)
 // MaxPrepared bounds the decoders that PrepareDecoders makes. Each takes 0.7 MiB.
 const MaxPrepared = 4
 
-// PrepareDecoders makes n decoders, MaxPrepared at most, that NewDecoder returns first, with their memory in place, for a process in
-// which a snapshot will be opened once, and fast. Those of earlier calls count.
+// PrepareDecoders makes n decoders, MaxPrepared at most, that NewDecoder returns first, with their memory in place, for
+// a process in which a snapshot will be opened once, and fast. Those of earlier calls count.
 func PrepareDecoders(n int) error {
 	c, err := newCompressor(frameLevel)
 	if err != nil {

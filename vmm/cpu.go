@@ -20,8 +20,8 @@ type cpu struct {
 	m   *Machine
 	kvm *kvm.VCPU
 	tid atomic.Int32
-	// begin is what its thread waits for before it looks at the gate for the first time: a read that wakes the thread itself. From a
-	// sync.Cond the way leads through Go's scheduler, and takes it two or three times as long.
+	// begin is what its thread waits for before it looks at the gate for the first time: a read that wakes the thread
+	// itself. From a sync.Cond the way leads through Go's scheduler, and takes it two or three times as long.
 	begin *devices.Event
 	// exits counts returns from KVM_RUN.
 	exits atomic.Uint64

@@ -126,8 +126,8 @@ func CheckFacts(saved HostFacts) error {
 	return compareTSC(saved.TSCKHz, host, scales)
 }
 
-// compareTSC refuses a guest whose time stamp counter would run at another rate than it was told at its boot. A rate of 0
-// is not known.
+// compareTSC refuses a guest whose time stamp counter would run at another rate than it was told at its boot. A rate of
+// 0 is not known.
 func compareTSC(saved, host uint64, scales bool) error {
 	if scales || kvm.SameTSCRate(saved, host) || saved == 0 || host == 0 {
 		return nil
@@ -263,8 +263,8 @@ func compareCPUID(saved, have []kvm.CPUIDEntry) error {
 			return fmt.Errorf("%w: this CPU lacks features %#x of %s: restore on a CPU like the first", ErrForeign, missing, f.name)
 		}
 	}
-	// Bits 7:0 of EAX are the width of physical addresses, 15:8 that of linear ones. A guest uses all that it has seen: also
-	// bits of its page tables beyond its RAM, which are reserved on a CPU with fewer.
+	// Bits 7:0 of EAX are the width of physical addresses, 15:8 that of linear ones. A guest uses all that it has seen:
+	// also bits of its page tables beyond its RAM, which are reserved on a CPU with fewer.
 	sw, hw := find(saved, leafAddressSize, 0).EAX, find(have, leafAddressSize, 0).EAX
 	for _, w := range []struct {
 		what  string

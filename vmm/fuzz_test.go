@@ -40,7 +40,8 @@ func bytesOfStates(states []State) (p []byte) {
 	return p
 }
 
-// emptyVCPU is the state of a vCPU with a zero in all registers, in the sizes of KVM's structs (include/uapi/linux/kvm.h).
+// emptyVCPU is the state of a vCPU with a zero in all registers, in the sizes of KVM's structs
+// (include/uapi/linux/kvm.h).
 func emptyVCPU() (p []byte) {
 	for _, r := range []struct{ tag, size uint32 }{{1, 0}, {3, 4}, {4, 144}, {6, 312}, {7, 4096}, {9, 128}, {10, 64}, {11, 1024}, {12, 0}} {
 		p = binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(p, r.tag), r.size)
@@ -60,8 +61,8 @@ func emptyStates() []State {
 	}
 }
 
-// Whatever has been saved, it is refused with a typed error before KVM is given any of it, or complete: all parts are there, and in
-// their sizes. What is for the devices is left to them untouched.
+// Whatever has been saved, it is refused with a typed error before KVM is given any of it, or complete: all parts are
+// there, and in their sizes. What is for the devices is left to them untouched.
 func FuzzLoadState(f *testing.F) {
 	good := emptyStates()
 	f.Add(bytesOfStates(good))

@@ -332,8 +332,8 @@ func (m *Machine) Start() error {
 	}
 	m.wg.Go(m.watch)
 	if m.imported {
-		// The devices of a saved machine go on while its vCPUs are on their way into the guest, but for those that may wait. What a
-		// guest asks of one before that waits in its event, or for a register.
+		// The devices of a saved machine go on while its vCPUs are on their way into the guest, but for those that may
+		// wait. What a guest asks of one before that waits in its event, or for a register.
 		for _, t := range m.virtio {
 			if m.mayWait(t) {
 				continue

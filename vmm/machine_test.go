@@ -73,7 +73,8 @@ type testConfig struct {
 
 // with makes the machine.
 func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
-	// The first place has too many or just as many doorbells for most devices, the second none, and others are not known ahead.
+	// The first place has too many or just as many doorbells for most devices, the second none, and others are not
+	// known ahead.
 	shell, err := NewShell(ShellConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
 	if err != nil {
 		return nil, err

@@ -23,8 +23,9 @@ type ShellConfig struct {
 	// for it: the first write to each page after TakeDirty leaves it for KVM, and
 	// KVM maps RAM in pages of 4 KiB only.
 	TrackDirty bool
-	// Queues are how many queues the machine's devices will have, in their order, as far as that is known: their eventfds are made
-	// ahead. A device may turn out to have more, or fewer, and there may be more devices, up to MaxDevices.
+	// Queues are how many queues the machine's devices will have, in their order, as far as that is known: their
+	// eventfds are made ahead. A device may turn out to have more, or fewer, and there may be more devices, up to
+	// MaxDevices.
 	Queues []int
 }
 
@@ -40,7 +41,8 @@ type Shell struct {
 	vcpus    []*kvm.VCPU
 	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows
 	msrIndex []uint32
-	// tscKHz is the frequency of the guest's time stamp counter; 0 if the host cannot tell, as with one whose own is unstable.
+	// tscKHz is the frequency of the guest's time stamp counter; 0 if the host cannot tell, as with one whose own is
+	// unstable.
 	tscKHz uint64
 	wires  []wires // by place
 	// took is what each step took.
@@ -52,7 +54,8 @@ type Shell struct {
 	// loading is held by Load and Close, and guards what follows.
 	loading sync.Mutex
 	closed  bool
-	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the shell, nil if that has failed.
+	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the shell, nil if that has
+	// failed.
 	begun  bool
 	loaded *loadedState
 }

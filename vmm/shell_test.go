@@ -76,7 +76,8 @@ func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	// A line and a doorbell for each of the first two places, and all three of the last one, were closed; the first has one left.
+	// A line and a doorbell for each of the first two places, and all three of the last one, were closed; the first has
+	// one left.
 	if now := openFiles(t); now != ahead-8 {
 		t.Errorf("%d open files, want %d", now, ahead-8)
 	}

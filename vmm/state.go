@@ -132,10 +132,10 @@ type loadedState struct {
 	took   time.Duration
 }
 
-// Load gives an empty shell that part of a saved machine which KVM has: its interrupt controllers, timers, clock and vCPUs. What is
-// left is for Machine.Import. It waits for the shell, and may run while New makes a machine of it and devices are made; the machine
-// must not do anything before Load has returned. RAM must have its content before, or a pager that has it. After an error the shell
-// can only be closed.
+// Load gives an empty shell that part of a saved machine which KVM has: its interrupt controllers, timers, clock and
+// vCPUs. What is left is for Machine.Import. It waits for the shell, and may run while New makes a machine of it and
+// devices are made; the machine must not do anything before Load has returned. RAM must have its content before, or a
+// pager that has it. After an error the shell can only be closed.
 func (s *Shell) Load(states []State) error {
 	if err := s.Wait(); err != nil {
 		return err
@@ -192,7 +192,8 @@ type kvmState struct {
 // chips is how many interrupt controllers have a state, numbered from 0.
 const chips = kvm.ChipIOAPIC + 1
 
-// kvmStateOf takes it from the parts, for a machine of so many vCPUs. All of it is there then, of the right kinds and sizes.
+// kvmStateOf takes it from the parts, for a machine of so many vCPUs. All of it is there then, of the right kinds and
+// sizes.
 func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
 	for chip := range k.chips {
 		if k.chips[chip], err = parts.data(irqchipName(uint32(chip)), kindIRQChip); err != nil {
@@ -274,8 +275,8 @@ func (s *Shell) loadState(states []State) (*loadedState, error) {
 	}
 	for _, v := range s.vcpus {
 		for _, gpa := range v.SavedClockPages() {
-			// KVM wants it in the end. Here a pager loads it at once; there this thread would wait for one of its others. Where
-			// it cannot be had, KVM says so.
+			// KVM wants it in the end. Here a pager loads it at once; there this thread would wait for one of its
+			// others. Where it cannot be had, KVM says so.
 			_ = s.cfg.Memory.Read(guestmem.GPA(gpa), make([]byte, 1))
 		}
 	}
@@ -302,10 +303,9 @@ func restoreClock(v *kvm.VCPU) error {
 	return nil
 }
 
-// Import loads a saved machine into an empty one: all of states, unless the shell has been given its part of them before. RAM must
-// have been given its content, or a pager that has it. Every part must be known, used and there exactly once;
-// otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine
-// can only be closed.
+// Import loads a saved machine into an empty one: all of states, unless the shell has been given its part of them
+// before. RAM must have been given its content, or a pager that has it. Every part must be known, used and there
+// exactly once; otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine can only be closed.
 func (m *Machine) Import(states []State) error {
 	m.life.Lock()
 	defer m.life.Unlock()

@@ -16,9 +16,9 @@ const tcgName = "QEMU TCG CPU"
 // KVM of the hardware kind without such hardware.
 //
 // A guest gets no XSAVE there, and nothing that needs it: before QEMU 9.0 an XSETBV of a guest's is executed where SVM
-// wants it intercepted (APM volume 2, 15.9). It changes the XCR0 of KVM's own CPU and KVM never learns of it: the size of the area in
-// CPUID stays that of x87 and SSE, at which Linux in the guest gives XSAVE up, with AVX still in CPUID, and the registers
-// would be in no snapshot. The kernel of a guest without XSAVE has nothing to execute XSETBV for.
+// wants it intercepted (APM volume 2, 15.9). It changes the XCR0 of KVM's own CPU and KVM never learns of it: the size
+// of the area in CPUID stays that of x87 and SSE, at which Linux in the guest gives XSAVE up, with AVX still in CPUID,
+// and the registers would be in no snapshot. The kernel of a guest without XSAVE has nothing to execute XSETBV for.
 var emulatedByTCG = sync.OnceValue(func() bool {
 	f, err := os.Open("/proc/cpuinfo")
 	if err != nil {

@@ -11,8 +11,9 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// wires are what goes between KVM and the device in one place: the line by which it interrupts, and the doorbell of each of its queues,
-// by which it is told that there is something in it. KVM takes 5 microseconds and more for each, so a shell has them ready.
+// wires are what goes between KVM and the device in one place: the line by which it interrupts, and the doorbell of
+// each of its queues, by which it is told that there is something in it. KVM takes 5 microseconds and more for each, so
+// a shell has them ready.
 type wires struct {
 	irq   *devices.Event
 	kicks []*devices.Event
@@ -86,8 +87,9 @@ func (s *Shell) layAhead() error {
 	return nil
 }
 
-// takeWires are those of a place for a device with so many queues. What is missing is laid now, and what the device has no use for goes
-// with the shell: nobody hears a doorbell of a queue that is not there, as nobody heeds a write to its register.
+// takeWires are those of a place for a device with so many queues. What is missing is laid now, and what the device has
+// no use for goes with the shell: nobody hears a doorbell of a queue that is not there, as nobody heeds a write to its
+// register.
 func (s *Shell) takeWires(place, queues int) (w wires, err error) {
 	if place < len(s.wires) {
 		w, s.wires[place] = s.wires[place], wires{}

@@ -74,7 +74,8 @@ func TestSavedFeatures_none_is_offered_whose_registers_are_not_saved(t *testing.
 	}
 }
 
-// bare is all without XSAVE and what needs it. The numbers are written out from the manuals, not taken from the code's table.
+// bare is all without XSAVE and what needs it. The numbers are written out from the manuals, not taken from the code's
+// table.
 func bare() []kvm.CPUIDEntry {
 	return []kvm.CPUIDEntry{
 		entry(0, 0, 0xd, 1, 2, 3),

@@ -93,8 +93,8 @@ func (p *Page) bounds(rows []*row) (out []bound) {
 	return out
 }
 
-// costsOf are the costs for the rows of a report: of an instruction what it has measured itself,
-// with a kernel's share of memory, or else the first report of the same machine. Nil is for a KVM that does not interpret.
+// costsOf are the costs for the rows of a report: of an instruction what it has measured itself, with a kernel's share
+// of memory, or else the first report of the same machine. Nil is for a KVM that does not interpret.
 func (p *Page) costsOf(rows []*row, report int) *costs {
 	own := p.reports[report-1]
 	if own.fact("kvm") != "soft" {

@@ -1,5 +1,6 @@
-// Command drowse-peer-guest is the first process of the guests of other monitors that drowse is compared with, see `drowse bench
-// resume_ready --peer`. It does nothing but answer, and is small: what it takes of a guest's memory a peer has to load.
+// Command drowse-peer-guest is the first process of the guests of other monitors that drowse is compared with, see
+// `drowse bench resume_ready --peer`. It does nothing but answer, and is small: what it takes of a guest's memory a
+// peer has to load.
 package main
 
 import (
@@ -38,9 +39,9 @@ func main() {
 	os.Exit(1)
 }
 
-// serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same
-// byte. With a port of vsock it does so for each connection to that. It returns only with an error. It refuses to be anything
-// but a first process.
+// serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same byte. With a
+// port of vsock it does so for each connection to that. It returns only with an error. It refuses to be anything but a
+// first process.
 //
 // It waits in a read(2) of its own, not in Go's poller, so that an answer costs two
 // system calls.

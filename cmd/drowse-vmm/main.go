@@ -1,5 +1,6 @@
-// Command drowse-vmm is the process of one VM. drowse, and programs that embed the library, start it with the order for its VM as
-// arguments; it is of no use by itself. It has only what a VM needs, since what it has is within reach of a guest that breaks out of its VM.
+// Command drowse-vmm is the process of one VM. drowse, and programs that embed the library, start it with the order for
+// its VM as arguments; it is of no use by itself. It has only what a VM needs, since what it has is within reach of a
+// guest that breaks out of its VM.
 package main
 
 import (

@@ -274,8 +274,8 @@ func auditChanges(e audit.Entry) string {
 	return b.String()
 }
 
-// terminalPath is a path that changes nothing of a terminal: quoted if it has what would not show. One that begins with a quotation
-// mark has been quoted.
+// terminalPath is a path that changes nothing of a terminal: quoted if it has what would not show. One that begins with
+// a quotation mark has been quoted.
 func terminalPath(p string) string {
 	if strings.IndexFunc(p, func(r rune) bool { return !unicode.IsPrint(r) }) >= 0 || !utf8.ValidString(p) {
 		return strconv.Quote(p)

@@ -163,8 +163,8 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) e
 	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })
 }
 
-// lineWriter passes on whole lines, without what a terminal takes for a command: they come from a guest. Its methods may be
-// called from any goroutine.
+// lineWriter passes on whole lines, without what a terminal takes for a command: they come from a guest. Its methods
+// may be called from any goroutine.
 type lineWriter struct {
 	w io.Writer
 

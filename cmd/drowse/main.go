@@ -171,8 +171,8 @@ const stateAnnotation = "state"
 // makesState annotates commands that put something new into a state directory, and so make one.
 var makesState = map[string]string{stateAnnotation: "made"}
 
-// store opens the store of the state directory. Only commands with makesState make one: any other would find it empty, and
-// leave it where its name is misspelt.
+// store opens the store of the state directory. Only commands with makesState make one: any other would find it empty,
+// and leave it where its name is misspelt.
 func (a *app) store() (*sandbox.Store, error) {
 	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
 		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
@@ -209,7 +209,8 @@ func printJSON(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// agentName and vmmName are the files of the guest's agent and of the program of a VM's process, which lie beside this program.
+// agentName and vmmName are the files of the guest's agent and of the program of a VM's process, which lie beside this
+// program.
 const (
 	agentName = "drowse-agent"
 	vmmName   = "drowse-vmm"

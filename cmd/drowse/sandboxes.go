@@ -18,7 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes them.
+// fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes
+// them.
 func (a *app) fleet(ctx context.Context, check bool) (f *fleet.Fleet, done func(), err error) {
 	s, err := a.store()
 	if err != nil {

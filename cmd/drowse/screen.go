@@ -28,8 +28,8 @@ func onScreen(w io.Writer) io.Writer {
 	return w
 }
 
-// raw is what is behind a screen: for what drives the terminal by right, as the output of a command that the user runs in a
-// guest does, as with ssh.
+// raw is what is behind a screen: for what drives the terminal by right, as the output of a command that the user runs
+// in a guest does, as with ssh.
 func raw(w io.Writer) io.Writer {
 	if s, ok := w.(*screen); ok {
 		return s.w

@@ -92,8 +92,8 @@ func (f *apiFlags) listeners(s *sandbox.Store) (out []net.Listener, err error) {
 	return out, nil
 }
 
-// fleets gives requests their Fleets. Those at once share one use of the records, which are closed when nobody uses them: who has to put a damaged
-// database aside does not wait for this process's end.
+// fleets gives requests their Fleets. Those at once share one use of the records, which are closed when nobody uses
+// them: who has to put a damaged database aside does not wait for this process's end.
 type fleets struct {
 	a   *app
 	dir string
@@ -179,8 +179,8 @@ func readiness(s *sandbox.Store) []api.Check {
 	}
 }
 
-// roundTime is how long the supervisor, which goes round twice a second, may be on its way before it counts as stuck: looking at thousands of VMs on
-// a busy disk takes seconds.
+// roundTime is how long the supervisor, which goes round twice a second, may be on its way before it counts as stuck:
+// looking at thousands of VMs on a busy disk takes seconds.
 const roundTime = 30 * time.Second
 
 // goesRound is the check of /healthz.

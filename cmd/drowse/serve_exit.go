@@ -44,8 +44,8 @@ func (f *exitFlags) check() error {
 	return nil
 }
 
-// do puts all VMs that run to sleep, if that is wanted. The error says how many do not sleep; the log, which and why. A VM whose sleep is
-// called off by the time limit runs on, or sleeps a moment later: nothing of it is lost.
+// do puts all VMs that run to sleep, if that is wanted. The error says how many do not sleep; the log, which and why. A
+// VM whose sleep is called off by the time limit runs on, or sleeps a moment later: nothing of it is lost.
 func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) error {
 	if f.on != exitSleep {
 		return nil
@@ -60,7 +60,8 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) err
 	return nil
 }
 
-// sleepAll puts all VMs that run to sleep, and names those that sleep now and those that run on, which the log says more of.
+// sleepAll puts all VMs that run to sleep, and names those that sleep now and those that run on, which the log says
+// more of.
 func sleepAll(ctx context.Context, log *slog.Logger, vms fleet.VMs, o sandbox.SleepOptions) (asleep, awake []string) {
 	asleep, awake = []string{}, []string{}
 	all, err := vms.List()

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 )
 
-// activated are the sockets that systemd has opened (sd_listen_fds(3)); nil if it has none. Only Unix sockets are taken: who connects to them is asked of
-// the kernel, while TCP has to be checked for tokens and TLS, as --listen does.
+// activated are the sockets that systemd has opened (sd_listen_fds(3)); nil if it has none. Only Unix sockets are
+// taken: who connects to them is asked of the kernel, while TCP has to be checked for tokens and TLS, as --listen does.
 func activated() ([]net.Listener, error) {
 	all, err := activation.Listeners()
 	if err != nil {
@@ -49,7 +49,8 @@ func (a *app) notify(state string) {
 	}
 }
 
-// watchdog tells systemd again and again that this process works, while it does, until ctx ends. Nothing happens if systemd does not watch.
+// watchdog tells systemd again and again that this process works, while it does, until ctx ends. Nothing happens if
+// systemd does not watch.
 func (a *app) watchdog(ctx context.Context, works api.Check) error {
 	every, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {

@@ -49,7 +49,8 @@ type topRow struct {
 	CPU float64 `json:"cpu"`
 	// Memory is what is resident of its process, in bytes, what it shares with others included.
 	Memory int64 `json:"memory_bytes"`
-	// In, Out are bytes a second that its policy let pass to the guest and from it, Denied packets a second that it did not.
+	// In, Out are bytes a second that its policy let pass to the guest and from it, Denied packets a second that it did
+	// not.
 	In     float64 `json:"network_in_bytes_per_second"`
 	Out    float64 `json:"network_out_bytes_per_second"`
 	Denied float64 `json:"denied_packets_per_second"`

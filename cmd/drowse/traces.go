@@ -51,7 +51,8 @@ func (a *app) endTraces(ctx context.Context) {
 	}
 }
 
-// watched are VMs whose operations are traced, if that is asked for: what a command does is a part of the trace that the environment names.
+// watched are VMs whose operations are traced, if that is asked for: what a command does is a part of the trace that
+// the environment names.
 func (a *app) watched(ctx context.Context, vms fleet.VMs) (context.Context, fleet.VMs, error) {
 	t, err := a.traces(ctx)
 	if err != nil || t == nil {

@@ -42,7 +42,8 @@ func (s *spied) Discard(_ guestmem.GPA, n uint64) error {
 	return nil
 }
 
-// Lists of 65536 pages that do not touch, and reports of all of RAM a hundred times over: a pause waits for a small part of the first.
+// Lists of 65536 pages that do not touch, and reports of all of RAM a hundred times over: a pause waits for a small
+// part of the first.
 func TestAttack_pause_waits_for_a_part_of_one_request(t *testing.T) {
 	list := make([]guestmem.GPA, MaxPages)
 	for i := range list {

@@ -15,8 +15,8 @@ import (
 // A pause comes between them.
 const pieceLen = 256
 
-// reportPiece is how many bytes of a report go back to the host at once; a pause comes between them. Linux reports up to 128 MiB
-// in one request.
+// reportPiece is how many bytes of a report go back to the host at once; a pause comes between them. Linux reports up
+// to 128 MiB in one request.
 const reportPiece = 32 << 20
 
 // pageList is memory to be used again.

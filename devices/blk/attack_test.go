@@ -76,7 +76,8 @@ func newWatched(t *testing.T, size int64) (*watched, disk) {
 	return w, d
 }
 
-// chain lays a request out as an indirect table in free memory, whose pieces may be the same memory, and makes it available.
+// chain lays a request out as an indirect table in free memory, whose pieces may be the same memory, and makes it
+// available.
 func (d disk) chain(at guestmem.GPA, head uint16, descs []devicetest.Desc) {
 	d.t.Helper()
 	table := make([]byte, 16*len(descs))
@@ -214,8 +215,8 @@ func TestAttack_pause_waits_for_a_piece_of_one_request_of_a_flood(t *testing.T) 
 	}
 }
 
-// A flush takes as long as the host's disk likes. A pause does not wait for it, and the guest hears that it is done only after a
-// flush that began after the pause.
+// A flush takes as long as the host's disk likes. A pause does not wait for it, and the guest hears that it is done
+// only after a flush that began after the pause.
 func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 	w, d := newWatched(t, diskSize)
 	w.gate = make(chan struct{})
@@ -238,7 +239,8 @@ func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 	}
 }
 
-// What the configuration space says is what the device does: a driver that keeps to it never meets the limit of one request.
+// What the configuration space says is what the device does: a driver that keeps to it never meets the limit of one
+// request.
 func TestLimitsThatADriverIsToldKeepItBelowTheLargestRequest(t *testing.T) {
 	_, d := newWatched(t, 2*MaxRequest)
 	le := binary.LittleEndian

@@ -22,8 +22,8 @@ const (
 	// MaxSegments is the most pieces of memory of one read or write: a queue's
 	// worth, less header and status.
 	MaxSegments = QueueSize - 2
-	// SegmentSize is the most bytes of one such piece (size_max). Both together are what a driver keeps to, and no more than
-	// MaxRequest; one that knows of no such limit sends 1280 KiB at most if it is Linux.
+	// SegmentSize is the most bytes of one such piece (size_max). Both together are what a driver keeps to, and no more
+	// than MaxRequest; one that knows of no such limit sends 1280 KiB at most if it is Linux.
 	SegmentSize = 64 << 10
 	// MaxRequest is the most bytes of one read or write. A longer one fails.
 	MaxRequest = 16 << 20
@@ -216,8 +216,8 @@ func (d *Device) Reset() error {
 	return nil
 }
 
-// Pause implements [devices.Pauser]: it waits for a piece of the request under way, which is done anew after Resume. A flush goes
-// on meanwhile.
+// Pause implements [devices.Pauser]: it waits for a piece of the request under way, which is done anew after Resume. A
+// flush goes on meanwhile.
 func (d *Device) Pause(ctx context.Context) error {
 	if d.worker == nil {
 		return nil

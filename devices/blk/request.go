@@ -34,8 +34,9 @@ const (
 	flagUnmap  = 1
 )
 
-// Requests are done in pieces of so many bytes, between which the device can be paused. What a pause has cut short is done anew after
-// it, which changes nothing: until the guest has been told that a request is done, both ends of it are the device's.
+// Requests are done in pieces of so many bytes, between which the device can be paused. What a pause has cut short is
+// done anew after it, which changes nothing: until the guest has been told that a request is done, both ends of it are
+// the device's.
 const (
 	transferPiece = 1 << 20
 	discardPiece  = 64 << 20

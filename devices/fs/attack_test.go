@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// What a guest brings about itself by too many files or a position beyond the end of one is its own failure: the machine's owner, who
-// would write it into a log, hears nothing of it.
+// What a guest brings about itself by too many files or a position beyond the end of one is its own failure: the
+// machine's owner, who would write it into a log, hears nothing of it.
 func TestAttack_limits_that_a_guest_reaches_are_no_failures_of_the_host(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
@@ -42,8 +42,8 @@ func TestAttack_limits_that_a_guest_reaches_are_no_failures_of_the_host(t *testi
 	c.want(unix.ENFILE, opOpendir, rootID, words(0, 0), openOutSize)
 }
 
-// A guest has gigabytes allocated, or a disk's worth written back: while a pause is wanted a request that takes so long stops between two
-// pieces, or goes on without the worker, and is done anew after the pause.
+// A guest has gigabytes allocated, or a disk's worth written back: while a pause is wanted a request that takes so long
+// stops between two pieces, or goes on without the worker, and is done anew after the pause.
 func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()

@@ -9,11 +9,11 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The saved state: tag string, writable u8, started u8, next node u64, next handle u64; the
-// number of nodes but for the root u32, and for each, in the order of their ids: id u64, parent's id u64 (0: it has no name), name
-// string, inode number u64, time of birth u64, lookups u64; the number of handles u32, and for
-// each, in the order of their ids: id u64, node's id u64, access u8, directory u8. No request
-// is in flight while the device is paused. Content is not saved: files are found again by their names.
+// The saved state: tag string, writable u8, started u8, next node u64, next handle u64; the number of nodes but for the
+// root u32, and for each, in the order of their ids: id u64, parent's id u64 (0: it has no name), name string, inode
+// number u64, time of birth u64, lookups u64; the number of handles u32, and for each, in the order of their ids: id
+// u64, node's id u64, access u8, directory u8. No request is in flight while the device is paused. Content is not
+// saved: files are found again by their names.
 const (
 	stateKind    = "virtio-fs"
 	stateVersion = 1

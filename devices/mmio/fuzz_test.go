@@ -32,8 +32,9 @@ func (k *kept) Import(p devices.Payload) error {
 	return nil
 }
 
-// FuzzImport: a state that is refused is ErrPayload and leaves transport and device as they were, ready for another. One that is taken
-// is saved as one that gives itself, is started once at most, on queues inside RAM, and is undone by a reset.
+// FuzzImport: a state that is refused is ErrPayload and leaves transport and device as they were, ready for another.
+// One that is taken is saved as one that gives itself, is started once at most, on queues inside RAM, and is undone by
+// a reset.
 func FuzzImport(f *testing.F) {
 	mem, err := guestmem.New(guestmem.MinSize)
 	if err != nil {

@@ -43,8 +43,9 @@ type Options struct {
 	// many were not. It must not block, and must not call the transport. Nil
 	// ignores them.
 	OnError func(error)
-	// Kicks are the kick events, one for each queue: those of ioeventfds at [QueueNotify] with the queue's index as datamatch. Once New
-	// has succeeded they are the transport's, which closes them. Nil has New make them, and registers be the only way to kick.
+	// Kicks are the kick events, one for each queue: those of ioeventfds at [QueueNotify] with the queue's index as
+	// datamatch. Once New has succeeded they are the transport's, which closes them. Nil has New make them, and
+	// registers be the only way to kick.
 	Kicks []*devices.Event
 }
 

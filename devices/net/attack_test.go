@@ -28,7 +28,8 @@ func (s *scribbler) Ensure(gpa guestmem.GPA, _ uint64) error {
 
 func (s *scribbler) Discarding(guestmem.GPA, uint64) {}
 
-// The header of a frame is checked in a copy while another vCPU rewrites it. What goes to the backend is what was checked.
+// The header of a frame is checked in a copy while another vCPU rewrites it. What goes to the backend is what was
+// checked.
 func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *testing.T) {
 	w := newWire(t)
 	mem := devicetest.NewMemory(t)
@@ -65,7 +66,8 @@ func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *
 	}
 }
 
-// A queue full of frames waits when a pause is wanted: the turn under way ends, and what the pause still sends is bounded.
+// A queue full of frames waits when a pause is wanted: the turn under way ends, and what the pause still sends is
+// bounded.
 func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
 	n := start(t, Config{}, devicetest.AllFeatures)
 	must(t, n.Transport().Pause(context.Background()))

@@ -88,8 +88,9 @@ type Config struct {
 	// imports the state of one whose link was up: a clone is not to be heard
 	// before it has its own identity. SetLink(true) ends it.
 	LinkDown bool
-	// Held makes the device pass nothing on, in either direction, until Release, whatever the link: what the guest sends waits in its
-	// queue. So a guest that wakes is not heard before its policy is there, and loses nothing, as it would while its link is down.
+	// Held makes the device pass nothing on, in either direction, until Release, whatever the link: what the guest
+	// sends waits in its queue. So a guest that wakes is not heard before its policy is there, and loses nothing, as it
+	// would while its link is down.
 	Held bool
 }
 

@@ -79,8 +79,8 @@ func (w *wire) receive(t testing.TB, wait time.Duration) (header, frame []byte) 
 	return p[:HeaderSize], p[HeaderSize:n]
 }
 
-// read reads one packet. A receive with a time limit is not begun again by Linux after a signal (signal(7)), such as those
-// by which Go's scheduler preempts.
+// read reads one packet. A receive with a time limit is not begun again by Linux after a signal (signal(7)), such as
+// those by which Go's scheduler preempts.
 func (w *wire) read(p []byte) (int, error) {
 	for {
 		if n, err := unix.Read(w.peer, p); !errors.Is(err, unix.EINTR) {

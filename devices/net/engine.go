@@ -23,7 +23,8 @@ const (
 	// turnFrames is how many frames one turn of the loop passes on in each
 	// direction.
 	turnFrames = 128
-	// settleBytes is how much a pause still passes on in each direction, of [virtq.Queue.Work]: a queue of the largest frames.
+	// settleBytes is how much a pause still passes on in each direction, of [virtq.Queue.Work]: a queue of the largest
+	// frames.
 	settleBytes = 16 << 20
 	// maxHeld is how many receive buffers are kept at hand for a frame of
 	// unknown size.
@@ -187,8 +188,8 @@ func (e *engine) Settle() {
 		err = e.pumpTX(queueSize)
 	}
 	if err == nil && e.dev.link.Load() && !held {
-		// The backend goes when the VM sleeps, and with it what the guest has not got. Nobody sends some of that again: a reset, or
-		// the last word of a connection whose other end has gone.
+		// The backend goes when the VM sleeps, and with it what the guest has not got. Nobody sends some of that again:
+		// a reset, or the last word of a connection whose other end has gone.
 		err = e.pumpRX(queueSize)
 	}
 	e.release()

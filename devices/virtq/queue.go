@@ -18,8 +18,8 @@ const MaxSize = 1024
 // does not get more.
 const MaxSegments = MaxSize
 
-// What a driver can have one Pop look at, and what a descriptor counts for in Work, in bytes: reading and checking one takes about
-// as long as copying so much.
+// What a driver can have one Pop look at, and what a descriptor counts for in Work, in bytes: reading and checking one
+// takes about as long as copying so much.
 const (
 	popWork        = 256 << 10
 	descriptorWork = 256
@@ -141,8 +141,8 @@ func (q *Queue) SetPosition(p Position) {
 // Unlike the other methods it may be called at any time.
 func (q *Queue) BadChains() uint64 { return q.bad.Load() }
 
-// Work is how much the driver has given the device to do so far: the bytes of all chains that were popped, and 256 for each
-// descriptor that was looked at. A device stops for a while after so much of it.
+// Work is how much the driver has given the device to do so far: the bytes of all chains that were popped, and 256 for
+// each descriptor that was looked at. A device stops for a while after so much of it.
 func (q *Queue) Work() uint64 { return q.work }
 
 // Broken is the error after which the queue has stopped, or nil.

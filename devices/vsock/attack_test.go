@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// A driver can start a device without queues and reset it a million times a second. None of that is a failure of the host,
-// so the machine's owner, who would write each into a log, hears nothing of it.
+// A driver can start a device without queues and reset it a million times a second. None of that is a failure of the
+// host, so the machine's owner, who would write each into a log, hears nothing of it.
 func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T) {
 	const rounds = 100_000
 	mem := devicetest.NewMemory(t)
@@ -56,7 +56,8 @@ func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T)
 	}
 }
 
-// A queue full of packets waits when a pause is wanted: the turn under way ends, and what the pause still takes is bounded.
+// A queue full of packets waits when a pause is wanted: the turn under way ends, and what the pause still takes is
+// bounded.
 func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
 	g := newGuest(t, 16)
 	must(t, g.dev.Pause(t.Context()))
@@ -81,8 +82,8 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == packets })
 }
 
-// What the device holds for sockets that take it only now is written in bounded amounts while a pause is wanted: all connections
-// together may hold 64 MiB, and a guest that floods them would hold up its pause for that long.
+// What the device holds for sockets that take it only now is written in bounded amounts while a pause is wanted: all
+// connections together may hold 64 MiB, and a guest that floods them would hold up its pause for that long.
 func TestAttack_pause_does_not_wait_for_all_that_waits_for_sockets(t *testing.T) {
 	g := newGuest(t, 16)
 	must(t, g.dev.Pause(t.Context()))

@@ -16,7 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// costs are the processes of the store's VMs, and what they have of the host's RAM for themselves and their share of the rest (Pss, proc(5)).
+// costs are the processes of the store's VMs, and what they have of the host's RAM for themselves and their share of
+// the rest (Pss, proc(5)).
 func (l *life) costs() (pids []int, ram int64, err error) {
 	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {

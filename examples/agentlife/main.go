@@ -1,6 +1,7 @@
-// Agentlife is the life of an agent's workspace as a program that embeds drowse: it is made, gets code and a package, serves a page, falls asleep because
-// nobody uses it, is woken by a request, is forked three ways, the best fork takes its place, another goes back to a snapshot, and all expires. Each
-// step is checked, and its figures are printed. It needs root, /dev/kvm, git, and an image with git and python3: `make agentlife` has all of them made.
+// Agentlife is the life of an agent's workspace as a program that embeds drowse: it is made, gets code and a package,
+// serves a page, falls asleep because nobody uses it, is woken by a request, is forked three ways, the best fork takes
+// its place, another goes back to a snapshot, and all expires. Each step is checked, and its figures are printed. It
+// needs root, /dev/kvm, git, and an image with git and python3: `make agentlife` has all of them made.
 package main
 
 import (

@@ -203,8 +203,8 @@ func (l *life) clone(ctx context.Context) error {
 	return nil
 }
 
-// install unpacks a wheel, which is how pip installs one that is pure Python. pip itself would take minutes to start where the guest's kernel is
-// interpreted.
+// install unpacks a wheel, which is how pip installs one that is pure Python. pip itself would take minutes to start
+// where the guest's kernel is interpreted.
 func (l *life) install(ctx context.Context) error {
 	var wheel bytes.Buffer
 	z := zip.NewWriter(&wheel)

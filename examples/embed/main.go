@@ -1,5 +1,6 @@
-// Embed is a program that embeds drowse: it makes a sandbox behind a network policy, runs a command in it, puts it to sleep and
-// wakes it, and forks it. It needs root, /dev/kvm, a kernel and an image: `make example` has all of them made.
+// Embed is a program that embeds drowse: it makes a sandbox behind a network policy, runs a command in it, puts it to
+// sleep and wakes it, and forks it. It needs root, /dev/kvm, a kernel and an image: `make example` has all of them
+// made.
 package main
 
 import (

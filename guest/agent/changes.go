@@ -18,8 +18,8 @@ import (
 
 // Limits of telling what has changed on the disk.
 const (
-	// recordEntries and recordTime bound each of the two walks of a command's record. An entry takes some 200 bytes until the
-	// command has ended, and one or two system calls.
+	// recordEntries and recordTime bound each of the two walks of a command's record. An entry takes some 200 bytes
+	// until the command has ended, and one or two system calls.
 	recordEntries = 50_000
 	recordTime    = 10 * time.Second
 	// compareTime bounds the comparison of the two.

@@ -13,8 +13,8 @@ const (
 	ChangeRemoved = 3
 )
 
-// ComparePaths orders paths as a walk goes that takes a directory before what is in it, and siblings by the bytes of their names: a
-// slash is before all other bytes that a name may have.
+// ComparePaths orders paths as a walk goes that takes a directory before what is in it, and siblings by the bytes of
+// their names: a slash is before all other bytes that a name may have.
 func ComparePaths(a, b string) int {
 	for i := range min(len(a), len(b)) {
 		x, y := a[i], b[i]

@@ -112,8 +112,8 @@ type Outcome struct {
 	Error string `json:"error,omitempty"`
 }
 
-// Changes are paths of a guest's disk that have changed while a command ran, by it or by another process, as the guest says.
-// Paths are as PathText writes them.
+// Changes are paths of a guest's disk that have changed while a command ran, by it or by another process, as the guest
+// says. Paths are as PathText writes them.
 type Changes struct {
 	Added   []string `json:"added,omitempty"`
 	Changed []string `json:"changed,omitempty"` // files that were written to, replaced or opened for writing; modes and owners
@@ -124,7 +124,8 @@ type Changes struct {
 	Partial string `json:"partial,omitempty"`
 }
 
-// PathText is a path as it is recorded: itself, or quoted as Go does it, with a quotation mark at its beginning, if it is not UTF-8.
+// PathText is a path as it is recorded: itself, or quoted as Go does it, with a quotation mark at its beginning, if it
+// is not UTF-8.
 func PathText(p string) string {
 	if !utf8.ValidString(p) {
 		return strconv.Quote(p)

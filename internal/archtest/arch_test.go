@@ -34,7 +34,7 @@ var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
 	{"cmd/drowse-vmm", []string{"sandbox"}},
 	{"cmd/drowse-peer-guest", nil},
-	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/doctor"}},
+	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/osfile", "internal/doctor"}},
 
 	// As programs elsewhere use the library.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
@@ -62,8 +62,8 @@ var rules = []rule{
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
-	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its proxy, and takes
-	// its address from the host's.
+	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its
+	// proxy, and takes its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
 	{"vmm/guestmem", nil},

@@ -58,8 +58,9 @@ func directive(comment string) bool {
 	return false
 }
 
-// checkLong compares the files with wide comments, and the lines of these, with the list. It returns what is wrong, and the list as
-// it is to be: without files that are gone or hold the limit, and with those that have the name of one that is gone.
+// checkLong compares the files with wide comments, and the lines of these, with the list. It returns what is wrong, and
+// the list as it is to be: without files that are gone or hold the limit, and with those that have the name of one that
+// is gone.
 func checkLong(long map[string][]int, listed []string) (wrong, should []string) {
 	moved := map[string]bool{}
 	for _, f := range listed {

@@ -19,19 +19,20 @@ const (
 	Exclusive LockMode = unix.LOCK_EX // nobody
 )
 
-// ErrLocked says that a lock is held through another open file, by this process or another one. It is unix.EWOULDBLOCK too.
+// ErrLocked says that a lock is held through another open file, by this process or another one. It is unix.EWOULDBLOCK
+// too.
 var ErrLocked = fmt.Errorf("somebody else has it locked (%w)", unix.EWOULDBLOCK)
 
-// Waiting for a lock polls, since flock(2) cannot be called off while it blocks: after an eighth of the time waited so far,
-// within these bounds.
+// Waiting for a lock polls, since flock(2) cannot be called off while it blocks: after an eighth of the time waited so
+// far, within these bounds.
 const (
 	minPoll = 200 * time.Microsecond
 	maxPoll = 10 * time.Millisecond
 )
 
-// TryLock takes the lock of an open file (flock(2)) or changes its mode, without waiting: ErrLocked if it is not to be had,
-// and then a change has lost the lock. The lock is that of the open file: child processes and receivers of the descriptor
-// share it, and it ends with their last descriptor.
+// TryLock takes the lock of an open file (flock(2)) or changes its mode, without waiting: ErrLocked if it is not to be
+// had, and then a change has lost the lock. The lock is that of the open file: child processes and receivers of the
+// descriptor share it, and it ends with their last descriptor.
 func TryLock(f *os.File, mode LockMode) error {
 	c, err := f.SyscallConn()
 	if err != nil {
@@ -67,8 +68,8 @@ func Lock(ctx context.Context, f *os.File, mode LockMode) error {
 	}
 }
 
-// OpenLocked opens a file or directory as os.OpenFile does and waits for its lock as Lock does. What it returns is what has that
-// name, also if the holder before has removed or replaced it. Closing it gives the lock back.
+// OpenLocked opens a file or directory as os.OpenFile does and waits for its lock as Lock does. What it returns is what
+// has that name, also if the holder before has removed or replaced it. Closing it gives the lock back.
 func OpenLocked(ctx context.Context, path string, flag int, perm fs.FileMode, mode LockMode) (*os.File, error) {
 	return openLocked(path, flag, perm, func(f *os.File) error { return Lock(ctx, f, mode) })
 }

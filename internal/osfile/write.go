@@ -14,8 +14,8 @@ const TempPrefix = ".tmp-"
 // SyncDir makes the entries of a directory durable.
 func SyncDir(dir string) error { return OS.SyncDir(dir) }
 
-// WriteFile writes a file, or replaces it, durably: after a crash at any instant it is whole, the old or the new one, and when
-// WriteFile has returned nil, the new one.
+// WriteFile writes a file, or replaces it, durably: after a crash at any instant it is whole, the old or the new one,
+// and when WriteFile has returned nil, the new one.
 func WriteFile(path string, data []byte, perm fs.FileMode) error {
 	return WriteFileIn(OS, path, data, perm)
 }

@@ -23,15 +23,15 @@ const (
 	morePrefix  = "drowse: connections of "
 )
 
-// Connections is how many entries the host's connection tracking may have for an agent with a policy: as many as flows are tracked by the
-// programs, which forget the oldest where the host's tracking has to refuse the next. Entries of TCP that are closed (TIME_WAIT, up to
-// 2 minutes) do not count; the policy's limit of connections a second bounds them.
+// Connections is how many entries the host's connection tracking may have for an agent with a policy: as many as flows
+// are tracked by the programs, which forget the oldest where the host's tracking has to refuse the next. Entries of TCP
+// that are closed (TIME_WAIT, up to 2 minutes) do not count; the policy's limit of connections a second bounds them.
 func Connections(p *netpolicy.Policy) int { return cmp.Or(p.Flows, netpolicy.DefaultFlows) }
 
-// Bound keeps an agent from filling the host's connection tracking: a packet is dropped that would be the first of a connection when
-// there are as many from its address. All agents of a range have the number that goes with netpolicy.DefaultFlows, and this one another if it is another. It is
-// like Translate in what it does when it is called again; what an agent that has gone had for itself is removed by the next one
-// with its address.
+// Bound keeps an agent from filling the host's connection tracking: a packet is dropped that would be the first of a
+// connection when there are as many from its address. All agents of a range have the number that goes with
+// netpolicy.DefaultFlows, and this one another if it is another. It is like Translate in what it does when it is called
+// again; what an agent that has gone had for itself is removed by the next one with its address.
 func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))

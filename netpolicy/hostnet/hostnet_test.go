@@ -409,7 +409,8 @@ func TestTranslate_unusable_range_is_refused(t *testing.T) {
 	}
 }
 
-// A machine of the host's network says that it is a VM: the host's own services do not hear of it, whatever rp_filter is.
+// A machine of the host's network says that it is a VM: the host's own services do not hear of it, whatever rp_filter
+// is.
 func TestAttack_forged_source_of_a_VM_reaches_the_host(t *testing.T) {
 	for _, x := range []struct {
 		family             *family
@@ -635,7 +636,8 @@ func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet stri
 	passes("left", "without the rule")
 }
 
-// A VM sends datagrams from as many ports and to as many as there are, each of which would be a connection to the host's tracking.
+// A VM sends datagrams from as many ports and to as many as there are, each of which would be a connection to the
+// host's tracking.
 func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 	usual := Connections(&netpolicy.Policy{})
 	for _, x := range []struct {

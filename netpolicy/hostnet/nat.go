@@ -24,8 +24,8 @@ import (
 // InterfacePrefix begins the names of agents' TAP devices.
 const InterfacePrefix = "drowse"
 
-// InterfaceName is the name of the TAP device of an agent with this id of 32 hex digits. No other agent's is the same, so that what tidies
-// up after a killed process never means another one's.
+// InterfaceName is the name of the TAP device of an agent with this id of 32 hex digits. No other agent's is the same,
+// so that what tidies up after a killed process never means another one's.
 func InterfaceName(id string) string { return InterfacePrefix + id[:min(9, len(id))] }
 
 // Names in nftables. Nothing else uses the table.
@@ -221,8 +221,9 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 	}
 }
 
-// Own has the host drop packets with a source in a range of agents that have not come by an agent's interface. The programs of
-// agents do not take them for agents' either; this keeps them from the host itself. It is like Translate in what it does when it is called again.
+// Own has the host drop packets with a source in a range of agents that have not come by an agent's interface. The
+// programs of agents do not take them for agents' either; this keeps them from the host itself. It is like Translate in
+// what it does when it is called again.
 func Own(in netip.Prefix) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))

@@ -19,8 +19,8 @@ import (
 	"time"
 )
 
-// rankSum says by how many standard deviations the ranks of two samples differ from those of samples of one distribution
-// (Mann and Whitney). What disturbs both alike, as a busy machine does, does not matter to it.
+// rankSum says by how many standard deviations the ranks of two samples differ from those of samples of one
+// distribution (Mann and Whitney). What disturbs both alike, as a busy machine does, does not matter to it.
 func rankSum(a, b []float64) float64 {
 	type sample struct {
 		v float64
@@ -78,8 +78,8 @@ func (r *records) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// seen is what the records so far tell. crypto/tls makes them smaller at the beginning of a connection and after pauses, so that
-// of more than 1 KiB the sum of what is in them (17 bytes less, RFC 8446, 5.2) is what can be compared.
+// seen is what the records so far tell. crypto/tls makes them smaller at the beginning of a connection and after
+// pauses, so that of more than 1 KiB the sum of what is in them (17 bytes less, RFC 8446, 5.2) is what can be compared.
 func (r *records) seen() string {
 	sum := 0
 	for _, n := range r.lengths {
@@ -94,8 +94,8 @@ func (r *records) seen() string {
 // spy is a guest and a server that work together to find out a secret that the server never says it knows.
 type spy struct {
 	w *world
-	// script is what the server answers next: it sends each text as a record of its own, and waits for the guest before each that
-	// is empty.
+	// script is what the server answers next: it sends each text as a record of its own, and waits for the guest before
+	// each that is empty.
 	script [][]byte
 	goOn   chan struct{}
 	conn   *records
@@ -163,8 +163,8 @@ func (s *spy) connect() {
 	s.in = bufio.NewReader(s.client)
 }
 
-// ask makes one request. The guest tells the server to go on when the body has as many bytes as until says. seen is all that it can
-// observe but for time, and first and rest are how long it has waited for each part.
+// ask makes one request. The guest tells the server to go on when the body has as many bytes as until says. seen is all
+// that it can observe but for time, and first and rest are how long it has waited for each part.
 func (s *spy) ask(until int) (seen string, first, rest time.Duration) {
 	s.w.t.Helper()
 	if s.client == nil {
@@ -212,8 +212,8 @@ func (s *spy) ask(until int) (seen string, first, rest time.Duration) {
 
 func chunk(b []byte) []byte { return fmt.Appendf(nil, "%x\r\n%s\r\n", len(b), b) }
 
-// TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others is a guest that has a server say guesses of its key,
-// a byte more each time. It must not be able to tell for which of some keys a guess is right.
+// TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others is a guest that has a server say
+// guesses of its key, a byte more each time. It must not be able to tell for which of some keys a guess is right.
 func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others(t *testing.T) {
 	const head = "HTTP/1.1 200 OK\r\nX-Guess: %s\r\n"
 	line, page := []byte("a line\n"), append(bytes.Repeat([]byte("a page "), 1200), '\n')

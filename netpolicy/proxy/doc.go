@@ -23,9 +23,9 @@
 // injection, at its port, over TLS, and the value of its header is the prefix and the placeholder and nothing else,
 // then the placeholder is replaced by the secret. Nothing else of a request is changed for it, and to all others the
 // placeholder goes as it is. The request is sent only after the host's certificate has been verified. In answers of
-// such hosts, the very bytes of a secret are replaced by asterisks, in fields and in bodies that are not
-// compressed; the server is asked not to compress. When and in which pieces an answer is given on does not depend on the
-// secret, unless all of it is there: see ADR 0056.
+// such hosts, the very bytes of a secret are replaced by asterisks, in fields and in bodies that are not compressed;
+// the server is asked not to compress. When and in which pieces an answer is given on does not depend on the secret,
+// unless all of it is there: see ADR 0056.
 //
 // # What a client cannot do
 //

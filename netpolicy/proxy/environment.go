@@ -17,8 +17,8 @@ const (
 	TrustFile = "/run/drowse/ca-certificates.pem"
 )
 
-// Environment is what programs of an agent need to know of their proxy, as KEY=VALUE: where it is and what not to ask it
-// for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others are
+// Environment is what programs of an agent need to know of their proxy, as KEY=VALUE: where it is and what not to ask
+// it for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others are
 // ranges of addresses that the proxy does not connect to.
 func Environment(p *netpolicy.Policy, id *Identity, others ...netip.Prefix) ([]string, error) {
 	if !p.ProxyOn() {

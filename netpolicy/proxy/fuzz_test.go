@@ -18,10 +18,12 @@ import (
 	"time"
 )
 
-// backend is all servers that the proxy of a fuzz target can connect to. They answer without TLS, also where the proxy would speak it.
+// backend is all servers that the proxy of a fuzz target can connect to. They answer without TLS, also where the proxy
+// would speak it.
 type backend struct {
 	w *world
-	// answer is what each connection answers its first request with, before it is closed; nil is a right answer to each.
+	// answer is what each connection answers its first request with, before it is closed; nil is a right answer to
+	// each.
 	answer []byte
 
 	mu  sync.Mutex        // guards what follows, and answer
@@ -106,8 +108,8 @@ func (b *backend) serve(c net.Conn, peer string) {
 	}
 }
 
-// run gives the proxy what a guest sends, in a tunnel that ends there or as it comes, and returns what the guest gets and what
-// peers have got.
+// run gives the proxy what a guest sends, in a tunnel that ends there or as it comes, and returns what the guest gets
+// and what peers have got.
 func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got map[string][]byte) {
 	t.Helper()
 	w := b.w
@@ -161,8 +163,8 @@ func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got
 	return answer, got
 }
 
-// FuzzRequest is what a guest sends to its proxy. What comes out at the other side is requests that were judged, each to the host that it
-// names, with the secret where it belongs and nowhere else.
+// FuzzRequest is what a guest sends to its proxy. What comes out at the other side is requests that were judged, each
+// to the host that it names, with the secret where it belongs and nowhere else.
 func FuzzRequest(f *testing.F) {
 	b := newBackend(f)
 	holder := b.w.placeholder("API_KEY")
@@ -260,8 +262,8 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-// FuzzServerAnswer is what a server says to a request with a secret. The guest gets an answer of HTTP that ends, or a connection that breaks
-// off, and no secret.
+// FuzzServerAnswer is what a server says to a request with a secret. The guest gets an answer of HTTP that ends, or a
+// connection that breaks off, and no secret.
 func FuzzServerAnswer(f *testing.F) {
 	b := newBackend(f)
 	request := []byte("GET / HTTP/1.1\r\nHost: api.example.com\r\nAuthorization: Bearer " + b.w.placeholder("API_KEY") + "\r\nConnection: close\r\n\r\n")

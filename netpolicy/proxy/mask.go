@@ -16,13 +16,13 @@ const (
 	maxHeld = MaxSecret - 1
 )
 
-// mask replaces secrets in a text that comes piece by piece by as many asterisks. A server, or a guest that
-// chooses what a server says, learns nothing of a secret from it but whether all of it was there: how much is held back,
-// and the work that is done for it, follow from the text alone.
+// mask replaces secrets in a text that comes piece by piece by as many asterisks. A server, or a guest that chooses
+// what a server says, learns nothing of a secret from it but whether all of it was there: how much is held back, and
+// the work that is done for it, follow from the text alone.
 //
-// What is held back is the end of the text from the last byte on that no secret has (CheckSecret), at most maxHeld bytes:
-// lines are given on whole. The search compares sums of the last bytes (Rabin and Karp) with those of the secrets.
-// Each byte costs the same, whatever was found so far, which is not so for searches that compare bytes.
+// What is held back is the end of the text from the last byte on that no secret has (CheckSecret), at most maxHeld
+// bytes: lines are given on whole. The search compares sums of the last bytes (Rabin and Karp) with those of the
+// secrets. Each byte costs the same, whatever was found so far, which is not so for searches that compare bytes.
 type mask struct {
 	needles []needle
 	raw     []byte // the last MaxSecret bytes of the text, as they came
@@ -39,8 +39,8 @@ type needle struct {
 	now       uint64 // the sum of the last len(text) bytes
 }
 
-// newMask is a mask of those of some secrets that are long enough; nil if there are no secrets. With none that is long enough it holds
-// back what every mask does, so that this tells nothing of their length.
+// newMask is a mask of those of some secrets that are long enough; nil if there are no secrets. With none that is long
+// enough it holds back what every mask does, so that this tells nothing of their length.
 func newMask(secrets []string) *mask {
 	if len(secrets) == 0 {
 		return nil

@@ -194,7 +194,8 @@ func FuzzMask(f *testing.F) {
 	})
 }
 
-// A client gets a line that does not end, a while after it has come, and no part of a secret before all of it could have come.
+// A client gets a line that does not end, a while after it has come, and no part of a secret before all of it could
+// have come.
 func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := httptest.NewRecorder()
@@ -233,8 +234,8 @@ func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
 	})
 }
 
-// TestAttack_time_of_a_search_does_not_tell_a_right_guess has a text of many beginnings of a secret, which a search that compares bytes
-// takes longer for.
+// TestAttack_time_of_a_search_does_not_tell_a_right_guess has a text of many beginnings of a secret, which a search
+// that compares bytes takes longer for.
 func TestAttack_time_of_a_search_does_not_tell_a_right_guess(t *testing.T) {
 	const secret = "sk-the-real-key-0123456789abcdef"
 	for _, k := range []int{1, 2, 8, 31} {

@@ -188,7 +188,8 @@ func (s *Server) reachSecurely(ctx context.Context, t Target) (net.Conn, error) 
 	return secure, nil
 }
 
-// explain is the status by which a request is refused that no peer has answered, and the reason if it is the policy's doing.
+// explain is the status by which a request is refused that no peer has answered, and the reason if it is the policy's
+// doing.
 func explain(err error) (status int, reason netpolicy.Reason) {
 	switch {
 	case errors.Is(err, errDenied), errors.Is(err, resolver.ErrRefused):

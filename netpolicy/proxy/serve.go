@@ -109,8 +109,8 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	ends := meets(s.policy.Load(), t)
 	var peer *peerConn
 	if !ends {
-		// A client that has sent all it has to say, and has closed its half, still waits for the answer; the request's context
-		// has ended then.
+		// A client that has sent all it has to say, and has closed its half, still waits for the answer; the request's
+		// context has ended then.
 		if peer, err = s.reach(s.base, t, true); err != nil {
 			status, reason := explain(err)
 			s.fail(t, err, reason, status, "")

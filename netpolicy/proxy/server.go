@@ -45,8 +45,8 @@ const (
 	ConnectTimeout = 30 * time.Second
 	// SecretTimeout is how long a request waits for a secret that is not there, as after a wake.
 	SecretTimeout = time.Minute
-	// HeldTimeout is how long bytes of an answer without a length that may be the beginning of a secret wait for more. It is
-	// long, so that a guest that is slow to read does not have a secret come in two parts.
+	// HeldTimeout is how long bytes of an answer without a length that may be the beginning of a secret wait for more.
+	// It is long, so that a guest that is slow to read does not have a secret come in two parts.
 	HeldTimeout = 5 * time.Second
 
 	maxIdlePeers    = 16
@@ -55,7 +55,8 @@ const (
 	eventsPerSecond = 100
 )
 
-// Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is something else.
+// Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is
+// something else.
 const (
 	MinSecret = 8
 	MaxSecret = 4096

@@ -69,8 +69,8 @@ type Frame struct {
 	Tagged bool
 	// BadChecksumRequest is that a checksum would be stored where it does not belong.
 	BadChecksumRequest bool
-	// By is whose interface a frame to the guest has come to the host by: that of another agent, by its address; the zero Addr if the
-	// host has made it; an address that is no agent's for all other interfaces.
+	// By is whose interface a frame to the guest has come to the host by: that of another agent, by its address; the
+	// zero Addr if the host has made it; an address that is no agent's for all other interfaces.
 	By netip.Addr
 }
 
@@ -233,7 +233,8 @@ func (m *Model) question(d netpolicy.Direction, k flowKey, port uint16, now int6
 	return q
 }
 
-// OpensName says whether a flow that the guest has opened goes on, when its client has asked for a server name; empty is none.
+// OpensName says whether a flow that the guest has opened goes on, when its client has asked for a server name; empty
+// is none.
 func (m *Model) OpensName(peer netip.AddrPort, guestPort uint16, name string) bool {
 	k := flowKey{peer.Addr(), peer.Port(), guestPort, protoTCP}
 	q := m.question(netpolicy.Egress, k, peer.Port(), 0)
@@ -263,8 +264,8 @@ func (m *Model) Judge(f Frame, now int64) Decision {
 	return d
 }
 
-// strange says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's, or of another
-// agent's.
+// strange says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's,
+// or of another agent's.
 func (x *parsed) strange(a netip.Addr) bool {
 	if x.egress {
 		return false

@@ -33,8 +33,8 @@ func packed(f *testing.F, m *dns.Msg) []byte {
 	return b
 }
 
-// FuzzAnswer is a query of a guest's and what an upstream answers, as they come by wire. The guest gets public addresses of names of rules, what it
-// gets is pinned, and nothing else of it or of the upstream goes through.
+// FuzzAnswer is a query of a guest's and what an upstream answers, as they come by wire. The guest gets public
+// addresses of names of rules, what it gets is pinned, and nothing else of it or of the upstream goes through.
 func FuzzAnswer(f *testing.F) {
 	for _, records := range [][]string{
 		{"example.com. 300 IN A 93.184.216.34", "example.com. 0 IN A 127.0.0.1", "example.com. 4294967295 IN A 10.200.0.9"},

@@ -43,12 +43,11 @@ const (
 // name, in lower case, and how many bytes of b the hello's records are. What follows them is not
 // looked at. The hello may be in any number of records.
 //
-// It fails with ErrShort if more is needed, and then n is how many bytes of b there have to be before it
-// is worth asking again, at most MaxHello; with ErrNoName
-// without a server name; with ErrECH for an Encrypted ClientHello or what looks like one; and with ErrHello for all else
-// that is not as RFC 8446, 4.1.2, and RFC 6066, 3, have it: SSL 2, an extension that is there
-// twice, no or more than one name, a name that is an address or none of DNS, bytes behind the
-// hello in its last record.
+// It fails with ErrShort if more is needed, and then n is how many bytes of b there have to be before it is worth
+// asking again, at most MaxHello; with ErrNoName without a server name; with ErrECH for an Encrypted ClientHello or
+// what looks like one; and with ErrHello for all else that is not as RFC 8446, 4.1.2, and RFC 6066, 3, have it: SSL 2,
+// an extension that is there twice, no or more than one name, a name that is an address or none of DNS, bytes behind
+// the hello in its last record.
 func Hello(b []byte) (name string, n int, err error) {
 	msg, n, err := handshake(b)
 	if err != nil {

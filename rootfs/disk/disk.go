@@ -620,9 +620,9 @@ func (d *Disk) settleChunk(top *layer, src source, b, stop int64) error {
 	return nil
 }
 
-// Prepare makes the file newTop of the layer that the next Seal starts, and makes file and name durable, so that Seal need
-// not while the guest stands still. newTop must not exist. The file goes with Close, or with the next Prepare, if no Seal
-// takes it.
+// Prepare makes the file newTop of the layer that the next Seal starts, and makes file and name durable, so that Seal
+// need not while the guest stands still. newTop must not exist. The file goes with Close, or with the next Prepare, if
+// no Seal takes it.
 func (d *Disk) Prepare(newTop string) error {
 	if d.readOnly {
 		return ErrReadOnly
@@ -659,9 +659,9 @@ func (d *Disk) unprepare() error {
 	return errors.Join(l.close(), ioError("remove a layer that is not needed", d.env.fs.Remove(l.path)))
 }
 
-// Seal ends the top layer and starts a new one in the file newTop, which must not exist unless Prepare has made it. It waits
-// for writes under way, and no longer: data, however much, is neither copied nor synced. What the disk
-// holds at this instant is the stack as it was, which Seal describes by its uppermost layer.
+// Seal ends the top layer and starts a new one in the file newTop, which must not exist unless Prepare has made it. It
+// waits for writes under way, and no longer: data, however much, is neither copied nor synced. What the disk holds at
+// this instant is the stack as it was, which Seal describes by its uppermost layer.
 //
 // The sealed layer is durable once the next Flush has returned; commit a snapshot that refers to it
 // only then. Other disks on this host may be forked from it at once. newTop is durable when Seal returns.

@@ -1,9 +1,9 @@
 // Package disk is the layered writable block device of a VM.
 //
-// The one idea: a disk is a stack of layers, of which only the top is ever written. Sealing the top
-// and starting a new one takes the same short time however much data there is, so a snapshot can take
-// every disk at one instant; and because a sealed layer is never written again, a VM that crashes after waking can always go back to its last snapshot, and forks share all
-// layers below their own tops. [Squash] makes one new layer of several, which stay.
+// The one idea: a disk is a stack of layers, of which only the top is ever written. Sealing the top and starting a new
+// one takes the same short time however much data there is, so a snapshot can take every disk at one instant; and
+// because a sealed layer is never written again, a VM that crashes after waking can always go back to its last
+// snapshot, and forks share all layers below their own tops. [Squash] makes one new layer of several, which stay.
 //
 // # Resolving, not copying
 //

@@ -42,8 +42,8 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 	return infos, nil
 }
 
-// Inspect describes the layer at path by its header alone: Data, Zero and Allocated are not filled in. One that is in use
-// for writing is ErrInUse. The error of a file that is not there wraps fs.ErrNotExist.
+// Inspect describes the layer at path by its header alone: Data, Zero and Allocated are not filled in. One that is in
+// use for writing is ErrInUse. The error of a file that is not there wraps fs.ErrNotExist.
 func Inspect(path string) (LayerInfo, error) {
 	l, err := hostEnv().openLayer(path, os.O_RDONLY, osfile.Shared)
 	if err != nil {
@@ -52,8 +52,8 @@ func Inspect(path string) (LayerInfo, error) {
 	return l.info(), l.close()
 }
 
-// Continues says whether the layer in the file path was begun over the uppermost layer of a stack. It is false also if there
-// is no such file, or one that was never durable: then nothing in it was either.
+// Continues says whether the layer in the file path was begun over the uppermost layer of a stack. It is false also if
+// there is no such file, or one that was never durable: then nothing in it was either.
 func Continues(path string, s Stack) (bool, error) {
 	e := hostEnv()
 	var ids [2]header

@@ -151,8 +151,9 @@ func FuzzOpenLayer(f *testing.F) {
 	})
 }
 
-// FuzzUnpack gives streams to Unpack beside a file that must stay as it is. A stream is refused and leaves nothing, or it
-// becomes a file that has its extents and zeros, holds no more of the disk than came, and packs again to the same content.
+// FuzzUnpack gives streams to Unpack beside a file that must stay as it is. A stream is refused and leaves nothing, or
+// it becomes a file that has its extents and zeros, holds no more of the disk than came, and packs again to the same
+// content.
 func FuzzUnpack(f *testing.F) {
 	// In memory where there is such a place: Unpack syncs.
 	dir, err := os.MkdirTemp("/dev/shm", "drowse-unpack-")

@@ -215,8 +215,8 @@ func (l *layer) runs(each func(run)) error {
 }
 
 func (l *layer) tableRuns(each func(run)) error {
-	// A layer may come from elsewhere, and be a hole for the most part: what it states of its table bounds nothing that is
-	// held in memory.
+	// A layer may come from elsewhere, and be a hole for the most part: what it states of its table bounds nothing that
+	// is held in memory.
 	buf := make([]byte, min(l.hdr.tableLen, tablePiece))
 	crc := uint32(0)
 	if err := l.tablePieces(buf, func(p []byte) error {

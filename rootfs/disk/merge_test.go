@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Merge does what older versions did to shorten a stack, so that tests can open what it leaves: at each stage of a merge, and after it.
-// Nothing does it any more, since it changes the content of a layer under its name.
+// Merge does what older versions did to shorten a stack, so that tests can open what it leaves: at each stage of a
+// merge, and after it. Nothing does it any more, since it changes the content of a layer under its name.
 //
 // It joins two neighbouring layers into one: the data of upper is copied into
 // lower's file, which then takes upper's id, its place below whatever lies above, and its path.

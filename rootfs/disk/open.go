@@ -380,8 +380,9 @@ func (d *Disk) Stats() ([]LayerInfo, error) {
 	return infos, nil
 }
 
-// Data is how many bytes of the disk have data, each block once in whichever layer it is: what was written and neither overwritten with zeros
-// by the block nor discarded since. A write under way may count or not. It reads the index in memory, 2 bytes a block at most.
+// Data is how many bytes of the disk have data, each block once in whichever layer it is: what was written and neither
+// overwritten with zeros by the block nor discarded since. A write under way may count or not. It reads the index in
+// memory, 2 bytes a block at most.
 func (d *Disk) Data() int64 {
 	var blocks int64
 	_ = d.index.each(func(s source, _, count int64) error {

@@ -16,9 +16,9 @@ import (
 // has left may be deleted.
 const squashSuffix = ".part"
 
-// Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer
-// in the file path: it can take the place of all of them in that stack, and in any other that has
-// them in this order. They stay as they are, so that others can go on with any of them. They must be sealed, and may be in use by disks that run.
+// Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer in the file path:
+// it can take the place of all of them in that stack, and in any other that has them in this order. They stay as they
+// are, so that others can go on with any of them. They must be sealed, and may be in use by disks that run.
 //
 // The new layer has the id of the uppermost, and the parent of the lowest. It appears under its name
 // only when it is whole and durable. The cost is that of the data that is not covered by a layer

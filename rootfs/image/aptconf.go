@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// What a build takes from the host's apt: where the packages come from (mirrors), which keys sign them (trust), and how to
-// get there (proxies, certificates, checks, credentials).
+// What a build takes from the host's apt: where the packages come from (mirrors), which keys sign them (trust), and how
+// to get there (proxies, certificates, checks, credentials).
 
 // aptSource is one repository of the host's apt sources: one URI and one suite.
 type aptSource struct {
@@ -26,8 +26,9 @@ type aptSource struct {
 // maxSourceBytes bounds one file of apt sources.
 const maxSourceBytes = 1 << 20
 
-// readAptSources reads sources.list and the *.list and *.sources files of sources.list.d below the given apt configuration
-// directory (normally /etc/apt), as sources.list(5) describes them. Disabled and source-code entries are left out.
+// readAptSources reads sources.list and the *.list and *.sources files of sources.list.d below the given apt
+// configuration directory (normally /etc/apt), as sources.list(5) describes them. Disabled and source-code entries are
+// left out.
 func readAptSources(dir string) ([]aptSource, error) {
 	files := []string{filepath.Join(dir, "sources.list")}
 	entries, err := os.ReadDir(filepath.Join(dir, "sources.list.d"))
@@ -166,12 +167,12 @@ func parseStanzas(text string) []map[string]string {
 // suitesWithoutUpdates are the names of suites that have no -updates and -security.
 var suitesWithoutUpdates = []string{"sid", "unstable", "experimental"}
 
-// mirrorsFor chooses from the host's apt sources those that serve a suite of Debian. hostSuite is the release of the host,
-// from os-release, or empty.
+// mirrorsFor chooses from the host's apt sources those that serve a suite of Debian. hostSuite is the release of the
+// host, from os-release, or empty.
 //
 // When the sources name the suite itself, they are used with its -updates and -security suites. Otherwise those of the
-// host's own release are used, with the suite's name put in place of the release's. Only repositories with the component
-// "main" count: Debian's archive has it, vendors that borrow the suite names have others.
+// host's own release are used, with the suite's name put in place of the release's. Only repositories with the
+// component "main" count: Debian's archive has it, vendors that borrow the suite names have others.
 func mirrorsFor(suite, hostSuite string, all []aptSource) []aptSource {
 	pick := func(base string) []aptSource {
 		var out []aptSource
@@ -282,8 +283,8 @@ var aptConfPrefixes = []string{
 	"acquire::queue-mode", "dir::etc::netrc",
 }
 
-// filterAptConf takes from the output of "apt-config dump" the settings a build takes over. Relative paths of credential
-// files are made absolute: the build's apt has its configuration elsewhere.
+// filterAptConf takes from the output of "apt-config dump" the settings a build takes over. Relative paths of
+// credential files are made absolute: the build's apt has its configuration elsewhere.
 func filterAptConf(dump, dir string) string {
 	var b strings.Builder
 	for line := range strings.Lines(dump) {

@@ -39,8 +39,8 @@ type AssemblyOptions struct {
 	Progress func(stage string, done, total int64)
 }
 
-// Assembly is an image that is made of steps: a base, and layers over it. What a step makes is kept in the store under a key, and
-// need not be made again while what is below it is the same. It is not safe for concurrent use. Close it.
+// Assembly is an image that is made of steps: a base, and layers over it. What a step makes is kept in the store under
+// a key, and need not be made again while what is below it is the same. It is not safe for concurrent use. Close it.
 type Assembly struct {
 	b      *buildOptions
 	base   *Image
@@ -146,8 +146,8 @@ func (a *Assembly) baseID() string {
 	return a.base.ID
 }
 
-// Key names a step by all that decides its result: what is below it, and what it does, which must become the same JSON when it
-// is the same.
+// Key names a step by all that decides its result: what is below it, and what it does, which must become the same JSON
+// when it is the same.
 func (a *Assembly) Key(what any) (string, error) {
 	diffs := make([]string, 0, len(a.layers))
 	for _, l := range a.layers {
@@ -212,9 +212,9 @@ func (s *Store) readStep(key string) (*stepRecord, error) {
 	return &r, nil
 }
 
-// Put keeps the result of a step: the first below layers, and over them what the tar stream says, with whiteouts as the OCI
-// image specification has them. The stream is not trusted: it is bounded, and written anew from what is understood of it.
-// text is the step for people. Names of the drop list are left out: guests have files of their own there.
+// Put keeps the result of a step: the first below layers, and over them what the tar stream says, with whiteouts as the
+// OCI image specification has them. The stream is not trusted: it is bounded, and written anew from what is understood
+// of it. text is the step for people. Names of the drop list are left out: guests have files of their own there.
 func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream io.Reader, drop ...string) error {
 	if below < 0 || below > len(a.layers) {
 		return fmt.Errorf("%w: %d layers below a step, there are %d", ErrInvalidOption, below, len(a.layers))
@@ -284,7 +284,8 @@ func writeLayer(f *os.File, write func(*tar.Writer) error) (Layer, error) {
 	return Layer{DiffID: plain.digest().String(), Size: packed.n}, nil
 }
 
-// overlayXattr begins the attributes in which an overlay keeps its books: in an image they would be taken for those of the VM's.
+// overlayXattr begins the attributes in which an overlay keeps its books: in an image they would be taken for those of
+// the VM's.
 const overlayXattr = "trusted.overlay."
 
 // copyLayer writes a tar stream anew.
@@ -509,8 +510,8 @@ func (a *Assembly) write(ctx context.Context, img *Image, config []byte) (*Image
 	return img, nil
 }
 
-// PruneSteps removes results of steps that belong to no image, and images to boot from that a build has left that died. Nothing
-// is removed while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
+// PruneSteps removes results of steps that belong to no image, and images to boot from that a build has left that died.
+// Nothing is removed while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
 func (s *Store) PruneSteps(ctx context.Context, inUse func(id string) bool) (Freed, error) {
 	var out Freed
 	dir := filepath.Join(s.dir, stepsDir)

@@ -19,8 +19,8 @@ type node struct {
 	names int
 }
 
-// reference applies layers to a map of paths, in the words of the OCI image specification, "Applying Changesets": it knows
-// neither trees nor spools, and follows no links.
+// reference applies layers to a map of paths, in the words of the OCI image specification, "Applying Changesets": it
+// knows neither trees nor spools, and follows no links.
 type reference map[string]*node
 
 // apply applies one layer. "Whiteout files MUST only apply to resources in lower/parent layers": these come first.
@@ -116,8 +116,8 @@ func (r reference) entries() map[string]entry {
 	return out
 }
 
-// generate writes layers of files of all kinds, seeded, so that a failure can be repeated. Paths are chosen from what exists,
-// so that later layers replace, hide, link to and uncover what earlier ones have.
+// generate writes layers of files of all kinds, seeded, so that a failure can be repeated. Paths are chosen from what
+// exists, so that later layers replace, hide, link to and uncover what earlier ones have.
 func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 	t.Helper()
 	rnd := rand.New(rand.NewPCG(seed, 1))
@@ -160,7 +160,8 @@ func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 			}
 		}
 		inLayer := map[string]bool{}
-		// What hides comes first, in the middle or last in a stream: here it is all one, as it says nothing of its own layer.
+		// What hides comes first, in the middle or last in a stream: here it is all one, as it says nothing of its own
+		// layer.
 		if l > 0 {
 			for range 200 {
 				p := pick(paths)

@@ -42,8 +42,8 @@ func (s *Store) hasBlob(h v1.Hash, size int64) bool {
 	return err == nil && st.Mode().IsRegular() && st.Size() == size
 }
 
-// putBlob writes a blob into the store. write gets a file to write to, which is checked afterwards; the blob is there whole or
-// not at all, after a crash too.
+// putBlob writes a blob into the store. write gets a file to write to, which is checked afterwards; the blob is there
+// whole or not at all, after a crash too.
 func (s *Store) putBlob(h v1.Hash, size int64, tmp string, write func(io.Writer) error) (err error) {
 	f, err := os.CreateTemp(tmp, "blob-")
 	if err != nil {
@@ -96,8 +96,9 @@ type Freed struct {
 	Busy  bool  // a build that may need them is under way, so nothing was removed
 }
 
-// PruneBlobs removes downloaded layers that belong to no image of the store. A layer only saves its download: images need none.
-// Nothing is removed while a build from a registry is under way, or when the record of an image cannot be read (ErrCorrupt).
+// PruneBlobs removes downloaded layers that belong to no image of the store. A layer only saves its download: images
+// need none. Nothing is removed while a build from a registry is under way, or when the record of an image cannot be
+// read (ErrCorrupt).
 func (s *Store) PruneBlobs(ctx context.Context) (Freed, error) {
 	var out Freed
 	l, err := s.lock(ctx)

@@ -51,28 +51,28 @@ type Options struct {
 	Store   *Store
 	From    string   // see ParseSource
 	Include []string // Debian packages; items may hold several, separated by commas. Of debian: sources only
-	// Tag is NAME or NAME:VERSION. Default: debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest, the
-	// repository and tag of an image of a registry, the name of a file.
+	// Tag is NAME or NAME:VERSION. Default: debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest,
+	// the repository and tag of an image of a registry, the name of a file.
 	Tag string
 
-	// Platform chooses among images for several: OS/ARCH or OS/ARCH/VARIANT. Default: linux and the architecture of this program.
-	// Of sources of layers only.
+	// Platform chooses among images for several: OS/ARCH or OS/ARCH/VARIANT. Default: linux and the architecture of
+	// this program. Of sources of layers only.
 	Platform string
 	// PlainHTTP talks to the registry without TLS. Those on this host are talked to so in any case.
 	PlainHTTP bool
 	// Stdin is what the path "-" stands for.
 	Stdin io.Reader
 
-	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive (of which the suite and component main
-	// are taken), or a line as in sources.list(5).
+	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive (of which the suite and component
+	// main are taken), or a line as in sources.list(5).
 	Mirrors []string
 	// NoDocs leaves documentation, manual and info pages out of Debian images (copyright files stay).
 	NoDocs bool
 
-	// MaxAge is how old an image of the same spec may be to be used instead of a new build; zero means DefaultMaxAge. The spec
-	// is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directories and tar streams are always
-	// read anew, but equal content gives the same image. Images of layers are asked for anew, and built again only when their
-	// manifest is another one, whatever their age.
+	// MaxAge is how old an image of the same spec may be to be used instead of a new build; zero means DefaultMaxAge.
+	// The spec is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directories and
+	// tar streams are always read anew, but equal content gives the same image. Images of layers are asked for anew,
+	// and built again only when their manifest is another one, whatever their age.
 	MaxAge time.Duration
 	// NoCache builds anew in any case.
 	NoCache bool
@@ -82,10 +82,11 @@ type Options struct {
 	// MaxBytes bounds the sum of the file sizes of the source, in all its layers together; zero means DefaultMaxBytes.
 	MaxBytes int64
 	// MaxFiles bounds the entries of archives, in all layers together, and the directories that they imply; zero means
-	// DefaultMaxFiles, the most is 8,388,608. A build takes about 2 KiB of memory for each at worst. Of sources of layers and tar streams.
+	// DefaultMaxFiles, the most is 8,388,608. A build takes about 2 KiB of memory for each at worst. Of sources of
+	// layers and tar streams.
 	MaxFiles int
-	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is called
-	// often, from several goroutines but never from two at once, and must return quickly.
+	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is
+	// called often, from several goroutines but never from two at once, and must return quickly.
 	Progress func(stage string, done, total int64)
 	// Log takes the messages of the build tool. It need not be safe for concurrent use.
 	Log io.Writer
@@ -166,10 +167,12 @@ func checkOptions(o Options) (*buildOptions, error) {
 	return b, nil
 }
 
-// recipeVersion is raised when the same options give another image than before, so that older ones are not taken for it.
+// recipeVersion is raised when the same options give another image than before, so that older ones are not taken for
+// it.
 const recipeVersion = 1
 
-// spec is a hash of all that decides what is built. content names what the source holds, where that is known beforehand.
+// spec is a hash of all that decides what is built. content names what the source holds, where that is known
+// beforehand.
 func (b *buildOptions) spec(content string) (string, error) {
 	j, err := json.Marshal(struct {
 		Recipe   int
@@ -189,15 +192,16 @@ func (b *buildOptions) spec(content string) (string, error) {
 
 func newHash() hash.Hash { return sha256.New() }
 
-// Build makes an image and puts it into the store, or finds a recent one of the same spec there (see Options.MaxAge), and
-// gives it the tag. A tag that another image has moves. When ctx ends, all processes of the build are killed, what it wrote
-// is removed, and the context's cause is in the error.
+// Build makes an image and puts it into the store, or finds a recent one of the same spec there (see Options.MaxAge),
+// and gives it the tag. A tag that another image has moves. When ctx ends, all processes of the build are killed, what
+// it wrote is removed, and the context's cause is in the error.
 //
 // Of several builds of one spec at the same time, in any processes, one does the work and the others take its image.
 //
-// Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may look for: ErrUnsupportedSource,
-// ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge, ErrChanged; of archives ErrBadArchive; of
-// layers ErrDigest, ErrBadManifest, ErrNoPlatform, ErrNoSource; of registries ErrAuth, ErrRateLimited, ErrRegistry.
+// Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may look for:
+// ErrUnsupportedSource, ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge,
+// ErrChanged; of archives ErrBadArchive; of layers ErrDigest, ErrBadManifest, ErrNoPlatform, ErrNoSource; of registries
+// ErrAuth, ErrRateLimited, ErrRegistry.
 func Build(ctx context.Context, opts Options) (*Image, error) {
 	o, err := checkOptions(opts)
 	if err != nil {
@@ -266,8 +270,8 @@ func (b *buildOptions) newTemp(ctx context.Context) (*temp, error) {
 	return b.Store.newTemp("build-")
 }
 
-// cached gives the newest image of the spec that is not too old and passes the cheap check, with the tag given to it; nil if
-// there is none. With maxAge 0, none is too old.
+// cached gives the newest image of the spec that is not too old and passes the cheap check, with the tag given to it;
+// nil if there is none. With maxAge 0, none is too old.
 func (b *buildOptions) cached(ctx context.Context, spec string, maxAge time.Duration) (*Image, error) {
 	l, err := b.Store.lock(ctx)
 	if err != nil {
@@ -368,8 +372,8 @@ func (b *buildOptions) write(ctx context.Context, t *fstree.Tree, img *Image) er
 	return nil
 }
 
-// Limits of dpkg's database, which anybody may have written. The record of an image must stay below maxRecordBytes with what
-// is taken from it; Debian's whole archive has 65,000 packages, and no system a tenth of them.
+// Limits of dpkg's database, which anybody may have written. The record of an image must stay below maxRecordBytes with
+// what is taken from it; Debian's whole archive has 65,000 packages, and no system a tenth of them.
 const (
 	maxStatusBytes   = 32 << 20 // it is read into memory
 	maxInstalled     = 32 << 10 // packages
@@ -378,7 +382,8 @@ const (
 
 var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
 
-// describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it has one.
+// describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it
+// has one.
 func describePackages(t *fstree.Tree, img *Image) error {
 	status, err := t.ReadText("var/lib/dpkg/status", maxStatusBytes)
 	if err != nil {

@@ -32,15 +32,16 @@ const (
 type CopyIn struct {
 	// Context is the directory; symlinks are followed within it alone. Nil when there are no Sources.
 	Context *os.Root
-	// Ignore says which files are no part of it, by their path in it; nil takes all. Deep says that something below an ignored
-	// directory may be a part of it.
+	// Ignore says which files are no part of it, by their path in it; nil takes all. Deep says that something below an
+	// ignored directory may be a part of it.
 	Ignore func(p string) bool
 	Deep   bool
 	// Sources are paths in the context, or patterns as path.Match has them. Of a directory what is in it is copied.
 	Sources []string
 	// Inline are files that are given here: names and contents.
 	Inline []InlineFile
-	// Dest is where they go: absolute and clean. It is a directory if DestDir says so, if one is there, or if there are several files.
+	// Dest is where they go: absolute and clean. It is a directory if DestDir says so, if one is there, or if there are
+	// several files.
 	Dest    string
 	DestDir bool
 	// Unpack unpacks archives among the sources, which their content tells, into Dest.
@@ -334,8 +335,8 @@ func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool
 	return false, a.commit(ctx, key, text, len(a.layers), func(tw *tar.Writer) error { return w.write(tw) })
 }
 
-// MakeDir makes a directory, and those above it, if it is not there. It says whether the result was there already, and whether
-// it has changed anything.
+// MakeDir makes a directory, and those above it, if it is not there. It says whether the result was there already, and
+// whether it has changed anything.
 func (a *Assembly) MakeDir(ctx context.Context, dir, text string, noCache bool) (cached, changed bool, err error) {
 	key, err := a.Key(struct{ Dir string }{dir})
 	if err != nil {
@@ -632,8 +633,8 @@ func writeEntry(ctx context.Context, tw *tar.Writer, e layerEntry) error {
 	return errors.Join(err, r.Close())
 }
 
-// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number without a
-// group has the group of that number, one by name that of its entry.
+// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number
+// without a group has the group of that number, one by name that of its entry.
 func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	if owner == "" {
 		return 0, 0, nil

@@ -21,9 +21,9 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-// The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git: mmdebstrap 22 s,
-// debootstrap 98 s (on a busier machine, but with twice the processor time). mmdebstrap also writes a tar stream itself, uses
-// apt's own dependency solver, and needs no unpacked tree that someone must remove.
+// The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git: mmdebstrap 22
+// s, debootstrap 98 s (on a busier machine, but with twice the processor time). mmdebstrap also writes a tar stream
+// itself, uses apt's own dependency solver, and needs no unpacked tree that someone must remove.
 const (
 	debianTool    = "mmdebstrap"
 	debianToolGet = "apt-get install --no-install-recommends " + debianTool
@@ -52,7 +52,8 @@ func toolEnv(extra ...string) []string {
 	return append(env, extra...)
 }
 
-// debianBuild makes the tree of a Debian root. tmp is an empty directory for everything temporary; the caller removes it.
+// debianBuild makes the tree of a Debian root. tmp is an empty directory for everything temporary; the caller removes
+// it.
 func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.File) (*fstree.Tree, error) {
 	if os.Geteuid() != 0 {
 		return nil, fmt.Errorf("build from %s: %w: its files have many owners and its package scripts run in a chroot; run as root",
@@ -97,8 +98,8 @@ func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.Fil
 	}
 	if len(o.packages) > 0 {
 		args = append(args, "--include="+strings.Join(o.packages, ","),
-			// Ask apt whether the packages can be had before a minute goes into what comes first. The names have been checked
-			// (packageRE), nothing in them means anything to the shell.
+			// Ask apt whether the packages can be had before a minute goes into what comes first. The names have been
+			// checked (packageRE), nothing in them means anything to the shell.
 			`--extract-hook=APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" apt-get --simulate --quiet=2 install `+
 				strings.Join(o.packages, " ")+` >/dev/null`)
 	}
@@ -115,7 +116,8 @@ func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.Fil
 	return t, nil
 }
 
-// debianSources gives the repositories of a build: those of the caller, or those of the host's apt that serve the suite.
+// debianSources gives the repositories of a build: those of the caller, or those of the host's apt that serve the
+// suite.
 func debianSources(o *buildOptions) ([]aptSource, error) {
 	var out []aptSource
 	for _, m := range o.Mirrors {
@@ -197,8 +199,8 @@ func ensureTool(ctx context.Context, o *buildOptions) error {
 	return nil
 }
 
-// runQuiet runs a program to its end and gives its last messages in the error. Cancelling asks it to stop (SIGTERM), so that
-// the host's package database stays in order, and kills it after a while.
+// runQuiet runs a program to its end and gives its last messages in the error. Cancelling asks it to stop (SIGTERM), so
+// that the host's package database stays in order, and kills it after a while.
 func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) error {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Env = toolEnv()
@@ -218,9 +220,9 @@ func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) e
 
 // runTarTool runs the Debian tool and reads the tar stream it writes.
 //
-// The tool runs in a PID namespace of its own (unshare --kill-child), so that killing one process kills all that it started,
-// package scripts and daemons among them, whatever process group they moved to; and in a mount namespace of its own, so
-// that no mount is left. Its temporary tree lies in tmp.
+// The tool runs in a PID namespace of its own (unshare --kill-child), so that killing one process kills all that it
+// started, package scripts and daemons among them, whatever process group they moved to; and in a mount namespace of
+// its own, so that no mount is left. Its temporary tree lies in tmp.
 func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File, args []string, stdin string) (*fstree.Tree, error) {
 	work := filepath.Join(tmp, "work")
 	// The tool's apt drops privileges to a user that must be able to pass.
@@ -273,7 +275,8 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 		// Past the end marker of the archive comes padding at most. It must be read, or the tool dies of a closed pipe.
 		_, readErr = io.Copy(io.Discard, &watchedReader{ctx: ctx, r: pr})
 	}
-	// A stream that ends too early is the tool's failure, which it tells itself. On any other error it is of no use any more.
+	// A stream that ends too early is the tool's failure, which it tells itself. On any other error it is of no use any
+	// more.
 	killed := readErr != nil && !errors.Is(readErr, io.ErrUnexpectedEOF)
 	if killed {
 		kill()
@@ -378,10 +381,10 @@ func (m *messages) last() string {
 	return strings.Join(lines, "; ")
 }
 
-// debianTrim takes out of a Debian root what a sandbox does not need and package tools make anew: apt's lists, archives and
-// caches, logs of the installation, backup copies of dpkg's database, and what the build tool left behind: its apt settings,
-// which are the host's and may hold credentials. With noDocs documentation as well, but for copyright files, which licences
-// want kept.
+// debianTrim takes out of a Debian root what a sandbox does not need and package tools make anew: apt's lists, archives
+// and caches, logs of the installation, backup copies of dpkg's database, and what the build tool left behind: its apt
+// settings, which are the host's and may hold credentials. With noDocs documentation as well, but for copyright files,
+// which licences want kept.
 //
 // /dev keeps its static nodes: a kernel that mounts no devtmpfs needs /dev/console for the first process.
 func debianTrim(t *fstree.Tree, noDocs bool) {
@@ -420,9 +423,10 @@ func debianTrim(t *fstree.Tree, noDocs bool) {
 	}
 }
 
-// addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except for
-// the machine id: all VMs share the image, so it is emptied, which systemd and dbus take as "make one at the first boot"
-// (machine-id(5)). In Debian images host name and resolver configuration are those of the build host, and are replaced.
+// addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except
+// for the machine id: all VMs share the image, so it is emptied, which systemd and dbus take as "make one at the first
+// boot" (machine-id(5)). In Debian images host name and resolver configuration are those of the build host, and are
+// replaced.
 func addVMFiles(t *fstree.Tree, replace bool) error {
 	for _, d := range []struct {
 		name string

@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fakeTool puts a shell script in the place of the Debian tool, and the tar stream that it may copy to $TAR. The build needs
-// no network then.
+// fakeTool puts a shell script in the place of the Debian tool, and the tar stream that it may copy to $TAR. The build
+// needs no network then.
 func fakeTool(t *testing.T, script string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -331,8 +331,8 @@ func TestMessagesKeepTheLastErrorsAndBoundLines(t *testing.T) {
 	}
 }
 
-// The real thing, which needs the network and a minute: DROWSE_TEST_DEBIAN=bookworm builds that suite with python3 and git.
-// DROWSE_TEST_DEBIAN_STORE names a store that keeps the image.
+// The real thing, which needs the network and a minute: DROWSE_TEST_DEBIAN=bookworm builds that suite with python3 and
+// git. DROWSE_TEST_DEBIAN_STORE names a store that keeps the image.
 func TestRealDebianImageEqualsWhatTheToolMade(t *testing.T) {
 	suite := os.Getenv("DROWSE_TEST_DEBIAN")
 	if suite == "" {

@@ -244,8 +244,8 @@ func TestCancelledDirectoryBuildLeavesNothing(t *testing.T) {
 	}
 }
 
-// The file is larger than 32 bits can count, which EROFS keeps in another inode form, and has data before, at and behind
-// that limit.
+// The file is larger than 32 bits can count, which EROFS keeps in another inode form, and has data before, at and
+// behind that limit.
 func TestSparseFileOfMoreThan4GiBKeepsDataAndHoles(t *testing.T) {
 	root := t.TempDir()
 	f, err := os.Create(filepath.Join(root, "huge"))

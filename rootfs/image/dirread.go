@@ -217,7 +217,8 @@ func (d *dirReader) readXattrs(p string) (map[string]string, error) {
 	return out, nil
 }
 
-// growing calls a system call that fills a buffer, with the size it asks for, until the size fits (it may change between).
+// growing calls a system call that fills a buffer, with the size it asks for, until the size fits (it may change
+// between).
 func growing(call func([]byte) (int, error)) ([]byte, error) {
 	const tries = 8
 	for range tries {

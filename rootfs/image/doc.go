@@ -1,9 +1,10 @@
-// Package image turns a source (a set of Debian packages, a container image of a registry or in files, a tar stream, or a
-// directory of the host) into a read-only EROFS root filesystem that all VMs share, and keeps these images in a store on disk.
+// Package image turns a source (a set of Debian packages, a container image of a registry or in files, a tar stream, or
+// a directory of the host) into a read-only EROFS root filesystem that all VMs share, and keeps these images in a store
+// on disk.
 //
-// The one idea of this folder: every source becomes the same in-memory tree of inodes (package fstree), whose file contents stay
-// where they are (in the host's directory, or in spool files filled from tar streams), and one writer (package erofs) turns
-// that tree into an EROFS image. No unpacked copy of a root filesystem is ever left on the host.
+// The one idea of this folder: every source becomes the same in-memory tree of inodes (package fstree), whose file
+// contents stay where they are (in the host's directory, or in spool files filled from tar streams), and one writer
+// (package erofs) turns that tree into an EROFS image. No unpacked copy of a root filesystem is ever left on the host.
 //
 // # What an image holds
 //
@@ -21,14 +22,15 @@
 //   - What a VM needs is added (see addVMFiles): the mount points /dev /proc /sys /run /tmp, /etc/hostname, an empty
 //     /etc/resolv.conf and an empty /etc/machine-id.
 //
-// Data is stored uncompressed: images of one store are shared by all VMs through the host's page cache, and a guest kernel
-// that is slower than native code (soft KVM) must not decompress. Blocks of zeros are holes in the image file.
+// Data is stored uncompressed: images of one store are shared by all VMs through the host's page cache, and a guest
+// kernel that is slower than native code (soft KVM) must not decompress. Blocks of zeros are holes in the image file.
 //
 // # Layers
 //
-// The layers of a container image are read at the same time (layer.go), each into a list of entries and a spool of its own, and
-// then put on the tree one after the other (merge.go), by the OCI image specification. An archive is hostile: every count, size
-// and depth that it says has a bound, its links exist in the tree alone, and its digests are checked (manifest.go, layered.go).
+// The layers of a container image are read at the same time (layer.go), each into a list of entries and a spool of its
+// own, and then put on the tree one after the other (merge.go), by the OCI image specification. An archive is hostile:
+// every count, size and depth that it says has a bound, its links exist in the tree alone, and its digests are checked
+// (manifest.go, layered.go).
 //
 // # The store
 //
@@ -38,6 +40,6 @@
 //	DIR/tmp/                   builds under way; garbage after a crash, removed by the next build or Prune
 //	DIR/locks/                 lock files (flock): the store's, and one for each spec being built
 //
-// An image is published by one rename after its files and directories were fsynced, so after a crash at any moment it is
-// there whole or not at all. A store may be used by any number of processes at once.
+// An image is published by one rename after its files and directories were fsynced, so after a crash at any moment it
+// is there whole or not at all. A store may be used by any number of processes at once.
 package image

@@ -30,8 +30,8 @@ var (
 
 	// ErrDigest: what was read is not what the digest says that names it, or has another length.
 	ErrDigest = errors.New("content does not have its digest")
-	// ErrBadManifest: an image's manifest, index or configuration is damaged, exceeds a limit, or is of a kind that this package
-	// does not build from (artifacts, encrypted and foreign layers, schema 1).
+	// ErrBadManifest: an image's manifest, index or configuration is damaged, exceeds a limit, or is of a kind that
+	// this package does not build from (artifacts, encrypted and foreign layers, schema 1).
 	ErrBadManifest = errors.New("bad image manifest")
 	// ErrNoPlatform: the source has no image for the platform.
 	ErrNoPlatform = errors.New("no image for this platform")

@@ -36,7 +36,8 @@ const (
 )
 
 // Export writes an image to w. progress (may be nil) is told the bytes of file content that are done, and their total.
-// Errors are ErrInvalidOption for a format that is not there, ErrTruncated or ErrCorrupt, the context's, and those of w.
+// Errors are ErrInvalidOption for a format that is not there, ErrTruncated or ErrCorrupt, the context's, and those of
+// w.
 func (s *Store) Export(ctx context.Context, img *Image, format Format, w io.Writer, progress func(done, total int64)) error {
 	if progress == nil {
 		progress = func(int64, int64) {}
@@ -67,9 +68,9 @@ func (s *Store) Export(ctx context.Context, img *Image, format Format, w io.Writ
 	return nil
 }
 
-// exportTar writes the files of an EROFS image as a tar stream: parents first, siblings in byte order. Of several names of an
-// inode the first has the content, and the others are hard links to it. Of a layer, names that mean something else there are an
-// error.
+// exportTar writes the files of an EROFS image as a tar stream: parents first, siblings in byte order. Of several names
+// of an inode the first has the content, and the others are hard links to it. Of a layer, names that mean something
+// else there are an error.
 func exportTar(ctx context.Context, f *os.File, w io.Writer, layer bool, progress func(done int64)) error {
 	img, err := goerofs.Open(f)
 	if err != nil {

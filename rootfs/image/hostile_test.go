@@ -51,7 +51,8 @@ func (c canary) look(t *testing.T) {
 	}
 }
 
-// Archives that try to write where they must not, or more than they may: each is refused, or becomes an image in which all of it is inside.
+// Archives that try to write where they must not, or more than they may: each is refused, or becomes an image in which
+// all of it is inside.
 func TestBuild_hostile_archive_is_refused_or_contained_and_nothing_is_written_outside(t *testing.T) {
 	can := newCanary(t)
 	random := make([]byte, 8)

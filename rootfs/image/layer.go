@@ -15,12 +15,12 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
-// Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those of a
-// tree (package fstree) hold as well.
+// Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those
+// of a tree (package fstree) hold as well.
 const (
 	maxLayers = 512 // of an image
-	// For each file that an image may have (Options.MaxFiles), all may have so many bytes together: of names, link targets and
-	// extended attributes in the archives, and of whole paths in the image, which the writer keeps.
+	// For each file that an image may have (Options.MaxFiles), all may have so many bytes together: of names, link
+	// targets and extended attributes in the archives, and of whole paths in the image, which the writer keeps.
 	metaPerFile = 256
 	pathPerFile = 256
 	leastMeta   = 64 << 20 // bytes of each that are possible in any case
@@ -105,11 +105,12 @@ type layerEntry struct {
 // whiteout hides something of the layers below: one name of a directory, or with name "" all that it has.
 type whiteout struct{ dir, name string }
 
-// readLayer reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as the
-// layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image specification.
+// readLayer reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as
+// the layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image
+// specification.
 //
-// Errors of r are passed on as they are, and so is ErrTooLarge; a damaged archive, and an entry that has no place in a root
-// filesystem, is ErrBadArchive.
+// Errors of r are passed on as they are, and so is ErrTooLarge; a damaged archive, and an entry that has no place in a
+// root filesystem, is ErrBadArchive.
 func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whiteouts bool) (*layer, error) {
 	l := &layer{}
 	w := sparse.NewWriter(spool)

@@ -103,7 +103,8 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *Image
 		}
 	}()
 	if err != nil && src.reg != nil && errors.Is(err, ErrDigest) {
-		// A layer was right when it came: either it has been damaged where it is kept, or the configuration says another diff_id.
+		// A layer was right when it came: either it has been damaged where it is kept, or the configuration says
+		// another diff_id.
 		if src.dropDamaged(b.Store) {
 			err = fmt.Errorf("%w; it was damaged in the image store, and is fetched again by the next build", err)
 		}
@@ -142,8 +143,8 @@ func (s *layeredSource) dropDamaged(store *Store) (dropped bool) {
 	return dropped
 }
 
-// readLayers reads all layers, several at once, and puts them on each other. The spools hold the contents of the tree's files
-// and must be closed by the caller, also when there is an error.
+// readLayers reads all layers, several at once, and puts them on each other. The spools hold the contents of the tree's
+// files and must be closed by the caller, also when there is an error.
 func (b *buildOptions) readLayers(ctx context.Context, m *manifest, tmp string) (*fstree.Tree, []*os.File, error) {
 	spools := make([]*os.File, 0, len(m.layers))
 	for range m.layers {
@@ -216,8 +217,8 @@ func (l *layerSource) name() string {
 	return l.DiffID
 }
 
-// read reads the layer and checks its digests, compressed and not. That it is not what its digest says is told rather than what
-// else is wrong with it then.
+// read reads the layer and checks its digests, compressed and not. That it is not what its digest says is told rather
+// than what else is wrong with it then.
 func (l *layerSource) read(ctx context.Context, spool *os.File, lim *budget) (*layer, error) {
 	r, err := l.open(ctx)
 	if err != nil {

@@ -642,8 +642,8 @@ func TestUnpack_bombs_are_stopped(t *testing.T) {
 	if n, err := io.Copy(io.Discard, u); !errors.Is(err, ErrTooLarge) || n > 2<<20 {
 		t.Errorf("by its length: %v after %d bytes", err, n)
 	}
-	// Histories larger than the bound are refused before they are allocated: 2 GiB of zstd (window descriptor 0xa8), and 1.5 GiB of
-	// xz (dictionary size 37 of the LZMA2 filter).
+	// Histories larger than the bound are refused before they are allocated: 2 GiB of zstd (window descriptor 0xa8),
+	// and 1.5 GiB of xz (dictionary size 37 of the LZMA2 filter).
 	crc := func(b string) string {
 		return string(binary.LittleEndian.AppendUint32(nil, crc32.ChecksumIEEE([]byte(b))))
 	}

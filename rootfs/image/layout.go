@@ -165,8 +165,8 @@ func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
 
 const refNameAnnotation = "org.opencontainers.image.ref.name"
 
-// loadLayout reads the documents of an OCI image layout (image-layout.md of the OCI image specification). ref is a name that
-// the index gives to an image, or "@" and a digest, or "" for the only one.
+// loadLayout reads the documents of an OCI image layout (image-layout.md of the OCI image specification). ref is a name
+// that the index gives to an image, or "@" and a digest, or "" for the only one.
 func loadLayout(m members, ref string, want v1.Platform) (*manifest, error) {
 	b, err := readMember(m, "oci-layout")
 	if err != nil {
@@ -216,8 +216,8 @@ func missingBlob(name string, err error) error {
 	return err
 }
 
-// chooseNamed takes the entry of a layout's index that ref means: by the name that the specification knows, or the one that
-// containerd writes.
+// chooseNamed takes the entry of a layout's index that ref means: by the name that the specification knows, or the one
+// that containerd writes.
 func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descriptor, error) {
 	var found []v1.Descriptor
 	var names []string
@@ -259,7 +259,8 @@ type dockerManifest struct {
 	Layers   []string
 }
 
-// loadDockerArchive reads the documents of an archive as `docker save` writes it. ref is a tag, or "" for the only image.
+// loadDockerArchive reads the documents of an archive as `docker save` writes it. ref is a tag, or "" for the only
+// image.
 func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, error) {
 	b, err := readMember(m, "manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -344,8 +345,8 @@ func sameTag(a, b string) bool {
 	return err == nil && x.Name() == y.Name()
 }
 
-// spoolArchive puts a stream, or a compressed archive, into an uncompressed file of the folder tmp, which can be read anywhere
-// in it. The file has no name any more.
+// spoolArchive puts a stream, or a compressed archive, into an uncompressed file of the folder tmp, which can be read
+// anywhere in it. The file has no name any more.
 func spoolArchive(ctx context.Context, r io.Reader, tmp string, maxBytes int64, onRead func(int64)) (*os.File, error) {
 	u, err := unpack(&watchedReader{ctx: ctx, r: r}, true, maxBytes+maxTarOverhead)
 	if err != nil {

@@ -51,8 +51,8 @@ type place struct {
 
 var errNotThere = errors.New("no such directory")
 
-// find walks from the root along parts to a directory. With make, directories that are missing are made. With replaced (of
-// whiteouts; may be nil), a symlink that stands at one of these paths is no way to anything: the layer replaces it.
+// find walks from the root along parts to a directory. With make, directories that are missing are made. With replaced
+// (of whiteouts; may be nil), a symlink that stands at one of these paths is no way to anything: the layer replaces it.
 func (m *merger) find(parts []string, create bool, replaced map[string]struct{}) (place, error) {
 	stack := append(make([]place, 0, len(parts)+1), place{dir: m.t.Root})
 	todo, hops := parts, 0
@@ -138,7 +138,8 @@ func split(p string) []string {
 	return strings.Split(p, "/")
 }
 
-// apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's; the tree is of no use then.
+// apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's; the tree is of no use
+// then.
 func (m *merger) apply(ctx context.Context, l *layer) error {
 	m.t.Skipped.Xattrs += l.skipped.Xattrs
 	m.t.Skipped.Times += l.skipped.Times
@@ -228,7 +229,8 @@ func (m *merger) linkTarget(link string) (*fstree.Inode, error) {
 	return to, nil
 }
 
-// ensureDir makes a directory, and those above it, if there is nothing at its path. It says nothing of other files there.
+// ensureDir makes a directory, and those above it, if there is nothing at its path. It says nothing of other files
+// there.
 func (m *merger) ensureDir(p string) error {
 	parts, err := fstree.SplitPath(p)
 	if err != nil {

@@ -64,8 +64,8 @@ func parseReference(s string, plainHTTP bool) (name.Reference, error) {
 	return name.ParseReference(s, o...)
 }
 
-// newRegistry prepares for a reference. Credentials come from docker's configuration ($DOCKER_CONFIG, ~/.docker/config.json,
-// its helpers), or podman's. Close must be called.
+// newRegistry prepares for a reference. Credentials come from docker's configuration ($DOCKER_CONFIG,
+// ~/.docker/config.json, its helpers), or podman's. Close must be called.
 func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Duration) error) (*registry, error) {
 	r := &registry{pause: pause}
 	var err error
@@ -151,8 +151,8 @@ func (r *registry) blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, er
 	return body, nil
 }
 
-// fetch puts the layers that are not there into the store, several at once, and makes m read them from there. Each is checked
-// before it is one of the store's. The lock of shareBlobs must be held.
+// fetch puts the layers that are not there into the store, several at once, and makes m read them from there. Each is
+// checked before it is one of the store's. The lock of shareBlobs must be held.
 func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string, most int64, progress func(done, total int64)) error {
 	var total int64
 	var todo []v1.Descriptor
@@ -236,7 +236,8 @@ func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, t
 			return nil // who asked checks what it is
 		}
 		if err != nil {
-			// The reader of the registry's also checks the digest, and says so by an error. What has come is whole then.
+			// The reader of the registry's also checks the digest, and says so by an error. What has come is whole
+			// then.
 			if left == 0 {
 				return nil
 			}
@@ -270,9 +271,9 @@ func registryError(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", ErrRegistry, err)
 }
 
-// patient tries requests again that a registry has put off (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or failed to answer
-// for the moment. It bounds answers, gives up those that stand still, and asks nobody without TLS who is not on this host,
-// whatever a registry or a redirect says, unless plainHTTP is set.
+// patient tries requests again that a registry has put off (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or failed to
+// answer for the moment. It bounds answers, gives up those that stand still, and asks nobody without TLS who is not on
+// this host, whatever a registry or a redirect says, unless plainHTTP is set.
 type patient struct {
 	inner     http.RoundTripper
 	pause     func(context.Context, time.Duration) error

@@ -13,15 +13,16 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-// Limits of what a configuration says about commands. The agent takes 4096 variables and 1 MiB of arguments and environment.
+// Limits of what a configuration says about commands. The agent takes 4096 variables and 1 MiB of arguments and
+// environment.
 const (
 	maxConfigItems = 1024      // variables, arguments, labels: of each
 	maxConfigBytes = 256 << 10 // of all of them together
 	maxUserBytes   = 256
 )
 
-// RunConfig is what an image says about how commands run in it: the part of an OCI image configuration that a VM can follow.
-// Empty fields leave it to the caller.
+// RunConfig is what an image says about how commands run in it: the part of an OCI image configuration that a VM can
+// follow. Empty fields leave it to the caller.
 type RunConfig struct {
 	// Entrypoint and Cmd are what the image would start. Nothing starts them by itself: a VM has an init of its own.
 	Entrypoint []string `json:"entrypoint"`
@@ -48,7 +49,8 @@ func (c RunConfig) canonical() ([]byte, error) {
 	return json.Marshal(c) // maps are sorted
 }
 
-// runConfig takes over what a configuration says. Variables without a value or a name are left out: no process can have them.
+// runConfig takes over what a configuration says. Variables without a value or a name are left out: no process can have
+// them.
 func runConfig(in v1.Config) (RunConfig, error) {
 	out := RunConfig{User: in.User, StopSignal: in.StopSignal}
 	total := len(in.User) + len(in.WorkingDir) + len(in.StopSignal)

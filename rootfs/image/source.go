@@ -33,11 +33,11 @@ const stdinPath = "-"
 type Source struct {
 	Kind  Kind
 	Suite string // of KindDebian: bookworm, trixie, sid, ...
-	// Path is absolute, cleaned, symlinks not yet resolved; of all kinds but KindDebian and KindRegistry. "-" is the standard
-	// input, of the kinds that are one file.
+	// Path is absolute, cleaned, symlinks not yet resolved; of all kinds but KindDebian and KindRegistry. "-" is the
+	// standard input, of the kinds that are one file.
 	Path string
-	// Ref is, of KindRegistry, the whole reference with its registry; of KindOCI, KindOCIArchive and KindDockerArchive the name
-	// of the image in it, or "@" and the digest of its manifest; "" means the only one.
+	// Ref is, of KindRegistry, the whole reference with its registry; of KindOCI, KindOCIArchive and KindDockerArchive
+	// the name of the image in it, or "@" and the digest of its manifest; "" means the only one.
 	Ref string
 }
 
@@ -68,15 +68,16 @@ const supportedSources = `supported are "debian:SUITE" (such as debian:bookworm)
 
 var (
 	suiteRE = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
-	// Debian policy 5.6.1 (Package), plus an optional architecture, and an optional version or suite as apt-get takes them.
+	// Debian policy 5.6.1 (Package), plus an optional architecture, and an optional version or suite as apt-get takes
+	// them.
 	packageRE = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
 )
 
-// ParseSource reads a --from string: "debian:SUITE", "dir:PATH", "tar:FILE", "oci:PATH[:NAME]", "oci-archive:FILE[:NAME]",
-// "docker-archive:FILE[:NAME]", where "@DIGEST" may stand in place of ":NAME", or "docker://REFERENCE", also written
-// "registry:REFERENCE". The spellings are those of containers-transports(5). A relative path is taken from the current
-// directory; FILE may be "-", the standard input. A PATH or FILE before ":NAME" ends at its first colon.
-// All other strings give an error that is [ErrUnsupportedSource] and says what is supported.
+// ParseSource reads a --from string: "debian:SUITE", "dir:PATH", "tar:FILE", "oci:PATH[:NAME]",
+// "oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]", where "@DIGEST" may stand in place of ":NAME", or
+// "docker://REFERENCE", also written "registry:REFERENCE". The spellings are those of containers-transports(5). A
+// relative path is taken from the current directory; FILE may be "-", the standard input. A PATH or FILE before ":NAME"
+// ends at its first colon. All other strings give an error that is [ErrUnsupportedSource] and says what is supported.
 func ParseSource(from string) (Source, error) {
 	scheme, rest, ok := strings.Cut(from, ":")
 	switch {
@@ -181,8 +182,8 @@ func NormalizeTag(tag string) (string, error) {
 
 // defaultTag derives the tag of an image from what it is made of: "debian:latest" without packages, else
 // "debian-PACKAGE:latest" with the package that the caller named first, its version digits cut off (python3 gives
-// debian-python:latest); "dir-NAME:latest" for a directory; repository and tag for an image of a registry; for a file its name,
-// and the name that is asked for in it if that can be a version.
+// debian-python:latest); "dir-NAME:latest" for a directory; repository and tag for an image of a registry; for a file
+// its name, and the name that is asked for in it if that can be a version.
 func defaultTag(s Source, include []string) string {
 	name, first, version := "debian", "", "latest"
 	switch s.Kind {
@@ -237,8 +238,8 @@ func defaultTag(s Source, include []string) string {
 	return name + ":" + version
 }
 
-// registryTag is the repository of a reference, without its registry and docker's "library/", and its tag; "latest" when it has
-// a digest. It is "" when that makes no tag.
+// registryTag is the repository of a reference, without its registry and docker's "library/", and its tag; "latest"
+// when it has a digest. It is "" when that makes no tag.
 func registryTag(ref string) string {
 	r, err := parseReference(ref, false)
 	if err != nil {

@@ -122,8 +122,8 @@ func OpenStore(dir string) (*Store, error) {
 // Dir is the directory of the store.
 func (s *Store) Dir() string { return s.dir }
 
-// lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is held
-// for moments only.
+// lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is
+// held for moments only.
 func (s *Store) lock(ctx context.Context) (*os.File, error) {
 	f, err := lock(ctx, filepath.Join(s.dir, locksDir, storeLock), osfile.Exclusive)
 	if err != nil {
@@ -132,8 +132,8 @@ func (s *Store) lock(ctx context.Context) (*os.File, error) {
 	return f, nil
 }
 
-// List gives all images, newest first. When records cannot be read, it gives the other images and an error that joins the
-// causes (ErrCorrupt).
+// List gives all images, newest first. When records cannot be read, it gives the other images and an error that joins
+// the causes (ErrCorrupt).
 func (s *Store) List() ([]*Image, error) {
 	dir := filepath.Join(s.dir, imagesDir)
 	entries, err := os.ReadDir(dir)
@@ -201,9 +201,9 @@ func readRecord(dir string) (*Image, error) {
 	return &img, nil
 }
 
-// Find gives the image with a tag ("name" means "name:latest"), an id, or the beginning of an id (4 hex digits at least;
-// "sha256:" may stand in front). Errors are ErrNotFound, ErrAmbiguous, or ErrCorrupt when the record of that image, or of
-// one that may be meant, cannot be read.
+// Find gives the image with a tag ("name" means "name:latest"), an id, or the beginning of an id (4 hex digits at
+// least; "sha256:" may stand in front). Errors are ErrNotFound, ErrAmbiguous, or ErrCorrupt when the record of that
+// image, or of one that may be meant, cannot be read.
 func (s *Store) Find(ref string) (*Image, error) {
 	all, listErr := s.List()
 	if tag, err := NormalizeTag(ref); err == nil {
@@ -332,8 +332,9 @@ func removeIfThere(name string) error {
 	return nil
 }
 
-// publish moves a finished image from a build folder into the store: img.dir holds root.erofs, already fsynced. When the
-// store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets none.
+// publish moves a finished image from a build folder into the store: img.dir holds root.erofs, already fsynced. When
+// the store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets
+// none.
 func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
 	l, err := s.lock(ctx)
 	if err != nil {
@@ -386,8 +387,8 @@ type Removal struct {
 }
 
 // Remove removes what ref names. A tag of an image that has other tags is taken away and the image stays; otherwise the
-// image is deleted, with all its tags. It refuses with ErrInUse when inUse (which may be nil) says so of the id. An image
-// whose record is damaged can be removed by its full id.
+// image is deleted, with all its tags. It refuses with ErrInUse when inUse (which may be nil) says so of the id. An
+// image whose record is damaged can be removed by its full id.
 //
 // The image disappears by one rename, so that a crash leaves it whole or gone. Open files of it stay readable.
 func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bool) (Removal, error) {
@@ -499,8 +500,8 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 	return n, errors.Join(errs...)
 }
 
-// Check is the cheap check for every start of a VM: the file is there, has its size, and its superblock is sound and fits
-// the size. It takes one read of 4 KiB. Errors are ErrTruncated or ErrCorrupt, with cause and remedy.
+// Check is the cheap check for every start of a VM: the file is there, has its size, and its superblock is sound and
+// fits the size. It takes one read of 4 KiB. Errors are ErrTruncated or ErrCorrupt, with cause and remedy.
 func (s *Store) Check(img *Image) error {
 	if err := checkFile(img); err != nil {
 		return fmt.Errorf("check image %s: %w; remove it and build it again", img.name(), err)
@@ -539,8 +540,9 @@ func checkFile(img *Image) error {
 	return nil
 }
 
-// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) is told the bytes
-// read and their total. Errors are ErrTruncated or ErrCorrupt, with cause and remedy, ErrNotFound, or the context's.
+// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) is told the
+// bytes read and their total. Errors are ErrTruncated or ErrCorrupt, with cause and remedy, ErrNotFound, or the
+// context's.
 func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total int64)) error {
 	img, err := s.Find(ref)
 	if err != nil {

@@ -19,11 +19,11 @@ import (
 // paxXattr is the prefix of PAX records that carry extended attributes, as star, GNU tar and libarchive write them.
 const paxXattr = "SCHILY.xattr."
 
-// readTar reads a whole tar stream into a tree. The contents of regular files go to the spool, which must be an empty file
-// and must stay open as long as the tree is used. onRead is told the number of content bytes so far.
+// readTar reads a whole tar stream into a tree. The contents of regular files go to the spool, which must be an empty
+// file and must stay open as long as the tree is used. onRead is told the number of content bytes so far.
 //
-// Read errors of r are passed on as they are; a damaged archive, and an entry that has no place in a root filesystem, is
-// ErrBadArchive.
+// Read errors of r are passed on as they are; a damaged archive, and an entry that has no place in a root filesystem,
+// is ErrBadArchive.
 func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, onRead func(int64)) (*fstree.Tree, error) {
 	t := fstree.New()
 	w := sparse.NewWriter(spool)
@@ -61,8 +61,8 @@ func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, o
 
 var errSpool = errors.New("write the spool file (is the disk of the image store full?)")
 
-// headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It counts in
-// skipped what cannot be kept. Times that EROFS cannot hold are an error, or are clamped and counted.
+// headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It
+// counts in skipped what cannot be kept. Times that EROFS cannot hold are an error, or are clamped and counted.
 func headerInode(h *tar.Header, skipped *fstree.Skipped, clampTimes bool) (*fstree.Inode, error) {
 	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
 		return nil, fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)

@@ -23,7 +23,8 @@ const (
 	maxExpansion = 500
 )
 
-// Beginnings of compressed streams: RFC 1952 (gzip), RFC 8878 (zstd, and its skippable frames), the .xz file format, bzip2.
+// Beginnings of compressed streams: RFC 1952 (gzip), RFC 8878 (zstd, and its skippable frames), the .xz file format,
+// bzip2.
 var (
 	magicGzip = []byte{0x1f, 0x8b}
 	magicZstd = []byte{0x28, 0xb5, 0x2f, 0xfd}
@@ -43,8 +44,8 @@ type unpacked struct {
 	failure error // of before
 }
 
-// unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by these.
-// most bounds what comes out, in bytes. Close frees memory, and leaves r open.
+// unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by
+// these. most bounds what comes out, in bytes. Close frees memory, and leaves r open.
 func unpack(r io.Reader, all bool, most int64) (*unpacked, error) {
 	src := &countedReader{r: r}
 	b := bufio.NewReaderSize(src, 64<<10)

@@ -21,8 +21,8 @@ import (
 )
 
 const (
-	// InitPath, ModulesPath and OrderPath are where the guest finds what the archive carries. The file at OrderPath has the name of
-	// one file in ModulesPath on each line, in the order to load them.
+	// InitPath, ModulesPath and OrderPath are where the guest finds what the archive carries. The file at OrderPath has
+	// the name of one file in ModulesPath on each line, in the order to load them.
 	InitPath    = "/init"
 	ModulesPath = "/modules"
 	OrderPath   = "/modules/order"
@@ -53,9 +53,10 @@ type Spec struct {
 // ErrBadSpec: a Spec names something that cannot go into an archive.
 var ErrBadSpec = errors.New("bad initramfs")
 
-// Ensure returns the path of the archive for spec in the cache, and makes it if it is not there: newc cpio (the kernel's
-// Documentation/driver-api/early-userspace/buffer-format.rst), not compressed. Equal content gives equal bytes and the same path. Any
-// number of calls and processes may do so at once. The error wraps ErrBadSpec if the spec is at fault.
+// Ensure returns the path of the archive for spec in the cache, and makes it if it is not there: newc cpio (the
+// kernel's Documentation/driver-api/early-userspace/buffer-format.rst), not compressed. Equal content gives equal bytes
+// and the same path. Any number of calls and processes may do so at once. The error wraps ErrBadSpec if the spec is at
+// fault.
 func Ensure(ctx context.Context, cacheDir string, spec Spec) (string, error) {
 	path, err := ensure(ctx, cacheDir, spec)
 	if err != nil {
@@ -172,8 +173,8 @@ func write(ctx context.Context, out io.Writer, files []file) error {
 			return err
 		}
 	}
-	// The kernel opens /dev/console for init before anything is mounted on /dev (init/main.c, console_on_rootfs). Numbers from
-	// Documentation/admin-guide/devices.txt.
+	// The kernel opens /dev/console for init before anything is mounted on /dev (init/main.c, console_on_rootfs).
+	// Numbers from Documentation/admin-guide/devices.txt.
 	for _, r := range []cpio.Record{cpio.CharDev("dev/console", 0o600, 5, 1), cpio.CharDev("dev/null", 0o666, 1, 3)} {
 		if err := put(r); err != nil {
 			return err

@@ -123,8 +123,8 @@ var (
 	sha256Hex      = regexp.MustCompile(`^[0-9a-f]{64}$`)
 )
 
-// download puts the package's .deb into the cache, unless it is there already, and checks its SHA-256 against apt's index, which is
-// signed. Older versions of the same package are removed from the cache.
+// download puts the package's .deb into the cache, unless it is there already, and checks its SHA-256 against apt's
+// index, which is signed. Older versions of the same package are removed from the cache.
 func (a *apt) download(ctx context.Context, p aptPackage) (string, error) {
 	if p.sha256 == "" {
 		return "", fmt.Errorf("no archive in apt's index has the Debian package %s %s (bring it up to date with: apt-get update)", p.name, p.version)

@@ -33,36 +33,39 @@ const (
 
 // BuildOptions says where and how to build. The zero value lacks only CacheDir.
 type BuildOptions struct {
-	// CacheDir is the folder for kernels, downloads and work; it needs some 1 GiB while building, 30 MiB after, and 140 MiB
-	// for the source package unless that is installed.
+	// CacheDir is the folder for kernels, downloads and work; it needs some 1 GiB while building, 30 MiB after, and 140
+	// MiB for the source package unless that is installed.
 	CacheDir string
 
-	// SharedDir, if set, is a folder that the caches of a user have in common, as those of several checkouts: a kernel of the same inputs is
-	// copied from it if it is whole, and one that was built is copied to it. The newest four are kept.
+	// SharedDir, if set, is a folder that the caches of a user have in common, as those of several checkouts: a kernel
+	// of the same inputs is copied from it if it is whole, and one that was built is copied to it. The newest four are
+	// kept.
 	SharedDir string
 
 	// Jobs is how many compilers run at once; 0 means one for each CPU.
 	Jobs int
 
-	// InstallDeps lets Build run apt-get update and apt-get install, as root, for what it lacks. Otherwise an error names it.
+	// InstallDeps lets Build run apt-get update and apt-get install, as root, for what it lacks. Otherwise an error
+	// names it.
 	InstallDeps bool
 
 	// SourceTarball is a linux-*.tar.xz to use instead of Debian's package, for hosts that are not Debian.
 	SourceTarball string
 
-	// Config are options of the caller's, in the form of a .config. They take the place of those of the guest's configuration and must hold in the
-	// finished one. Modules, and options that drowse cannot do with or without, are refused. At most 1 MiB.
+	// Config are options of the caller's, in the form of a .config. They take the place of those of the guest's
+	// configuration and must hold in the finished one. Modules, and options that drowse cannot do with or without, are
+	// refused. At most 1 MiB.
 	Config string
 
-	// Update has the kernel made of the newest source that apt knows and with the compiler that is there, unless the cache has
-	// one of exactly these. Without it a kernel in the cache is used that has these patches and options.
+	// Update has the kernel made of the newest source that apt knows and with the compiler that is there, unless the
+	// cache has one of exactly these. Without it a kernel in the cache is used that has these patches and options.
 	Update bool
 
 	// Newer, if set, is called with the version of the source that apt knows when an older one in the cache is used.
 	Newer func(version string)
 
-	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is 0 where it
-	// is not known; done and total are bytes for "download" and steps for "compile".
+	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is
+	// 0 where it is not known; done and total are bytes for "download" and steps for "compile".
 	Progress func(stage string, done, total int64)
 
 	// Log, if set, receives the output of all programs run. It is kept in a file of the cache as well.
@@ -76,13 +79,15 @@ type source struct {
 	identity string     // for the hash of inputs
 }
 
-// Build returns the kernel made from Debian's kernel source with the patches and the configuration in this folder, from the cache if
-// it has one. Nothing is asked of apt or of compilers then. A kernel is known by its inputs: source package, patches, configuration,
-// compiler, linker and recipe; BuildOptions.Update says which of them matter. A build takes 8 minutes of CPU time. Any number of calls and processes may build at once; those with the same inputs wait for the first.
+// Build returns the kernel made from Debian's kernel source with the patches and the configuration in this folder, from
+// the cache if it has one. Nothing is asked of apt or of compilers then. A kernel is known by its inputs: source
+// package, patches, configuration, compiler, linker and recipe; BuildOptions.Update says which of them matter. A build
+// takes 8 minutes of CPU time. Any number of calls and processes may build at once; those with the same inputs wait for
+// the first.
 //
-// When ctx ends, the compilers are stopped and the error wraps ctx's. A build that was interrupted in any way, also by loss of power,
-// leaves nothing that is taken for a result; the next one removes its remains. A failed program gives a *CommandError; missing
-// programs, an error that wraps ErrUnsupported and names the packages to install.
+// When ctx ends, the compilers are stopped and the error wraps ctx's. A build that was interrupted in any way, also by
+// loss of power, leaves nothing that is taken for a result; the next one removes its remains. A failed program gives a
+// *CommandError; missing programs, an error that wraps ErrUnsupported and names the packages to install.
 func Build(ctx context.Context, opts BuildOptions) (*Kernel, error) {
 	b, err := newBuilder(opts)
 	if err != nil {
@@ -301,8 +306,8 @@ func (b *builder) missing(ctx context.Context) []string {
 	return out
 }
 
-// source finds the kernel's source: the tarball that the caller names, the installed package if it is the version apt would install,
-// or else that version's .deb, which is not downloaded before it is needed.
+// source finds the kernel's source: the tarball that the caller names, the installed package if it is the version apt
+// would install, or else that version's .deb, which is not downloaded before it is needed.
 func (b *builder) source(ctx context.Context) (source, error) {
 	if t := b.opts.SourceTarball; t != "" {
 		sum, _, err := artifact.HashFile(ctx, t)
@@ -390,8 +395,8 @@ func (b *builder) command(doing, dir string) command {
 	return command{doing: doing, dir: dir, log: b.log, logPath: b.logPath}
 }
 
-// unneeded are patterns of files that our kernel is made without: half of the source's files and bytes. Kconfig and make want the
-// Kconfig files and the Makefiles of every folder that they may go into, so those stay.
+// unneeded are patterns of files that our kernel is made without: half of the source's files and bytes. Kconfig and
+// make want the Kconfig files and the Makefiles of every folder that they may go into, so those stay.
 var unneeded = []string{
 	"Documentation/*.rst", "Documentation/*.yaml", "Documentation/*.txt",
 	"drivers/gpu/drm/*.[ch]", "drivers/media/*.[ch]", "drivers/net/ethernet/*.[ch]", "drivers/net/wireless/*.[ch]", "sound/*.[ch]",

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// The programs that Build and Fetch run, in a few lines each: they do what matters to their caller, count how often they were run,
-// and do as the files in the folder $T say.
+// The programs that Build and Fetch run, in a few lines each: they do what matters to their caller, count how often
+// they were run, and do as the files in the folder $T say.
 var fakePrograms = map[string]string{
 	"gcc":   `case "$1" in --version) cat "$T/gcc-version";; *) grep -q "$(cat "$T/no-header" 2>/dev/null || echo none)" && exit 1; exit 0;; esac`,
 	"ld":    `echo "ld 1"`,
@@ -321,7 +321,8 @@ func TestBuildAfterCrashIgnoresAndReplacesItsRemains(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// As a loss of power may leave it: a half-built tree, half of what was to be published, and a result with a hole in it.
+	// As a loss of power may leave it: a half-built tree, half of what was to be published, and a result with a hole in
+	// it.
 	writeTree(t, opts.CacheDir, map[string]string{
 		"work/.tmp-build-" + k.InputsHash[:idHashLength] + "/linux/old.o": "x",
 		"kernels/.tmp-" + k.ID + "/vmlinux":                               "half",

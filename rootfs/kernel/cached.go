@@ -68,8 +68,9 @@ func cachedCloud(cacheDir, modules string) (*Kernel, error) {
 	})
 }
 
-// tellNewer calls tell, if it is set, with the version that apt's index has, if that is newer than the one of the identity of
-// a package ("name version ..."). The index is taken as it is, and one that cannot be asked has nothing newer.
+// tellNewer calls tell, if it is set, with the version that apt's index has, if that is newer than the one of the
+// identity of a package ("name version ..."). The index is taken as it is, and one that cannot be asked has nothing
+// newer.
 func (a *apt) tellNewer(ctx context.Context, identity string, lookup func(context.Context) (aptPackage, error), tell func(version string)) {
 	f := strings.Fields(identity)
 	if tell == nil || len(f) < 2 || !packageVersion.MatchString(f[1]) {

@@ -41,12 +41,12 @@ func patches() ([]patch, error) {
 	return out, nil
 }
 
-// kernelConfig maps the options of a .config to their values as written there; "n" and an option that is not set are the same, and
-// are left out.
+// kernelConfig maps the options of a .config to their values as written there; "n" and an option that is not set are
+// the same, and are left out.
 type kernelConfig map[string]string
 
-// parseConfig reads a .config or a fragment of one. It refuses an option that is set twice to different values, since which of them
-// holds depends on who reads it. With keepUnset, options set to n are kept, as "n".
+// parseConfig reads a .config or a fragment of one. It refuses an option that is set twice to different values, since
+// which of them holds depends on who reads it. With keepUnset, options set to n are kept, as "n".
 func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
 	cfg, seen := kernelConfig{}, map[string]string{}
 	s := bufio.NewScanner(strings.NewReader(text))
@@ -77,7 +77,8 @@ func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
 	return cfg, s.Err()
 }
 
-// vmmNeeds are options without which a built kernel does not get as far as its agent on one of the hosts that it is for, or is not saved and restored as it should be.
+// vmmNeeds are options without which a built kernel does not get as far as its agent on one of the hosts that it is
+// for, or is not saved and restored as it should be.
 var vmmNeeds = []string{
 	"64BIT", "SMP", "ACPI", "PNPACPI", "VMGENID", "PVPANIC_MMIO", "X86_MPPARSE", "PVH", "KVM_GUEST", "KVM_GUEST_SOFT", "SERIAL_8250_CONSOLE",
 	"VIRTIO_MMIO", "VIRTIO_MMIO_CMDLINE_DEVICES", "VIRTIO_BLK", "VIRTIO_NET", "VIRTIO_VSOCKETS", "VIRTIO_BALLOON", "PAGE_REPORTING",
@@ -99,7 +100,8 @@ var vmmRefuses = map[string]string{
 // maxOwnConfig bounds BuildOptions.Config, in bytes.
 const maxOwnConfig = 1 << 20
 
-// withOwn returns the guest's configuration with the options of fragment in place of its own. The error wraps ErrUnsupported if a kernel with them could not be a guest's.
+// withOwn returns the guest's configuration with the options of fragment in place of its own. The error wraps
+// ErrUnsupported if a kernel with them could not be a guest's.
 func withOwn(config, fragment string) (string, error) {
 	if len(fragment) > maxOwnConfig {
 		return "", fmt.Errorf("%w: own options of %d bytes, more than %d", ErrUnsupported, len(fragment), maxOwnConfig)
@@ -130,7 +132,8 @@ func withOwn(config, fragment string) (string, error) {
 	return mergeConfig(config, fragment)
 }
 
-// mergeConfig returns the text of base with the options of fragment in place of its own. It is an input for make olddefconfig.
+// mergeConfig returns the text of base with the options of fragment in place of its own. It is an input for make
+// olddefconfig.
 func mergeConfig(base, fragment string) (string, error) {
 	want, err := parseConfig(fragment, true)
 	if err != nil {
@@ -149,8 +152,9 @@ func mergeConfig(base, fragment string) (string, error) {
 	return out.String(), nil
 }
 
-// checkConfig returns an error that names every option of fragment which does not hold in the finished configuration. Kconfig drops
-// an option whose dependencies are not met without a word; a kernel without, say, virtio would then be found out at boot.
+// checkConfig returns an error that names every option of fragment which does not hold in the finished configuration.
+// Kconfig drops an option whose dependencies are not met without a word; a kernel without, say, virtio would then be
+// found out at boot.
 func checkConfig(finished, fragment string) error {
 	have, err := parseConfig(finished, false)
 	if err != nil {

@@ -41,7 +41,8 @@ func (f *Feature) Lacks() []string {
 	return out
 }
 
-// Modules returns the modules that would have to be loaded for the feature, sorted; nil if that would not be enough, or if it is there.
+// Modules returns the modules that would have to be loaded for the feature, sorted; nil if that would not be enough, or
+// if it is there.
 func (f *Feature) Modules() []string {
 	if f.Has != Module {
 		return nil
@@ -62,7 +63,8 @@ type wanted struct {
 	options       string // separated by spaces
 }
 
-// wants are the features that are known, in the order in which they are shown. docs/reference/KERNELS.md has the same table, and a test compares the two.
+// wants are the features that are known, in the order in which they are shown. docs/reference/KERNELS.md has the same
+// table, and a test compares the two.
 var wants = []wanted{
 	{"guest", "disks, the agent's socket, the root file system: what no VM can do without", "VIRTIO_MMIO VIRTIO_BLK VIRTIO_VSOCKETS EROFS_FS EXT4_FS OVERLAY_FS DEVTMPFS PROC_FS SYSFS TMPFS"},
 	{"soft-kvm", "boots on a KVM without VMX or SVM", "KVM_GUEST KVM_GUEST_SOFT"},
@@ -158,8 +160,8 @@ func readConfig(path string) (kernelConfig, error) {
 	return parseConfig(string(text), false)
 }
 
-// Features tells what the kernel has of all features that are known, in a fixed order. It reads the kernel's configuration; the error wraps
-// ErrDamaged if that cannot be read.
+// Features tells what the kernel has of all features that are known, in a fixed order. It reads the kernel's
+// configuration; the error wraps ErrDamaged if that cannot be read.
 func (k *Kernel) Features() ([]Feature, error) {
 	cfg, err := readConfig(k.Config)
 	if err != nil {
@@ -222,7 +224,8 @@ func (k *Kernel) Own() bool { return k.Inputs[ownConfigInput] != "" }
 // ownConfigInput is the name of the hash of BuildOptions.Config among a kernel's inputs.
 const ownConfigInput = "own options"
 
-// NeedsLabel is the label of an image that names the features its programs want of a kernel, separated by commas or spaces.
+// NeedsLabel is the label of an image that names the features its programs want of a kernel, separated by commas or
+// spaces.
 const NeedsLabel = "drowse.kernel.needs"
 
 // maxNeeds bounds the features that an image can ask for.
@@ -270,10 +273,11 @@ func (k *Kernel) Need(names []string) error {
 	return err
 }
 
-// Choose returns the kernel of the cache that a VM gets when nobody names one: of those that this kind of host can run and that have all features
-// of needs, the newest built one; else the newest that was built with options of its maker's; else the newest of Debian's. Without needs a
-// kernel with own options is left to those who name it, unless there is no other. The error wraps ErrNotFound where the cache has none that the host could run, and ErrFeature
-// where none has what is needed.
+// Choose returns the kernel of the cache that a VM gets when nobody names one: of those that this kind of host can run
+// and that have all features of needs, the newest built one; else the newest that was built with options of its
+// maker's; else the newest of Debian's. Without needs a kernel with own options is left to those who name it, unless
+// there is no other. The error wraps ErrNotFound where the cache has none that the host could run, and ErrFeature where
+// none has what is needed.
 func Choose(cacheDir string, host Host, needs []string) (*Kernel, error) {
 	all, err := List(cacheDir) // newest first
 	if err != nil {

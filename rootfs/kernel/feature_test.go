@@ -183,7 +183,8 @@ func TestGuestConfigIsKnownToTheFeatures(t *testing.T) {
 	}
 }
 
-// The table of the documentation has what the code knows, and says what the two kernels have; TestRealBuild checks the latter.
+// The table of the documentation has what the code knows, and says what the two kernels have; TestRealBuild checks the
+// latter.
 func TestDocumentedFeaturesAreThoseThatAreKnown(t *testing.T) {
 	doc := documented(t)
 	if len(doc) != len(wants) {

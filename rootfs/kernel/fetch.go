@@ -22,25 +22,27 @@ type FetchOptions struct {
 	// CacheDir is the folder for kernels and downloads. A fetched kernel takes 110 MiB, its package 26 MiB.
 	CacheDir string
 
-	// Package is the Debian package to take; "" means linux-image-cloud-amd64, the stock kernel for virtual machines. A package that
-	// only depends on a kernel stands for that kernel.
+	// Package is the Debian package to take; "" means linux-image-cloud-amd64, the stock kernel for virtual machines. A
+	// package that only depends on a kernel stands for that kernel.
 	Package string
 
-	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by themselves.
+	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by
+	// themselves.
 	ExtraModules []string
 
-	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used, if no Package
-	// is named.
+	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used, if no
+	// Package is named.
 	Update bool
 
 	// Newer, if set, is called with the version that apt knows when an older one in the cache is used.
 	Newer func(version string)
 
-	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or its file is gone from the archive.
+	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or its file is gone from
+	// the archive.
 	UpdateIndex bool
 
-	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is 0 where it
-	// is not known; done and total are bytes for "download".
+	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is
+	// 0 where it is not known; done and total are bytes for "download".
 	Progress func(stage string, done, total int64)
 
 	// Log, if set, receives the messages of the programs run.
@@ -50,11 +52,13 @@ type FetchOptions struct {
 // realKernel matches the name of a package that holds a kernel, not only a dependency on one.
 var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
 
-// Fetch returns Debian's kernel, unmodified, from the cache if it is there; FetchOptions.Update says in which version. It is downloaded
-// by apt, compared with the hash in apt's signed index, and unpacked in the cache; nothing is installed on the host.
+// Fetch returns Debian's kernel, unmodified, from the cache if it is there; FetchOptions.Update says in which version.
+// It is downloaded by apt, compared with the hash in apt's signed index, and unpacked in the cache; nothing is
+// installed on the host.
 //
-// Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps ctx's; an
-// interrupted Fetch leaves nothing that is taken for a result. The error wraps ErrNoPackage if apt does not know the package.
+// Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps
+// ctx's; an interrupted Fetch leaves nothing that is taken for a result. The error wraps ErrNoPackage if apt does not
+// know the package.
 func Fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	k, err := fetch(ctx, opts)
 	if err != nil {

@@ -26,8 +26,8 @@ const (
 	Debian Kind = "debian"
 )
 
-// Kernel is one kernel in the cache. Its paths are absolute, and its files are never changed; all methods may be called from
-// several goroutines at once.
+// Kernel is one kernel in the cache. Its paths are absolute, and its files are never changed; all methods may be called
+// from several goroutines at once.
 type Kernel struct {
 	ID      string `json:"id"`      // unique in the cache, and the name of the folder
 	Kind    Kind   `json:"kind"`    //
@@ -99,7 +99,8 @@ func (k *Kernel) eachPath(f func(*string) error) error {
 	return nil
 }
 
-// publish completes k, whose files lie in staging and whose paths are relative to it, and moves all to its final place in the cache.
+// publish completes k, whose files lie in staging and whose paths are relative to it, and moves all to its final place
+// in the cache.
 func (k *Kernel) publish(ctx context.Context, cacheDir, staging string) (*Kernel, error) {
 	var err error
 	if k.ImageSHA256, k.ImageSize, err = artifact.HashFile(ctx, filepath.Join(staging, k.Image)); err != nil {
@@ -176,7 +177,8 @@ func openDir(dir string) (*Kernel, error) {
 	return k, nil
 }
 
-// Verify reads the whole image and compares it with the hash it was published with. The error wraps ErrDamaged if they differ.
+// Verify reads the whole image and compares it with the hash it was published with. The error wraps ErrDamaged if they
+// differ.
 func (k *Kernel) Verify(ctx context.Context) error {
 	sum, _, err := artifact.HashFile(ctx, k.Image)
 	if err != nil {
@@ -189,8 +191,8 @@ func (k *Kernel) Verify(ctx context.Context) error {
 	return nil
 }
 
-// List returns the kernels in the cache, newest first. A cache that does not exist is empty. Folders that hold no usable kernel are
-// left out; Open says what is wrong with one.
+// List returns the kernels in the cache, newest first. A cache that does not exist is empty. Folders that hold no
+// usable kernel are left out; Open says what is wrong with one.
 func List(cacheDir string) ([]*Kernel, error) {
 	entries, err := os.ReadDir(filepath.Join(cacheDir, kernelsDir))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -234,8 +236,9 @@ func Open(cacheDir, id string) (*Kernel, error) {
 	return openDir(dir)
 }
 
-// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID begins so. Of this kind, one that was built with options of its
-// maker's is the last choice: who wants it names it. The error wraps ErrNotFound, or ErrDamaged when the ID is that of a damaged kernel.
+// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID begins so. Of this kind,
+// one that was built with options of its maker's is the last choice: who wants it names it. The error wraps
+// ErrNotFound, or ErrDamaged when the ID is that of a damaged kernel.
 func Find(cacheDir, idOrKind string) (*Kernel, error) {
 	k, err := Open(cacheDir, idOrKind)
 	if !errors.Is(err, ErrNotFound) {
@@ -299,8 +302,8 @@ func findNewest(cacheDir string, fits func(*Kernel) bool) (*Kernel, error) {
 	return nil, nil
 }
 
-// lockKernel takes the lock that covers the making of the kernel of this kind and inputs, and removes what makers that are gone have
-// left in the cache.
+// lockKernel takes the lock that covers the making of the kernel of this kind and inputs, and removes what makers that
+// are gone have left in the cache.
 func lockKernel(ctx context.Context, cacheDir string, kind Kind, hash string) (unlock func(), err error) {
 	lockOf := func(kind Kind, key string) string {
 		return filepath.Join(cacheDir, locksDir, string(kind)+"-"+key[max(0, len(key)-idHashLength):])
@@ -317,8 +320,8 @@ func lockKernel(ctx context.Context, cacheDir string, kind Kind, hash string) (u
 	return artifact.Lock(ctx, lockOf(kind, hash[:idHashLength]))
 }
 
-// symbolCache keeps the parsed symbol map. It is shared by copies of a Kernel only if made before the copy; that costs time, not
-// correctness.
+// symbolCache keeps the parsed symbol map. It is shared by copies of a Kernel only if made before the copy; that costs
+// time, not correctness.
 type symbolCache struct {
 	once sync.Once
 	syms []symbol

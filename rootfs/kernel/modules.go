@@ -19,8 +19,8 @@ const (
 	maxBuiltinList = 16 << 20 // bytes of modules.builtin
 )
 
-// wantedModules are what a guest needs before it has a root, or to be looked after from the host. What of it is built into the kernel
-// is left out; dependencies come by themselves. What is not here can be loaded later, from ModulesDir.
+// wantedModules are what a guest needs before it has a root, or to be looked after from the host. What of it is built
+// into the kernel is left out; dependencies come by themselves. What is not here can be loaded later, from ModulesDir.
 var wantedModules = []string{
 	"virtio_mmio",                // the transport, found by ACPI HID LNRO0005
 	"virtio_blk",                 // disks
@@ -34,7 +34,8 @@ var wantedModules = []string{
 	"fuse",         // secrets, see guest/agent/secretfs: nothing in a guest loads it
 }
 
-// optionalModules are those of wantedModules that a guest can do without. Any other that is neither a file nor built in is an error.
+// optionalModules are those of wantedModules that a guest can do without. Any other that is neither a file nor built in
+// is an error.
 var optionalModules = []string{"pvpanic_mmio", "virtio_console", "fuse"}
 
 // moduleSet is the modules of one kernel.
@@ -103,8 +104,8 @@ func readModules(dir string) (*moduleSet, error) {
 	return s, nil
 }
 
-// order returns the paths of the modules wanted and of all that they need, each after what it needs: the order to load them in. The
-// order is the same for the same modules.
+// order returns the paths of the modules wanted and of all that they need, each after what it needs: the order to load
+// them in. The order is the same for the same modules.
 func (s *moduleSet) order(wanted, optional []string) ([]string, error) {
 	var out []string
 	state := map[string]int{} // 1: being visited, 2: in out
@@ -156,8 +157,9 @@ func (s *moduleSet) order(wanted, optional []string) ([]string, error) {
 	return out, nil
 }
 
-// readModuleInfo reads the section .modinfo of a module: strings "key=value", each ended by a zero byte (include/linux/module.h).
-// Debian's packages come without modules.dep, which depmod(8) makes from the same source when a package is installed.
+// readModuleInfo reads the section .modinfo of a module: strings "key=value", each ended by a zero byte
+// (include/linux/module.h). Debian's packages come without modules.dep, which depmod(8) makes from the same source when
+// a package is installed.
 func readModuleInfo(path string) (moduleInfo, error) {
 	f, err := elf.Open(path)
 	if err != nil {

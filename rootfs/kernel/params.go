@@ -12,7 +12,8 @@ type Host string
 const (
 	// Hardware is KVM on VMX or SVM.
 	Hardware Host = "hardware"
-	// Soft is a KVM whose vendor module has neither: guest user code runs on the CPU, guest kernel code in an interpreter.
+	// Soft is a KVM whose vendor module has neither: guest user code runs on the CPU, guest kernel code in an
+	// interpreter.
 	Soft Host = "soft"
 )
 
@@ -26,8 +27,8 @@ const (
 	Initramfs Root = "initramfs"
 )
 
-// Param is one kernel parameter. The kernel's Documentation/admin-guide/kernel-parameters.txt describes those without a word to the
-// contrary.
+// Param is one kernel parameter. The kernel's Documentation/admin-guide/kernel-parameters.txt describes those without a
+// word to the contrary.
 type Param struct {
 	Name  string `json:"name"`
 	Value string `json:"value,omitempty"` // "" for a parameter that is only named
@@ -62,7 +63,8 @@ var anyHost = Params{
 	{"reboot", "k", "restart by the keyboard controller, a write of 0xfe to port 0x64: the VMM can tell it from a crash that ends in a triple fault"},
 }
 
-// softHost is what a built kernel gets besides on a soft KVM. fault_around_bytes is from the patches; README.md has the figures.
+// softHost is what a built kernel gets besides on a soft KVM. fault_around_bytes is from the patches; README.md has the
+// figures.
 var softHost = Params{
 	{"tsc", "reliable", "no clock watchdog: the interpreter is slow, the time stamp counter is not wrong"},
 	{"no_timer_check", "", "do not wait for timer interrupts to see whether they come: they come late here"},
@@ -72,20 +74,21 @@ var softHost = Params{
 	{"fault_around_bytes", "4096", "map one page on a fault in a file, not sixteen: each costs more to map and unmap than most faults it saves"},
 }
 
-// softHostEnv becomes the environment of the guest program, to which the kernel hands on what it does not know itself. User code asks
-// the CPU what it has, and finds the AVX of the host, which CPUID and XCR0 of the VM do not hide on a soft KVM. The kernel saves x87 and
-// SSE registers only, since the interpreter has no XSAVE: the upper halves of AVX registers are lost, or those of another program, when a
-// task is switched or moves to another CPU. So what programs are made with is told not to use them. A program that looks for itself, as
-// JavaScript and Java run-times do, is not reached by this.
+// softHostEnv becomes the environment of the guest program, to which the kernel hands on what it does not know itself.
+// User code asks the CPU what it has, and finds the AVX of the host, which CPUID and XCR0 of the VM do not hide on a
+// soft KVM. The kernel saves x87 and SSE registers only, since the interpreter has no XSAVE: the upper halves of AVX
+// registers are lost, or those of another program, when a task is switched or moves to another CPU. So what programs
+// are made with is told not to use them. A program that looks for itself, as JavaScript and Java run-times do, is not
+// reached by this.
 var softHostEnv = Params{
 	{"GODEBUG", "cpu.avx=off,cpu.avx2=off,cpu.avx512f=off,cpu.avx512bw=off,cpu.avx512vl=off", "no AVX in Go programs"},
 	{"GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512BW,-AVX512VL,-AVX512CD,-AVX512DQ,-AVX_Fast_Unaligned_Load", "no AVX in memcpy and its like"},
 	{"OPENSSL_ia32cap", "~0x1000000000000000:~0xdc230020", "no AVX in hashes and ciphers"},
 }
 
-// DefaultParams returns the parameters with which a kernel of this kind starts best on this kind of host. What depends on the VM (its
-// root, its devices when it has no ACPI tables) is not in them. The error wraps ErrUnsupported for Debian's kernel on a soft KVM,
-// which cannot run it.
+// DefaultParams returns the parameters with which a kernel of this kind starts best on this kind of host. What depends
+// on the VM (its root, its devices when it has no ACPI tables) is not in them. The error wraps ErrUnsupported for
+// Debian's kernel on a soft KVM, which cannot run it.
 func DefaultParams(kind Kind, host Host) (Params, error) {
 	switch {
 	case kind != Built && kind != Debian:

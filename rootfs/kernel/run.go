@@ -20,8 +20,8 @@ const (
 	tailLines = 15
 	// maxTailLine bounds each of these lines, in bytes.
 	maxTailLine = 400
-	// killDelay is how long a cancelled command may take to end before it is killed. make(1) uses the time to remove half-written
-	// targets.
+	// killDelay is how long a cancelled command may take to end before it is killed. make(1) uses the time to remove
+	// half-written targets.
 	killDelay = 5 * time.Second
 )
 
@@ -34,8 +34,8 @@ type CommandError struct {
 	Err     error
 }
 
-// Error gives the cause on the first line, and then the end of the output. When the command was stopped because its context ended,
-// it says only that.
+// Error gives the cause on the first line, and then the end of the output. When the command was stopped because its
+// context ended, it says only that.
 func (e *CommandError) Error() string {
 	if errors.Is(e.Err, context.Canceled) || errors.Is(e.Err, context.DeadlineExceeded) {
 		return fmt.Sprintf("%s: %v", e.Doing, e.Err)
@@ -66,8 +66,8 @@ type command struct {
 	stdin   io.Reader
 }
 
-// run runs the program and returns its standard output. All output goes to the log. When ctx ends, the program and all that it has
-// started are told to end, and killed after killDelay.
+// run runs the program and returns its standard output. All output goes to the log. When ctx ends, the program and all
+// that it has started are told to end, and killed after killDelay.
 func (c command) run(ctx context.Context, name string, args ...string) (string, error) {
 	var stdout bytes.Buffer
 	err := c.stream(ctx, &stdout, name, args...)
@@ -112,8 +112,8 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	}
 }
 
-// environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the like, which would
-// change what is built and are in no hash, nor the locale, since their messages are parsed.
+// environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the
+// like, which would change what is built and are in no hash, nor the locale, since their messages are parsed.
 func environment() []string {
 	env := []string{"LC_ALL=C"}
 	for _, name := range []string{"PATH", "HOME", "TMPDIR", "http_proxy", "https_proxy", "no_proxy", "ftp_proxy", "all_proxy"} {

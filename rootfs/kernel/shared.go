@@ -14,8 +14,8 @@ import (
 // sharedKernels is how many kernels a shared folder keeps: the newest.
 const sharedKernels = 4
 
-// takeShared returns a copy, in this cache, of the kernel with these inputs that another one has shared; nil if there is none that is
-// whole. The caller holds the lock of this cache.
+// takeShared returns a copy, in this cache, of the kernel with these inputs that another one has shared; nil if there
+// is none that is whole. The caller holds the lock of this cache.
 func (b *builder) takeShared(ctx context.Context, hash string) (*Kernel, error) {
 	if b.opts.SharedDir == "" {
 		return nil, nil
@@ -79,7 +79,8 @@ func (b *builder) note(format string, args ...any) {
 	}
 }
 
-// copyTo publishes a copy of a built kernel in another cache, whose lock for it the caller holds, in place of what has its name there.
+// copyTo publishes a copy of a built kernel in another cache, whose lock for it the caller holds, in place of what has
+// its name there.
 func (k *Kernel) copyTo(ctx context.Context, cacheDir string) (*Kernel, error) {
 	staging, err := artifact.StagingDir(filepath.Join(cacheDir, kernelsDir), k.ID)
 	if err != nil {

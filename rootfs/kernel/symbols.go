@@ -24,9 +24,10 @@ type symbol struct {
 	name string
 }
 
-// Symbolize returns the function of the kernel that holds the virtual address addr, and the distance of addr from its start in
-// bytes. ok is false for an address outside the kernel's code, and for a kernel without a symbol map (Kernel.SymbolMap), or one whose
-// map cannot be read. The addresses are those of the ELF file: the built kernel runs there (RANDOMIZE_BASE is off).
+// Symbolize returns the function of the kernel that holds the virtual address addr, and the distance of addr from its
+// start in bytes. ok is false for an address outside the kernel's code, and for a kernel without a symbol map
+// (Kernel.SymbolMap), or one whose map cannot be read. The addresses are those of the ELF file: the built kernel runs
+// there (RANDOMIZE_BASE is off).
 func (k *Kernel) Symbolize(addr uint64) (name string, off uint64, ok bool) {
 	k.symbols.once.Do(func() { k.symbols.syms, k.symbols.err = readSymbols(k.SymbolMap) })
 	return lookup(k.symbols.syms, addr)
@@ -48,9 +49,9 @@ func readSymbols(path string) ([]symbol, error) {
 	return syms, nil
 }
 
-// parseSymbols reads the lines "address type name" of a System.map, as nm(1) prints them, and keeps the symbols in code: types t, T,
-// w and W. The marks at the ends of the sections (_etext, _einittext) are of type T or D; either way they stay, as the ends of what can
-// be looked up.
+// parseSymbols reads the lines "address type name" of a System.map, as nm(1) prints them, and keeps the symbols in
+// code: types t, T, w and W. The marks at the ends of the sections (_etext, _einittext) are of type T or D; either way
+// they stay, as the ends of what can be looked up.
 func parseSymbols(r io.Reader) ([]symbol, error) {
 	var syms []symbol
 	s := bufio.NewScanner(r)
@@ -75,7 +76,8 @@ func parseSymbols(r io.Reader) ([]symbol, error) {
 	if err := s.Err(); err != nil {
 		return nil, err
 	}
-	// Of several names at one address the first in the map wins: sort stably and keep the first, but let an end of text stay one.
+	// Of several names at one address the first in the map wins: sort stably and keep the first, but let an end of text
+	// stay one.
 	slices.SortStableFunc(syms, func(a, b symbol) int {
 		if c := cmp.Compare(a.addr, b.addr); c != 0 {
 			return c
@@ -85,8 +87,8 @@ func parseSymbols(r io.Reader) ([]symbol, error) {
 	return slices.CompactFunc(syms, func(a, b symbol) bool { return a.addr == b.addr }), nil
 }
 
-// isTextEnd reports whether name is the mark that the kernel's linker script (arch/x86/kernel/vmlinux.lds.S) sets behind a section of
-// code.
+// isTextEnd reports whether name is the mark that the kernel's linker script (arch/x86/kernel/vmlinux.lds.S) sets
+// behind a section of code.
 func isTextEnd(name string) bool { return name == "_etext" || name == "_einittext" }
 
 // isSectionStart reports whether name is a mark in front of code rather than a function.

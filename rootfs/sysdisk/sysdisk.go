@@ -20,8 +20,8 @@ const (
 	// InitPath is where the guest finds its program.
 	InitPath = "/init"
 
-	// BlockSize is the file system's, in bytes, and the size of an image is a multiple of it. It is the size of a page: the kernel
-	// maps the program's pages straight from the blocks.
+	// BlockSize is the file system's, in bytes, and the size of an image is a multiple of it. It is the size of a page:
+	// the kernel maps the program's pages straight from the blocks.
 	BlockSize = 4096
 
 	// MaxAgent bounds the guest program, in bytes.
@@ -37,8 +37,9 @@ const (
 // Dirs are the empty folders in the image: mount points for the guest program.
 var Dirs = [...]string{"/dev", "/proc", "/sys", "/run", "/newroot", "/image", "/rw"}
 
-// Ensure returns the path of the disk image that carries the guest program at agentPath, a statically linked ELF file, and makes it
-// if it is not in the cache. Equal programs give equal bytes and the same path. Any number of calls and processes may do so at once.
+// Ensure returns the path of the disk image that carries the guest program at agentPath, a statically linked ELF file,
+// and makes it if it is not in the cache. Equal programs give equal bytes and the same path. Any number of calls and
+// processes may do so at once.
 func Ensure(ctx context.Context, cacheDir, agentPath string) (string, error) {
 	path, err := ensure(ctx, cacheDir, agentPath)
 	if err != nil {

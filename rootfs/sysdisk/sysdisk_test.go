@@ -38,7 +38,8 @@ func checkTree(t *testing.T, fsys fs.FS, want []byte) {
 		t.Fatalf("%s: %d bytes, %v; want the %d of the program", InitPath, len(got), err, len(want))
 	}
 	info, err := fs.Stat(fsys, InitPath[1:])
-	// go-erofs leaves the type bits of the inode in Mode, next to Go's own: compare what is common to it and the kernel.
+	// go-erofs leaves the type bits of the inode in Mode, next to Go's own: compare what is common to it and the
+	// kernel.
 	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o755 {
 		t.Errorf("%s: mode %v, %v; want 0755", InitPath, info.Mode(), err)
 	}

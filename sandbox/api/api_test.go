@@ -126,7 +126,8 @@ type served struct {
 	end    func() // of the server
 }
 
-// serve makes a server over VMs in memory, with records, that listens on a Unix socket; what it answers is checked against its description.
+// serve makes a server over VMs in memory, with records, that listens on a Unix socket; what it answers is checked
+// against its description.
 func serve(t *testing.T, change ...func(*api.Options)) *served {
 	t.Helper()
 	dir := t.TempDir()

@@ -92,12 +92,14 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 
 var errOrigin = errors.New("the request comes from a page of another origin")
 
-// checkOrigin refuses what a page of somebody else's has a browser send: by an Origin or Sec-Fetch-Site that is not this server's, and by a Host
-// that is a name which was made to lead here (DNS rebinding). A browser reaches the Unix socket as well, through a port that ssh forwards to it; and
-// what a rebound page only reads has neither an Origin nor, over plain HTTP, a Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
+// checkOrigin refuses what a page of somebody else's has a browser send: by an Origin or Sec-Fetch-Site that is not
+// this server's, and by a Host that is a name which was made to lead here (DNS rebinding). A browser reaches the Unix
+// socket as well, through a port that ssh forwards to it; and what a rebound page only reads has neither an Origin nor,
+// over plain HTTP, a Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
 func (s *Server) checkOrigin(r *http.Request) error {
 	_, local := r.Context().Value(peerKey{}).(peer)
-	// Programs ask the Unix socket by any word, as http://drowse: one without a dot is no name that somebody could make to lead here.
+	// Programs ask the Unix socket by any word, as http://drowse: one without a dot is no name that somebody could make
+	// to lead here.
 	word := local && !fromBrowser(r) && !strings.Contains(r.Host, ".")
 	if !word && !s.ourHost(r.Host) {
 		return own(wire.CodeForbidden, "use an address or localhost, or name it with `drowse serve --host`", "%.200q is no name of this server", r.Host)
@@ -129,8 +131,8 @@ func fromBrowser(r *http.Request) bool {
 	return false
 }
 
-// ourHost says whether a Host is an address, localhost or one of those that were named. Any address will do: a page can have a name lead elsewhere, but
-// what an address leads to is no page's to choose.
+// ourHost says whether a Host is an address, localhost or one of those that were named. Any address will do: a page can
+// have a name lead elsewhere, but what an address leads to is no page's to choose.
 func (s *Server) ourHost(host string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {

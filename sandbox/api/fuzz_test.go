@@ -22,8 +22,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 )
 
-// FuzzRequests sends any body, query and name to any path, with a token that may do all. The answer is as the description says and of a bounded length;
-// it is never the server's fault; and what is refused as impossible has changed nothing.
+// FuzzRequests sends any body, query and name to any path, with a token that may do all. The answer is as the
+// description says and of a bounded length; it is never the server's fault; and what is refused as impossible has
+// changed nothing.
 func FuzzRequests(f *testing.F) {
 	var paths []string
 	d, err := theDescription()

@@ -46,7 +46,8 @@ type TCP struct {
 	Plain bool
 }
 
-// Listen listens on TCP, with TLS if there is a certificate. It refuses to do so without any token, and without TLS at an address that others reach.
+// Listen listens on TCP, with TLS if there is a certificate. It refuses to do so without any token, and without TLS at
+// an address that others reach.
 func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
 	all, err := tokens.Read()
 	if err != nil {
@@ -115,8 +116,8 @@ func (l *unixListener) Close() error {
 	return l.err
 }
 
-// ListenUnix listens on a Unix socket that only its owner may use, from its first moment on. What a server that was killed has left is replaced; one that
-// is there is ErrListen.
+// ListenUnix listens on a Unix socket that only its owner may use, from its first moment on. What a server that was
+// killed has left is replaced; one that is there is ErrListen.
 func ListenUnix(path string) (net.Listener, error) {
 	if len(path)+len(".new") > maxSocketPath {
 		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath-len(".new"))
@@ -156,8 +157,8 @@ func listenPrivately(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by themselves. It is
-// called once.
+// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by
+// themselves. It is called once.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	base, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()

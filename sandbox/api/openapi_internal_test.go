@@ -23,7 +23,8 @@ import (
 
 var update = flag.Bool("update", false, "write openapi.json")
 
-// schemasOf are types that the library takes for something else than their JSON, since they write it themselves, and those that other documents describe.
+// schemasOf are types that the library takes for something else than their JSON, since they write it themselves, and
+// those that other documents describe.
 func schemasOf() map[reflect.Type]*jsonschema.Schema {
 	text := func(says string) *jsonschema.Schema { return &jsonschema.Schema{Type: "string", Description: says} }
 	return map[reflect.Type]*jsonschema.Schema{

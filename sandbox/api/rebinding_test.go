@@ -14,8 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// TestAttack_dns_rebinding_of_a_forwarded_socket has a page whose name was made to lead to a forwarded port ask the server: the browser calls the
-// page's own name in Host and, where it sends one, in Origin.
+// TestAttack_dns_rebinding_of_a_forwarded_socket has a page whose name was made to lead to a forwarded port ask the
+// server: the browser calls the page's own name in Host and, where it sends one, in Origin.
 func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	const evil, named = "evil.example:7070", "box.example"
 	s := serve(t, func(o *api.Options) { o.Hosts = []string{named} })

@@ -9,9 +9,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// How many requests of a kind are answered at once; one caller (a token, a user of the Unix socket, or for what asks for no token an address) has half of
-// them at most. Kinds do not share their room: who waits for commands or for slow sleeps keeps nobody from looking, nor from stopping what is slow.
-// /healthz and /readyz are not counted.
+// How many requests of a kind are answered at once; one caller (a token, a user of the Unix socket, or for what asks
+// for no token an address) has half of them at most. Kinds do not share their room: who waits for commands or for slow
+// sleeps keeps nobody from looking, nor from stopping what is slow. /healthz and /readyz are not counted.
 const (
 	MaxReads   = 128 // what only reads
 	MaxChanges = 128 // what changes something
@@ -34,7 +34,8 @@ func newRoom(kind string, most int) *room {
 	return &room{kind: kind, most: most, of: map[string]int{}}
 }
 
-// enter lets a request of a caller in; leave ends it. The error is CodeTooMany where the caller has too many already, and CodeBusy where all have.
+// enter lets a request of a caller in; leave ends it. The error is CodeTooMany where the caller has too many already,
+// and CodeBusy where all have.
 func (r *room) enter(who string) (leave func(), err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,7 +57,8 @@ func (r *room) enter(who string) (leave func(), err error) {
 	}, nil
 }
 
-// sourceOf is where a request comes from: an address of IPv4, or a network of IPv6 of the size that one host is given; else the address as it is.
+// sourceOf is where a request comes from: an address of IPv4, or a network of IPv6 of the size that one host is given;
+// else the address as it is.
 func sourceOf(address string) string {
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -71,15 +73,17 @@ func sourceOf(address string) string {
 	return ip.String()
 }
 
-// unread says that nobody reads the body of a request: its connection ends with the answer, which otherwise would wait for a body that may never come.
+// unread says that nobody reads the body of a request: its connection ends with the answer, which otherwise would wait
+// for a body that may never come.
 func unread(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength != 0 {
 		w.Header().Set("Connection", "close")
 	}
 }
 
-// limitedListener bounds the connections of a listener: all of them, and those of one address. Where there are too many, the one that has been without a
-// request for longest ends, so that those who hold connections and ask nothing keep nobody out.
+// limitedListener bounds the connections of a listener: all of them, and those of one address. Where there are too
+// many, the one that has been without a request for longest ends, so that those who hold connections and ask nothing
+// keep nobody out.
 type limitedListener struct {
 	net.Listener
 

@@ -20,7 +20,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test ./sandbox/api -update`.
+// openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test
+// ./sandbox/api -update`.
 //
 //go:embed openapi.json
 var openAPI []byte
@@ -35,8 +36,8 @@ type route struct {
 	// op is what errors and the log call it, and says a line about it in the description.
 	op, says string
 	query    []param
-	// takes and gives are the types of the bodies of request and answer, for description and reading; nil is none. kind is the answer's media
-	// type if that is not JSON.
+	// takes and gives are the types of the bodies of request and answer, for description and reading; nil is none. kind
+	// is the answer's media type if that is not JSON.
 	takes, gives       any
 	kind               string
 	needsBody, rawBody bool

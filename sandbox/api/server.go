@@ -30,8 +30,8 @@ const (
 
 // Options of New.
 type Options struct {
-	// Fleet gives a Fleet for one request: with the records if records is set, and it needs no others if it cannot have them. release is called when
-	// the request is done.
+	// Fleet gives a Fleet for one request: with the records if records is set, and it needs no others if it cannot have
+	// them. release is called when the request is done.
 	Fleet func(ctx context.Context, records bool) (f *fleet.Fleet, release func(), err error)
 	// VMs are those of the Fleet.
 	VMs VMs
@@ -39,7 +39,8 @@ type Options struct {
 	Version string
 	// Tokens are those of callers that do not come by the Unix socket.
 	Tokens Tokens
-	// Hosts are names by which callers may ask for this server, besides addresses and localhost: what else their Host says is refused.
+	// Hosts are names by which callers may ask for this server, besides addresses and localhost: what else their Host
+	// says is refused.
 	Hosts []string
 	// Live and Ready are the checks of /healthz and /readyz.
 	Live, Ready []Check
@@ -57,8 +58,8 @@ type Check struct {
 	Do   func(ctx context.Context) error
 }
 
-// Mount is a handler besides those of this package. What is in the way of a request (tokens, Host, Origin) is looked at before it, and it
-// has no bounds of body and time but its own. It ends what goes on for long when Draining says so.
+// Mount is a handler besides those of this package. What is in the way of a request (tokens, Host, Origin) is looked at
+// before it, and it has no bounds of body and time but its own. It ends what goes on for long when Draining says so.
 type Mount struct {
 	// Pattern is that of http.ServeMux.
 	Pattern string

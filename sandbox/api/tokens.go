@@ -62,8 +62,9 @@ type Token struct {
 	Scope Scope
 }
 
-// Tokens are a file of lines "NAME SHA256-HEX SCOPE"; empty ones and those that begin with # count nothing. It belongs to this process's
-// user and is nobody else's to read or write. It is read for each request, so that a token which is taken away is of no use from then on.
+// Tokens are a file of lines "NAME SHA256-HEX SCOPE"; empty ones and those that begin with # count nothing. It belongs
+// to this process's user and is nobody else's to read or write. It is read for each request, so that a token which is
+// taken away is of no use from then on.
 type Tokens struct{ Path string }
 
 // Read reads the file. One that is not there has no tokens.
@@ -135,7 +136,8 @@ func parseTokens(text []byte) (out []Token, err error) {
 	return out, nil
 }
 
-// Find returns the token that somebody shows. How long it takes does not depend on which one it is, nor on how far it is right.
+// Find returns the token that somebody shows. How long it takes does not depend on which one it is, nor on how far it
+// is right.
 func (f Tokens) Find(shown string) (t Token, ok bool, err error) {
 	all, err := f.Read()
 	if err != nil || len(shown) > maxTokenText {

@@ -16,8 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// VMs are what the server asks of VMs besides what a Fleet does. Their contracts are those of the methods of sandbox.Store of the same names. All
-// methods may be called from any goroutine.
+// VMs are what the server asks of VMs besides what a Fleet does. Their contracts are those of the methods of
+// sandbox.Store of the same names. All methods may be called from any goroutine.
 type VMs interface {
 	Stop(ctx context.Context, name string, kill bool) error
 	Stats(ctx context.Context, name string) (sandbox.Stats, error)

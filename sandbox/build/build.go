@@ -89,12 +89,12 @@ const (
 	resolvConf = "etc/resolv.conf"
 )
 
-// Image makes an image of the steps of a build file. Commands run in a VM that is made from the image so far; consecutive
-// ones in the same. When it ends, in whatever way, the VM is gone, and so is what is not a whole image; the results of steps
-// are kept in the image store, for builds that begin in the same way.
+// Image makes an image of the steps of a build file. Commands run in a VM that is made from the image so far;
+// consecutive ones in the same. When it ends, in whatever way, the VM is gone, and so is what is not a whole image; the
+// results of steps are kept in the image store, for builds that begin in the same way.
 //
-// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the context, those of
-// image.Build for the base image and of Store.Run for the VM.
+// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
+// context, those of image.Build for the base image and of Store.Run for the VM.
 func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {

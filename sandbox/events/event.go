@@ -44,7 +44,8 @@ const (
 
 	Imported Type = "snapshot.imported" // from a stream; it is of no sandbox
 
-	// Sleeping and SleepFailed are in no file: hooks of the host get them before a sleep, and when it has not come about.
+	// Sleeping and SleepFailed are in no file: hooks of the host get them before a sleep, and when it has not come
+	// about.
 	Sleeping    Type = "sandbox.sleeping"
 	SleepFailed Type = "sandbox.sleep_failed"
 
@@ -137,7 +138,8 @@ type Details struct {
 	// Dropped are the fields that the stream of an imported snapshot has and that were not taken over.
 	Dropped []string  `json:"dropped,omitempty"`
 	Expires time.Time `json:"expires,omitzero"`
-	// Reason is how a guest has ended, or the code of why it does not sleep; Hook and Event are which hook has failed, and Problem how.
+	// Reason is how a guest has ended, or the code of why it does not sleep; Hook and Event are which hook has failed,
+	// and Problem how.
 	Reason  string `json:"reason,omitempty"`
 	Hook    string `json:"hook,omitempty"`
 	Event   string `json:"event,omitempty"`

@@ -10,17 +10,18 @@ import (
 	"time"
 )
 
-// writeTime is how long who follows by HTTP may take for one event; then its connection ends, and it goes on from its cursor.
-// quietTime is after how long a stream without events gets a comment, by which both ends learn whether the other is there.
+// writeTime is how long who follows by HTTP may take for one event; then its connection ends, and it goes on from its
+// cursor. quietTime is after how long a stream without events gets a comment, by which both ends learn whether the
+// other is there.
 const (
 	writeTime = 30 * time.Second
 	quietTime = 15 * time.Second
 )
 
-// Handler answers GET with events: one JSON object in each line, or server-sent events if Accept asks for text/event-stream
-// (https://html.spec.whatwg.org/multipage/server-sent-events.html), with the cursor as the id. The query has since (a cursor,
-// or "now"; Last-Event-ID comes before it), follow=1, type (several, or with commas), sandbox, owner and tag. It does not ask who calls.
-// refuse answers what is wrong with a request.
+// Handler answers GET with events: one JSON object in each line, or server-sent events if Accept asks for
+// text/event-stream (https://html.spec.whatwg.org/multipage/server-sent-events.html), with the cursor as the id. The
+// query has since (a cursor, or "now"; Last-Event-ID comes before it), follow=1, type (several, or with commas),
+// sandbox, owner and tag. It does not ask who calls. refuse answers what is wrong with a request.
 func Handler(j *Journal, refuse func(w http.ResponseWriter, err error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		o, follow, err := parseQuery(j, r)

@@ -22,7 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// What is kept, unless Options say otherwise: at most Segments files of SegmentBytes, and none whose last event is older than Keep.
+// What is kept, unless Options say otherwise: at most Segments files of SegmentBytes, and none whose last event is
+// older than Keep.
 const (
 	SegmentBytes = 1 << 20
 	Segments     = 16
@@ -36,8 +37,8 @@ const (
 	lockName   = "lock"
 	segmentExt = ".jsonl"
 	// bootGap is by how much cursors jump at least when the machine has been started anew, since the last events before
-	// that may not have got to the disk, while a reader has had them. A segment has fewer lines, and is on the disk before
-	// the next one begins.
+	// that may not have got to the disk, while a reader has had them. A segment has fewer lines, and is on the disk
+	// before the next one begins.
 	bootGap = 1 << 20
 )
 
@@ -52,8 +53,8 @@ type Options struct {
 	now  func() time.Time
 }
 
-// Journal is that of one directory. Any number of processes may write and read it at once, and its methods may be called from
-// any goroutine. It holds nothing open.
+// Journal is that of one directory. Any number of processes may write and read it at once, and its methods may be
+// called from any goroutine. It holds nothing open.
 type Journal struct {
 	dir string
 	o   Options
@@ -147,9 +148,9 @@ func (j *Journal) segments() ([]segment, error) {
 	return out, nil
 }
 
-// Append writes an event, to which it gives version, cursor, id and, if it has none, a time. It is there for readers, and outlives
-// this process, when Append returns; it is not on the disk yet, and may be lost when the machine loses power within the time in which
-// the kernel writes back (30 s by default). The error is ErrBusy, or one of files.
+// Append writes an event, to which it gives version, cursor, id and, if it has none, a time. It is there for readers,
+// and outlives this process, when Append returns; it is not on the disk yet, and may be lost when the machine loses
+// power within the time in which the kernel writes back (30 s by default). The error is ErrBusy, or one of files.
 func (j *Journal) Append(e Event) (Event, error) {
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
@@ -227,7 +228,8 @@ func (e *Event) line() ([]byte, error) {
 	return append(line, '\n'), err
 }
 
-// begin begins a segment with an event, and deletes old ones. last is the cursor before, and before the header of the segment before.
+// begin begins a segment with an event, and deletes old ones. last is the cursor before, and before the header of the
+// segment before.
 func (j *Journal) begin(e *Event, last uint64, boot string, before *header) error {
 	e.Cursor = last + 1
 	if before == nil || before.Boot != boot {
@@ -303,7 +305,8 @@ func (j *Journal) trim() error {
 	return errors.Join(errs...)
 }
 
-// repair cuts off a line that a killed writer has not finished, and says where the segment ends and what the last cursor is.
+// repair cuts off a line that a killed writer has not finished, and says where the segment ends and what the last
+// cursor is.
 func repair(f *os.File, first uint64) (h header, size int64, last uint64, err error) {
 	st, err := f.Stat()
 	if err != nil {
@@ -329,7 +332,8 @@ func repair(f *os.File, first uint64) (h header, size int64, last uint64, err er
 			return h, size, e.Cursor, nil
 		}
 	}
-	// What a power loss has left need not be lines at all: the largest cursor counts, and the damage ends with a line's end.
+	// What a power loss has left need not be lines at all: the largest cursor counts, and the damage ends with a line's
+	// end.
 	last = max(first, 1) - 1
 	whole := make([]byte, size)
 	if n, err := f.ReadAt(whole, 0); err != nil && !errors.Is(err, io.EOF) {

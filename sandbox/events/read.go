@@ -21,8 +21,8 @@ type ReadOptions struct {
 	// Since is the cursor of the last event that the reader has; 0 begins with the oldest that is kept.
 	Since  uint64
 	Filter Filter
-	// Idle, if not nil, is called by Follow with the cursor to go on from, whenever it has given all that there is; an error
-	// of it ends Follow and is returned.
+	// Idle, if not nil, is called by Follow with the cursor to go on from, whenever it has given all that there is; an
+	// error of it ends Follow and is returned.
 	Idle func(cursor uint64) error
 }
 
@@ -46,9 +46,9 @@ func (r *reader) close() {
 	}
 }
 
-// Read gives the events after a cursor to f, in order, until there are no more, and returns the cursor to go on from: that of
-// the last event looked at, whether it has passed the filter or not. If events after the cursor have been deleted, f gets a Lost
-// in their place. An error of f ends it and is returned, with the cursor before that event.
+// Read gives the events after a cursor to f, in order, until there are no more, and returns the cursor to go on from:
+// that of the last event looked at, whether it has passed the filter or not. If events after the cursor have been
+// deleted, f gets a Lost in their place. An error of f ends it and is returned, with the cursor before that event.
 func (j *Journal) Read(ctx context.Context, o ReadOptions, f func(Event) error) (next uint64, err error) {
 	if err := o.Filter.Check(); err != nil {
 		return o.Since, err

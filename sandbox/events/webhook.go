@@ -27,8 +27,8 @@ import (
 
 // Headers of a delivery.
 const (
-	// SignatureHeader is "v1=" and, in hex digits, the HMAC-SHA256 (RFC 2104) by the webhook's secret of: what TimestampHeader
-	// says, a dot, and the body.
+	// SignatureHeader is "v1=" and, in hex digits, the HMAC-SHA256 (RFC 2104) by the webhook's secret of: what
+	// TimestampHeader says, a dot, and the body.
 	SignatureHeader = "Drowse-Signature"
 	// TimestampHeader is when this attempt was made, in seconds since 1970.
 	TimestampHeader = "Drowse-Timestamp"
@@ -51,9 +51,9 @@ const (
 // ErrDelivered says that another process delivers to a webhook.
 var ErrDelivered = errors.New("another process delivers events to this webhook")
 
-// Webhook is where events are sent: one POST each with the event as JSON, in their order, each until it is answered with a status
-// of 200 to 299. An event may come more than once, and none is left out: those that were deleted before they could be
-// delivered are told of by one of type Lost.
+// Webhook is where events are sent: one POST each with the event as JSON, in their order, each until it is answered
+// with a status of 200 to 299. An event may come more than once, and none is left out: those that were deleted before
+// they could be delivered are told of by one of type Lost.
 type Webhook struct {
 	// URL is https, or http to an address of this host's own (127.0.0.0/8, ::1, localhost).
 	URL    string
@@ -90,7 +90,8 @@ func Sign(secret []byte, timestamp string, body []byte) string {
 	return "v1=" + hex.EncodeToString(m.Sum(nil))
 }
 
-// ReadSecret reads a webhook's secret from a file that only its owner may read. A line's end after it does not belong to it.
+// ReadSecret reads a webhook's secret from a file that only its owner may read. A line's end after it does not belong
+// to it.
 func ReadSecret(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -114,7 +115,8 @@ func ReadSecret(path string) ([]byte, error) {
 // maxConfig bounds a file of webhooks, in bytes.
 const maxConfig = 64 << 10
 
-// ReadWebhooks reads a file with a JSON array of webhooks: url, secret_file, and types, sandbox, owner and tags, which may be missing.
+// ReadWebhooks reads a file with a JSON array of webhooks: url, secret_file, and types, sandbox, owner and tags, which
+// may be missing.
 func ReadWebhooks(path string) ([]Webhook, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -172,8 +174,8 @@ func (d *Delivery) path() string {
 	return filepath.Join(d.Dir, hex.EncodeToString(sum[:8]))
 }
 
-// Run delivers until ctx ends. A webhook that is new begins with what happens from now on. An error that is not the context's is
-// ErrInvalid, ErrDelivered, or one of files.
+// Run delivers until ctx ends. A webhook that is new begins with what happens from now on. An error that is not the
+// context's is ErrInvalid, ErrDelivered, or one of files.
 func (d *Delivery) Run(ctx context.Context) error {
 	if err := d.Webhook.Check(); err != nil {
 		return err

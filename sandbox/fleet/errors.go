@@ -13,8 +13,8 @@ import (
 // Code is what a caller may want to tell errors apart by. Codes are added, and never change their meaning.
 type Code string
 
-// The codes that a Fleet gives by itself. Others are those of sandbox.ErrorCode, such as "not-found", "exists", "running",
-// "not-running", "expired", "label" and "invalid".
+// The codes that a Fleet gives by itself. Others are those of sandbox.ErrorCode, such as "not-found", "exists",
+// "running", "not-running", "expired", "label" and "invalid".
 const (
 	CodeCanceled  Code = "canceled"
 	CodeTimeout   Code = "timeout"
@@ -119,7 +119,8 @@ func (e *Error) Error() string { return e.Err.Error() }
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// Fail makes an error of an operation that others do on the VMs of a Fleet; nil of nil, and what is an *Error already stays as it is.
+// Fail makes an error of an operation that others do on the VMs of a Fleet; nil of nil, and what is an *Error already
+// stays as it is.
 func Fail(op, name string, err error) error { return fail(op, name, err) }
 
 // fail makes an error of an operation.

@@ -15,9 +15,9 @@ import (
 // Sandbox is what is known of one.
 type Sandbox = records.Sandbox
 
-// Fleet is a set of sandboxes. Its methods may be called from any goroutine, and those of several Fleets of the same VMs from
-// any process. What an operation has done is on disk when it returns. Each may be repeated when its outcome is not known.
-// Errors are *Error.
+// Fleet is a set of sandboxes. Its methods may be called from any goroutine, and those of several Fleets of the same
+// VMs from any process. What an operation has done is on disk when it returns. Each may be repeated when its outcome is
+// not known. Errors are *Error.
 type Fleet struct {
 	vms VMs
 	db  *records.DB
@@ -72,9 +72,9 @@ func (f *Fleet) Create(ctx context.Context, r Request) (Sandbox, error) {
 	return s, fail("create", rep.Name, err)
 }
 
-// GetOrCreate returns the sandbox of a name, and makes it if there is none; of several that want it at once, one makes it
-// and all get it. One that is there is returned as it is, asleep or not, whatever the request says of it; created says
-// which it was. One that is being made is waited for.
+// GetOrCreate returns the sandbox of a name, and makes it if there is none; of several that want it at once, one makes
+// it and all get it. One that is there is returned as it is, asleep or not, whatever the request says of it; created
+// says which it was. One that is being made is waited for.
 func (f *Fleet) GetOrCreate(ctx context.Context, r Request) (s Sandbox, created bool, err error) {
 	if r.Spec.Name == "" {
 		return Sandbox{}, false, fail("get or create", "", fmt.Errorf("%w: no name is given to get it by", sandbox.ErrSpec))
@@ -113,8 +113,8 @@ func (f *Fleet) get(name string) (Sandbox, error) {
 	return describe(r, l, err).At(f.now()), nil
 }
 
-// Start brings a sandbox up, whatever it does: one that sleeps is woken, one that has stopped or crashed is booted with its
-// disk as it is, and one that runs is left alone. An expired one is sandbox.ErrExpired.
+// Start brings a sandbox up, whatever it does: one that sleeps is woken, one that has stopped or crashed is booted with
+// its disk as it is, and one that runs is left alone. An expired one is sandbox.ErrExpired.
 func (f *Fleet) Start(ctx context.Context, name string) (Sandbox, error) {
 	for {
 		s, err := f.get(name)
@@ -154,8 +154,8 @@ func (f *Fleet) Wake(ctx context.Context, name string) (Sandbox, error) {
 	return s, fail("wake", name, err)
 }
 
-// Sleep puts a sandbox to sleep, and says what that has done. One that sleeps is left alone: what its last sleep has done is
-// returned.
+// Sleep puts a sandbox to sleep, and says what that has done. One that sleeps is left alone: what its last sleep has
+// done is returned.
 func (f *Fleet) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
 	res, err := f.vms.SleepWith(ctx, name, o)
 	return res, fail("sleep", name, err)
@@ -167,14 +167,15 @@ func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOpt
 	return res, fail("snapshot", name, err)
 }
 
-// Promote copies what the label of a running sandbox names to the host, and says where it is: sandbox.Store.Promote. It is done before each
-// sleep by itself.
+// Promote copies what the label of a running sandbox names to the host, and says where it is: sandbox.Store.Promote. It
+// is done before each sleep by itself.
 func (f *Fleet) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
 	copies, err := f.vms.Promote(ctx, name)
 	return copies, fail("promote", name, err)
 }
 
-// Restore takes a sandbox that does not run back to one of its snapshots, in which it sleeps then: sandbox.Store.RestoreTo.
+// Restore takes a sandbox that does not run back to one of its snapshots, in which it sleeps then:
+// sandbox.Store.RestoreTo.
 func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, error) {
 	if _, err := f.vms.RestoreTo(ctx, name, snapshot); err != nil {
 		return Sandbox{}, fail("restore", name, err)
@@ -191,8 +192,9 @@ type Child struct {
 	Tags []string
 }
 
-// Fork makes children of a sandbox. When it is repeated with the same names, and these are forks of the sandbox already, they
-// are returned as they are. When some are there and some not, the error is sandbox.ErrExists and nothing is made.
+// Fork makes children of a sandbox. When it is repeated with the same names, and these are forks of the sandbox
+// already, they are returned as they are. When some are there and some not, the error is sandbox.ErrExists and nothing
+// is made.
 func (f *Fleet) Fork(ctx context.Context, name string, children []Child) ([]Sandbox, error) {
 	s, err := f.fork(ctx, name, children)
 	return s, fail("fork", name, err)
@@ -282,8 +284,8 @@ type Changes struct {
 	Spec  spec.Changes
 }
 
-// Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does not
-// run), then the label.
+// Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does
+// not run), then the label.
 func (f *Fleet) Update(ctx context.Context, name string, c Changes) (Sandbox, error) {
 	s, err := f.update(ctx, name, c)
 	return s, fail("update", name, err)
@@ -371,8 +373,8 @@ func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (
 	return info, fail("tag snapshot", "", err)
 }
 
-// Delete removes a sandbox, also one that runs, and says what that has freed. One that is not there is left alone. Its history stays
-// in the records for some time, unless it is ephemeral.
+// Delete removes a sandbox, also one that runs, and says what that has freed. One that is not there is left alone. Its
+// history stays in the records for some time, unless it is ephemeral.
 func (f *Fleet) Delete(ctx context.Context, name string) (sandbox.Freed, error) {
 	freed, err := f.remove(ctx, name, true)
 	if errors.Is(err, sandbox.ErrNotFound) {

@@ -14,8 +14,8 @@ import (
 
 // Pruned is what a pruning has done, or would do. Its JSON is that of `drowse prune -o json`.
 type Pruned struct {
-	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what the
-	// steps of Plan.Snapshots would free; what else would go is not known before.
+	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what
+	// the steps of Plan.Snapshots would free; what else would go is not known before.
 	sandbox.Freed
 	// Plan is what the labels say is to be done.
 	lifetime.Plan
@@ -35,9 +35,9 @@ func (p *Pruned) add(f sandbox.Freed) {
 	p.Bytes += f.Bytes
 }
 
-// Prune does what labels say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is over,
-// and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing needs. With dryRun it only
-// says so. What one step fails with is a problem, and in no other's way.
+// Prune does what labels say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
+// over, and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing
+// needs. With dryRun it only says so. What one step fails with is a problem, and in no other's way.
 func (f *Fleet) Prune(ctx context.Context, dryRun bool) (Pruned, error) {
 	p, err := f.prune(ctx, dryRun, true)
 	return p, fail("prune", "", err)
@@ -183,14 +183,15 @@ func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
 	return lifetime.Decide([]lifetime.Sandbox{f.lasts(r)}, nil, f.now())
 }
 
-// errGone ends a change of a label that is not there any more; errStays says that its sandbox is not to be removed after all.
+// errGone ends a change of a label that is not there any more; errStays says that its sandbox is not to be removed
+// after all.
 var (
 	errGone  = errors.New("the sandbox was removed")
 	errStays = errors.New("the sandbox stays")
 )
 
-// expire removes a sandbox if that is still to be done. The label is locked meanwhile: whoever extends it does so before,
-// and then it stays, or finds it gone.
+// expire removes a sandbox if that is still to be done. The label is locked meanwhile: whoever extends it does so
+// before, and then it stays, or finds it gone.
 func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed sandbox.Freed, err error) {
 	if step.Why != lifetime.WhyEnded {
 		_ = f.takeOver(ctx, step.Name)

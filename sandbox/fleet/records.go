@@ -215,7 +215,8 @@ func (f *Fleet) takeOver(ctx context.Context, name string) error {
 	return err
 }
 
-// Gather brings what was run in all sandboxes into the records, before their trails are full. It returns what could not be.
+// Gather brings what was run in all sandboxes into the records, before their trails are full. It returns what could not
+// be.
 func (f *Fleet) Gather(ctx context.Context) error {
 	stamps, err := f.vms.FileStamps()
 	if err != nil {
@@ -247,8 +248,8 @@ type List struct {
 	Problems []string `json:"problems,omitempty"`
 }
 
-// List returns those that are there as their files say, in the order of their names. Without usable records it reads all
-// of them.
+// List returns those that are there as their files say, in the order of their names. Without usable records it reads
+// all of them.
 func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
 	if err := filter.Check(); err != nil {
 		return List{}, fail("list", "", err)

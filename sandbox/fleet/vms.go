@@ -8,9 +8,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// VMs are what a Fleet works on. Their contracts are those of the methods of sandbox.Store, errors included: a
-// sleep that has begun is waited for by a wake, what is there already is not made twice, and what fails has changed nothing. All
-// methods may be called from any goroutine.
+// VMs are what a Fleet works on. Their contracts are those of the methods of sandbox.Store, errors included: a sleep
+// that has begun is waited for by a wake, what is there already is not made twice, and what fails has changed nothing.
+// All methods may be called from any goroutine.
 type VMs interface {
 	// Run makes a VM and boots it: Store.RunLabelled.
 	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error)
@@ -38,7 +38,8 @@ type VMs interface {
 	Snapshots() ([]sandbox.SnapshotInfo, error)
 	TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error)
 	Sweep(ctx context.Context) (sandbox.Freed, error)
-	// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back: Store.SweepAbandoned.
+	// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back:
+	// Store.SweepAbandoned.
 	SweepAbandoned(ctx context.Context) (sandbox.Freed, error)
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
 }

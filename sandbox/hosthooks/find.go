@@ -49,8 +49,9 @@ func In(store string) Dir {
 // Path is where it is.
 func (d Dir) Path() string { return d.path }
 
-// Look finds the hooks. One directory that is not there has none, which costs one system call. The error is ErrUnsafe, with what to do, if anything in
-// the directory is not what may be run: a hook that is left out could be the one that stands against something.
+// Look finds the hooks. One directory that is not there has none, which costs one system call. The error is ErrUnsafe,
+// with what to do, if anything in the directory is not what may be run: a hook that is left out could be the one that
+// stands against something.
 func (d Dir) Look() (Found, error) {
 	var st unix.Stat_t
 	err := unix.Lstat(d.path, &st)

@@ -13,7 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hookPath is where programs find others. What the process of a VM has in its environment is of whoever has started it, or a pool.
+// hookPath is where programs find others. What the process of a VM has in its environment is of whoever has started it,
+// or a pool.
 const hookPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 // outputDelay is how long a program that has ended is waited for, if others that it has started still have its output.

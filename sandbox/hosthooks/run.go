@@ -80,9 +80,10 @@ func (f Failure) String() string {
 type Func struct {
 	// Name is what it is called in reports.
 	Name string
-	// Run is told of events, which hooks are run for: events.Created, Sleeping, Woken, SleepFailed, Forked, Expired and Removed. It must return when ctx
-	// ends, and may be called from several goroutines, of different sandboxes at once. An error stands against a sleep, and is
-	// reported otherwise. What does not return is left behind, and has failed; so has what panics.
+	// Run is told of events, which hooks are run for: events.Created, Sleeping, Woken, SleepFailed, Forked, Expired and
+	// Removed. It must return when ctx ends, and may be called from several goroutines, of different sandboxes at once.
+	// An error stands against a sleep, and is reported otherwise. What does not return is left behind, and has failed;
+	// so has what panics.
 	Run func(ctx context.Context, e events.Event) error
 }
 
@@ -123,8 +124,8 @@ func Find(d Dir, funcs []Func) (Hooks, error) {
 	return h, err
 }
 
-// Before runs the hooks for something that is about to be. The first failure ends it, unless ignore is set. It returns those that
-// were started, which are to be told if it is not, and what has failed.
+// Before runs the hooks for something that is about to be. The first failure ends it, unless ignore is set. It returns
+// those that were started, which are to be told if it is not, and what has failed.
 func (h Hooks) Before(ctx context.Context, e events.Event, ignore bool) (started Hooks, failures []Failure) {
 	return h.tell(ctx, e, func() bool { return !ignore })
 }

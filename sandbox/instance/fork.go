@@ -115,7 +115,8 @@ type forkNote struct {
 // made by one build and read by the next.
 const forkVersion = 1
 
-// parseForkNote reads what an image says of a machine, which must have so many vCPUs. What it says of host, volumes and states is for others to check.
+// parseForkNote reads what an image says of a machine, which must have so many vCPUs. What it says of host, volumes and
+// states is for others to check.
 func parseForkNote(data []byte, vcpus int) (note forkNote, err error) {
 	if err := json.Unmarshal(data, &note); err != nil {
 		return forkNote{}, fmt.Errorf("%w: %w", guestmem.ErrImage, err)

@@ -412,8 +412,8 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) e
 	return in.goOn(ctx, o)
 }
 
-// putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state, on another
-// thread: that takes less time, so that nobody waits for a thread to wake up.
+// putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state,
+// on another thread: that takes less time, so that nobody waits for a thread to wake up.
 func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, error)) error {
 	ready := in.shell.Ready()
 	opened := make(chan struct{})
@@ -675,7 +675,8 @@ type CaptureOptions struct {
 	// Resumed, if not nil, is called when a live capture lets the guest run on. It
 	// must not block.
 	Resumed func()
-	// Still, if not nil, is called when the guest stands still, before anything is changed. If it fails, so does Capture.
+	// Still, if not nil, is called when the guest stands still, before anything is changed. If it fails, so does
+	// Capture.
 	Still func() error
 	// Fork, if not nil, is given a sealed image of RAM, with what RestoreFork needs
 	// besides, as soon as there is one and before the snapshot is written. It may be

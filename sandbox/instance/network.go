@@ -128,8 +128,8 @@ type netStart int
 const (
 	// netOpen: it boots when its policy is there.
 	netOpen netStart = iota
-	// netHeld: its link is as it was, and what it sends waits for its policy. A link that goes down and up again has a Linux drop what it sends until it
-	// has noticed both, also the answer to the packet that it was woken for.
+	// netHeld: its link is as it was, and what it sends waits for its policy. A link that goes down and up again has a
+	// Linux drop what it sends until it has noticed both, also the answer to the packet that it was woken for.
 	netHeld
 	// netDown: what it sends is dropped, since it is what another machine would send, until it has its own identity.
 	netDown
@@ -225,8 +225,8 @@ func tooManyAddresses(host []netip.Addr) (why string, is bool) {
 		len(host) > netpolicy.MaxHostAddresses
 }
 
-// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. If the addresses are too many, it is a policy that denies everything: one of them
-// that is not known would be open as a public one.
+// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. If the addresses
+// are too many, it is a policy that denies everything: one of them that is not known would be open as a public one.
 func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip.Prefix) (*netpolicy.Spec, error) {
 	if why, is := tooManyAddresses(host); is {
 		n.log.Error(why)
@@ -704,8 +704,8 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 // FlowLog has the flows, also those that have ended.
 func (n *Network) FlowLog() *netpolicy.FlowLog { return n.flows }
 
-// RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is nil if
-// they are not to be followed.
+// RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is
+// nil if they are not to be followed.
 func (n *Network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan spec.NetEvent, stop func()) {
 	events, to, stop := n.events.recent(follow)
 	if to != nil {

@@ -20,8 +20,8 @@ type prebuilt struct {
 	vm  *vmm.Shell
 }
 
-// queuesAhead are the numbers of queues of the devices that VMs have first: three disks, vsock, rng, balloon and network, see
-// Instance.assemble. Where a VM has others, it takes longer to put together and nothing else.
+// queuesAhead are the numbers of queues of the devices that VMs have first: three disks, vsock, rng, balloon and
+// network, see Instance.assemble. Where a VM has others, it takes longer to put together and nothing else.
 var queuesAhead = []int{1, 1, 1, 3, 1, 4, 2}
 
 // newShell has KVM prepare for a VM with this RAM in the background.
@@ -31,10 +31,10 @@ func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Shell, error)
 
 func (s prebuilt) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }
 
-// Prebuilt are made ahead of the VMs that will need them, so that a restore finds the part
-// of it done that takes KVM longest, and its link to the host if it has one. An empty one takes no memory of the guest's and some
-// 100 KiB of KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page
-// tables; a link takes some 850 KiB of the kernel's. The methods may be called from any goroutine.
+// Prebuilt are made ahead of the VMs that will need them, so that a restore finds the part of it done that takes KVM
+// longest, and its link to the host if it has one. An empty one takes no memory of the guest's and some 100 KiB of
+// KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page tables; a link takes some 850 KiB of the
+// kernel's. The methods may be called from any goroutine.
 type Prebuilt struct {
 	want  map[spec.Shape]int // without networks
 	links int                // how many networks are wanted
@@ -200,8 +200,9 @@ func (s *Prebuilt) Close() error {
 	return errors.Join(errs...)
 }
 
-// prebuiltNetwork is what of a VM's link to the host can be made before anything is known of the VM: a TAP device that is down, with
-// programs that deny everything. It is called by an id like that of a VM, so that what tidies up after killed processes finds it.
+// prebuiltNetwork is what of a VM's link to the host can be made before anything is known of the VM: a TAP device that
+// is down, with programs that deny everything. It is called by an id like that of a VM, so that what tidies up after
+// killed processes finds it.
 type prebuiltNetwork struct {
 	id   string
 	tap  *tap.Device

@@ -116,7 +116,8 @@ const guestTrust = "/etc/ssl/certs/ca-certificates.crt"
 // maxGuestTrust bounds it, in bytes.
 const maxGuestTrust = 4 << 20
 
-// TrustAuthority writes the certificate to a file of its own, and to one with what the guest trusts besides, in its memory.
+// TrustAuthority writes the certificate to a file of its own, and to one with what the guest trusts besides, in its
+// memory.
 func (in *Instance) TrustAuthority(ctx context.Context, root []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, trustLimit)
 	defer cancel()

@@ -10,16 +10,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A full disk of the host is not the guest's business: its file systems take an I/O error for a broken disk and stay read-only.
-// So a write for which there is no space waits (blk.Options.OnFull), the VM is paused, and both go on when there is space.
+// A full disk of the host is not the guest's business: its file systems take an I/O error for a broken disk and stay
+// read-only. So a write for which there is no space waits (blk.Options.OnFull), the VM is paused, and both go on when
+// there is space.
 
 // Limits of a VM's writes to the host's file system.
 const (
 	// reservePart of the file system, or as much as the VM has RAM if that is less, stays free of what the VM writes to
 	// its disk and volumes, so that it can still be put to sleep. All VMs of the file system share it.
 	reservePart = 20
-	// maxGrant is how many bytes a VM writes at most between two looks at the file system, and at most a part of what is
-	// free above the reserve, and of the reserve: others write at the same time.
+	// maxGrant is how many bytes a VM writes at most between two looks at the file system, and at most a part of what
+	// is free above the reserve, and of the reserve: others write at the same time.
 	maxGrant    = 64 << 20
 	spareParts  = 8
 	reserveUsed = 4
@@ -100,8 +101,8 @@ type spaceWait struct {
 	users    int        // of keepRunning
 }
 
-// awaitSpace pauses the machine while a write of its guest waits for space on the host, until there is some. It returns at once;
-// closing the instance ends it.
+// awaitSpace pauses the machine while a write of its guest waits for space on the host, until there is some. It returns
+// at once; closing the instance ends it.
 func (in *Instance) awaitSpace() {
 	ctx, end := context.WithCancel(context.Background())
 	in.space.done, in.space.end, in.space.starting = make(chan struct{}), end, true
@@ -138,8 +139,8 @@ func (in *Instance) waitForSpace(ctx context.Context) {
 	}
 }
 
-// lookForSpace has the writes that wait tried again when there is room: resuming a device has it serve its queue. It says whether
-// there is something to wait for.
+// lookForSpace has the writes that wait tried again when there is room: resuming a device has it serve its queue. It
+// says whether there is something to wait for.
 func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	w := &in.space
 	w.mu.Lock()
@@ -161,8 +162,8 @@ func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	return false
 }
 
-// KeepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the VM as a
-// whole may need the guest's help.
+// KeepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the
+// VM as a whole may need the guest's help.
 func (in *Instance) KeepRunning() (release func()) {
 	w := &in.space
 	w.mu.Lock()

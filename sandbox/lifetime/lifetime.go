@@ -15,11 +15,11 @@ type Class string
 
 // The classes.
 const (
-	// Ephemeral: it is removed, with everything that tells of it, when its guest has ended, its process was killed or it
-	// has expired.
+	// Ephemeral: it is removed, with everything that tells of it, when its guest has ended, its process was killed or
+	// it has expired.
 	Ephemeral Class = "ephemeral"
-	// Resumable: it sleeps and wakes. When it has expired it is put to sleep and cannot be woken; it is removed Keep.Expired
-	// later.
+	// Resumable: it sleeps and wakes. When it has expired it is put to sleep and cannot be woken; it is removed
+	// Keep.Expired later.
 	Resumable Class = "resumable"
 	// Workspace: as Resumable, but nothing removes it except whoever asks for that.
 	Workspace Class = "workspace"
@@ -84,7 +84,8 @@ func (k Keep) String() string {
 	return strings.Join(parts, ",")
 }
 
-// ParseKeep reads "last=5,for=72h,expired=24h", of which each part may be missing. Times are whole seconds, with d for days.
+// ParseKeep reads "last=5,for=72h,expired=24h", of which each part may be missing. Times are whole seconds, with d for
+// days.
 func ParseKeep(text string) (k Keep, err error) {
 	if text == "" {
 		return k, nil
@@ -146,7 +147,8 @@ type Sandbox struct {
 	Keep     Keep
 	// Expires is zero for never.
 	Expires time.Time
-	// Running says that it has a process, or is about to. Ended says that its guest has ended, or its process was killed.
+	// Running says that it has a process, or is about to. Ended says that its guest has ended, or its process was
+	// killed.
 	Running, Ended bool
 	// Needs are the snapshots that it comes back from, or may be taken back to at once.
 	Needs []string
@@ -246,9 +248,9 @@ func (s Sandbox) removal() time.Time {
 	return s.Expires.Add(time.Duration(cmp.Or(s.Keep.Expired, DefaultExpired)) * time.Second)
 }
 
-// Unkept are the sleeps that nothing keeps: no sandbox needs them, nobody has tagged them, and their sandbox
-// keeps neither so many nor for so long, or is gone. Those of a sandbox that runs are left alone: one may have been written just
-// now and not be in its record yet.
+// Unkept are the sleeps that nothing keeps: no sandbox needs them, nobody has tagged them, and their sandbox keeps
+// neither so many nor for so long, or is gone. Those of a sandbox that runs are left alone: one may have been written
+// just now and not be in its record yet.
 func Unkept(sandboxes []Sandbox, sleeps []Sleep, now time.Time) []Sleep {
 	owners, needed := map[string]Sandbox{}, map[string]bool{}
 	for _, s := range sandboxes {

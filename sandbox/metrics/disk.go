@@ -13,10 +13,12 @@ import (
 
 // Bounds of looking at what a store takes on disk, which is a call for each file.
 const (
-	// weighEvery is for how long the figures are given out at least. When looking takes long, they are given out for weighPart times as long.
+	// weighEvery is for how long the figures are given out at least. When looking takes long, they are given out for
+	// weighPart times as long.
 	weighEvery = time.Minute
 	weighPart  = 20
-	// weighTime bounds one look. One that takes longer leaves the figures as they were, and drowse_store_bytes_readable says so.
+	// weighTime bounds one look. One that takes longer leaves the figures as they were, and drowse_store_bytes_readable
+	// says so.
 	weighTime = 10 * time.Second
 )
 

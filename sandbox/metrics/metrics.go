@@ -1,5 +1,5 @@
-// Package metrics says in figures, for Prometheus, what sandboxes do: how many there are in which status, and what the process that serves them has
-// done itself. docs/reference/telemetry.md has a line on each.
+// Package metrics says in figures, for Prometheus, what sandboxes do: how many there are in which status, and what the
+// process that serves them has done itself. docs/reference/telemetry.md has a line on each.
 package metrics
 
 import (
@@ -18,13 +18,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// lookEvery is for how long the figures that are read from the files are given out before they are read again, however often somebody asks.
+// lookEvery is for how long the figures that are read from the files are given out before they are read again, however
+// often somebody asks.
 const lookEvery = 15 * time.Second
 
-// buckets of times in seconds: from 1 ms, in which a stage of a resume is done, to the minutes that a boot takes on a soft KVM.
+// buckets of times in seconds: from 1 ms, in which a stage of a resume is done, to the minutes that a boot takes on a
+// soft KVM.
 var buckets = []float64{0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120}
 
-// stages are those of a resume that have a histogram: a name that is not here would be a label that somebody else chooses.
+// stages are those of a resume that have a histogram: a name that is not here would be a label that somebody else
+// chooses.
 var stages = map[string]bool{
 	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "kvm_state": true, "shell": true, "devices": true, "load": true, "import": true, "entry": true,
 	"agent_reached": true, "agent_answer": true, "resume_entry": true, "resume_ready": true, "network": true,
@@ -44,8 +47,8 @@ type Store interface {
 	Usage(ctx context.Context) (sandbox.Usage, error)
 }
 
-// New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked what it takes on disk, and what
-// the networks of running VMs have done.
+// New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked
+// what it takes on disk, and what the networks of running VMs have done.
 func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version string) *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(),

@@ -21,8 +21,8 @@ type Networks interface {
 
 // Bounds of asking VMs.
 const (
-	// maxNetworks is of how many running VMs with a network there are figures: the first by name. Each has some twenty series, and is asked
-	// through its control socket.
+	// maxNetworks is of how many running VMs with a network there are figures: the first by name. Each has some twenty
+	// series, and is asked through its control socket.
 	maxNetworks = 500
 	askedAtOnce = 8
 	askTime     = 2 * time.Second

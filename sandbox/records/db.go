@@ -61,9 +61,9 @@ type Options struct {
 	aside time.Duration
 }
 
-// Open opens or makes the database of a store's directory. A damaged one is put aside, which DB.Moved tells: the new one is
-// empty and has to be filled. The errors are ErrNewer, ErrDamaged if it could not be put aside, the context's and
-// those of files.
+// Open opens or makes the database of a store's directory. A damaged one is put aside, which DB.Moved tells: the new
+// one is empty and has to be filled. The errors are ErrNewer, ErrDamaged if it could not be put aside, the context's
+// and those of files.
 func Open(ctx context.Context, dir string, o Options) (*DB, error) {
 	if o.steps == nil {
 		o.steps = migrations
@@ -169,7 +169,8 @@ func lockFile(ctx context.Context, dir string, mode osfile.LockMode, patience ti
 	return osfile.OpenLocked(ctx, filepath.Join(dir, lockName), os.O_CREATE|os.O_RDWR, 0o600, mode)
 }
 
-// putAside moves a damaged database away, when nobody has it open. If somebody else has done so by then, it does nothing.
+// putAside moves a damaged database away, when nobody has it open. If somebody else has done so by then, it does
+// nothing.
 func putAside(ctx context.Context, dir string, o Options) (*Moved, error) {
 	lock, err := lockFile(ctx, dir, osfile.Exclusive, o.aside)
 	if err != nil {
@@ -214,8 +215,8 @@ func (d *DB) Close() error {
 	return errors.Join(err, d.lock.Close())
 }
 
-// Check reads all of the database: ErrDamaged says what is wrong with it. Closing and opening it with Options.Check puts
-// it aside then.
+// Check reads all of the database: ErrDamaged says what is wrong with it. Closing and opening it with Options.Check
+// puts it aside then.
 func (d *DB) Check(ctx context.Context) error { return check(ctx, d.sql) }
 
 func check(ctx context.Context, db *sql.DB) error {

@@ -152,8 +152,8 @@ func (d *DB) List(ctx context.Context, f Filter, now time.Time) (Page, error) {
 	return p, nil
 }
 
-// Find returns a sandbox by its name or id: the one that is there, or else the one of that name that was removed last, as
-// long as its history is kept. The error is ErrNotFound otherwise.
+// Find returns a sandbox by its name or id: the one that is there, or else the one of that name that was removed last,
+// as long as its history is kept. The error is ErrNotFound otherwise.
 func (d *DB) Find(ctx context.Context, nameOrID string, now time.Time) (Sandbox, error) {
 	list, err := d.sandboxes(ctx, "SELECT doc, "+effective+", removed FROM sandboxes WHERE name = ? OR id = ? ORDER BY removed = 0 DESC, removed DESC LIMIT 1",
 		nanos(now), nameOrID, nameOrID)

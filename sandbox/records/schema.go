@@ -9,9 +9,10 @@ import (
 // applicationID marks the file as one of these: PRAGMA application_id.
 const applicationID = 0x64727773 // "drws"
 
-// migrations are what makes each version of the schema of the one before; the number of the version is PRAGMA user_version.
-// One that has been released is never changed: a change is another one at the end. All times are nanoseconds since
-// 1970, 0 for none; doc is the row as JSON, and the other columns are what is searched by. docs/FORMAT.md says the same.
+// migrations are what makes each version of the schema of the one before; the number of the version is PRAGMA
+// user_version. One that has been released is never changed: a change is another one at the end. All times are
+// nanoseconds since 1970, 0 for none; doc is the row as JSON, and the other columns are what is searched by.
+// docs/FORMAT.md says the same.
 var migrations = []string{
 	// 1: the index.
 	`CREATE TABLE sandboxes (
@@ -60,8 +61,8 @@ var migrations = []string{
 // Version is that of the schema.
 var Version = len(migrations)
 
-// migrate brings the database to the version that this package knows, each step in a transaction. Another process may do
-// so at the same time: the version is looked at again when the transaction has begun.
+// migrate brings the database to the version that this package knows, each step in a transaction. Another process may
+// do so at the same time: the version is looked at again when the transaction has begun.
 func migrate(ctx context.Context, db *sql.DB, steps []string) error {
 	for {
 		done, err := migrateOnce(ctx, db, steps)

@@ -40,7 +40,8 @@ var Statuses = []Status{Creating, Running, Waiting, Asleep, Stopped, Crashed, Fa
 // Live says that a sandbox has a process, or is about to, so that its status may change without a change of its files.
 func (s Status) Live() bool { return s == Creating || s == Running || s == Waiting }
 
-// Sandbox is a row of the index. Its JSON is that of `drowse ls -o json`: fields are added, and never change their meaning.
+// Sandbox is a row of the index. Its JSON is that of `drowse ls -o json`: fields are added, and never change their
+// meaning.
 type Sandbox struct {
 	ID      string         `json:"id"`
 	Name    string         `json:"name"`
@@ -76,8 +77,8 @@ type Sandbox struct {
 	// Removed is when it was found to be gone. Only a history has such ones.
 	Removed time.Time `json:"removed,omitzero"`
 
-	// Parent and ParentID are the VM that it is a fork of, ForkPoint the snapshot that it was made from, and Generation how
-	// many forks lie between it and a VM that is none.
+	// Parent and ParentID are the VM that it is a fork of, ForkPoint the snapshot that it was made from, and Generation
+	// how many forks lie between it and a VM that is none.
 	Parent     string `json:"parent,omitempty"`
 	ParentID   string `json:"parent_id,omitempty"`
 	ForkPoint  string `json:"fork_point,omitempty"`
@@ -121,8 +122,8 @@ type Run struct {
 	Error      string  `json:"error,omitempty"`
 }
 
-// Bounds of what is kept, in bytes and rows. What is longer is cut, except where a field would be another one then: that
-// is refused.
+// Bounds of what is kept, in bytes and rows. What is longer is cut, except where a field would be another one then:
+// that is refused.
 const (
 	MaxOwner   = 128
 	MaxPurpose = 1024

@@ -19,8 +19,8 @@ type Tx struct {
 	tx  *sql.Tx
 }
 
-// Update runs f in a transaction, which is committed, and on disk, when Update returns nil. Otherwise nothing has changed.
-// It waits up to 5 s for others that write.
+// Update runs f in a transaction, which is committed, and on disk, when Update returns nil. Otherwise nothing has
+// changed. It waits up to 5 s for others that write.
 func (d *DB) Update(ctx context.Context, f func(*Tx) error) error {
 	tx, err := d.sql.BeginTx(ctx, nil) // BEGIN IMMEDIATE
 	if err != nil {
@@ -83,8 +83,8 @@ func encode(v any) (string, error) {
 	return string(text), err
 }
 
-// Put adds a sandbox or replaces what is known of it. Another one that has its name is marked as removed. Texts that are
-// too long are cut.
+// Put adds a sandbox or replaces what is known of it. Another one that has its name is marked as removed. Texts that
+// are too long are cut.
 func (t *Tx) Put(s Sandbox, stamp string) error {
 	s, err := s.bounded()
 	if err != nil {
@@ -134,8 +134,8 @@ func (t *Tx) Put(s Sandbox, stamp string) error {
 	return nil
 }
 
-// Gone notes that a sandbox is not there any more, if it has still the name that is known. Its history stays for HistoryTime;
-// of an ephemeral one nothing stays. One that is noted already keeps its time.
+// Gone notes that a sandbox is not there any more, if it has still the name that is known. Its history stays for
+// HistoryTime; of an ephemeral one nothing stays. One that is noted already keeps its time.
 func (t *Tx) Gone(k Known, at time.Time) error {
 	if k.Class == string(lifetime.Ephemeral) {
 		return t.exec("DELETE FROM sandboxes WHERE id = ? AND name = ?", k.ID, k.Name)
@@ -143,7 +143,8 @@ func (t *Tx) Gone(k Known, at time.Time) error {
 	return t.exec("UPDATE sandboxes SET removed = ?, stamp = '' WHERE id = ? AND name = ? AND removed = 0", max(nanos(at), 1), k.ID, k.Name)
 }
 
-// ForgetRemovedBefore deletes what is left of sandboxes that were removed before a time, and returns how many these were.
+// ForgetRemovedBefore deletes what is left of sandboxes that were removed before a time, and returns how many these
+// were.
 func (t *Tx) ForgetRemovedBefore(at time.Time) (int64, error) {
 	res, err := t.tx.ExecContext(t.ctx, "DELETE FROM sandboxes WHERE removed <> 0 AND removed < ?", nanos(at))
 	if err != nil {

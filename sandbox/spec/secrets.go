@@ -24,8 +24,8 @@ type SecretFile struct {
 	// UID and GID are its owner, in numbers.
 	UID uint32 `json:"uid,omitempty"`
 	GID uint32 `json:"gid,omitempty"`
-	// Proxy says that the guest does not get it: it is for the VM's proxy, which puts it into requests as the network policy
-	// says. Secrets that the policy names there are so in any case, and stay so. Mode, UID and GID are 0 then.
+	// Proxy says that the guest does not get it: it is for the VM's proxy, which puts it into requests as the network
+	// policy says. Secrets that the policy names there are so in any case, and stay so. Mode, UID and GID are 0 then.
 	Proxy bool `json:"proxy,omitempty"`
 }
 

@@ -14,9 +14,10 @@ import (
 // Self says what programs in a VM may ask the host for, about this VM and no other. The grant is the
 // VM's: every program in it may use it. Forks and clones have it as well.
 type Self struct {
-	// Allow has "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N", or some of them. TIME, as 90m, 24h or 7d, is by how
-	// much the guest may put its expiry off in all, beyond what its owner has set, and N how many children that it has asked for there may
-	// be at once, which have no such grant. Empty is nothing: the guest finds nobody to ask.
+	// Allow has "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N", or some of them. TIME, as 90m, 24h or
+	// 7d, is by how much the guest may put its expiry off in all, beyond what its owner has set, and N how many
+	// children that it has asked for there may be at once, which have no such grant. Empty is nothing: the guest finds
+	// nobody to ask.
 	Allow []string `json:"allow,omitempty"`
 }
 

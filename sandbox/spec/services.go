@@ -46,22 +46,23 @@ type Service struct {
 
 // ServiceCheck is how it is seen, in the guest, that a service is ready and goes on working.
 type ServiceCheck struct {
-	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, a URL of http at one that answers with a status
-	// of 200 to 399, a Unix socket that accepts a connection, a path that is there, or a command that ends with status 0, as the
-	// user and with the variables and directory of the service.
+	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, a URL of http at one that
+	// answers with a status of 200 to 399, a Unix socket that accepts a connection, a path that is there, or a command
+	// that ends with status 0, as the user and with the variables and directory of the service.
 	TCP  string   `json:"tcp,omitempty"`
 	HTTP string   `json:"http,omitempty"`
 	Unix string   `json:"unix,omitempty"`
 	File string   `json:"file,omitempty"`
 	Exec []string `json:"exec,omitempty"`
-	// IntervalSeconds, 1 by default, are between two checks, 10 at least once it is ready; TimeoutSeconds, 5 by default, are for one.
-	// 1 to 600.
+	// IntervalSeconds, 1 by default, are between two checks, 10 at least once it is ready; TimeoutSeconds, 5 by
+	// default, are for one. 1 to 600.
 	IntervalSeconds int `json:"interval_seconds,omitempty"`
 	TimeoutSeconds  int `json:"timeout_seconds,omitempty"`
-	// StartSeconds is how long it may take until it is ready, at most 3600, before it is ended and started again; 0 is for ever.
+	// StartSeconds is how long it may take until it is ready, at most 3600, before it is ended and started again; 0 is
+	// for ever.
 	StartSeconds int `json:"start_seconds,omitempty"`
-	// AliveFailures is after how many failures in a row it is ended and started again once it was ready, at most 1000. 0: then it
-	// is not checked any more.
+	// AliveFailures is after how many failures in a row it is ended and started again once it was ready, at most 1000.
+	// 0: then it is not checked any more.
 	AliveFailures int `json:"alive_failures,omitempty"`
 }
 

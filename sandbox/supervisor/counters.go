@@ -7,13 +7,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// Counters are what a supervisor counts while it runs, from its beginning on. They may be read from any goroutine. The zero value is ready.
+// Counters are what a supervisor counts while it runs, from its beginning on. They may be read from any goroutine. The
+// zero value is ready.
 type Counters struct {
-	// Connections is how many connections of published TCP ports are carried now, and Refused how many found no way to their VM.
+	// Connections is how many connections of published TCP ports are carried now, and Refused how many found no way to
+	// their VM.
 	Connections atomic.Int64
 	Refused     atomic.Uint64
-	// Held is how many packets to VMs that sleep were kept while these woke, and Dropped how many were let go: for want of room, since a policy would not
-	// let them in, or since the VM could not be woken.
+	// Held is how many packets to VMs that sleep were kept while these woke, and Dropped how many were let go: for want
+	// of room, since a policy would not let them in, or since the VM could not be woken.
 	Held, Dropped atomic.Uint64
 	// round is when the supervisor has last looked for changes: nanoseconds of the Unix time.
 	round atomic.Int64
@@ -30,7 +32,8 @@ func (c *Counters) Pool() (sandbox.PoolStats, bool) {
 	return p.Stats(), true
 }
 
-// LastRound is when the supervisor has last gone round its loop, which it does twice a second; the zero time is not yet.
+// LastRound is when the supervisor has last gone round its loop, which it does twice a second; the zero time is not
+// yet.
 func (c *Counters) LastRound() time.Time {
 	n := c.round.Load()
 	if n == 0 {

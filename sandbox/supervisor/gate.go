@@ -20,9 +20,9 @@ import (
 )
 
 // gate wakes VMs for packets. The addresses of VMs lead to a device of the gate's, by routes that are worse than that
-// of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM
-// is woken, and gets it on its own device, where its programs judge it like any other. So the gate decides whom a packet
-// may wake, and never what passes.
+// of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM is woken,
+// and gets it on its own device, where its programs judge it like any other. So the gate decides whom a packet may
+// wake, and never what passes.
 type gate struct {
 	log *slog.Logger
 	// counters are those of the supervisor; nil, in tests, counts nothing.

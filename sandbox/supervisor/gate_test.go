@@ -354,7 +354,8 @@ func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 	}
 }
 
-// A VM that wakes may sleep again before the supervisor looks once more, and a packet that comes then has to find the gate.
+// A VM that wakes may sleep again before the supervisor looks once more, and a packet that comes then has to find the
+// gate.
 func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.T) {
 	v := &supervisor{}
 	for name, tt := range map[string]struct {
@@ -375,8 +376,8 @@ func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.
 	}
 }
 
-// A machine of the host's network says that it is another VM, or the host: its packets do not reach the gate, which would give them to
-// the VM as if they were from there.
+// A machine of the host's network says that it is another VM, or the host: its packets do not reach the gate, which
+// would give them to the VM as if they were from there.
 func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("this needs root")

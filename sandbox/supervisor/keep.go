@@ -13,8 +13,8 @@ import (
 const (
 	// DefaultPruneEvery is how often sandboxes are looked at whose time may be over.
 	DefaultPruneEvery = time.Minute
-	// gatherEvery is how often sleeps that are not kept any more are looked for, and what was run is taken over from the
-	// trails of all sandboxes; checkEvery is how often all of the records is checked.
+	// gatherEvery is how often sleeps that are not kept any more are looked for, and what was run is taken over from
+	// the trails of all sandboxes; checkEvery is how often all of the records is checked.
 	gatherEvery = time.Hour
 	checkEvery  = 24 * time.Hour
 )
@@ -48,7 +48,8 @@ type keeper struct {
 	gathered, checked time.Time
 }
 
-// once does what is due. It opens the records for one look: nobody who has to put a damaged database aside waits for a supervisor's end.
+// once does what is due. It opens the records for one look: nobody who has to put a damaged database aside waits for a
+// supervisor's end.
 func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 	s, log := k.v.store, k.v.log
 	all := now.Sub(k.gathered) >= gatherEvery

@@ -14,12 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// notice notices when a file of a VM is replaced, and when a VM comes or goes, so that nobody has to look at all of them again and again: with
-// 1,000 VMs that is thousands of system calls a second. It never says what has changed.
+// notice notices when a file of a VM is replaced, and when a VM comes or goes, so that nobody has to look at all of
+// them again and again: with 1,000 VMs that is thousands of system calls a second. It never says what has changed.
 type notice struct {
 	dir string
 	f   *os.File
-	// seq counts what has changed, last is when that was last noticed, in nanoseconds since 1970, and blind says that not all is noticed.
+	// seq counts what has changed, last is when that was last noticed, in nanoseconds since 1970, and blind says that
+	// not all is noticed.
 	seq     atomic.Uint64
 	last    atomic.Int64
 	blind   atomic.Bool

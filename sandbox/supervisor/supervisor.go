@@ -23,23 +23,24 @@ import (
 type Options struct {
 	// Pool is how many processes it keeps ready, as sandbox.PoolOptions.Processes; 0 is none.
 	Pool int
-	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. Of UDP, it is how many
-	// senders; datagrams of those beyond it are dropped. 0 is DefaultMaxConns.
+	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. Of UDP, it is
+	// how many senders; datagrams of those beyond it are dropped. 0 is DefaultMaxConns.
 	MaxConns int
 	// PruneEvery is how often it looks for sandboxes whose time is over, and for sleeps that are not kept any more:
 	// fleet.Fleet.Prune. 0 is DefaultPruneEvery, less than 0 never.
 	PruneEvery time.Duration
 	// Webhooks are where it sends events; at most events.MaxWebhooks.
 	Webhooks []events.Webhook
-	// Woken, if not nil, is told of each wake of a VM for a connection, a packet or a timer when it has ended. On whose behalf it was says
-	// events.CauseOf(ctx). It may be called from several goroutines, and what it takes whoever has touched the VM waits for.
+	// Woken, if not nil, is told of each wake of a VM for a connection, a packet or a timer when it has ended. On whose
+	// behalf it was says events.CauseOf(ctx). It may be called from several goroutines, and what it takes whoever has
+	// touched the VM waits for.
 	Woken func(ctx context.Context, w Wake)
 	// Counters, if not nil, are counted up.
 	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
-	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it, when it was
-	// delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
+	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
+	// when it was delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
 	Touched func(Touch)
 }
 
@@ -59,8 +60,8 @@ type Touch struct {
 	VM string
 	// By is TouchConnection or TouchPacket.
 	By string
-	// Came is when the supervisor had it, Awake when the VM was awake and held so, and Delivered when the guest had accepted the
-	// connection, or its device the packet.
+	// Came is when the supervisor had it, Awake when the VM was awake and held so, and Delivered when the guest had
+	// accepted the connection, or its device the packet.
 	Came, Awake, Delivered time.Time
 }
 
@@ -271,8 +272,8 @@ func (v *supervisor) look(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// ended says whether the process of a VM is gone that its record names: a process that is killed does not write that down, and
-// whoever reads the record then does (sandbox.Store.Get).
+// ended says whether the process of a VM is gone that its record names: a process that is killed does not write that
+// down, and whoever reads the record then does (sandbox.Store.Get).
 func (v *supervisor) ended(name string) bool {
 	pid := v.pids[name]
 	return pid > 0 && errors.Is(unix.Kill(pid, 0), unix.ESRCH)

@@ -15,7 +15,8 @@ const (
 	timerEvery = 250 * time.Millisecond
 	// maxTimers is how many sandboxes timers wake at once; others wait.
 	maxTimers = 8
-	// timerTries is how often a wake is tried that fails, and timerPause the time between two, twice as long after each.
+	// timerTries is how often a wake is tried that fails, and timerPause the time between two, twice as long after
+	// each.
 	timerTries = 6
 	timerPause = time.Second
 	// forkTime bounds a fork that a guest has asked for.
@@ -48,7 +49,8 @@ func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
 	return v.ForkAsked(ctx, v.launcher, name)
 }
 
-// timers wakes sandboxes at the times that their labels say, and makes the forks that their guests have asked for, which are there as well.
+// timers wakes sandboxes at the times that their labels say, and makes the forks that their guests have asked for,
+// which are there as well.
 type timers struct {
 	vms  timerVMs
 	log  func(msg string, args ...any)
@@ -152,7 +154,8 @@ func (t *timers) fork(ctx context.Context, name string) {
 	}
 }
 
-// fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing if it runs.
+// fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing
+// if it runs.
 func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
 	if l, err := t.vms.Label(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
 		return // it was changed since it was read, or has fired

@@ -18,11 +18,12 @@ import (
 
 // Bounds of what is kept for those who send datagrams. MaxConns bounds how many they are.
 const (
-	// maxDatagram is the largest datagram that is carried, in bytes. Policies deny fragments, so what passes is no larger
-	// than a packet of the VM's device.
+	// maxDatagram is the largest datagram that is carried, in bytes. Policies deny fragments, so what passes is no
+	// larger than a packet of the VM's device.
 	maxDatagram = 9 << 10
 	// maxHeld is how many datagrams of one sender are held while the VM wakes, maxHeldBytes how many bytes of all
-	// senders to one port, and maxHeldAge how old they may be when it is awake. Those beyond are dropped, the newest first.
+	// senders to one port, and maxHeldAge how old they may be when it is awake. Those beyond are dropped, the newest
+	// first.
 	maxHeld      = 16
 	maxHeldBytes = 256 << 10
 	maxHeldAge   = 30 * time.Second
@@ -122,8 +123,8 @@ func (h *hatch) open(ctx context.Context) error {
 	return nil
 }
 
-// tellDestinations has the kernel say to which address of the host's each datagram was sent (ip(7), ipv6(7)): the answer has to
-// come from there.
+// tellDestinations has the kernel say to which address of the host's each datagram was sent (ip(7), ipv6(7)): the
+// answer has to come from there.
 func tellDestinations(c *net.UDPConn, four bool) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -140,7 +141,8 @@ func tellDestinations(c *net.UDPConn, four bool) error {
 	return os.NewSyscallError("setsockopt", set)
 }
 
-// destination reads what the kernel says, and gives what has an answer come from there. Both are empty if it says nothing.
+// destination reads what the kernel says, and gives what has an answer come from there. Both are empty if it says
+// nothing.
 func destination(oob []byte) (to netip.Addr, back []byte) {
 	msgs, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -380,8 +382,8 @@ func closed(err error) error {
 	return err
 }
 
-// idle says when a session is over, and whether it is. Then nothing finds it any more: what comes from its sender later begins another
-// one.
+// idle says when a session is over, and whether it is. Then nothing finds it any more: what comes from its sender later
+// begins another one.
 func (h *hatch) idle(s *session) (end time.Time, over bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

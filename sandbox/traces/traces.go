@@ -30,8 +30,8 @@ const (
 	Exec     = "drowse.exec"
 )
 
-// Keys of attributes. None of them has what a command, its environment or a secret says: operations have them in their errors too, so of an error there
-// is the code alone.
+// Keys of attributes. None of them has what a command, its environment or a secret says: operations have them in their
+// errors too, so of an error there is the code alone.
 const (
 	keySandbox      = attribute.Key("drowse.sandbox")
 	keyCause        = attribute.Key("drowse.cause")
@@ -66,8 +66,8 @@ func New(p trace.TracerProvider) *Traces {
 	return &Traces{p.Tracer(Scope)}
 }
 
-// Watch are the VMs with a span made of each operation that brings one up, saves or forks it. The parent is that of the context. Without a provider they
-// are the VMs themselves.
+// Watch are the VMs with a span made of each operation that brings one up, saves or forks it. The parent is that of the
+// context. Without a provider they are the VMs themselves.
 func (t *Traces) Watch(vms fleet.VMs) fleet.VMs {
 	if t == nil {
 		return vms
@@ -161,7 +161,8 @@ func failed(s trace.Span, err error) {
 
 func (o *operation) close() { o.span.End(trace.WithTimestamp(o.end)) }
 
-// stage makes a child. What the clocks of two processes or a clock that was set make of its times, it lies within the operation.
+// stage makes a child. What the clocks of two processes or a clock that was set make of its times, it lies within the
+// operation.
 func (o *operation) stage(ctx context.Context, name string, begin, end time.Time, attrs ...attribute.KeyValue) context.Context {
 	begin, end = o.within(begin), o.within(end)
 	ctx, s := o.t.tracer.Start(ctx, name, trace.WithTimestamp(begin), trace.WithAttributes(attrs...))
@@ -179,8 +180,9 @@ func (o *operation) within(t time.Time) time.Time {
 	return t
 }
 
-// Up makes the span of a VM that was brought up, Create, Start, Wake or Restore, and has ended now: for callers of sandbox.Store, and for
-// supervisor.Options.Woken. A wake that has found the VM awake, or being woken for somebody else, has the attribute drowse.joined and no stages.
+// Up makes the span of a VM that was brought up, Create, Start, Wake or Restore, and has ended now: for callers of
+// sandbox.Store, and for supervisor.Options.Woken. A wake that has found the VM awake, or being woken for somebody
+// else, has the attribute drowse.joined and no stages.
 func (t *Traces) Up(ctx context.Context, span, name string, begin time.Time, rep sandbox.Report, err error) {
 	if t == nil {
 		return
@@ -211,8 +213,9 @@ func upAttributes(rep sandbox.Report) []attribute.KeyValue {
 	}, beside(rep)...)
 }
 
-// Stages that a VM's process goes through one after the other until the guest runs, and what the guest does then. Those of background and network go on
-// beside them: how long they have taken is known, and not when they began, so they are attributes.
+// Stages that a VM's process goes through one after the other until the guest runs, and what the guest does then. Those
+// of background and network go on beside them: how long they have taken is known, and not when they began, so they are
+// attributes.
 var (
 	inline     = []string{"shell", "devices", "load", "import", "entry"}
 	inGuest    = []string{"agent_reached", "agent_answer"}
@@ -332,7 +335,8 @@ func (t *Traces) forked(ctx context.Context, name string, begin time.Time, res s
 // ExecFunc runs a command in a VM: api.VMs.Exec.
 type ExecFunc func(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error)
 
-// Exec is exec with a span made of each command: of its sandbox and how it has ended, and not of what it is. A wake for it is a child.
+// Exec is exec with a span made of each command: of its sandbox and how it has ended, and not of what it is. A wake for
+// it is a child.
 func (t *Traces) Exec(exec ExecFunc) ExecFunc {
 	if t == nil {
 		return exec

@@ -213,14 +213,16 @@ func (i *Image) SetNote(p []byte) error {
 	return err
 }
 
-// The kernel refuses to seal a file against writes while any of its pages is in use by more than the file, by EBUSY after some tenths
-// of a second (memfd_wait_for_pins in mm/memfd.c): a page that is being moved or reclaimed is, too, for a moment.
+// The kernel refuses to seal a file against writes while any of its pages is in use by more than the file, by EBUSY
+// after some tenths of a second (memfd_wait_for_pins in mm/memfd.c): a page that is being moved or reclaimed is, too,
+// for a moment.
 const (
 	sealTries = 20
 	sealPause = 50 * time.Millisecond
 )
 
-// Seal makes that nobody can change the image any more, this process included. It may take a second and more on a host that is short of memory.
+// Seal makes that nobody can change the image any more, this process included. It may take a second and more on a host
+// that is short of memory.
 func (i *Image) Seal() error {
 	var err error
 	for try := 1; ; try++ {

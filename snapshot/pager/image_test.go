@@ -106,7 +106,8 @@ func TestAnImageOfChangingRAMIsRAMAtTheMomentOfTheFreeze(t *testing.T) {
 	}
 }
 
-// Pages that somebody else uses for a moment do not fail a fork; a mapping through which the file could be written stands for them.
+// Pages that somebody else uses for a moment do not fail a fork; a mapping through which the file could be written
+// stands for them.
 func TestSealWaitsForPagesThatAreInUse(t *testing.T) {
 	for name, ends := range map[string]bool{"for a moment": true, "for ever": false} {
 		t.Run(name, func(t *testing.T) {

@@ -305,8 +305,8 @@ func (p *Pager) Start() {
 	}
 }
 
-// LoadWorkingSet loads Options.WorkingSet, on this thread. It returns when that is done, or the pager closed. Only the first call
-// does something.
+// LoadWorkingSet loads Options.WorkingSet, on this thread. It returns when that is done, or the pager closed. Only the
+// first call does something.
 func (p *Pager) LoadWorkingSet() {
 	if len(p.opts.WorkingSet) == 0 || p.loading.Swap(true) {
 		return

@@ -22,8 +22,8 @@ func touched(mem *guestmem.Memory) (pages []guestmem.GPA) {
 	return pages
 }
 
-// cheap says whether a file can be tried in no time: it has to be no bzImage, or one with a small payload that is not packed, or by
-// gzip. The other packers take megabytes for themselves first.
+// cheap says whether a file can be tried in no time: it has to be no bzImage, or one with a small payload that is not
+// packed, or by gzip. The other packers take megabytes for themselves first.
 func cheap(image []byte) bool {
 	if len(image) < hdrEnd || string(image[hdrMagic:hdrMagic+4]) != "HdrS" || bytes.HasPrefix(image, []byte(elf.ELFMAG)) {
 		return true
@@ -39,8 +39,8 @@ func cheap(image []byte) bool {
 	return true
 }
 
-// A file is loaded as its segments say, inside of RAM above the first megabyte, or refused with ErrNotKernel or ErrNoRoom, and RAM is
-// as it was.
+// A file is loaded as its segments say, inside of RAM above the first megabyte, or refused with ErrNotKernel or
+// ErrNoRoom, and RAM is as it was.
 func FuzzLoadKernel(f *testing.F) {
 	good := kernelELF(0x100000, 0x2000, []byte("code"))
 	f.Add(good)

@@ -385,8 +385,8 @@ func (m *Memory) Writev(fd int, rs []Range) (int, error) {
 	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
 }
 
-// WritevAfter is Writev with bytes of this process's before the ranges, of which there may be one fewer: for what was checked in a
-// copy, which the guest may have changed since.
+// WritevAfter is Writev with bytes of this process's before the ranges, of which there may be one fewer: for what was
+// checked in a copy, which the guest may have changed since.
 func (m *Memory) WritevAfter(fd int, head []byte, rs []Range) (int, error) {
 	return m.transferOnce(head, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
 }

@@ -123,10 +123,10 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 // guest's TSC. The zero value is none.
 type PutOff struct{ From, To uint64 }
 
-// Import loads what Export has returned into a fresh vCPU, but for the guest's paravirtual clock: see ImportClock. It fails with ErrState
-// when p is damaged or incomplete, and with the kernel's error when this host
-// cannot take it. If the LAPIC's timer is in TSC-deadline mode, and would interrupt
-// the guest earlier than after so many cycles of quiet, it is put off until then.
+// Import loads what Export has returned into a fresh vCPU, but for the guest's paravirtual clock: see ImportClock. It
+// fails with ErrState when p is damaged or incomplete, and with the kernel's error when this host cannot take it. If
+// the LAPIC's timer is in TSC-deadline mode, and would interrupt the guest earlier than after so many cycles of quiet,
+// it is put off until then.
 func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	rec, err := parseRecords(p)
 	if err != nil {
@@ -137,8 +137,8 @@ func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	return off, err
 }
 
-// ImportClock loads what Import has left: the MSRs of the guest's paravirtual clock. When they are set KVM reads and writes the pages
-// of RAM that they name, and waits for those if they have to be loaded.
+// ImportClock loads what Import has left: the MSRs of the guest's paravirtual clock. When they are set KVM reads and
+// writes the pages of RAM that they name, and waits for those if they have to be loaded.
 func (c *VCPU) ImportClock() error {
 	refused, err := c.setMSRs(c.clock)
 	if err != nil {
@@ -232,7 +232,8 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 	return c.SetMPState(binary.LittleEndian.Uint32(rec[tagMPState]))
 }
 
-// checkRecord says whether a record has a possible size, so that nothing is loaded of a state that cannot be loaded whole.
+// checkRecord says whether a record has a possible size, so that nothing is loaded of a state that cannot be loaded
+// whole.
 func checkRecord(tag uint32, b []byte) error {
 	of := func(n int) bool { return len(b) == n }
 	list := func(size, most int) bool { return len(b)%size == 0 && len(b)/size <= most }
@@ -308,7 +309,8 @@ func complete(rec [tagCount][]byte) error {
 	return nil
 }
 
-// CheckSaved fails with ErrState unless p has all parts of a vCPU's state in their sizes. What they say is for KVM to judge.
+// CheckSaved fails with ErrState unless p has all parts of a vCPU's state in their sizes. What they say is for KVM to
+// judge.
 func CheckSaved(p []byte) error {
 	rec, err := parseRecords(p)
 	if err == nil {
@@ -424,8 +426,8 @@ func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
 	return off, nil
 }
 
-// sortMSRs takes saved MSRs apart: those that are loaded first, the deadline of the LAPIC's timer, and those of the paravirtual
-// clock.
+// sortMSRs takes saved MSRs apart: those that are loaded first, the deadline of the LAPIC's timer, and those of the
+// paravirtual clock.
 func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR, err error) {
 	size := sizeOf[MSR]()
 	if len(b)%size != 0 || len(b)/size > maxMSRs {

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// VM is a KVM virtual machine. Calls that set it up or load its state are made from one goroutine at a time; interrupts and
-// events may be connected beside them.
+// VM is a KVM virtual machine. Calls that set it up or load its state are made from one goroutine at a time; interrupts
+// and events may be connected beside them.
 type VM struct {
 	fd      int
 	runSize int

@@ -22,8 +22,8 @@ import (
 const (
 	// maxDropDepth is how many directories deep a Drop goes: each is open meanwhile.
 	maxDropDepth = 256
-	// maxDropPasses is how often a directory is read again because something was removed from it: a file system may leave
-	// names out while others go. Whoever makes files at the same time gets the better of it.
+	// maxDropPasses is how often a directory is read again because something was removed from it: a file system may
+	// leave names out while others go. Whoever makes files at the same time gets the better of it.
 	maxDropPasses = 8
 	// dropNames is how many names of a directory are read at once.
 	dropNames = 256
@@ -78,9 +78,9 @@ func (f *Files) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Drop
 	return out, nil
 }
 
-// nextTick waits until the coarse clock, which lags by a tick or more, is later than now, and returns its time. All that has
-// changed before the call has an earlier time: a file has its times from that clock or, since Linux 6.13, from the one
-// that does not lag (multigrain timestamps). All that changes after it has that time or a later one.
+// nextTick waits until the coarse clock, which lags by a tick or more, is later than now, and returns its time. All
+// that has changed before the call has an earlier time: a file has its times from that clock or, since Linux 6.13, from
+// the one that does not lag (multigrain timestamps). All that changes after it has that time or a later one.
 func nextTick(ctx context.Context) (int64, error) {
 	var first, now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &first); err != nil {
@@ -174,7 +174,8 @@ func (d *dropper) run(look bool) error {
 	return d.failed
 }
 
-// empty removes what is in a directory. It fails when there is no going on; what only could not be removed is in d.failed.
+// empty removes what is in a directory. It fails when there is no going on; what only could not be removed is in
+// d.failed.
 func (d *dropper) empty(dir *os.File, name string, depth int) error {
 	kept, mounts := d.out.Kept, d.out.Mounts
 	for range maxDropPasses {
@@ -272,8 +273,8 @@ func (d *dropper) removeBelow(dir *os.File, name, whole string, depth int) (goes
 	return true, d.empty(child, whole, depth+1)
 }
 
-// copied says whether a copy to the host has what is at a name: no devices, pipes, sockets, links that may lead out of the
-// tree, and unfinished files of other copies.
+// copied says whether a copy to the host has what is at a name: no devices, pipes, sockets, links that may lead out of
+// the tree, and unfinished files of other copies.
 func (d *dropper) copied(fd int, name string, mode uint32) bool {
 	if treetar.Unfinished(name) {
 		return false
@@ -309,7 +310,8 @@ func (d *dropper) fail(doing, name string, err error) error {
 	return nil
 }
 
-// openTries bounds how often an open is repeated: by a signal, or since something was moved meanwhile (openat2(2), EAGAIN).
+// openTries bounds how often an open is repeated: by a signal, or since something was moved meanwhile (openat2(2),
+// EAGAIN).
 const openTries = 100
 
 func openat2(dir int, name string, flags, resolve uint64) (fd int, err error) {

@@ -21,8 +21,8 @@ const (
 	opaque   = ".wh..wh..opq"
 )
 
-// What an overlay notes of files in its upper directory (Documentation/filesystems/overlayfs.rst). Where it says that a file is
-// not all there, as with redirect_dir and metacopy, it cannot be a layer by itself.
+// What an overlay notes of files in its upper directory (Documentation/filesystems/overlayfs.rst). Where it says that a
+// file is not all there, as with redirect_dir and metacopy, it cannot be a layer by itself.
 const (
 	overlayPrefix = "trusted.overlay."
 	overlayOpaque = overlayPrefix + "opaque"
@@ -40,8 +40,8 @@ const (
 
 const paxXattr = "SCHILY.xattr."
 
-// Pack writes the upper directory of an overlay as a tar stream: parents first, siblings in byte order. The directory itself is
-// no part of it. Sockets are left out. Nothing may change it meanwhile.
+// Pack writes the upper directory of an overlay as a tar stream: parents first, siblings in byte order. The directory
+// itself is no part of it. Sockets are left out. Nothing may change it meanwhile.
 func Pack(w io.Writer, upper string) error {
 	p := &packer{tw: tar.NewWriter(w), upper: upper, first: map[uint64]string{}}
 	if err := p.dir("", 0); err != nil {
@@ -159,7 +159,8 @@ func (p *packer) content(full string, size int64) error {
 	return err
 }
 
-// xattrs adds a file's attributes to its header, those of the overlay excepted. It says whether it hides what layers below have.
+// xattrs adds a file's attributes to its header, those of the overlay excepted. It says whether it hides what layers
+// below have.
 func (p *packer) xattrs(full string, h *tar.Header) (hides bool, err error) {
 	names, err := listXattrs(full)
 	if err != nil {

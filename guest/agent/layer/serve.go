@@ -113,7 +113,8 @@ func unmountOthers() error {
 	return nil
 }
 
-// foreignMounts gives the mount points of a mountinfo (proc(5)) that are not the machine's own, or lie over one that is.
+// foreignMounts gives the mount points of a mountinfo (proc(5)) that are not the machine's own, or lie over one that
+// is.
 func foreignMounts(text string) []string {
 	var out []string
 	seen := map[string]bool{}

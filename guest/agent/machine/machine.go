@@ -31,7 +31,8 @@ type Machine interface {
 	// error if nothing is frozen.
 	Freeze() error
 	Thaw() error
-	// Trim makes what was written to the writable disk durable, and has the disk forget what its file system does not use.
+	// Trim makes what was written to the writable disk durable, and has the disk forget what its file system does not
+	// use.
 	Trim() error
 	// Power stops the machine for good; it does not return when it succeeds.
 	Power(reboot bool) error

@@ -29,8 +29,8 @@ const (
 	maxCheckTime         = 10 * time.Minute
 	maxCheckStart        = time.Hour
 	maxCheckAlive        = 1000
-	// aliveInterval is the least between two checks of a service that is ready: they go on as long as it runs, and must not be
-	// what keeps a machine awake.
+	// aliveInterval is the least between two checks of a service that is ready: they go on as long as it runs, and must
+	// not be what keeps a machine awake.
 	aliveInterval = 10 * time.Second
 	// maxHTTPLine bounds the first line of an answer, in bytes.
 	maxHTTPLine = 1 << 10
@@ -172,8 +172,8 @@ func get(ctx context.Context, s string) error {
 	return nil
 }
 
-// watchOver checks a service that has been started until it is ready, and after that, if it is to be kept alive, until ctx ends. It
-// returns why the service is to be ended; "" if it is not.
+// watchOver checks a service that has been started until it is ready, and after that, if it is to be kept alive, until
+// ctx ends. It returns why the service is to be ended; "" if it is not.
 //
 // Time asleep says nothing of a service: a failure of the first check that ends after a wake does not count, and
 // of the time that it may take to be ready a sleep takes no more than one check and one interval.

@@ -33,7 +33,8 @@ type Change struct {
 	Size     int64
 	// Before is the mode as it was, of Changed.
 	Before uint32
-	// From is where a directory was that has been moved here as a whole, if the overlay does that: what it contains is not told.
+	// From is where a directory was that has been moved here as a whole, if the overlay does that: what it contains is
+	// not told.
 	From string
 }
 
@@ -47,9 +48,9 @@ type Difference struct {
 	Partial string
 }
 
-// Compare tells what differs between two views, of paths behind after, limit of them at most. A file has changed if its inode, size
-// or time of change has; one of the image also if it was opened for writing and not written to, since it was copied then. A
-// directory has changed if its owner or mode has.
+// Compare tells what differs between two views, of paths behind after, limit of them at most. A file has changed if its
+// inode, size or time of change has; one of the image also if it was opened for writing and not written to, since it
+// was copied then. A directory has changed if its owner or mode has.
 func (t *Tree) Compare(ctx context.Context, before, now *View, after string, limit int) (Difference, error) {
 	c := &comparison{ctx: ctx, t: t, before: before, now: now, after: after, seen: map[string]bool{}, image: map[string]*node{}, buf: make([]byte, nameBuf)}
 	for _, v := range []*View{before, now} {
@@ -98,7 +99,8 @@ type comparison struct {
 	buf   []byte
 }
 
-// candidates are all paths that may differ, in order: those of both views, and what the image has where a directory hides it.
+// candidates are all paths that may differ, in order: those of both views, and what the image has where a directory
+// hides it.
 func (c *comparison) candidates() error {
 	for _, v := range []*View{c.before, c.now} {
 		for p := range v.nodes {

@@ -41,11 +41,13 @@ type node struct {
 	redirect     string
 }
 
-// whiteout says that the path is not there, whatever the image has: a device 0/0, which nobody else can make on an overlay.
+// whiteout says that the path is not there, whatever the image has: a device 0/0, which nobody else can make on an
+// overlay.
 func (n *node) whiteout() bool { return n.mode&unix.S_IFMT == unix.S_IFCHR && n.rdev == 0 }
 func (n *node) dir() bool      { return n.mode&unix.S_IFMT == unix.S_IFDIR }
 
-// View is what a walk has found. A walk goes in one order: a directory before what is in it, siblings by the bytes of their names.
+// View is what a walk has found. A walk goes in one order: a directory before what is in it, siblings by the bytes of
+// their names.
 type View struct {
 	nodes map[string]node // by paths without a slash at their beginning
 	last  string          // how far it came, if not done
@@ -70,8 +72,8 @@ type Budget struct {
 	Until string
 }
 
-// Look walks the upper directory, from behind a path on ("" is from the beginning), as far as the budget allows, but for at
-// least one entry. What comes and goes meanwhile is in the view or not.
+// Look walks the upper directory, from behind a path on ("" is from the beginning), as far as the budget allows, but
+// for at least one entry. What comes and goes meanwhile is in the view or not.
 func (t *Tree) Look(ctx context.Context, after string, b Budget) (*View, error) {
 	w := &walk{ctx: ctx, after: after, b: b, v: &View{nodes: map[string]node{}}, buf: make([]byte, nameBuf)}
 	if b.Time > 0 {
@@ -241,6 +243,6 @@ func parent(p string) string {
 	return ""
 }
 
-// Tick is the longest that a kernel takes between two times of change that it gives (CONFIG_HZ=100): a file that is looked at
-// and written to within one may look the same. Let one pass between a walk and what is to be told from it.
+// Tick is the longest that a kernel takes between two times of change that it gives (CONFIG_HZ=100): a file that is
+// looked at and written to within one may look the same. Let one pass between a walk and what is to be told from it.
 const Tick = 10 * time.Millisecond

@@ -15,8 +15,8 @@ type Tree struct {
 	upper, lower int // directories, open
 }
 
-// Open mounts the machine's writable disk and its image once more, nowhere: their mounts of the boot are out of reach. All
-// mounts of a disk show the same files. It needs root.
+// Open mounts the machine's writable disk and its image once more, nowhere: their mounts of the boot are out of reach.
+// All mounts of a disk show the same files. It needs root.
 func Open() (*Tree, error) {
 	c, err := disks()
 	if err != nil {
@@ -58,7 +58,8 @@ const dirFlags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLO
 // Close lets the disks go.
 func (t *Tree) Close() { unix.Close(t.upper); unix.Close(t.lower) }
 
-// OpenWritten mounts the writable disk alone, and returns a path of the upper directory that holds until done is called.
+// OpenWritten mounts the writable disk alone, and returns a path of the upper directory that holds until done is
+// called.
 func OpenWritten() (dir string, done func(), err error) {
 	c, err := disks()
 	if err != nil {

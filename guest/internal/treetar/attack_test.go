@@ -286,7 +286,8 @@ func TestAttack_archive_link_through_a_link_overwrites_a_neighbour(t *testing.T)
 	}
 }
 
-// A copy that goes on describes the files that are there. One that has a name outside, too, would be described there as well.
+// A copy that goes on describes the files that are there. One that has a name outside, too, would be described there as
+// well.
 func TestAttack_resumed_copy_changes_the_mode_of_a_file_that_is_linked_outside(t *testing.T) {
 	s := newScene(t)
 	s.again(t, true)
@@ -302,8 +303,8 @@ func TestAttack_resumed_copy_changes_the_mode_of_a_file_that_is_linked_outside(t
 	}
 }
 
-// randomEntries are an archive's, of a few names in all arrangements: each is in what another one is, or below it. next says
-// which of n is taken.
+// randomEntries are an archive's, of a few names in all arrangements: each is in what another one is, or below it. next
+// says which of n is taken.
 func randomEntries(next func(n int) int) (list []string) {
 	elements := []string{"a", "b", "bait", "a", "b", "up", "linked", "..", partName("a"), partName(copied)}
 	targets := []string{"..", "../..", "..", "../..", "a", "b", "a/b", "../a", "a/..", "up", "/", "../../.."}
@@ -335,8 +336,8 @@ func randomEntries(next func(n int) int) (list []string) {
 	return list
 }
 
-// holds unpacks an archive into a new place and over what is there, and checks that nothing else has changed and that no
-// link of a new copy leads out.
+// holds unpacks an archive into a new place and over what is there, and checks that nothing else has changed and that
+// no link of a new copy leads out.
 func (s *scene) holds(t testing.TB, archive []byte, way string, merged bool) error {
 	t.Helper()
 	s.again(t, merged)
@@ -421,8 +422,8 @@ func TestUnpack_links_come_last_and_the_last_entry_of_a_name_counts(t *testing.T
 	}
 }
 
-// swapper has a directory of a tree replaced by a link to elsewhere when its name is written: by a guest, say, that shares
-// the tree.
+// swapper has a directory of a tree replaced by a link to elsewhere when its name is written: by a guest, say, that
+// shares the tree.
 type swapper struct {
 	b    bytes.Buffer
 	swap func()

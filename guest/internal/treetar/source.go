@@ -48,7 +48,8 @@ func (s *source) goneIsNot(rel string, err error) error {
 	return err
 }
 
-// walk calls f for all that there is but unfinished files of copies: in the order of names, a directory before what is in it.
+// walk calls f for all that there is but unfinished files of copies: in the order of names, a directory before what is
+// in it.
 func (s *source) walk(ctx context.Context, f func(rel string, at *spot, fi fs.FileInfo) error) error {
 	return s.walkFrom(ctx, s.top, f)
 }

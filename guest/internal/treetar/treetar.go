@@ -90,10 +90,9 @@ func (r *Result) skip(name string) {
 	}
 }
 
-// Pack writes the tree at src, a file or directory, as a tar stream. Names
-// start with name. Devices, pipes and sockets are left out, as are unfinished files of
-// copies. Whoever changes the tree meanwhile, as a guest that shares it may, cannot have it pack what is elsewhere: no link
-// in it is followed.
+// Pack writes the tree at src, a file or directory, as a tar stream. Names start with name. Devices, pipes and sockets
+// are left out, as are unfinished files of copies. Whoever changes the tree meanwhile, as a guest that shares it may,
+// cannot have it pack what is elsewhere: no link in it is followed.
 func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	from, err := openSource(src)
 	if err != nil {

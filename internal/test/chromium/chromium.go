@@ -62,8 +62,8 @@ type message struct {
 	} `json:"error,omitempty"`
 }
 
-// Start starts a browser with an empty profile of its own, which Close removes. As root it is without a sandbox of its own: open
-// only pages that you trust.
+// Start starts a browser with an empty profile of its own, which Close removes. As root it is without a sandbox of its
+// own: open only pages that you trust.
 func Start(ctx context.Context, path string) (*Browser, error) {
 	dir, err := os.MkdirTemp("", "chromium-")
 	if err != nil {
@@ -213,7 +213,8 @@ func (b *Browser) Close() error {
 
 // Entry is something that a page, or the browser about a page, has said.
 type Entry struct {
-	// Source is "console", "exception", "violation" (of the Content-Security-Policy), or one of Log.LogEntry, such as "network".
+	// Source is "console", "exception", "violation" (of the Content-Security-Policy), or one of Log.LogEntry, such as
+	// "network".
 	Source, Level, Text string
 }
 
@@ -354,7 +355,8 @@ func (p *Page) Open(ctx context.Context, url string) error {
 	return nil
 }
 
-// Eval evaluates an expression in the page, waits for it if it is a promise, and has its value in result unless that is nil.
+// Eval evaluates an expression in the page, waits for it if it is a promise, and has its value in result unless that is
+// nil.
 func (p *Page) Eval(ctx context.Context, expression string, result any) error {
 	var r struct {
 		Result struct {
@@ -406,8 +408,8 @@ func (p *Page) Wait(ctx context.Context, expression string) error {
 	}
 }
 
-// Click moves the mouse to the middle of an element, which a CSS selector names, and presses its left button. It waits until the
-// element is there and nothing lies over it.
+// Click moves the mouse to the middle of an element, which a CSS selector names, and presses its left button. It waits
+// until the element is there and nothing lies over it.
 func (p *Page) Click(ctx context.Context, selector string) error {
 	name, _ := json.Marshal(selector)
 	at := `(() => { const e = document.querySelector(` + string(name) + `); if (!e) return null; e.scrollIntoView({block: 'center'});

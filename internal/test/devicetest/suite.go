@@ -451,7 +451,8 @@ func impossibleQueues(t *testing.T, c Case) {
 	c.works(t, d)
 }
 
-// missingQueues starts the device without any of its queues, and without each of them. It may do without or need a reset.
+// missingQueues starts the device without any of its queues, and without each of them. It may do without or need a
+// reset.
 func missingQueues(t *testing.T, c Case) {
 	mem := NewMemory(t)
 	dev := c.New(t, mem)

@@ -192,7 +192,8 @@ func (e *Env) Run(spec sandbox.Spec) sandbox.Report {
 	return rep
 }
 
-// took notes in the test's log how long something in a guest has taken: what is slow there is seldom what is slow elsewhere.
+// took notes in the test's log how long something in a guest has taken: what is slow there is seldom what is slow
+// elsewhere.
 func (e *Env) took(what string) func() {
 	begin := time.Now()
 	return func() {

@@ -69,8 +69,8 @@ func readControl(mem *guestmem.Memory) (c control, err error) {
 	return c, err
 }
 
-// counts are the guest's own, over all of its lives. A guest may have written to them by mistake, so they are told, and what
-// must be shown is shown by the host's figures.
+// counts are the guest's own, over all of its lives. A guest may have written to them by mistake, so they are told, and
+// what must be shown is shown by the host's figures.
 type counts struct {
 	kinds                                [kinds]uint64
 	faults, refused, strings, ports      uint64
@@ -106,7 +106,8 @@ func (n *counts) add(before, now *control) {
 const (
 	// moreMemory is what devices may hold for a guest (vsock alone 64 MiB), and the garbage of this test, in bytes.
 	moreMemory = 128 << 20
-	// moreFiles and moreGoroutines are for connections and files that the guest has open: those of vsock and of a share are bounded.
+	// moreFiles and moreGoroutines are for connections and files that the guest has open: those of vsock and of a share
+	// are bounded.
 	moreFiles      = 2600
 	moreGoroutines = 2000
 	// A machine's log has a few lines of its life; the guest adds none.
@@ -221,7 +222,8 @@ func (a *attack) run() {
 	}
 }
 
-// boot starts a guest in fresh RAM. Every second one may end itself, and every third one drowns the queues in malformed chains.
+// boot starts a guest in fresh RAM. Every second one may end itself, and every third one drowns the queues in malformed
+// chains.
 func (a *attack) boot() {
 	t := a.t
 	if err := a.mem.Discard(0, ramSize); err != nil {
@@ -253,8 +255,8 @@ func (a *attack) boot() {
 	a.moved, a.till = time.Now(), time.Now().Add(time.Duration(5+a.r.IntN(25))*time.Second)
 }
 
-// ended takes note of a guest that has ended. One that may not end itself still can, by a descriptor that the device itself has
-// written over.
+// ended takes note of a guest that has ended. One that may not end itself still can, by a descriptor that the device
+// itself has written over.
 func (a *attack) ended() {
 	x, err := a.m.Wait(context.Background())
 	if err != nil {

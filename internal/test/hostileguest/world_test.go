@@ -106,7 +106,8 @@ func (w *world) hostError(device string, err error) {
 	w.errors[device+": "+err.Error()]++
 }
 
-// fullOrOdd are failures of the share's file system that a guest may well cause: it is small, and what is asked of it odd.
+// fullOrOdd are failures of the share's file system that a guest may well cause: it is small, and what is asked of it
+// odd.
 func fullOrOdd(err error) bool {
 	var errno syscall.Errno
 	return errors.As(err, &errno) && (errno == unix.ENOSPC || errno == unix.EFBIG || errno == unix.EOVERFLOW)
@@ -160,8 +161,8 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// openNamespace makes what would change the host: a network device, and a file system of bounded size, both in namespaces of a thread
-// that ends with the test.
+// openNamespace makes what would change the host: a network device, and a file system of bounded size, both in
+// namespaces of a thread that ends with the test.
 func (w *world) openNamespace(t *testing.T) {
 	t.Helper()
 	made := make(chan error)

@@ -1,29 +1,31 @@
 // Package hwkvm runs a program on a hardware-style KVM where the machine has none.
 //
-// QEMU's TCG emulates a CPU with AMD SVM and nested paging. A stock Debian kernel inside loads kvm-amd, so /dev/kvm there
-// is the one that users have: correct SYSCALL, a guest kernel at the speed of everything else, standard exits. The host's
-// file system is the root file system inside, shared by 9p, so test binaries and their data need no copying:
+// QEMU's TCG emulates a CPU with AMD SVM and nested paging. A stock Debian kernel inside loads kvm-amd, so /dev/kvm
+// there is the one that users have: correct SYSCALL, a guest kernel at the speed of everything else, standard exits.
+// The host's file system is the root file system inside, shared by 9p, so test binaries and their data need no copying:
 //
 //	go run ./internal/test/hwkvm/cmd/hwkvm -- CMD ARGS...    # go run turns every failing status into 1
 //	go build -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm && go test -exec "$PWD/bin/hwkvm --" ./vmm/...
 //
-// Use it to prove that code works on ordinary KVM, and to run real software in guests. Take no figures of drowse from it.
+// Use it to prove that code works on ordinary KVM, and to run real software in guests. Take no figures of drowse from
+// it.
 //
 // # How it works
 //
-// Prepare fetches Debian's kernel package, unpacks it beside the cache, installs nothing, and writes an initramfs of one
-// static Go program (folder guestinit), the modules it inserts, and modules that the kernel may ask for later. Image.Run
-// starts QEMU and talks to that program through a virtio-serial port, in frames (folder wire): the command goes in, its
-// two output streams and its status come back, binary and apart. The serial console is kept for diagnosis only.
+// Prepare fetches Debian's kernel package, unpacks it beside the cache, installs nothing, and writes an initramfs of
+// one static Go program (folder guestinit), the modules it inserts, and modules that the kernel may ask for later.
+// Image.Run starts QEMU and talks to that program through a virtio-serial port, in frames (folder wire): the command
+// goes in, its two output streams and its status come back, binary and apart. The serial console is kept for diagnosis
+// only.
 //
 // The command is root, with the working directory and the environment it is given. /proc, /sys, /dev and /run are the
-// machine's own, with devpts, bpffs, cgroup2 (all controllers) and tracefs mounted, lo up, /dev/kvm and /dev/net/tun there.
-// It has no network. When the command ends, all that it left running is killed, and the machine is gone. QEMU dies with
-// its runner (PR_SET_PDEATHSIG), however that ends.
+// machine's own, with devpts, bpffs, cgroup2 (all controllers) and tracefs mounted, lo up, /dev/kvm and /dev/net/tun
+// there. It has no network. When the command ends, all that it left running is killed, and the machine is gone. QEMU
+// dies with its runner (PR_SET_PDEATHSIG), however that ends.
 //
-// The file system is the host's in earnest: what is deleted inside is deleted. $TMPDIR is a tmpfs (/run/hwkvm/tmp), and so
-// is /dev/shm: put Unix sockets there, which 9p cannot carry between kernels, and whatever is read or written much. 9p is
-// mounted with cache=loose: changes that the host makes while the command runs may go unseen.
+// The file system is the host's in earnest: what is deleted inside is deleted. $TMPDIR is a tmpfs (/run/hwkvm/tmp), and
+// so is /dev/shm: put Unix sockets there, which 9p cannot carry between kernels, and whatever is read or written much.
+// 9p is mounted with cache=loose: changes that the host makes while the command runs may go unseen.
 //
 // # What it costs
 //
@@ -41,11 +43,11 @@
 //	fork, exec and wait for /bin/true       29 ms      0.6 ms     48 times
 //	reading 200 MB, cold cache              130 MB/s   1,900 MB/s
 //
-// What was tried to make it faster, by the CPU time of QEMU: an uncompressed kernel, started by its PVH entry, takes 4.5 s
-// for a run of "true", the bzImage 7.1 s. cache=loose starts python3 in 5 to 11 s behind a shell script of many forks,
-// on a busy machine, cache=mmap and cache=none in 11 to 24 s; the other two read a big file once several times
-// faster (no page cache to fill), which matters less. An msize of 512,000 reads twice as fast as 131,072, and 1 MiB is no
-// better. No effect beyond the noise: init_on_alloc=0, lpj=, tsc_early_khz=, audit and security modules off,
+// What was tried to make it faster, by the CPU time of QEMU: an uncompressed kernel, started by its PVH entry, takes
+// 4.5 s for a run of "true", the bzImage 7.1 s. cache=loose starts python3 in 5 to 11 s behind a shell script of many
+// forks, on a busy machine, cache=mmap and cache=none in 11 to 24 s; the other two read a big file once several times
+// faster (no page cache to fill), which matters less. An msize of 512,000 reads twice as fast as 131,072, and 1 MiB is
+// no better. No effect beyond the noise: init_on_alloc=0, lpj=, tsc_early_khz=, audit and security modules off,
 // transparent_hugepage=never, a translation buffer of 128 MiB instead of 1 GiB, mitigations=auto.
 //
 // # What does not work there

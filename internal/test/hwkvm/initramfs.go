@@ -13,8 +13,8 @@ import (
 )
 
 // writeInitramfs writes an uncompressed newc archive (Documentation/driver-api/early-userspace/buffer-format.rst) with
-// init, the modules and their index. Uncompressed, because an emulated CPU is slow at decompressing and QEMU is quick at
-// loading.
+// init, the modules and their index. Uncompressed, because an emulated CPU is slow at decompressing and QEMU is quick
+// at loading.
 func writeInitramfs(w io.Writer, init []byte, index wire.ModuleIndex, module func(name string) ([]byte, error)) error {
 	out := cpio.Newc.Writer(w)
 	records := []cpio.Record{

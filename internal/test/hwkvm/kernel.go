@@ -201,8 +201,8 @@ const (
 	sectorSize       = 512
 )
 
-// decompressKernel returns the ELF image inside a bzImage. QEMU starts it by its PVH entry point, and the emulated CPU is
-// spared the decompression.
+// decompressKernel returns the ELF image inside a bzImage. QEMU starts it by its PVH entry point, and the emulated CPU
+// is spared the decompression.
 func decompressKernel(ctx context.Context, b []byte) ([]byte, error) {
 	le := binary.LittleEndian
 	if len(b) < bzHeaderEnd || string(b[bzMagic:bzMagic+4]) != "HdrS" || le.Uint16(b[bzVersion:]) < bzPayloadVersion {

@@ -28,8 +28,8 @@ var demandModules = []string{
 	"vsock_loopback",
 }
 
-// moduleParams are the parameters that modules are loaded with. npt: nested paging, which QEMU emulates. nested and avic
-// are off because drowse's guests use neither, and both cost time on each entry.
+// moduleParams are the parameters that modules are loaded with. npt: nested paging, which QEMU emulates. nested and
+// avic are off because drowse's guests use neither, and both cost time on each entry.
 var moduleParams = map[string]string{"kvm_amd": "npt=1 nested=0 avic=0"}
 
 // ErrModule says that the kernel has no module of a name that is needed.

@@ -73,10 +73,10 @@ func FindQEMU() (string, error) {
 	return p, nil
 }
 
-// Prepare makes an Image, in cacheDir (DefaultCacheDir if empty), from what apt-get and the Go toolchain deliver. Nothing is
-// installed on the host. The first call fetches a package of 70 MB and takes about 10 s; later ones take milliseconds
-// and no network. A kernel that is in the cache stays in use until the folder is removed. Calls may run concurrently, in
-// other processes too: a lock on the folder puts them in order, and every file appears whole.
+// Prepare makes an Image, in cacheDir (DefaultCacheDir if empty), from what apt-get and the Go toolchain deliver.
+// Nothing is installed on the host. The first call fetches a package of 70 MB and takes about 10 s; later ones take
+// milliseconds and no network. A kernel that is in the cache stays in use until the folder is removed. Calls may run
+// concurrently, in other processes too: a lock on the folder puts them in order, and every file appears whole.
 func Prepare(ctx context.Context, cacheDir string) (*Image, error) {
 	if cacheDir == "" {
 		d, err := DefaultCacheDir()

@@ -91,9 +91,10 @@ func (e *MachineError) Error() string {
 // Unwrap returns Err.
 func (e *MachineError) Unwrap() error { return e.Err }
 
-// Run starts a machine, runs the command in it, and waits for both to end. When ctx ends first, the machine is killed and
-// the error wraps ctx.Err(). The command sees the host's file system as its root, with the host user's rights, through
-// 9p; /proc, /sys, /dev and /run are the machine's own. Run may be called concurrently; each call has its own machine.
+// Run starts a machine, runs the command in it, and waits for both to end. When ctx ends first, the machine is killed
+// and the error wraps ctx.Err(). The command sees the host's file system as its root, with the host user's rights,
+// through 9p; /proc, /sys, /dev and /run are the machine's own. Run may be called concurrently; each call has its own
+// machine.
 //
 // QEMU never outlives the calling process, whatever ends it.
 func (im *Image) Run(ctx context.Context, cfg Config) (Result, error) {
@@ -298,7 +299,8 @@ func (m *machine) kill() {
 	})
 }
 
-// registers asks QEMU twice where the processors are, which tells a loop from a halt. It returns what there is of an answer.
+// registers asks QEMU twice where the processors are, which tells a loop from a halt. It returns what there is of an
+// answer.
 func (m *machine) registers() string {
 	if err := m.monitor.SetDeadline(time.Now().Add(monitorLimit)); err != nil {
 		return ""
@@ -427,8 +429,8 @@ func (s *session) run() (Result, error) {
 	}
 }
 
-// nudge interrupts the machine now and then, since QEMU may lose the interrupt of its timer. Where that makes no difference to an emulated
-// machine, neither does this.
+// nudge interrupts the machine now and then, since QEMU may lose the interrupt of its timer. Where that makes no
+// difference to an emulated machine, neither does this.
 func (s *session) nudge(ended <-chan struct{}) {
 	tick := time.NewTicker(wire.NudgeInterval)
 	defer tick.Stop()
@@ -528,8 +530,8 @@ func (s *session) passSignals(ended <-chan struct{}) {
 	}
 }
 
-// passStdin sends the standard input, at most wire.StdinWindow bytes ahead of the command. Errors in sending are left to
-// the receiver, which sees the broken connection too.
+// passStdin sends the standard input, at most wire.StdinWindow bytes ahead of the command. Errors in sending are left
+// to the receiver, which sees the broken connection too.
 func (s *session) passStdin(acks <-chan uint32) {
 	flying := 0
 	if s.cfg.Stdin != nil {

@@ -35,7 +35,8 @@ const (
 	bulkVM    = "bulk"
 	neighbour = "neighbour"
 
-	// maxGrowth is by how much client and VM's process may grow while a command prints, in MiB: far less than it prints.
+	// maxGrowth is by how much client and VM's process may grow while a command prints, in MiB: far less than it
+	// prints.
 	maxGrowth = 64
 )
 

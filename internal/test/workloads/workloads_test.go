@@ -401,7 +401,8 @@ func (w *work) host(dir string, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// carry lets the guest connect to a port of the host, as `drowse port-forward --reverse` does, until the end of the test or a sleep.
+// carry lets the guest connect to a port of the host, as `drowse port-forward --reverse` does, until the end of the
+// test or a sleep.
 func (w *work) carry(port int, to string) {
 	w.T.Helper()
 	c := w.Agent(vm)
@@ -771,7 +772,8 @@ func webWorkload() workload {
 			counted(w.T, "the web server", kept[strings.IndexByte(kept, ' ')+1:], web)
 		},
 		func(w *work) {
-			// The same port of its own: the same connection. The request that has woken the VM has been counted as well.
+			// The same port of its own: the same connection. The request that has woken the VM has been counted as
+			// well.
 			before, after := strings.Fields(kept), strings.Fields(w.ask(loopback(clientPort), ""))
 			if len(after) != 3 || after[0] != before[0] || after[1] != before[1] {
 				w.T.Fatalf("the client with an open connection said %q before the sleep, %q after it", before, after)
@@ -840,7 +842,8 @@ func (w *work) archive() []byte {
 	return out.Bytes()
 }
 
-// containersConf is for a guest without systemd. With env_host a container's programs leave AVX alone where the guest's have to.
+// containersConf is for a guest without systemd. With env_host a container's programs leave AVX alone where the guest's
+// have to.
 const containersConf = `
 [containers]
 env_host = true
@@ -885,7 +888,8 @@ func podmanWorkload() workload {
 			if said = w.ask(address, ""); !strings.HasSuffix(said, " 1 1") || !strings.HasPrefix(said, id[:12]) {
 				w.T.Errorf("the container says %q; its id is %s, and its program its first process", said, id)
 			}
-			// Over the bridge, by the port of the guest that leads to it from within and from the host, and out of it to the host.
+			// Over the bridge, by the port of the guest that leads to it from within and from the host, and out of it
+			// to the host.
 			before := said
 			said = w.ask(published(appPort), "")
 			counted(w.T, "the container by its published port", before, said)

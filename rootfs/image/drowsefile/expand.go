@@ -11,8 +11,8 @@ const maxExpanded = 1 << 20
 // maxNested bounds ${a:-${b:-...}}.
 const maxNested = 16
 
-// expander replaces variables and takes quotes away, as the shell does it (POSIX XCU 2.2 and 2.6.2), of which it knows $NAME,
-// ${NAME}, ${NAME:-WORD}, ${NAME-WORD}, ${NAME:+WORD} and ${NAME+WORD}.
+// expander replaces variables and takes quotes away, as the shell does it (POSIX XCU 2.2 and 2.6.2), of which it knows
+// $NAME, ${NAME}, ${NAME:-WORD}, ${NAME-WORD}, ${NAME:+WORD} and ${NAME+WORD}.
 type expander struct {
 	get func(name string) (string, bool)
 	s   string

@@ -21,8 +21,8 @@ type rule struct {
 	keep bool // it begins with "!"
 }
 
-// ParseIgnore reads patterns: one a line, "#" begins a comment, "!" takes back what earlier ones say, "*" and "?" stop at a
-// slash, "**" does not. The last pattern that fits a file, or a directory above it, decides.
+// ParseIgnore reads patterns: one a line, "#" begins a comment, "!" takes back what earlier ones say, "*" and "?" stop
+// at a slash, "**" does not. The last pattern that fits a file, or a directory above it, decides.
 func ParseIgnore(text string) (*Ignore, error) {
 	if len(text) > MaxIgnore {
 		return nil, fmt.Errorf("%w: the list of files to ignore has more than %d bytes", ErrSyntax, MaxIgnore)

@@ -83,8 +83,8 @@ func (f *File) From(args map[string]string) (string, int, error) {
 	return "", 0, &Error{1, "", "there is no FROM, which says what to begin with"}
 }
 
-// Build gives the steps and what the image says of commands in the end. base is what the base image says; args are the values
-// given for ARG instructions, each of which must be there. Errors match ErrSyntax.
+// Build gives the steps and what the image says of commands in the end. base is what the base image says; args are the
+// values given for ARG instructions, each of which must be there. Errors match ErrSyntax.
 func (f *File) Build(base Config, args map[string]string) ([]Step, Config, error) {
 	b := &builder{args: args, declared: map[string]string{}, global: map[string]string{}, used: map[string]bool{}}
 	base.Env, base.Ports, base.Labels = slices.Clone(base.Env), slices.Clone(base.Ports), maps.Clone(base.Labels)

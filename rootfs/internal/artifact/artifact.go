@@ -19,7 +19,8 @@ const (
 	// tempPrefix starts the name of everything that is not finished.
 	tempPrefix = osfile.TempPrefix
 
-	// staleAfter is the age at which a temporary file can only be what a crash has left: nothing here takes an hour to write.
+	// staleAfter is the age at which a temporary file can only be what a crash has left: nothing here takes an hour to
+	// write.
 	staleAfter = time.Hour
 
 	dirMode  = 0o755
@@ -32,8 +33,8 @@ func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }
 // lockFlags are those of a lock's file, which is made if need be and stays.
 const lockFlags = os.O_RDWR | os.O_CREATE
 
-// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts. The lock is
-// held against other goroutines and other processes alike, and ends with the process.
+// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts.
+// The lock is held against other goroutines and other processes alike, and ends with the process.
 func Lock(ctx context.Context, path string) (unlock func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(path), dirMode); err != nil {
 		return nil, fmt.Errorf("lock: %w", err)
@@ -45,8 +46,8 @@ func Lock(ctx context.Context, path string) (unlock func(), err error) {
 	return func() { f.Close() }, nil
 }
 
-// RemoveRemains removes the staging folders in dir whose makers are gone: lockPath gives the lock that covers a folder by its key, or
-// "" for one to leave alone. It is tidiness, not correctness, so errors are passed over.
+// RemoveRemains removes the staging folders in dir whose makers are gone: lockPath gives the lock that covers a folder
+// by its key, or "" for one to leave alone. It is tidiness, not correctness, so errors are passed over.
 func RemoveRemains(dir string, lockPath func(key string) string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -71,8 +72,8 @@ func RemoveRemains(dir string, lockPath func(key string) string) {
 	}
 }
 
-// WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. An existing file of that
-// name is replaced. Two callers may write the same path at once; one of the two files stays.
+// WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. An existing
+// file of that name is replaced. Two callers may write the same path at once; one of the two files stays.
 func WriteFile(path string, write func(f *os.File) error) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
@@ -82,8 +83,8 @@ func WriteFile(path string, write func(f *os.File) error) error {
 	return osfile.Replace(path, fileMode, write)
 }
 
-// StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has left under
-// the same key is removed first, so the caller must hold a lock that covers key.
+// StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has
+// left under the same key is removed first, so the caller must hold a lock that covers key.
 func StagingDir(dir, key string) (string, error) {
 	p := filepath.Join(dir, tempPrefix+key)
 	if err := os.RemoveAll(p); err != nil {
@@ -95,7 +96,8 @@ func StagingDir(dir, key string) (string, error) {
 	return p, nil
 }
 
-// PublishDir writes all of staging through to disk and gives it its final name, which must not exist. Both are on one file system.
+// PublishDir writes all of staging through to disk and gives it its final name, which must not exist. Both are on one
+// file system.
 func PublishDir(ctx context.Context, staging, final string) error {
 	err := filepath.WalkDir(staging, func(p string, d fs.DirEntry, err error) error {
 		if err != nil {
@@ -148,7 +150,8 @@ func (c contextReader) Read(p []byte) (int, error) {
 	return c.r.Read(p)
 }
 
-// removeStale removes temporary files in dir that no living writer can own. It is tidiness, not correctness, so errors are passed over.
+// removeStale removes temporary files in dir that no living writer can own. It is tidiness, not correctness, so errors
+// are passed over.
 func removeStale(dir string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

@@ -1,5 +1,6 @@
-// Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the methods have the same
-// names, arguments and results, and errors are *fleet.Error that wrap the same sentinels, so that errors.Is works across the wire.
+// Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the
+// methods have the same names, arguments and results, and errors are *fleet.Error that wrap the same sentinels, so that
+// errors.Is works across the wire.
 package client
 
 import (
@@ -53,7 +54,8 @@ func Unix(path string) *Client {
 // Close closes connections that are not in use.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Do sends a request and gives its answer, whatever its status. The caller closes its body. path begins with a slash. body is sent as JSON; nil is none.
+// Do sends a request and gives its answer, whatever its status. The caller closes its body. path begins with a slash.
+// body is sent as JSON; nil is none.
 func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.Response, error) {
 	var send io.Reader
 	if body != nil {

@@ -19,9 +19,9 @@ var static embed.FS
 // Prefix is below which the page's files are.
 const Prefix = "/ui/"
 
-// Policy is the Content-Security-Policy of the page. Scripts, styles, images and requests are its own origin's alone. It is in no
-// frame, sends no form, and markup and scripts cannot be made from texts: trusted types are required and there are none.
-// Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
+// Policy is the Content-Security-Policy of the page. Scripts, styles, images and requests are its own origin's alone.
+// It is in no frame, sends no form, and markup and scripts cannot be made from texts: trusted types are required and
+// there are none. Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
 const Policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
@@ -86,9 +86,9 @@ func load() (map[string]file, error) {
 	return files, nil
 }
 
-// Handler serves the page at Prefix, and sends who asks for "/" there. The files have no secrets: it wants no token, and whoever
-// mounts it need not ask for one. It answers GET and HEAD, reads no body, and may be called from any goroutine. The error is one
-// of how the program was built.
+// Handler serves the page at Prefix, and sends who asks for "/" there. The files have no secrets: it wants no token,
+// and whoever mounts it need not ask for one. It answers GET and HEAD, reads no body, and may be called from any
+// goroutine. The error is one of how the program was built.
 func Handler() (http.Handler, error) {
 	files, err := load()
 	if err != nil {

@@ -24,10 +24,12 @@ const Version = 1
 const (
 	// MaxBody is the most bytes that the body of a request may have.
 	MaxBody = 1 << 20
-	// MaxStdin is the most that a command gets, and MaxOutput what is kept of its stdout, and as much of its stderr, in bytes.
+	// MaxStdin is the most that a command gets, and MaxOutput what is kept of its stdout, and as much of its stderr, in
+	// bytes.
 	MaxStdin  = 512 << 10
 	MaxOutput = 1 << 20
-	// DefaultExecSeconds is how long a command may take if nothing is said, and MaxExecSeconds the most that can be said.
+	// DefaultExecSeconds is how long a command may take if nothing is said, and MaxExecSeconds the most that can be
+	// said.
 	DefaultExecSeconds = 60
 	MaxExecSeconds     = 3600
 	// DefaultStopSeconds is how long a guest may take to shut down, and MaxStopSeconds the most that can be said.
@@ -153,7 +155,8 @@ type Changes struct {
 	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
 	Wake   *sandbox.Timer `json:"wake,omitempty"`
 	NoWake bool           `json:"no_wake,omitempty"`
-	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away, and does not go with Rotate.
+	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away,
+	// and does not go with Rotate.
 	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
 	NoRotate bool              `json:"no_rotate,omitempty"`
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
@@ -288,7 +291,8 @@ type Exec struct {
 
 // Executed is the answer to Exec. It is there also when the command has failed.
 type Executed struct {
-	// ExitCode is the command's as a shell gives it: 128 + n when signal n ended it, 126 and 127 when it could not be started.
+	// ExitCode is the command's as a shell gives it: 128 + n when signal n ended it, 126 and 127 when it could not be
+	// started.
 	ExitCode int  `json:"exit_code"`
 	Signal   int  `json:"signal,omitempty"`
 	TimedOut bool `json:"timed_out,omitempty"`

@@ -22,14 +22,15 @@ import (
 )
 
 // VMs are virtual machines in memory: fleet.VMs without guests. What they do takes no time, and they fail as those of a
-// store do. Memory and disk of each are one text, which Write changes and Read returns, and which sleeps, wakes, snapshots,
-// restores and forks treat as a store treats memory and disk. Its methods may be called from any goroutine. Make it with New.
+// store do. Memory and disk of each are one text, which Write changes and Read returns, and which sleeps, wakes,
+// snapshots, restores and forks treat as a store treats memory and disk. Its methods may be called from any goroutine.
+// Make it with New.
 type VMs struct {
 	// Now is the clock; New sets it to the host's. It must not be changed while the VMs are used.
 	Now func() time.Time
-	// Fail, if it is not nil, is asked before each operation ("run", "start", "wake", "sleep", "snapshot", "promote", "restore", "fork",
-	// "rename", "remove") on a VM; an error of it is that of the operation, which has done nothing then. It must
-	// not be changed while the VMs are used, and may be called from several goroutines.
+	// Fail, if it is not nil, is asked before each operation ("run", "start", "wake", "sleep", "snapshot", "promote",
+	// "restore", "fork", "rename", "remove") on a VM; an error of it is that of the operation, which has done nothing
+	// then. It must not be changed while the VMs are used, and may be called from several goroutines.
 	Fail func(op, name string) error
 
 	labels sync.Mutex // held while a label is changed
@@ -358,8 +359,8 @@ func (v *VMs) take(m *vm, kind, note string) *snap {
 	return s
 }
 
-// SleepWith implements fleet.VMs. Of what does not persist it has copies that are told of and are nowhere, and the limit, which is on the length of
-// the text.
+// SleepWith implements fleet.VMs. Of what does not persist it has copies that are told of and are nowhere, and the
+// limit, which is on the length of the text.
 func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
 	if err := v.asked(ctx, "sleep", name); err != nil {
 		return sandbox.SleepResult{}, err

@@ -18,8 +18,9 @@ import (
 // ErrEnvironment says that the environment asks for what there is not.
 var ErrEnvironment = errors.New("the OTEL_* variables cannot be followed")
 
-// Wanted says whether the environment asks for traces: by OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
-// OTEL_TRACES_EXPORTER=otlp, unless that is "none" or OTEL_SDK_DISABLED is "true".
+// Wanted says whether the environment asks for traces: by OTEL_EXPORTER_OTLP_ENDPOINT,
+// OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_TRACES_EXPORTER=otlp, unless that is "none" or OTEL_SDK_DISABLED is
+// "true".
 func Wanted() bool {
 	if strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true") {
 		return false
@@ -30,10 +31,12 @@ func Wanted() bool {
 	return os.Getenv("OTEL_EXPORTER_OTLP_ENDPOINT") != "" || os.Getenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") != ""
 }
 
-// Provider makes the provider that the environment asks for, and nil if it asks for none. Shut it down, with a context that ends: what has not been sent
-// is sent then. It speaks to nobody before there is a span. The error is ErrEnvironment where it asks for another exporter or protocol.
+// Provider makes the provider that the environment asks for, and nil if it asks for none. Shut it down, with a context
+// that ends: what has not been sent is sent then. It speaks to nobody before there is a span. The error is
+// ErrEnvironment where it asks for another exporter or protocol.
 //
-// Spans wait in a queue of OTEL_BSP_MAX_QUEUE_SIZE (2,048), and are dropped when that is full: a collector that does not answer holds up nobody.
+// Spans wait in a queue of OTEL_BSP_MAX_QUEUE_SIZE (2,048), and are dropped when that is full: a collector that does
+// not answer holds up nobody.
 func Provider(ctx context.Context, version string) (*sdktrace.TracerProvider, error) {
 	if !Wanted() {
 		return nil, nil
@@ -69,7 +72,8 @@ func FromHeader(ctx context.Context, h http.Header) context.Context {
 	return propagator.Extract(ctx, propagation.HeaderCarrier(h))
 }
 
-// FromEnvironment is FromHeader for the variables TRACEPARENT and TRACESTATE, by which a program tells one that it starts.
+// FromEnvironment is FromHeader for the variables TRACEPARENT and TRACESTATE, by which a program tells one that it
+// starts.
 func FromEnvironment(ctx context.Context) context.Context {
 	return propagator.Extract(ctx, propagation.MapCarrier{"traceparent": os.Getenv("TRACEPARENT"), "tracestate": os.Getenv("TRACESTATE")})
 }

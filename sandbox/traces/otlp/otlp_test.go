@@ -164,7 +164,8 @@ func TestCollector_that_is_slow_or_down_holds_up_nobody(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// More than wait in the queue: what has no room is dropped, and whoever makes it does not wait. If it did, it would be for ever.
+			// More than wait in the queue: what has no room is dropped, and whoever makes it does not wait. If it did,
+			// it would be for ever.
 			for range 10_000 {
 				_, span := p.Tracer("test").Start(t.Context(), "one")
 				span.End()

@@ -40,8 +40,9 @@ func main() {
 	if err := out.SendJSON(wire.Exit, result); err != nil {
 		halt(fmt.Errorf("report the result: %w", err))
 	}
-	// A write to the port ends before QEMU has passed it on, and what a slow reader has not taken would go with the power
-	// (port_fops_write in virtio_console.c). So the host, which kills the machine once it has the result, has the first turn.
+	// A write to the port ends before QEMU has passed it on, and what a slow reader has not taken would go with the
+	// power (port_fops_write in virtio_console.c). So the host, which kills the machine once it has the result, has the
+	// first turn.
 	time.Sleep(wire.ResultTaken)
 	halt(nil)
 }
@@ -58,8 +59,8 @@ func halt(err error) {
 	select {}
 }
 
-// portReader reads a virtio-serial port. The driver reports end of file while the host side is not connected yet, which is
-// so for an instant after the driver was loaded.
+// portReader reads a virtio-serial port. The driver reports end of file while the host side is not connected yet, which
+// is so for an instant after the driver was loaded.
 type portReader struct{ f *os.File }
 
 func (r *portReader) Read(p []byte) (int, error) {

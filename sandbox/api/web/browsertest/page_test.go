@@ -191,8 +191,8 @@ type tab struct {
 	expected []string
 }
 
-// open opens a tab at a hash of the page. What it says until the test ends is looked at then: nothing but what is expected may be an error, nothing is
-// refused by the policy, and all requests are to the server.
+// open opens a tab at a hash of the page. What it says until the test ends is looked at then: nothing but what is
+// expected may be an error, nothing is refused by the policy, and all requests are to the server.
 func open(t *testing.T, b *chromium.Browser, h *host, hash string, width, height int) *tab {
 	t.Helper()
 	return openWith(t, b, h, h.writes, hash, width, height)
@@ -343,7 +343,8 @@ func (b *tab) scheme(dark bool) {
 	b.must(b.Call(b.ctx, "Emulation.setEmulatedMedia", map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": value}}}, nil))
 }
 
-// hostile are texts that guests and users choose, for one who would put markup, scripts or an order of their own into a page.
+// hostile are texts that guests and users choose, for one who would put markup, scripts or an order of their own into a
+// page.
 var hostile = []string{
 	`<script>window.pwned = 1</script>`, `"><img src=x onerror="window.pwned = 1">`, `javascript:window.pwned=1`, "rtl \u202etxt.exe\u202c", "zero\u200bwidth", "\u0007bell\u001b[31mred",
 	`{{constructor.constructor('window.pwned=1')()}}`, `</td></table><a href="//elsewhere.example/">here</a>`,

@@ -1,11 +1,11 @@
-// Command hwkvm runs a command on a hardware-style KVM: as root in a virtual machine that has the host's file system and a
-// standard /dev/kvm. See package hwkvm for what that is worth.
+// Command hwkvm runs a command on a hardware-style KVM: as root in a virtual machine that has the host's file system
+// and a standard /dev/kvm. See package hwkvm for what that is worth.
 //
 //	hwkvm [flags] -- CMD ARGS...
 //	go test -exec "hwkvm --" ./...
 //
-// Its exit status is the command's: 128+n if signal n ended it, 126 or 127 if it could not be started. 124 says that the
-// time limit was reached, 125 that hwkvm itself or the machine failed, 2 that the command line is wrong.
+// Its exit status is the command's: 128+n if signal n ended it, 126 or 127 if it could not be started. 124 says that
+// the time limit was reached, 125 that hwkvm itself or the machine failed, 2 that the command line is wrong.
 package main
 
 import (

@@ -1,4 +1,5 @@
-// Command app is what runs in the test's container: it answers lines, and fetches a line from elsewhere when it is asked to.
+// Command app is what runs in the test's container: it answers lines, and fetches a line from elsewhere when it is
+// asked to.
 package main
 
 import (
