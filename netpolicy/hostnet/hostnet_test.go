@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -35,7 +36,9 @@ func TestMain(m *testing.M) {
 	if dir := os.Getenv(holderEnv); dir != "" {
 		a, err := Take(dir, small, "killed")
 		fmt.Println(addrOf(a), err)
-		select {}
+		_, _ = io.Copy(io.Discard, os.Stdin) // until it is killed, or whoever has started it ends
+		runtime.KeepAlive(a)
+		return
 	}
 	os.Exit(m.Run())
 }
@@ -208,6 +211,11 @@ func TestTake_address_of_a_killed_process_is_free_again(t *testing.T) {
 	dir := t.TempDir()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), holderEnv+"="+dir)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
