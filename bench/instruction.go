@@ -161,7 +161,7 @@ func (t turn) run(ctx context.Context, path string, count uint32) (took time.Dur
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, mem.Close()) }()
-	shell, err := vmm.NewShell(vmm.ShellConfig{VCPUs: 1, Memory: mem})
+	shell, err := vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: 1, Memory: mem})
 	if err != nil {
 		return 0, 0, err
 	}

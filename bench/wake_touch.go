@@ -94,11 +94,11 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 			return nil, err
 		}
 	}
-	touched := make(chan supervisor.Touch, 16)
+	touched := make(chan supervisor.Activation, 16)
 	serving, stop := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Pool, PruneEvery: -1, Touched: func(t supervisor.Touch) {
+		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Pool, PruneEvery: -1, Touched: func(t supervisor.Activation) {
 			select {
 			case touched <- t:
 			case <-serving.Done():
@@ -149,7 +149,7 @@ type wakeTouch struct {
 	name    string
 	at      netip.AddrPort
 	own     netip.Addr
-	touched chan supervisor.Touch
+	touched chan supervisor.Activation
 }
 
 // freePort is one of the host's that nobody listens at now.
@@ -249,7 +249,7 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 	if err != nil {
 		return err
 	}
-	var touch supervisor.Touch
+	var touch supervisor.Activation
 	select {
 	case touch = <-w.touched:
 	case <-time.After(touchTime):

@@ -58,7 +58,7 @@ type engine struct {
 	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
 	known  nameSets
 
-	told told
+	history nameHistory
 }
 
 // eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
@@ -182,7 +182,7 @@ func (e *engine) start(s *Spec, keep bool) error {
 		return errors.Join(err, t.close())
 	}
 	e.gen++
-	e.told.judges(e.gen, s.names)
+	e.history.judges(e.gen, s.names)
 	e.tables[e.which], e.spec = t, s
 	e.wg.Go(func() {
 		_ = wait()
@@ -378,7 +378,7 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		makeRoom(names)
 	}
 	names[name] = max(names[name], until)
-	e.told.asked(name, a)
+	e.history.asked(name, a)
 	return e.writePin(e.spec, a, names)
 }
 

@@ -124,7 +124,7 @@ func (g *FlowLog) lookAtFlows(anyway bool) error {
 		if fresh {
 			t = g.begin(k, v, now)
 		} else if v.Gen != t.Gen || v.Rule != t.Rule {
-			t.rule = g.eng.told.rule(v.Gen, int(v.Rule))
+			t.rule = g.eng.history.rule(v.Gen, int(v.Rule))
 		}
 		t.AgentFlow, t.look = *v, f.looks
 		over := v.Cut != 0 || now >= v.Seen+uint64(flowLife(v.State)+flowSlack)
@@ -176,9 +176,9 @@ func (g *FlowLog) begin(k *flowKey, v *bpf.AgentFlow, now uint64) *trackedFlow {
 	if v.First >= g.flows.begun {
 		g.flows.known++
 	}
-	t := &trackedFlow{begun: wall(v.First, now), rule: g.eng.told.rule(v.Gen, int(v.Rule))}
+	t := &trackedFlow{begun: wall(v.First, now), rule: g.eng.history.rule(v.Gen, int(v.Rule))}
 	if v.Opener == 0 {
-		t.name = g.eng.told.name(peerOf(k), v.First)
+		t.name = g.eng.history.name(peerOf(k), v.First)
 	}
 	g.flows.flows[*k] = t
 	return t
@@ -340,9 +340,9 @@ func (g *FlowLog) Denied(e Event) {
 			g.lost.Denied++
 			return
 		}
-		d = &deniedFlow{first: at, last: at, begun: wall(at, g.now()), rule: g.eng.told.rule(e.Generation, e.Rule)}
+		d = &deniedFlow{first: at, last: at, begun: wall(at, g.now()), rule: g.eng.history.rule(e.Generation, e.Rule)}
 		if e.Direction == Egress {
-			d.name = g.eng.told.name(e.Peer, at)
+			d.name = g.eng.history.name(e.Peer, at)
 		}
 		g.denied.flows[k] = d
 	}

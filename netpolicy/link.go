@@ -460,12 +460,12 @@ func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
 }
 
 // Name is the last name that Pin was called with for an address; empty is none.
-func (l *Link) Name(a netip.Addr) string { return l.eng.told.name(a.Unmap(), ^uint64(0)) }
+func (l *Link) Name(a netip.Addr) string { return l.eng.history.name(a.Unmap(), ^uint64(0)) }
 
 // RuleName names a rule of a table by its generation, for events: its name, or its place. It
 // is empty for tables before the last few, and for those of a process before this one.
 func (l *Link) RuleName(generation uint32, rule int) string {
-	return l.eng.told.rule(generation, rule)
+	return l.eng.history.rule(generation, rule)
 }
 
 // Counters says what became of packets since the programs were loaded.

@@ -119,7 +119,7 @@ func (e *engine) swap(s *Spec, filled func()) error {
 	}
 	filled()
 	e.gen++
-	e.told.judges(e.gen, s.names)
+	e.history.judges(e.gen, s.names)
 	if err := e.repin(s); err != nil {
 		return err
 	}

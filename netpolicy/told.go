@@ -16,7 +16,7 @@ const (
 
 // told remembers how names led to addresses, and what rules are called, so that whoever reads
 // events and flows learns of both. The zero value is empty.
-type told struct {
+type nameHistory struct {
 	mu     sync.Mutex // guards what follows
 	names  map[netip.Addr][]asked
 	tables []ruleNames // the oldest first
@@ -44,7 +44,7 @@ func coarse() uint64 {
 	return uint64(ts.Nano())
 }
 
-func (t *told) asked(name string, a netip.Addr) {
+func (t *nameHistory) asked(name string, a netip.Addr) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.names == nil {
@@ -67,7 +67,7 @@ func (t *told) asked(name string, a netip.Addr) {
 }
 
 // name is the last name that an address was given for until a moment.
-func (t *told) name(a netip.Addr, until uint64) string {
+func (t *nameHistory) name(a netip.Addr, until uint64) string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	list := t.names[a]
@@ -79,7 +79,7 @@ func (t *told) name(a netip.Addr, until uint64) string {
 	return ""
 }
 
-func (t *told) judges(gen uint32, rules []string) {
+func (t *nameHistory) judges(gen uint32, rules []string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.tables) >= maxTables {
@@ -88,7 +88,7 @@ func (t *told) judges(gen uint32, rules []string) {
 	t.tables = append(t.tables, ruleNames{gen, rules})
 }
 
-func (t *told) rule(gen uint32, rule int) string {
+func (t *nameHistory) rule(gen uint32, rule int) string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, x := range t.tables {

@@ -97,7 +97,7 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 			return err
 		},
 		"connection, packet or timer": func(s *Store, l Launcher) error {
-			_, hold, err := s.WakeHeld(context.Background(), l, "a")
+			_, hold, err := s.WakeLocked(context.Background(), l, "a")
 			if hold != nil {
 				hold.Release()
 			}

@@ -645,7 +645,7 @@ func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*
 	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
 	switch {
 	case ctx.Err() != nil:
-		s.calledOff(proc, name)
+		s.canceled(proc, name)
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.

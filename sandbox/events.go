@@ -67,28 +67,28 @@ func asked(r *http.Request) context.Context {
 	return ctx
 }
 
-// maxTold is how many events of the process of a VM wait to be written.
-const maxTold = 256
+// maxEventsWaiting is how many events of the process of a VM wait to be written.
+const maxEventsWaiting = 256
 
-// teller writes the events of a VM's process in their order, in the background.
-type teller struct {
+// eventWriter writes the events of a VM's process in their order, in the background.
+type eventWriter struct {
 	store *Store
 	log   *slog.Logger
-	in    chan toTell
+	in    chan toWrite
 	done  chan struct{}
 
 	mu     sync.Mutex // guards closed, and in against being closed
 	closed bool
 }
 
-// toTell is an event with what is called, if not nil, when it is written, or cannot be.
-type toTell struct {
+// toWrite is an event with what is called, if not nil, when it is written, or cannot be.
+type toWrite struct {
 	events.Event
 	then func(events.Event)
 }
 
-func (s *Store) newTeller(log *slog.Logger) *teller {
-	t := &teller{store: s, log: log, in: make(chan toTell, maxTold), done: make(chan struct{})}
+func (s *Store) newEventWriter(log *slog.Logger) *eventWriter {
+	t := &eventWriter{store: s, log: log, in: make(chan toWrite, maxEventsWaiting), done: make(chan struct{})}
 	go func() {
 		defer close(t.done)
 		j := s.Events()
@@ -107,7 +107,7 @@ func (s *Store) newTeller(log *slog.Logger) *teller {
 }
 
 // close waits until all is written. What is told from then on is not.
-func (t *teller) close() {
+func (t *eventWriter) close() {
 	t.mu.Lock()
 	t.closed = true
 	close(t.in)
@@ -124,23 +124,23 @@ func (p *process) tellAs(c events.Cause, t events.Type, d events.Details) { p.te
 
 // tellThen is tellAs that calls then, if it is not nil, with what was written. then must not block.
 func (p *process) tellThen(c events.Cause, t events.Type, d events.Details, then func(events.Event)) {
-	if p.teller == nil {
+	if p.events == nil {
 		return
 	}
-	p.teller.putThen(events.Event{
+	p.events.putThen(events.Event{
 		Type: t, Cause: c, Details: d, Sandbox: p.r.Spec.Name, SandboxID: p.r.ID, Tags: slices.Clone(p.r.Spec.Tags),
 	}, then)
 }
 
-func (t *teller) put(e events.Event) { t.putThen(e, nil) }
+func (t *eventWriter) put(e events.Event) { t.putThen(e, nil) }
 
-func (t *teller) putThen(e events.Event, then func(events.Event)) {
+func (t *eventWriter) putThen(e events.Event, then func(events.Event)) {
 	e.Time = time.Now().UTC()
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.closed {
 		select {
-		case t.in <- toTell{e, then}:
+		case t.in <- toWrite{e, then}:
 			return
 		default:
 			t.log.Warn("an event is not in the journal: too many wait to be written", "type", string(e.Type))

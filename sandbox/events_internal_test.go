@@ -178,7 +178,7 @@ func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
 
 func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
 	s := tempStore(t)
-	tl := s.newTeller(slog.New(slog.DiscardHandler))
+	tl := s.newEventWriter(slog.New(slog.DiscardHandler))
 	tl.put(events.Event{Type: events.Woken, Sandbox: "a"})
 	tl.put(events.Event{Type: events.Slept, Sandbox: "a"})
 	tl.close()

@@ -115,11 +115,11 @@ func (p *process) welcome(e events.Event) {
 }
 
 func (p *process) tellFailed(failed []events.Event) {
-	if p.teller == nil {
+	if p.events == nil {
 		return
 	}
 	for _, e := range failed {
-		p.teller.put(e)
+		p.events.put(e)
 	}
 }
 

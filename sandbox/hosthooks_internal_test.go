@@ -112,10 +112,10 @@ func begunProcess(t *testing.T, s *Store, name string, policy spec.HookPolicy) *
 	r := labelled(t, s, name, Stopped, nil)
 	r.Spec.Hooks.Policy = policy
 	p := &process{store: s, log: slog.New(slog.DiscardHandler), r: r}
-	p.teller = s.newTeller(p.log)
+	p.events = s.newEventWriter(p.log)
 	t.Cleanup(func() {
 		p.welcomed.Wait()
-		p.teller.close()
+		p.events.close()
 	})
 	return p
 }

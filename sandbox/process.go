@@ -54,10 +54,10 @@ type Report struct {
 
 // process is the life of a VM in its own process.
 type process struct {
-	store  *Store
-	log    *slog.Logger
-	urgent func() (calm func())
-	in     *instance.Instance
+	store      *Store
+	log        *slog.Logger
+	prioritize func() (calm func())
+	in         *instance.Instance
 
 	// op is held by what changes the VM as a whole, and guards what follows.
 	op     sync.Mutex
@@ -71,13 +71,13 @@ type process struct {
 
 	// lasting ends with the process, which waits for what goes on in the background.
 	// holders keep it awake, and falling says that it is being put to sleep.
-	holders holdSet
+	holders wakeLocks
 	falling atomic.Bool
 
 	// cpuBefore is processor time that the process had used before it was the VM's.
 	cpuBefore time.Duration
 	// teller writes events; nil before the VM is there.
-	teller *teller
+	events *eventWriter
 	// welcomed is until hooks of the host have been told that the VM is there.
 	welcomed sync.WaitGroup
 	// ending is on whose behalf the VM ends.
@@ -108,7 +108,7 @@ type ServeOptions struct {
 	Cause events.Cause
 
 	// urgent, if not nil, has the process go before others until what it returns is called.
-	urgent func() (calm func())
+	prioritize func() (calm func())
 	// hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
 	hold *os.File
 	// told, if not nil, ends when the process is told to end: the VM goes to sleep then.
@@ -122,7 +122,7 @@ type ServeOptions struct {
 // answers on the control socket, and returns when the guest has ended or sleeps. The
 // record must exist. When ctx ends the VM is stopped as if its power were cut.
 func (s *Store) Serve(ctx context.Context, name string, o ServeOptions) error {
-	p := &process{store: s, log: o.Log, urgent: o.urgent, ended: make(chan struct{}), cpuBefore: processCPU()}
+	p := &process{store: s, log: o.Log, prioritize: o.prioritize, ended: make(chan struct{}), cpuBefore: processCPU()}
 	err := p.serve(ctx, name, o)
 	if err != nil {
 		o.Report(Report{Name: name, Error: reportError(err)})
@@ -179,13 +179,13 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	defer p.letGo()
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
-	p.teller = p.store.newTeller(p.log)
+	p.events = p.store.newEventWriter(p.log)
 	// When the background has ended, and before the lock is released.
 	defer func() {
 		stop()
 		p.background.Wait()
 		p.welcomed.Wait()
-		p.teller.close()
+		p.events.close()
 	}()
 	// Whatever is asked for from now on is told of after this beginning.
 	p.op.Lock()
@@ -203,7 +203,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	// Before the background is waited for, and after it was told to end.
 	defer unask()
 	if o.hold != nil {
-		if err := p.heldBy(o.hold); err != nil {
+		if err := p.lockedBy(o.hold); err != nil {
 			return errors.Join(err, p.in.Close())
 		}
 	}
@@ -226,7 +226,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
 	if o.told != nil {
-		p.background.Go(func() { p.sleepWhenTold(lasting, o.told) })
+		p.background.Go(func() { p.sleepOnTerminate(lasting, o.told) })
 	}
 	// A VM that has come back is left alone unless it is urgent.
 	if len(p.r.Disk.Layers) > 2*maxStack {
@@ -344,7 +344,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err := saved(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
-	// From here on others may use it: see Store.calledOff.
+	// From here on others may use it: see Store.canceled.
 	if o.wanted != nil && !o.wanted() {
 		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCalledOff), p.in.Close())
 	}
@@ -603,7 +603,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	}
 	o := instance.CaptureOptions{
 		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
-		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.urgent,
+		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.prioritize,
 		Names:  func(st disk.Stack) []string { return p.store.relative(st).Layers },
 		Sealed: p.sealed,
 	}
@@ -826,7 +826,7 @@ func (p *process) control() *http.Server {
 		return p.snapshot(asked(r), q.Get("note"), policy)
 	}, nil)
 	mux.HandleFunc("POST /fork", p.serveFork)
-	mux.HandleFunc("GET /hold", p.serveHold)
+	mux.HandleFunc("GET /hold", p.serveWakeLock)
 	p.handlePolicy(mux, handle)
 	p.handleTags(handle)
 	p.handleSecrets(handle)

@@ -42,7 +42,7 @@ type self struct {
 	wake     func(at time.Time) error
 	extend   func(seconds int) (expires time.Time, err error)
 	fork     func() (child string, err error)
-	holders  *holdSet
+	holders  *wakeLocks
 
 	mu    sync.Mutex // guards what follows
 	left  int

@@ -47,7 +47,7 @@ func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), 
 	}
 	now := time.Unix(1000, 0)
 	s = &self{
-		allow: spec.Self{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &holdSet{},
+		allow: spec.Self{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &wakeLocks{},
 		snapshot: func(note string) (string, error) { return "snap of " + note, nil },
 		sleep:    func() {},
 	}

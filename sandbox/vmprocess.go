@@ -218,12 +218,12 @@ func (s *Store) obey(ctx, told context.Context, ord order, files []*os.File, she
 	log := slog.New(slog.NewTextHandler(out, nil)).With("vm", ord.Name)
 	ready := func() {}
 	if ord.Snapshot != "" || ord.Fork {
-		calm, collect := beUrgent(), PauseGC()
+		calm, collect := prioritize(), PauseGC()
 		ready = func() { calm(); collect() }
 		defer ready()
 	}
 	return s.Serve(ctx, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, urgent: beUrgent, hold: hold, told: told, wanted: func() bool { return hasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, prioritize: prioritize, hold: hold, told: told, wanted: func() bool { return hasReader(report) },
 		Report: func(r Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -247,9 +247,9 @@ func (s *Store) standBy(ctx, told context.Context, shape spec.Shape) (err error)
 	}
 	// What a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
-	_ = rehearse()                                          // if it fails, so does the wake, and says why
+	_ = warmUp()                                            // if it fails, so does the wake, and says why
 	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
-	beUrgent()()
+	prioritize()()
 	PauseGC()()
 	runtime.GC()
 	conn, err := fileConn(os.NewFile(poolFD, "pool"))

@@ -7,7 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// ErrNotTracked says that a machine was made without ShellConfig.TrackDirty.
+// ErrNotTracked says that a machine was made without PrebuiltConfig.TrackDirty.
 var ErrNotTracked = errors.New("the machine does not track which pages change")
 
 // logWords is the part of a bitmap over all of RAM that is about one slot. Slots
@@ -28,7 +28,7 @@ func logWords(set *guestmem.PageSet, s guestmem.Slot) []uint64 {
 //
 // The machine must be paused, or TakeDirty fails with ErrNotPaused. Call it after
 // Export: reading the state of a vCPU may make KVM write to the guest's RAM. It
-// fails with ErrNotTracked without ShellConfig.TrackDirty. A call that fails loses
+// fails with ErrNotTracked without PrebuiltConfig.TrackDirty. A call that fails loses
 // nothing.
 //
 // Its time follows the number of changed pages, but for reading two bits for each

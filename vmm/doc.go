@@ -2,7 +2,7 @@
 // and devices together, runs the vCPUs, and stops, saves and restores the whole at
 // a defined point.
 //
-// A [Machine] goes through few states. NewShell begins to make what KVM has of it, in the
+// A [Machine] goes through few states. NewPrebuilt begins to make what KVM has of it, in the
 // background; New adds the devices, and everything is allocated and nothing in it. Boot
 // puts a kernel into it, or Import the state of a machine that was saved; Start lets the
 // vCPUs run. Pause and Resume

@@ -4,7 +4,7 @@ import "github.com/drowse-vm/drowse/vmm/guestmem"
 
 // FirstPages are the pages of RAM that starting the restored machine takes before its guest runs: disks look at their
 // queues. They are linear page numbers, as package guestmem counts them. It is for loading them early: they may be too
-// many or too few, and repeat. What KVM itself wants, Shell.Load loads. The machine must be paused.
+// many or too few, and repeat. What KVM itself wants, Prebuilt.Load loads. The machine must be paused.
 func (m *Machine) FirstPages() []uint64 {
 	m.life.Lock()
 	defer m.life.Unlock()

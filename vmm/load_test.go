@@ -34,7 +34,7 @@ func without(states []State, name string) []State {
 // loadBeside makes a machine while its shell is given a saved state.
 func loadBeside(t *testing.T, mem *guestmem.Memory, states []State) (m *Machine, loading, making error) {
 	t.Helper()
-	shell, err := NewShell(ShellConfig{VCPUs: 2, Memory: mem})
+	shell, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +123,7 @@ func TestShellTakesOneState(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer mem.Close()
-	s, err := NewShell(ShellConfig{VCPUs: 2, Memory: mem})
+	s, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})
 	if err != nil {
 		t.Fatal(err)
 	}

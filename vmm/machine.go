@@ -88,7 +88,7 @@ type transport struct {
 type Machine struct {
 	cfg   Config
 	log   *slog.Logger
-	shell *Shell
+	shell *Prebuilt
 	vm    *kvm.VM
 	mem   *guestmem.Memory
 	cpus  []*cpu
@@ -131,7 +131,7 @@ const (
 // New makes a machine of a shell, waiting for it if need be, with devices and nothing to
 // run. The shell is the machine's from then on, and closed if New fails. The host commits
 // memory only as it is used.
-func New(shell *Shell, cfg Config) (*Machine, error) {
+func New(shell *Prebuilt, cfg Config) (*Machine, error) {
 	m := &Machine{cfg: cfg, log: cfg.Log, shell: shell, mem: shell.cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)

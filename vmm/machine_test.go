@@ -75,7 +75,7 @@ type testConfig struct {
 func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
 	// The first place has too many or just as many doorbells for most devices, the second none, and others are not
 	// known ahead.
-	shell, err := NewShell(ShellConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
+	shell, err := NewPrebuilt(PrebuiltConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
 	if err != nil {
 		return nil, err
 	}
@@ -390,11 +390,11 @@ func TestImpossibleMachinesAreRefused(t *testing.T) {
 	}
 	defer mem.Close()
 	for _, n := range []int{-1, 0, 9} {
-		if _, err := NewShell(ShellConfig{VCPUs: n, Memory: mem}); !errors.Is(err, ErrConfig) {
+		if _, err := NewPrebuilt(PrebuiltConfig{VCPUs: n, Memory: mem}); !errors.Is(err, ErrConfig) {
 			t.Errorf("%d vCPUs: got %v, want ErrConfig", n, err)
 		}
 	}
-	if _, err := NewShell(ShellConfig{VCPUs: 1}); !errors.Is(err, ErrConfig) {
+	if _, err := NewPrebuilt(PrebuiltConfig{VCPUs: 1}); !errors.Is(err, ErrConfig) {
 		t.Errorf("no memory: got %v, want ErrConfig", err)
 	}
 	if _, err := (testConfig{Devices: make([]Device, MaxDevices+1)}).with(mem); !errors.Is(err, ErrConfig) {

@@ -136,7 +136,7 @@ type loadedState struct {
 // vCPUs. What is left is for Machine.Import. It waits for the shell, and may run while New makes a machine of it and
 // devices are made; the machine must not do anything before Load has returned. RAM must have its content before, or a
 // pager that has it. After an error the shell can only be closed.
-func (s *Shell) Load(states []State) error {
+func (s *Prebuilt) Load(states []State) error {
 	if err := s.Wait(); err != nil {
 		return err
 	}
@@ -146,7 +146,7 @@ func (s *Shell) Load(states []State) error {
 }
 
 // saved returns what Load has taken of a saved machine, and has it take it if it has not been called.
-func (s *Shell) saved(states []State) (*loadedState, error) {
+func (s *Prebuilt) saved(states []State) (*loadedState, error) {
 	s.loading.Lock()
 	defer s.loading.Unlock()
 	if s.loaded != nil {
@@ -157,14 +157,14 @@ func (s *Shell) saved(states []State) (*loadedState, error) {
 }
 
 // empty says that nothing has been loaded, or begun to be.
-func (s *Shell) empty() bool {
+func (s *Prebuilt) empty() bool {
 	s.loading.Lock()
 	defer s.loading.Unlock()
 	return !s.begun
 }
 
 // load is Load with the lock held.
-func (s *Shell) load(states []State) error {
+func (s *Prebuilt) load(states []State) error {
 	if s.closed || s.begun {
 		return fmt.Errorf("restoring: %w: what KVM has of it is closed, or has had a state loaded", ErrConfig)
 	}
@@ -236,7 +236,7 @@ func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
 	return k, nil
 }
 
-func (s *Shell) loadState(states []State) (*loadedState, error) {
+func (s *Prebuilt) loadState(states []State) (*loadedState, error) {
 	parts, err := partsOf(states)
 	if err != nil {
 		return nil, err

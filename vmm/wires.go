@@ -77,7 +77,7 @@ func checkQueues(queues []int) error {
 }
 
 // layAhead gives places their wires.
-func (s *Shell) layAhead() error {
+func (s *Prebuilt) layAhead() error {
 	for place, n := range s.cfg.Queues {
 		s.wires = append(s.wires, wires{})
 		if err := s.wires[place].lay(s.vm, place, n); err != nil {
@@ -90,7 +90,7 @@ func (s *Shell) layAhead() error {
 // takeWires are those of a place for a device with so many queues. What is missing is laid now, and what the device has
 // no use for goes with the shell: nobody hears a doorbell of a queue that is not there, as nobody heeds a write to its
 // register.
-func (s *Shell) takeWires(place, queues int) (w wires, err error) {
+func (s *Prebuilt) takeWires(place, queues int) (w wires, err error) {
 	if place < len(s.wires) {
 		w, s.wires[place] = s.wires[place], wires{}
 	}

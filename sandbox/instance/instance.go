@@ -102,7 +102,7 @@ type Instance struct {
 	parts   Parts
 	log     *slog.Logger
 	mem     *guestmem.Memory
-	shell   *vmm.Shell
+	shell   *vmm.Prebuilt
 	machine *vmm.Machine
 	// assembled is closed when there is a machine, or will be none.
 	assembled chan struct{}

@@ -17,7 +17,7 @@ import (
 // and what KVM has.
 type prebuilt struct {
 	mem *guestmem.Memory
-	vm  *vmm.Shell
+	vm  *vmm.Prebuilt
 }
 
 // queuesAhead are the numbers of queues of the devices that VMs have first: three disks, vsock, rng, balloon and
@@ -25,8 +25,8 @@ type prebuilt struct {
 var queuesAhead = []int{1, 1, 1, 3, 1, 4, 2}
 
 // newShell has KVM prepare for a VM with this RAM in the background.
-func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Shell, error) {
-	return vmm.NewShell(vmm.ShellConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
+func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt, error) {
+	return vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
 }
 
 func (s prebuilt) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }

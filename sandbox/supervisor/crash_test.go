@@ -50,7 +50,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 	}
 	v := &supervisor{
 		store: s, stamps: noticed[map[string]time.Time]{read: s.Stamps}, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
-		doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
+		listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	crashes := func() (n int) {
 		t.Helper()

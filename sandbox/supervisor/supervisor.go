@@ -41,7 +41,7 @@ type Options struct {
 	Log *slog.Logger
 	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
 	// when it was delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
-	Touched func(Touch)
+	Touched func(Activation)
 }
 
 // Wake is one that has ended.
@@ -55,8 +55,8 @@ type Wake struct {
 	Err    error
 }
 
-// Touch is what became of a connection to a published port, or of a packet to the address of a VM that slept.
-type Touch struct {
+// Activation is what became of a connection to a published port, or of a packet to the address of a VM that slept.
+type Activation struct {
 	VM string
 	// By is TouchConnection or TouchPacket.
 	By string
@@ -107,17 +107,17 @@ type supervisor struct {
 	seen   map[string]time.Time // stamps of the records that have been read
 	pids   map[string]int       // processes of the VMs that ran then
 	// want are the ports that VMs publish, doors those that are listened at, and refused why one is not.
-	want    map[string][]port
-	doors   map[port]closer
-	refused map[port]string
-	carried sync.WaitGroup
+	want      map[string][]port
+	listeners map[port]closer
+	refused   map[port]string
+	carried   sync.WaitGroup
 
 	// guarded are the VMs that packets may wake, gate is who does it, and device where they come; nil until there is
-	// such a VM. gateFailed is why there is none.
-	guarded    map[string]guarded
-	gate       *gate
-	device     *gateDevice
-	gateFailed string
+	// such a VM. wakerFailed is why there is none.
+	guarded     map[string]guarded
+	waker       *packetWaker
+	device      *wakerDevice
+	wakerFailed string
 }
 
 // Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
@@ -139,7 +139,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	defer cancel(nil)
 	v := &supervisor{
 		store: s, launcher: l, o: o, log: o.Log,
-		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, doors: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
+		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	watch, err := newNotice(filepath.Join(s.Dir(), "vms"))
 	if err != nil {
@@ -198,16 +198,16 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 		}()
 	}
 	defer func() {
-		for _, d := range v.doors {
+		for _, d := range v.listeners {
 			d.close()
 		}
 		if v.device != nil {
 			err = errors.Join(err, v.device.close())
 		}
 		v.carried.Wait()
-		if v.gate != nil {
+		if v.waker != nil {
 			cancel(nil)
-			v.gate.bringing.Wait()
+			v.waker.bringing.Wait()
 		}
 	}()
 	tick := time.NewTicker(lookEvery)
@@ -268,7 +268,7 @@ func (v *supervisor) look(ctx context.Context) error {
 		}
 	}
 	v.open(ctx)
-	errs = append(errs, v.openGate(ctx))
+	errs = append(errs, v.openPacketWaker(ctx))
 	return errors.Join(errs...)
 }
 
@@ -298,10 +298,10 @@ func (v *supervisor) open(ctx context.Context) {
 			want[p] = true
 		}
 	}
-	for p, d := range v.doors {
+	for p, d := range v.listeners {
 		if !want[p] {
 			d.close()
-			delete(v.doors, p)
+			delete(v.listeners, p)
 			v.log.Info("not listening any more", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "port", p.guest)
 		}
 	}
@@ -311,10 +311,10 @@ func (v *supervisor) open(ctx context.Context) {
 		}
 	}
 	for p := range want {
-		if v.doors[p] != nil {
+		if v.listeners[p] != nil {
 			continue
 		}
-		d, err := v.openDoor(ctx, p)
+		d, err := v.listenTCP(ctx, p)
 		if err != nil {
 			// Another VM, or another program, may be there; it may go.
 			if v.refused[p] != err.Error() {
@@ -324,15 +324,15 @@ func (v *supervisor) open(ctx context.Context) {
 			continue
 		}
 		delete(v.refused, p)
-		v.doors[p] = d
+		v.listeners[p] = d
 		v.log.Info("listening", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "port", p.guest)
 	}
 }
 
 // awake sees to it that a VM is awake and stays so until the hold is released.
-func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.Hold, *spec.NetworkInfo, error) {
+func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock, *spec.NetworkInfo, error) {
 	for range wakeTries {
-		hold, err := v.store.Hold(ctx, name)
+		hold, err := v.store.AcquireWakeLock(ctx, name)
 		if errors.Is(err, sandbox.ErrNotRunning) {
 			if hold, err = v.wakeHeld(ctx, name); err != nil {
 				return nil, nil, err
@@ -373,9 +373,9 @@ func (v *supervisor) wake(ctx context.Context, name string) error {
 }
 
 // wakeHeld is wake with a hold on the VM; nil if it was woken by somebody else.
-func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.Hold, error) {
+func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLock, error) {
 	begin := time.Now()
-	rep, hold, err := v.store.WakeHeld(ctx, v.launcher, name)
+	rep, hold, err := v.store.WakeLocked(ctx, v.launcher, name)
 	if v.o.Woken != nil {
 		v.o.Woken(ctx, Wake{VM: name, Begun: begin, Took: time.Since(begin), Report: rep, Err: err})
 	}
@@ -407,9 +407,9 @@ func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
 	return vm, true
 }
 
-// openGate has the addresses of guarded VMs lead to the gate.
-func (v *supervisor) openGate(ctx context.Context) error {
-	if v.gate == nil {
+// openPacketWaker has the addresses of guarded VMs lead to the packet waker.
+func (v *supervisor) openPacketWaker(ctx context.Context) error {
+	if v.waker == nil {
 		if len(v.guarded) == 0 {
 			return nil
 		}
@@ -421,17 +421,17 @@ func (v *supervisor) openGate(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		d, err := openGateDevice(agents, agents6)
+		d, err := openWakerDevice(agents, agents6)
 		if err != nil {
 			// As long as it is the same, once.
-			if v.gateFailed == err.Error() {
+			if v.wakerFailed == err.Error() {
 				return nil
 			}
-			v.gateFailed = err.Error()
+			v.wakerFailed = err.Error()
 			return fmt.Errorf("packets wake no VM: %w", err)
 		}
 		v.device = d
-		g := &gate{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g := &packetWaker{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error) {
 			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {
@@ -439,7 +439,7 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			}
 			return h, info, nil
 		}
-		v.gate = g
+		v.waker = g
 		v.carried.Go(func() {
 			// Or the first VM that wakes after a start of the host waits for it.
 			if err := netpolicy.Preload(""); err != nil {
@@ -452,6 +452,6 @@ func (v *supervisor) openGate(ctx context.Context) error {
 			}
 		})
 	}
-	v.gate.guard(v.guarded)
-	return v.device.lead(v.gate.addresses())
+	v.waker.guard(v.guarded)
+	return v.device.lead(v.waker.addresses())
 }

@@ -35,15 +35,15 @@ const (
 	refusalTime = time.Second
 )
 
-// held keeps a VM awake: sandbox.Hold.
+// held keeps a VM awake: sandbox.Store.AcquireWakeLock.
 type held interface {
 	Done() <-chan struct{}
 	Release()
 }
 
-// hatch listens for one published port of UDP.
-type hatch struct {
-	entrance
+// udpListener listens for one published port of UDP.
+type udpListener struct {
+	publishedPort
 	conn *net.UDPConn
 	// wake sees to it that the VM is awake, and says where its port is.
 	wake func(context.Context) (held, netip.AddrPort, error)
@@ -87,8 +87,8 @@ var (
 	errTooLong = fmt.Errorf("a datagram of more than %d bytes", maxDatagram)
 )
 
-func (v *supervisor) openHatch(ctx context.Context, p port) (closer, error) {
-	h := &hatch{entrance: entrance{v: v, port: p}, unanswered: unansweredTime, answered: answeredTime}
+func (v *supervisor) listenUDP(ctx context.Context, p port) (closer, error) {
+	h := &udpListener{publishedPort: publishedPort{v: v, port: p}, unanswered: unansweredTime, answered: answeredTime}
 	h.wake = func(ctx context.Context) (held, netip.AddrPort, error) {
 		hold, info, err := v.awake(events.WithCause(ctx, events.Packet), p.vm)
 		if err != nil {
@@ -103,7 +103,7 @@ func (v *supervisor) openHatch(ctx context.Context, p port) (closer, error) {
 }
 
 // open listens.
-func (h *hatch) open(ctx context.Context) error {
+func (h *udpListener) open(ctx context.Context) error {
 	h.gate, h.sessions = make(chan struct{}, 1), map[sender]*session{}
 	network := "udp"
 	if h.port.listen.Addr().Is4() {
@@ -162,12 +162,12 @@ func destination(oob []byte) (to netip.Addr, back []byte) {
 }
 
 // close stops listening, and ends all sessions.
-func (h *hatch) close() {
+func (h *udpListener) close() {
 	h.cancel()
 	h.conn.Close()
 }
 
-func (h *hatch) receive() {
+func (h *udpListener) receive() {
 	b, oob := make([]byte, maxDatagram), make([]byte, 128)
 	for {
 		n, oobn, flags, from, err := h.conn.ReadMsgUDPAddrPort(b, oob)
@@ -200,7 +200,7 @@ func (h *hatch) receive() {
 }
 
 // take passes on a datagram, or holds it until the VM is awake. An error says that it was dropped.
-func (h *hatch) take(from sender, back, b []byte) error {
+func (h *udpListener) take(from sender, back, b []byte) error {
 	for {
 		guest, err := h.hold(from, back, b)
 		if guest == nil || err != nil {
@@ -224,7 +224,7 @@ func (h *hatch) take(from sender, back, b []byte) error {
 
 // hold keeps a datagram if the VM is not awake yet, else it says by which socket it is to be sent. A sender without a
 // session gets one.
-func (h *hatch) hold(from sender, back, b []byte) (*net.UDPConn, error) {
+func (h *udpListener) hold(from sender, back, b []byte) (*net.UDPConn, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.ctx.Err(); err != nil {
@@ -255,7 +255,7 @@ func (h *hatch) hold(from sender, back, b []byte) (*net.UDPConn, error) {
 }
 
 // carry is a session: it wakes the VM if it sleeps, passes on what is held, and then carries the answers.
-func (h *hatch) carry(s *session) error {
+func (h *udpListener) carry(s *session) error {
 	defer h.forget(s)
 	ctx, cancel := context.WithTimeout(h.ctx, wakeTime)
 	hold, to, err := h.turn(ctx)
@@ -289,7 +289,7 @@ func (h *hatch) carry(s *session) error {
 }
 
 // turn wakes the VM for one session after the other. If that has failed just now, it is not tried again at once.
-func (h *hatch) turn(ctx context.Context) (held, netip.AddrPort, error) {
+func (h *udpListener) turn(ctx context.Context) (held, netip.AddrPort, error) {
 	select {
 	case h.gate <- struct{}{}:
 	case <-ctx.Done():
@@ -308,7 +308,7 @@ func (h *hatch) turn(ctx context.Context) (held, netip.AddrPort, error) {
 }
 
 // deliver sends what is held, in its order, before anything that comes from now on.
-func (h *hatch) deliver(s *session, guest *net.UDPConn) error {
+func (h *udpListener) deliver(s *session, guest *net.UDPConn) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	now := time.Now()
@@ -327,7 +327,7 @@ func (h *hatch) deliver(s *session, guest *net.UDPConn) error {
 }
 
 // drop forgets what is held for a session.
-func (h *hatch) drop(s *session) {
+func (h *udpListener) drop(s *session) {
 	for _, d := range s.held {
 		h.bytes -= len(d.bytes)
 	}
@@ -335,7 +335,7 @@ func (h *hatch) drop(s *session) {
 }
 
 // forget ends a session.
-func (h *hatch) forget(s *session) {
+func (h *udpListener) forget(s *session) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.drop(s)
@@ -345,7 +345,7 @@ func (h *hatch) forget(s *session) {
 }
 
 // answers carries what the guest sends until nothing has passed for some time, or the VM sleeps.
-func (h *hatch) answers(s *session, guest *net.UDPConn) error {
+func (h *udpListener) answers(s *session, guest *net.UDPConn) error {
 	b := make([]byte, maxDatagram)
 	for {
 		end, over := h.idle(s)
@@ -384,7 +384,7 @@ func closed(err error) error {
 
 // idle says when a session is over, and whether it is. Then nothing finds it any more: what comes from its sender later
 // begins another one.
-func (h *hatch) idle(s *session) (end time.Time, over bool) {
+func (h *udpListener) idle(s *session) (end time.Time, over bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	end = s.used.Add(h.unanswered)

@@ -115,14 +115,14 @@ func (v *vm) wake(ctx context.Context) (held, netip.AddrPort, error) {
 }
 
 // newHatch listens for a VM's port. The VM is awake already if it sleeps not.
-func newHatch(t *testing.T, listen string, v *vm, sleeps bool) *hatch {
+func newHatch(t *testing.T, listen string, v *vm, sleeps bool) *udpListener {
 	t.Helper()
 	v.awake, v.asleep = make(chan struct{}), make(chan struct{})
 	if !sleeps {
 		close(v.awake)
 	}
 	s := &supervisor{o: Options{MaxConns: 3}, log: slog.New(slog.DiscardHandler)}
-	h := &hatch{entrance: entrance{v: s, port: port{"a", netip.MustParseAddrPort(listen), v.guest.Port(), netpolicy.UDP}}, wake: v.wake}
+	h := &udpListener{publishedPort: publishedPort{v: s, port: port{"a", netip.MustParseAddrPort(listen), v.guest.Port(), netpolicy.UDP}}, wake: v.wake}
 	h.unanswered, h.answered = time.Hour, time.Hour
 	if err := h.open(t.Context()); err != nil {
 		t.Fatal(err)
@@ -140,10 +140,10 @@ func newHatch(t *testing.T, listen string, v *vm, sleeps bool) *hatch {
 	return h
 }
 
-func (h *hatch) address() netip.AddrPort { return h.conn.LocalAddr().(*net.UDPAddr).AddrPort() }
+func (h *udpListener) address() netip.AddrPort { return h.conn.LocalAddr().(*net.UDPAddr).AddrPort() }
 
 // client sends to a hatch, at an address of its own if it listens at all.
-func client(t *testing.T, h *hatch, to netip.Addr) *net.UDPConn {
+func client(t *testing.T, h *udpListener, to netip.Addr) *net.UDPConn {
 	t.Helper()
 	if !to.IsValid() {
 		to = h.address().Addr()
@@ -176,7 +176,7 @@ func receive(t *testing.T, c *net.UDPConn, want string) {
 }
 
 // until waits for what another goroutine does.
-func until(t *testing.T, h *hatch, what string, done func() bool) {
+func until(t *testing.T, h *udpListener, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(testWait); ; time.Sleep(time.Millisecond) {
 		h.mu.Lock()
@@ -191,7 +191,7 @@ func until(t *testing.T, h *hatch, what string, done func() bool) {
 	}
 }
 
-func (h *hatch) holding() (n int) {
+func (h *udpListener) holding() (n int) {
 	for _, s := range h.sessions {
 		n += len(s.held)
 	}

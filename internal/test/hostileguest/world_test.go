@@ -283,7 +283,7 @@ type machine struct {
 // newMachine makes one around mem, which stays the caller's.
 func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 	m = &machine{}
-	shell, err := vmm.NewShell(vmm.ShellConfig{VCPUs: 2, Memory: mem})
+	shell, err := vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: 2, Memory: mem})
 	if err != nil {
 		return nil, err
 	}

@@ -50,7 +50,7 @@ const opening = 2 // SYN
 
 // stage is a gate with what it does to VMs noted.
 type stage struct {
-	*gate
+	*packetWaker
 	mu       sync.Mutex
 	woken    []string
 	sent     []string // device, and the packet's TCP port
@@ -77,7 +77,7 @@ func newStage(t *testing.T, policy string) *stage {
 		t.Fatal(err)
 	}
 	s := &stage{awake: make(chan struct{}), info: spec.NetworkInfo{TAP: "tap-a", Address: own, Address6: own6}, clock: time.Unix(1e9, 0)}
-	s.gate = &gate{
+	s.packetWaker = &packetWaker{
 		log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64"),
 		resting: map[netip.Addr]*resting{}, now: func() time.Time { return s.clock },
 		wake: func(_ context.Context, name string) (hold, *spec.NetworkInfo, error) {
@@ -171,10 +171,10 @@ func TestGate_holds_no_more_than_its_bounds(t *testing.T) {
 		s := newStage(t, opensHTTP)
 		p := append(syn("93.184.216.34", "10.200.0.7", 80, opening), make([]byte, size-40)...)
 		binary.BigEndian.PutUint16(p[2:], uint16(size))
-		for range 10 * maxGateHeld {
+		for range 10 * maxWakerHeld {
 			s.packet(t.Context(), p)
 		}
-		if n := min(maxGateHeld, maxGateBytes/size); len(s.resting[own].held) != n {
+		if n := min(maxWakerHeld, maxWakerBytes/size); len(s.resting[own].held) != n {
 			t.Errorf("%s: %d are held, want %d", name, len(s.resting[own].held), n)
 		}
 		s.let()
@@ -254,9 +254,9 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	lo, err := netlink.LinkByName("lo")
 	must(err)
 	must(netlink.LinkSetUp(lo))
-	first, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
+	first, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
 	must(err)
-	d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6) // another supervisor's
+	d, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6) // another supervisor's
 	must(err)
 	must(first.close())
 	defer func() { must(d.close()) }()
@@ -327,14 +327,14 @@ func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 		t.Fatal(err)
 	}
 	name := func(i int) string { return fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i) }
-	for i := 0; i < maxGates-2; i += 2 { // others', which the kernel makes sooner in pairs
+	for i := 0; i < maxWakers-2; i += 2 { // others', which the kernel makes sooner in pairs
 		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}
 		if err := netlink.LinkAdd(pair); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for i := maxGates - 2; i <= maxGates; i++ {
-		d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
+	for i := maxWakers - 2; i <= maxWakers; i++ {
+		d, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
 		if err == nil {
 			defer func() {
 				if err := d.close(); err != nil {
@@ -342,9 +342,9 @@ func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 				}
 			}()
 		}
-		if i < maxGates {
+		if i < maxWakers {
 			if err != nil || d.link.Attrs().Name != name(i) {
-				t.Fatalf("supervisor %d of %d: %v", i+1, maxGates, err)
+				t.Fatalf("supervisor %d of %d: %v", i+1, maxWakers, err)
 			}
 			continue
 		}
@@ -403,7 +403,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 	for _, name := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
 		must(os.WriteFile("/proc/sys/net/"+name, []byte("1\n"), 0o644))
 	}
-	d, err := openGateDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
+	d, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
 	must(err)
 	defer func() { must(d.close()) }()
 	asleep, another := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")

@@ -13,7 +13,7 @@ import (
 
 func TestHoldSet_that_are_dismissed_are_waited_for(t *testing.T) {
 	t.Parallel()
-	var h holdSet
+	var h wakeLocks
 	leave, done := h.join()
 	_, second := h.join()
 	if n, ever := h.count(); n != 2 || ever != 2 {
@@ -46,7 +46,7 @@ func TestHoldSet_that_are_dismissed_are_waited_for(t *testing.T) {
 
 func TestHoldSet_that_do_not_go_are_not_waited_for_long(t *testing.T) {
 	t.Parallel()
-	var h holdSet
+	var h wakeLocks
 	_, done := h.join()
 	h.dismiss(time.Millisecond)
 	done()
@@ -120,7 +120,7 @@ func TestWakeHeld(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
-			rep, h, err := s.WakeHeld(t.Context(), shellLauncher(tc.script), "a")
+			rep, h, err := s.WakeLocked(t.Context(), shellLauncher(tc.script), "a")
 			if err != nil || rep.Faults != 7 {
 				t.Fatalf("%+v, %v", rep, err)
 			}

@@ -63,9 +63,9 @@ func (p *starting) wait(atMost time.Duration) bool {
 
 // A wake that is called off must not take a VM away from others who have been told that it runs.
 func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testing.T) {
-	limit := callOffTime
-	callOffTime = 200 * time.Millisecond
-	t.Cleanup(func() { callOffTime = limit })
+	limit := cancelTime
+	cancelTime = 200 * time.Millisecond
+	t.Cleanup(func() { cancelTime = limit })
 	for _, c := range []struct {
 		name   string
 		shared bool

@@ -21,13 +21,13 @@ var urgency struct {
 	nice, session int // without any
 }
 
-// beUrgent has this process go before others until calm is called, which may be called
+// prioritize has this process go before others until calm is called, which may be called
 // more than once. Somebody waits for it, and guests that have just come back have much to
 // catch up with: of VMs that are woken at once, the first would be in the way of the last,
 // and all of them in the way of one that is to sleep again.
 // It ends after two seconds in any case. It is for a process with a session of its own.
 // Without the right to do it, it does nothing.
-func beUrgent() (calm func()) {
+func prioritize() (calm func()) {
 	u := &urgency
 	u.mu.Lock()
 	defer u.mu.Unlock()

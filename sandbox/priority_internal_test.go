@@ -33,9 +33,9 @@ func TestBeUrgent_lifts_all_threads_and_calm_puts_them_back(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := 20 - got
-	calm := beUrgent()
+	calm := prioritize()
 	all(urgentNice)
-	more := beUrgent()
+	more := prioritize()
 	calm()
 	calm()
 	all(urgentNice)

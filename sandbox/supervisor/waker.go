@@ -19,16 +19,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// gate wakes VMs for packets. The addresses of VMs lead to a device of the gate's, by routes that are worse than that
-// of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM is woken,
-// and gets it on its own device, where its programs judge it like any other. So the gate decides whom a packet may
-// wake, and never what passes.
-type gate struct {
+// packetWaker wakes VMs for packets. The addresses of VMs lead to a device of the waker's, by routes that are worse
+// than that of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM
+// is woken, and gets it on its own device, where its programs judge it like any other. So the gate decides whom a
+// packet may wake, and never what passes.
+type packetWaker struct {
 	log *slog.Logger
 	// counters are those of the supervisor; nil, in tests, counts nothing.
 	counters *Counters
 	// touched is Options.Touched.
-	touched func(Touch)
+	touched func(Activation)
 	// wake sees to it that a VM is awake, and stays so until the hold is released.
 	wake func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error)
 	// send puts a frame on a VM's device.
@@ -71,8 +71,8 @@ type resting struct {
 
 // Bounds of what is held, for one address.
 const (
-	maxGateHeld  = 64
-	maxGateBytes = 256 << 10
+	maxWakerHeld  = 64
+	maxWakerBytes = 256 << 10
 )
 
 const (
@@ -85,7 +85,7 @@ const (
 )
 
 // guard sets the VMs that packets may wake.
-func (g *gate) guard(vms map[string]guarded) {
+func (g *packetWaker) guard(vms map[string]guarded) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.byName = maps.Clone(vms)
@@ -112,7 +112,7 @@ func (g *gate) guard(vms map[string]guarded) {
 }
 
 // addresses are those that lead to the gate.
-func (g *gate) addresses() map[netip.Addr]bool {
+func (g *packetWaker) addresses() map[netip.Addr]bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	all := map[netip.Addr]bool{}
@@ -131,7 +131,7 @@ func (vm guarded) addresses() []netip.Addr {
 }
 
 // packet takes a packet that has come to the gate. It does not keep p.
-func (g *gate) packet(ctx context.Context, p []byte) {
+func (g *packetWaker) packet(ctx context.Context, p []byte) {
 	dst, ok := packetTo(p)
 	if !ok {
 		return
@@ -149,7 +149,7 @@ func (g *gate) packet(ctx context.Context, p []byte) {
 			return
 		}
 	}
-	if len(r.held) >= maxGateHeld || r.bytes+len(p) > maxGateBytes {
+	if len(r.held) >= maxWakerHeld || r.bytes+len(p) > maxWakerBytes {
 		g.dropped(1)
 		return
 	}
@@ -166,7 +166,7 @@ func (g *gate) packet(ctx context.Context, p []byte) {
 }
 
 // dropped counts packets that are let go.
-func (g *gate) dropped(n int) {
+func (g *packetWaker) dropped(n int) {
 	if g.counters != nil {
 		g.counters.Dropped.Add(uint64(n))
 	}
@@ -174,7 +174,7 @@ func (g *gate) dropped(n int) {
 
 // opens says whether the policy of a VM would let a packet in that belongs to no flow, and nobody has flooded the
 // gate. g.mu is held.
-func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
+func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	if vm.policy == nil {
 		return false
 	}
@@ -211,10 +211,10 @@ func (g *gate) opens(vm guarded, p []byte, now time.Time) bool {
 }
 
 // bring wakes a VM and gives it what is held for one of its addresses.
-func (g *gate) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
+func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
 	ctx, cancel := context.WithTimeout(ctx, wakeTime)
 	defer cancel()
-	touch := Touch{VM: name, By: TouchPacket, Came: g.now()}
+	touch := Activation{VM: name, By: TouchPacket, Came: g.now()}
 	h, info, err := g.wake(ctx, name)
 	touch.Awake = g.now()
 	if err == nil {
@@ -290,7 +290,7 @@ func frame(p []byte) []byte {
 }
 
 // read takes packets from the gate's device until it is closed.
-func (g *gate) read(ctx context.Context, f *os.File) error {
+func (g *packetWaker) read(ctx context.Context, f *os.File) error {
 	buf := make([]byte, 64<<10)
 	for {
 		n, err := f.Read(buf)

@@ -12,8 +12,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// ShellConfig says what KVM is to have ready of a machine.
-type ShellConfig struct {
+// PrebuiltConfig says what KVM is to have ready of a machine.
+type PrebuiltConfig struct {
 	// VCPUs is 1 to boot.MaxVCPUs.
 	VCPUs int
 	// Memory is the guest's RAM. It stays the caller's, who closes it after the
@@ -29,13 +29,13 @@ type ShellConfig struct {
 	Queues []int
 }
 
-// Shell is what KVM has of a machine: the VM with its RAM, interrupt controllers and
+// Prebuilt is what KVM has of a machine: the VM with its RAM, interrupt controllers and
 // vCPUs, without devices and with nothing to run. It is made in the background, since the
 // time for it follows the size of RAM (KVM allocates its records of all pages at once, on
 // hosts that shadow the guest's page tables), and who wants a machine has other things to
 // do meanwhile. It belongs to one goroutine, which gives it to New or closes it; Load may go on beside that.
-type Shell struct {
-	cfg      ShellConfig
+type Prebuilt struct {
+	cfg      PrebuiltConfig
 	sys      *kvm.System
 	vm       *kvm.VM
 	vcpus    []*kvm.VCPU
@@ -60,8 +60,8 @@ type Shell struct {
 	loaded *loadedState
 }
 
-// NewShell begins to make a shell and does not wait for it.
-func NewShell(cfg ShellConfig) (*Shell, error) {
+// NewPrebuilt begins to make one and does not wait for it.
+func NewPrebuilt(cfg PrebuiltConfig) (*Prebuilt, error) {
 	if cfg.VCPUs < 1 || cfg.VCPUs > boot.MaxVCPUs {
 		return nil, fmt.Errorf("%w: %d vCPUs, use 1 to %d", ErrConfig, cfg.VCPUs, boot.MaxVCPUs)
 	}
@@ -71,7 +71,7 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 	if err := checkQueues(cfg.Queues); err != nil {
 		return nil, err
 	}
-	s := &Shell{cfg: cfg, took: map[Stage]time.Duration{}}
+	s := &Prebuilt{cfg: cfg, took: map[Stage]time.Duration{}}
 	s.done.Go(func() {
 		s.err = s.build()
 		s.ready.Store(true)
@@ -80,16 +80,16 @@ func NewShell(cfg ShellConfig) (*Shell, error) {
 }
 
 // Wait returns when the shell is complete, or why it cannot be had.
-func (s *Shell) Wait() error {
+func (s *Prebuilt) Wait() error {
 	s.done.Wait()
 	return s.err
 }
 
 // Ready says whether the shell is complete, so that Wait returns at once.
-func (s *Shell) Ready() bool { return s.ready.Load() }
+func (s *Prebuilt) Ready() bool { return s.ready.Load() }
 
 // Close gives the shell back.
-func (s *Shell) Close() error {
+func (s *Prebuilt) Close() error {
 	s.done.Wait()
 	s.loading.Lock()
 	defer s.loading.Unlock()
@@ -111,7 +111,7 @@ func (s *Shell) Close() error {
 	return errors.Join(errs...)
 }
 
-func (s *Shell) build() (err error) {
+func (s *Prebuilt) build() (err error) {
 	last := time.Now()
 	mark := func(stage Stage) {
 		now := time.Now()
@@ -177,7 +177,7 @@ func (s *Shell) build() (err error) {
 // mapped and nothing has to be protected, so a log that begins empty is complete.
 // After a boot it has what the guest has written to RAM that was zeros, after a
 // restore what differs from the snapshot.
-func (s *Shell) setMemory() error {
+func (s *Prebuilt) setMemory() error {
 	flags := uint32(0)
 	if s.cfg.TrackDirty {
 		if s.vm.Check(kvm.CapManualDirtyLog)&kvm.DirtyLogManualProtect == 0 {

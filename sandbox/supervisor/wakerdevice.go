@@ -15,31 +15,31 @@ import (
 )
 
 const (
-	// gateMetric makes routes to the gate worse than those to VMs that run, which have 0, or 1024 with IPv6.
-	gateMetric = 1 << 16
-	// maxGates bounds how many supervisors of a network namespace have one, each of a store of its own.
-	maxGates = 64
+	// wakerMetric makes routes to the gate worse than those to VMs that run, which have 0, or 1024 with IPv6.
+	wakerMetric = 1 << 16
+	// maxWakers bounds how many supervisors of a network namespace have one, each of a store of its own.
+	maxWakers = 64
 )
 
-// gateDevice is the TUN device that addresses of VMs lead to which have none of their own. It goes with the process.
-type gateDevice struct {
+// wakerDevice is the TUN device that addresses of VMs lead to which have none of their own. It goes with the process.
+type wakerDevice struct {
 	file   *os.File
 	link   netlink.Link
 	routes map[netip.Addr]bool
 	out    int // a socket for frames; to close one takes the kernel 10 ms and more, in which a packet would wait
 }
 
-// openGateDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
+// openWakerDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
 // address before and after the VM has woken.
-func openGateDevice(agents, agents6 netip.Prefix) (d *gateDevice, err error) {
+func openWakerDevice(agents, agents6 netip.Prefix) (d *wakerDevice, err error) {
 	var tun *netlink.Tuntap
-	for i := range maxGates {
+	for i := range maxWakers {
 		tun = &netlink.Tuntap{
 			LinkAttrs: netlink.LinkAttrs{Name: fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i)},
 			Mode:      netlink.TUNTAP_MODE_TUN, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_TUN_EXCL, NonPersist: true, Queues: 1,
 		}
 		if _, nerr := net.InterfaceByName(tun.Name); nerr == nil {
-			err = fmt.Errorf("%d supervisors of this network namespace have one already: end one: %w", maxGates, unix.EBUSY)
+			err = fmt.Errorf("%d supervisors of this network namespace have one already: end one: %w", maxWakers, unix.EBUSY)
 			continue
 		}
 		if err = netlink.LinkAdd(tun); err == nil {
@@ -49,7 +49,7 @@ func openGateDevice(agents, agents6 netip.Prefix) (d *gateDevice, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("making a device for packets to VMs that sleep: %w", err)
 	}
-	d = &gateDevice{file: tun.Fds[0], routes: map[netip.Addr]bool{}}
+	d = &wakerDevice{file: tun.Fds[0], routes: map[netip.Addr]bool{}}
 	// Protocol 0: it receives nothing.
 	if d.out, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0); err != nil {
 		return nil, errors.Join(fmt.Errorf("making a socket for packets to VMs that have slept: %w", err), d.file.Close())
@@ -90,7 +90,7 @@ func ipNet(a netip.Addr) *net.IPNet {
 }
 
 // lead has these addresses lead to the device, and no others.
-func (d *gateDevice) lead(want map[netip.Addr]bool) error {
+func (d *wakerDevice) lead(want map[netip.Addr]bool) error {
 	var errs []error
 	for a := range want {
 		if d.routes[a] {
@@ -100,7 +100,7 @@ func (d *gateDevice) lead(want map[netip.Addr]bool) error {
 		if a.Is6() {
 			src = netpolicy.TheWire.Gateway6
 		}
-		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Src: src.AsSlice(), Priority: gateMetric, Scope: netlink.SCOPE_LINK}
+		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Src: src.AsSlice(), Priority: wakerMetric, Scope: netlink.SCOPE_LINK}
 		if err := netlink.RouteReplace(r); err != nil {
 			errs = append(errs, fmt.Errorf("leading %v to %s: %w", a, d.link.Attrs().Name, err))
 			continue
@@ -111,7 +111,7 @@ func (d *gateDevice) lead(want map[netip.Addr]bool) error {
 		if want[a] {
 			continue
 		}
-		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Priority: gateMetric, Scope: netlink.SCOPE_LINK}
+		r := &netlink.Route{LinkIndex: d.link.Attrs().Index, Dst: ipNet(a), Priority: wakerMetric, Scope: netlink.SCOPE_LINK}
 		if err := netlink.RouteDel(r); err != nil && !errors.Is(err, unix.ESRCH) {
 			errs = append(errs, fmt.Errorf("leading %v to %s no more: %w", a, d.link.Attrs().Name, err))
 			continue
@@ -121,10 +121,10 @@ func (d *gateDevice) lead(want map[netip.Addr]bool) error {
 	return errors.Join(errs...)
 }
 
-func (d *gateDevice) close() error { return errors.Join(d.file.Close(), unix.Close(d.out)) }
+func (d *wakerDevice) close() error { return errors.Join(d.file.Close(), unix.Close(d.out)) }
 
 // send puts a frame on a device, as the host does: its programs see it.
-func (d *gateDevice) send(device string, frame []byte) error {
+func (d *wakerDevice) send(device string, frame []byte) error {
 	ifi, err := net.InterfaceByName(device)
 	if err != nil {
 		return err

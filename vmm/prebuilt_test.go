@@ -27,7 +27,7 @@ func TestShellThatNobodyTakesIsGivenBack(t *testing.T) {
 	defer mem.Close()
 	before := openFiles(t)
 	for _, wait := range []bool{false, true} {
-		s, err := NewShell(ShellConfig{VCPUs: 2, Memory: mem})
+		s, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -56,7 +56,7 @@ func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
 	}
 	defer mem.Close()
 	before := openFiles(t)
-	s, err := NewShell(ShellConfig{VCPUs: 1, Memory: mem, Queues: []int{2, 2, 2}})
+	s, err := NewPrebuilt(PrebuiltConfig{VCPUs: 1, Memory: mem, Queues: []int{2, 2, 2}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,7 +88,7 @@ func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
 		t.Errorf("%d open files before, %d after", before, after)
 	}
 	for _, wrong := range [][]int{make([]int, MaxDevices+1), {-1}, {65}} {
-		if _, err := NewShell(ShellConfig{VCPUs: 1, Memory: mem, Queues: wrong}); !errors.Is(err, ErrConfig) {
+		if _, err := NewPrebuilt(PrebuiltConfig{VCPUs: 1, Memory: mem, Queues: wrong}); !errors.Is(err, ErrConfig) {
 			t.Errorf("%v: got %v, want ErrConfig", wrong, err)
 		}
 	}
@@ -102,7 +102,7 @@ func TestShellOfAMachineThatCannotBeIsGivenBack(t *testing.T) {
 	}
 	defer mem.Close()
 	before := openFiles(t)
-	s, err := NewShell(ShellConfig{VCPUs: 1, Memory: mem})
+	s, err := NewPrebuilt(PrebuiltConfig{VCPUs: 1, Memory: mem})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,10 +13,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// rehearse does with data of no VM what a wake does between its order and the report and that takes long when it is
+// warmUp does with data of no VM what a wake does between its order and the report and that takes long when it is
 // done for the first time in a process: decoders and encoders find out what types look like, and the code is read from
 // its file. It touches no file and no guest.
-func rehearse() error {
+func warmUp() error {
 	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Host}}}}
 	now := time.Now().UTC()
 	r := &Record{

@@ -14,8 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
-// entrance is where one published port is listened for.
-type entrance struct {
+// publishedPort is a published port of a VM, on the host.
+type publishedPort struct {
 	v      *supervisor
 	port   port
 	ctx    context.Context
@@ -26,9 +26,9 @@ type entrance struct {
 	unsaid int        // how many since then were not
 }
 
-// door is that of TCP.
-type door struct {
-	entrance
+// tcpListener is that of TCP.
+type tcpListener struct {
+	publishedPort
 	listener *net.TCPListener
 	room     chan struct{} // has as many elements as connections are carried
 }
@@ -45,28 +45,28 @@ const (
 	acceptPause = 100 * time.Millisecond
 )
 
-// openDoor listens for a port.
-func (v *supervisor) openDoor(ctx context.Context, p port) (closer, error) {
+// listenTCP listens for a port.
+func (v *supervisor) listenTCP(ctx context.Context, p port) (closer, error) {
 	if p.protocol == netpolicy.UDP {
-		return v.openHatch(ctx, p)
+		return v.listenUDP(ctx, p)
 	}
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(p.listen))
 	if err != nil {
 		return nil, err
 	}
-	d := &door{entrance: entrance{v: v, port: p}, listener: l, room: make(chan struct{}, v.o.MaxConns)}
+	d := &tcpListener{publishedPort: publishedPort{v: v, port: p}, listener: l, room: make(chan struct{}, v.o.MaxConns)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	v.carried.Go(d.accept)
 	return d, nil
 }
 
 // close stops listening, and ends the connections that are carried.
-func (d *door) close() {
+func (d *tcpListener) close() {
 	d.cancel()
 	d.listener.Close()
 }
 
-func (d *door) accept() {
+func (d *tcpListener) accept() {
 	for {
 		select {
 		case d.room <- struct{}{}:
@@ -100,7 +100,7 @@ func (d *door) accept() {
 }
 
 // failed logs why somebody found no way, once a second at most: whoever connects does not write the log.
-func (e *entrance) failed(what string, from fmt.Stringer, err error) {
+func (e *publishedPort) failed(what string, from fmt.Stringer, err error) {
 	now := time.Now()
 	e.mu.Lock()
 	quiet := now.Sub(e.said) < sayEvery
@@ -117,10 +117,10 @@ func (e *entrance) failed(what string, from fmt.Stringer, err error) {
 }
 
 // carry brings a connection to the guest, waking it if it sleeps. An error says that it did not get there.
-func (d *door) carry(c *net.TCPConn) error {
+func (d *tcpListener) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
-	touch := Touch{VM: d.port.vm, By: TouchConnection, Came: time.Now()}
+	touch := Activation{VM: d.port.vm, By: TouchConnection, Came: time.Now()}
 	hold, info, err := d.v.awake(events.WithCause(ctx, events.Connection), d.port.vm)
 	touch.Awake = time.Now()
 	if err != nil {

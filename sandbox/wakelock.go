@@ -18,10 +18,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Hold keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and must
-// be called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for
+// WakeLock keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and
+// must be called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for
 // Release, up to a second.
-type Hold struct {
+type WakeLock struct {
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when it does not hold any more
 	ended   chan struct{} // closed when nothing of it goes on
@@ -30,13 +30,13 @@ type Hold struct {
 
 // Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but
 // their warnings can change. nil if it has none, or its process is one of an older drowse that does not say.
-func (h *Hold) Network() *spec.NetworkInfo { return h.network }
+func (h *WakeLock) Network() *spec.NetworkInfo { return h.network }
 
-// Hold holds a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for the call
-// alone.
-func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
+// AcquireWakeLock keeps a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for
+// the call alone.
+func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, error) {
 	held, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	h := &Hold{cancel: cancel, done: make(chan struct{}), ended: make(chan struct{})}
+	h := &WakeLock{cancel: cancel, done: make(chan struct{}), ended: make(chan struct{})}
 	stop := context.AfterFunc(ctx, cancel)
 	granted := make(chan struct{})
 	over := sync.OnceFunc(func() { close(h.done) })
@@ -76,9 +76,9 @@ func (s *Store) Hold(ctx context.Context, name string) (*Hold, error) {
 	return nil, err
 }
 
-// WakeHeld is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it
-// was awake, there is no hold: see Hold.
-func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, *Hold, error) {
+// WakeLocked is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it
+// was awake, there is no lock: see AcquireWakeLock.
+func (s *Store) WakeLocked(ctx context.Context, l Launcher, name string) (Report, *WakeLock, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return Report{}, nil, fmt.Errorf("waking %s: %w", name, err)
@@ -92,7 +92,7 @@ func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, 
 	if err = errors.Join(err, theirs.Close()); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}
-	h := &Hold{cancel: func() { conn.Close() }, done: make(chan struct{}), ended: make(chan struct{})}
+	h := &WakeLock{cancel: func() { conn.Close() }, done: make(chan struct{}), ended: make(chan struct{})}
 	answer := bufio.NewReaderSize(conn, maxHoldLine)
 	// It was said before the report. Nobody has said anything if another process is the VM's.
 	if err := conn.SetReadDeadline(time.Now().Add(dismissTime)); err != nil {
@@ -117,16 +117,16 @@ func (s *Store) WakeHeld(ctx context.Context, l Launcher, name string) (Report, 
 }
 
 // Done is closed when the VM does not run any more, or Release was called.
-func (h *Hold) Done() <-chan struct{} { return h.done }
+func (h *WakeLock) Done() <-chan struct{} { return h.done }
 
 // Release lets the VM sleep again. It may be called more than once.
-func (h *Hold) Release() {
+func (h *WakeLock) Release() {
 	h.cancel()
 	<-h.ended
 }
 
-// holdSet are those who hold a VM awake.
-type holdSet struct {
+// wakeLocks are those who hold a VM awake.
+type wakeLocks struct {
 	mu    sync.Mutex
 	n     int
 	ever  uint64        // how many there were, these included
@@ -135,7 +135,7 @@ type holdSet struct {
 }
 
 // join adds one, who has to call done, soon after leave is closed.
-func (h *holdSet) join() (leave <-chan struct{}, done func()) {
+func (h *wakeLocks) join() (leave <-chan struct{}, done func()) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.leave == nil {
@@ -155,14 +155,14 @@ func (h *holdSet) join() (leave <-chan struct{}, done func()) {
 }
 
 // count says how many there are, and how many there ever were.
-func (h *holdSet) count() (now, ever uint64) {
+func (h *wakeLocks) count() (now, ever uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return uint64(h.n), h.ever
 }
 
 // dismiss has all let go, and waits for them, but not longer than that.
-func (h *holdSet) dismiss(atMost time.Duration) {
+func (h *wakeLocks) dismiss(atMost time.Duration) {
 	h.mu.Lock()
 	if h.leave != nil {
 		close(h.leave)
@@ -192,8 +192,9 @@ func (h *holdSet) dismiss(atMost time.Duration) {
 // end. A guest that is not told goes on believing in them when it wakes.
 const dismissTime = time.Second
 
-// serveHold answers a Hold: the answer begins with a line and ends with the hold, and whoever holds goes then.
-func (p *process) serveHold(w http.ResponseWriter, req *http.Request) {
+// serveWakeLock answers a request for a wake lock: the answer begins with a line and ends with the lock, and whoever
+// has it goes then.
+func (p *process) serveWakeLock(w http.ResponseWriter, req *http.Request) {
 	leave, done := p.holders.join()
 	defer done()
 	if p.falling.Load() {
@@ -211,11 +212,11 @@ func (p *process) serveHold(w http.ResponseWriter, req *http.Request) {
 		_ = http.NewResponseController(w).Flush()
 	}
 	say(p.held())
-	p.hold(leave, req.Context().Done(), say)
+	p.lockAwake(leave, req.Context().Done(), say)
 }
 
-// hold returns when a hold is over: gone says that whoever holds has let go.
-func (p *process) hold(leave, gone <-chan struct{}, say func(string)) {
+// lockAwake returns when a wake lock is over: gone says that whoever has it has let go.
+func (p *process) lockAwake(leave, gone <-chan struct{}, say func(string)) {
 	select {
 	case <-leave:
 		say(holdEnds)
@@ -228,9 +229,9 @@ func (p *process) hold(leave, gone <-chan struct{}, say func(string)) {
 	}
 }
 
-// heldBy grants a hold to whoever has had the VM woken and has the other end of a socket, before anybody knows that it
-// is awake.
-func (p *process) heldBy(end *os.File) error {
+// lockedBy grants a wake lock to whoever has had the VM woken and has the other end of a socket, before anybody knows
+// that it is awake.
+func (p *process) lockedBy(end *os.File) error {
 	conn, err := fileConn(end)
 	if err != nil {
 		return fmt.Errorf("holding the VM awake for whoever has woken it: %w", err)
@@ -246,7 +247,7 @@ func (p *process) heldBy(end *os.File) error {
 	p.background.Go(func() {
 		defer done()
 		defer conn.Close()
-		p.hold(leave, gone, say)
+		p.lockAwake(leave, gone, say)
 	})
 	return nil
 }

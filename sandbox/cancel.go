@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// calledOff returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
+// canceled returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
 // before it noticed goes on: others may have been told, and use it. One that does not notice for a while has not, and
 // is killed.
-func (s *Store) calledOff(proc vmProcess, name string) {
-	for end := time.Now().Add(callOffTime); time.Now().Before(end); {
+func (s *Store) canceled(proc vmProcess, name string) {
+	for end := time.Now().Add(cancelTime); time.Now().Before(end); {
 		if proc.wait(callOffPoll) {
 			return
 		}
@@ -27,7 +27,7 @@ func (s *Store) calledOff(proc vmProcess, name string) {
 // How long a process has to notice, and how often it is looked.
 // Variables, so that tests need not wait as long.
 var (
-	callOffTime = 5 * time.Second
+	cancelTime  = 5 * time.Second
 	callOffPoll = 10 * time.Millisecond
 )
 

@@ -15,10 +15,10 @@ import (
 // systemd-system.conf(5)), and most of that is for writing its memory.
 const toldHooks = 20 * time.Second
 
-// sleepWhenTold puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host shuts
-// down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it awake: it
-// would be killed. An ephemeral VM ends.
-func (p *process) sleepWhenTold(ctx, told context.Context) {
+// sleepOnTerminate puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host
+// shuts down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it
+// awake: it would be killed. An ephemeral VM ends.
+func (p *process) sleepOnTerminate(ctx, told context.Context) {
 	select {
 	case <-ctx.Done():
 		return
