@@ -13,7 +13,7 @@ import (
 // is killed.
 func (s *Store) canceled(proc vmProcess, name string) {
 	for end := time.Now().Add(cancelTime); time.Now().Before(end); {
-		if proc.wait(callOffPoll) {
+		if proc.wait(cancelPoll) {
 			return
 		}
 		if r, err := s.Get(name); err == nil && r.Phase == Running {
@@ -28,11 +28,11 @@ func (s *Store) canceled(proc vmProcess, name string) {
 // Variables, so that tests need not wait as long.
 var (
 	cancelTime  = 5 * time.Second
-	callOffPoll = 10 * time.Millisecond
+	cancelPoll = 10 * time.Millisecond
 )
 
-// errCalledOff says that whoever has ordered a VM to be started waits for it no more.
-var errCalledOff = errors.New("it was called off")
+// errCanceled says that the caller who ordered a VM to be started waits for it no more.
+var errCanceled = errors.New("it was called off")
 
 // hasReader says whether somebody has the other end of a pipe that is written to.
 func hasReader(pipe *os.File) bool {

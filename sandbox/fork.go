@@ -41,7 +41,7 @@ type Origin struct {
 	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
 	Generation int       `json:"generation"`
 	Time       time.Time `json:"time"`
-	// Asked says that the guest of the other has asked for it: SelfSpec.
+	// Asked says that the guest of the other has asked for it: spec.Self.
 	Asked bool `json:"asked,omitempty"`
 }
 

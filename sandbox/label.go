@@ -44,7 +44,7 @@ type Label struct {
 	Persist lifetime.Persist `json:"persist,omitzero"`
 	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
-	// Asked is what of Expires and Wake the guest has asked for itself: SelfSpec.
+	// Asked is what of Expires and Wake the guest has asked for itself: spec.Self.
 	Asked Asked `json:"asked,omitzero"`
 }
 

@@ -97,7 +97,7 @@ type ServeOptions struct {
 	NewIdentity bool
 	// Fork, if not nil, is the image that a child is made of. Serve closes it.
 	Fork *os.File
-	// Shells, if not nil, may have a part of the VM. Those that it does not need are
+	// Shells, if not nil, are prebuilt VMs, which may have a part of the VM. Those that it does not need are
 	// closed.
 	Shells *instance.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
@@ -346,7 +346,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	}
 	// From here on others may use it: see Store.canceled.
 	if o.wanted != nil && !o.wanted() {
-		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCalledOff), p.in.Close())
+		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCanceled), p.in.Close())
 	}
 	r.Phase = Running
 	// After a loss of power a VM that was starting is one that was running.

@@ -10,9 +10,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// door is the way to the agent of a VM that may sleep and wake while it is used. Its
+// agentAccess is the way to the agent of a VM that may sleep and wake while it is used. Its
 // methods may be called from any goroutine.
-type door struct {
+type agentAccess struct {
 	name string
 	get  func() (*sandbox.Record, error)
 	wake func(context.Context) (*guest.Client, error)
@@ -22,8 +22,8 @@ type door struct {
 	pid    int // of the VM's process that client leads to
 }
 
-func (a *app) newDoor(s *sandbox.Store, name string) *door {
-	return &door{
+func (a *app) newAgentAccess(s *sandbox.Store, name string) *agentAccess {
+	return &agentAccess{
 		name: name,
 		get:  func() (*sandbox.Record, error) { return s.Get(name) },
 		wake: func(ctx context.Context) (*guest.Client, error) { return a.awake(ctx, s, name) },
@@ -31,7 +31,7 @@ func (a *app) newDoor(s *sandbox.Store, name string) *door {
 }
 
 // open returns a client of the running VM, and wakes it first if it sleeps.
-func (d *door) open(ctx context.Context) (*guest.Client, error) {
+func (d *agentAccess) open(ctx context.Context) (*guest.Client, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	r, err := d.get()
@@ -61,7 +61,7 @@ const maxOpenTries = 5
 
 // use calls f with a client, and again if the VM fell asleep before f got through. f
 // must be something that may be begun twice.
-func (d *door) use(ctx context.Context, f func(*guest.Client) error) error {
+func (d *agentAccess) use(ctx context.Context, f func(*guest.Client) error) error {
 	for try := 1; ; try++ {
 		c, err := d.open(ctx)
 		if err != nil {
@@ -88,7 +88,7 @@ func (d *door) use(ctx context.Context, f func(*guest.Client) error) error {
 }
 
 // close closes what open has opened.
-func (d *door) close() {
+func (d *agentAccess) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.client != nil {

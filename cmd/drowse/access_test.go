@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// fakeVM is a VM behind a door: it has no agent.
+// fakeVM is a VM that is reached as by commands: it has no agent.
 type fakeVM struct {
 	t     *testing.T
 	phase sandbox.Phase
@@ -24,8 +24,8 @@ type fakeVM struct {
 	wakes int
 }
 
-func (v *fakeVM) door() *door {
-	d := &door{
+func (v *fakeVM) access() *agentAccess {
+	d := &agentAccess{
 		name: "dev",
 		get:  func() (*sandbox.Record, error) { return &sandbox.Record{Phase: v.phase, PID: v.pid}, nil },
 		wake: func(ctx context.Context) (*guest.Client, error) {
@@ -47,7 +47,7 @@ func (v *fakeVM) door() *door {
 
 func TestDoor_a_VM_that_falls_asleep_in_between_is_woken_and_tried_again(t *testing.T) {
 	vm := &fakeVM{t: t, phase: sandbox.Asleep}
-	d := vm.door()
+	d := vm.access()
 	calls := 0
 	err := d.use(t.Context(), func(*guest.Client) error {
 		if calls++; calls == 1 {
@@ -63,7 +63,7 @@ func TestDoor_a_VM_that_falls_asleep_in_between_is_woken_and_tried_again(t *test
 
 func TestDoor_one_client_serves_until_the_VM_has_another_process(t *testing.T) {
 	vm := &fakeVM{t: t, phase: sandbox.Running, pid: 7}
-	d := vm.door()
+	d := vm.access()
 	open := func() *guest.Client {
 		c, err := d.open(t.Context())
 		if err != nil {
@@ -83,7 +83,7 @@ func TestDoor_one_client_serves_until_the_VM_has_another_process(t *testing.T) {
 
 func TestDoor_other_errors_and_too_many_tries_end_it(t *testing.T) {
 	vm := &fakeVM{t: t, phase: sandbox.Running, pid: 7}
-	d := vm.door()
+	d := vm.access()
 	for _, tt := range []struct {
 		err  error
 		want int

@@ -71,7 +71,7 @@ With --reverse, the VM listens again once something has woken it.`,
 			if _, err := s.Get(args[0]); err != nil {
 				return err
 			}
-			d := a.newDoor(s, args[0])
+			d := a.newAgentAccess(s, args[0])
 			defer d.close()
 			if reverse {
 				return a.reverseForwards(cmd.Context(), d, specs, conns)
@@ -108,7 +108,7 @@ func (a *app) printForwards(specs []forward.Spec) error {
 func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carried", "error", err) }
 
 // forwards listens on the host.
-func (a *app) forwards(ctx context.Context, d *door, specs []forward.Spec, conns int, idle time.Duration) error {
+func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	listeners := make([]net.Listener, len(specs))
@@ -202,7 +202,7 @@ func every(ctx context.Context, cancel context.CancelFunc, n int, f func(i int) 
 }
 
 // reverseForwards listens in the guest.
-func (a *app) reverseForwards(ctx context.Context, d *door, specs []forward.Spec, conns int) error {
+func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	listeners := make([]*guest.Listener, len(specs))
@@ -255,7 +255,7 @@ func (a *app) reverseForwards(ctx context.Context, d *door, specs []forward.Spec
 	})
 }
 
-func listenInGuest(ctx context.Context, d *door, at forward.Address) (l *guest.Listener, err error) {
+func listenInGuest(ctx context.Context, d *agentAccess, at forward.Address) (l *guest.Listener, err error) {
 	err = d.use(ctx, func(c *guest.Client) error {
 		var err error
 		l, err = c.Listen(ctx, at.Network, at.Address)
@@ -268,7 +268,7 @@ func listenInGuest(ctx context.Context, d *door, at forward.Address) (l *guest.L
 const wakePoll = 500 * time.Millisecond
 
 // listenAgain waits until the VM runs, and listens there.
-func (a *app) listenAgain(ctx context.Context, d *door, at forward.Address) (*guest.Listener, error) {
+func (a *app) listenAgain(ctx context.Context, d *agentAccess, at forward.Address) (*guest.Listener, error) {
 	tick := time.NewTicker(wakePoll)
 	defer tick.Stop()
 	for {

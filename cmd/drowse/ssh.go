@@ -205,7 +205,7 @@ func (a *app) sshProxyCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			d := a.newDoor(s, args[0])
+			d := a.newAgentAccess(s, args[0])
 			defer d.close()
 			// Now, so that ssh shows what is wrong.
 			if _, err := d.open(cmd.Context()); err != nil {

@@ -68,7 +68,7 @@ type Parts struct {
 	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
-	// Shells, if not nil, may have a part of the VM that was made ahead.
+	// Shells, if not nil, are prebuilt VMs, which may have a part of the VM that was made ahead.
 	Shells *Prebuilt
 	// PageCache is a directory with pages of snapshots that were restored before, as
 	// KeepPages leaves them there; empty for none. See package pagecache.

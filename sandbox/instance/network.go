@@ -137,7 +137,7 @@ const (
 
 // connect makes the VM's TAP device, which goes with this process, and the guest's end of
 // it. Its policy is put on it in the background, since the kernel looks at programs for
-// long; see network.wait.
+// long; see Network.wait.
 func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
 	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
 	if err != nil {

@@ -65,7 +65,7 @@ func NewPrebuilt(want map[spec.Shape]int) (*Prebuilt, error) {
 }
 
 // Fill makes the shells that are missing, and returns when they are there. Nothing else
-// does: whoever has the Shells knows when a processor has time for it. It is no error that a network cannot be made.
+// does: the caller knows when a processor has time for it. It is no error that a network cannot be made.
 func (s *Prebuilt) Fill() error {
 	s.filling.Lock()
 	defer s.filling.Unlock()

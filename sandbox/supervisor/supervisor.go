@@ -106,13 +106,13 @@ type supervisor struct {
 	stamps noticed[map[string]time.Time]
 	seen   map[string]time.Time // stamps of the records that have been read
 	pids   map[string]int       // processes of the VMs that ran then
-	// want are the ports that VMs publish, doors those that are listened at, and refused why one is not.
+	// want are the ports that VMs publish, listeners those that are listened at, and refused why one is not.
 	want      map[string][]port
 	listeners map[port]closer
 	refused   map[port]string
 	carried   sync.WaitGroup
 
-	// guarded are the VMs that packets may wake, gate is who does it, and device where they come; nil until there is
+	// guarded are the VMs that packets may wake, waker is who does it, and device where they come; nil until there is
 	// such a VM. wakerFailed is why there is none.
 	guarded     map[string]guarded
 	waker       *packetWaker
@@ -225,7 +225,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	}
 }
 
-// look reads the records that have changed, and opens and closes doors.
+// look reads the records that have changed, and opens and closes listeners.
 func (v *supervisor) look(ctx context.Context) error {
 	stamps, err := v.stamps.get()
 	if err != nil {
@@ -290,7 +290,7 @@ func published(s sandbox.Spec) (ports []port) {
 	return ports
 }
 
-// open opens the doors that are wanted, and closes the others.
+// open opens the listeners that are wanted, and closes the others.
 func (v *supervisor) open(ctx context.Context) {
 	want := map[port]bool{}
 	for _, ports := range v.want {
@@ -382,7 +382,7 @@ func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLo
 	return hold, err
 }
 
-// guardedOf is what the gate has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
+// guardedOf is what the packet waker has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
 func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
 	if r.Spec.Network != spec.NetworkTAP {
 		return vm, false

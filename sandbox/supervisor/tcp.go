@@ -139,7 +139,7 @@ func (d *tcpListener) carry(c *net.TCPConn) error {
 		d.v.o.Touched(touch)
 	}
 	guest := g.(*net.TCPConn)
-	// When the VM sleeps or ends, or the door is closed, there is nobody at the other end.
+	// When the VM sleeps or ends, or the listener is closed, there is nobody at the other end.
 	ended := make(chan struct{})
 	var cut sync.WaitGroup
 	cut.Go(func() {

@@ -47,14 +47,14 @@ type udpListener struct {
 	conn *net.UDPConn
 	// wake sees to it that the VM is awake, and says where its port is.
 	wake func(context.Context) (held, netip.AddrPort, error)
-	// gate lets one session at a time wake the VM. Who has it owns refused and why.
-	gate    chan struct{}
-	refused time.Time
-	why     error
+	// turnstile lets one session at a time wake the VM. Who has it owns refused and why.
+	turnstile chan struct{}
+	refused   time.Time
+	why       error
 
 	unanswered, answered time.Duration // of sessions that pass nothing
 
-	// sessions are guarded by entrance.mu, and so is how many bytes they hold.
+	// sessions are guarded by publishedPort.mu, and so is how many bytes they hold.
 	sessions map[sender]*session
 	bytes    int
 }
@@ -67,7 +67,7 @@ type sender struct {
 
 func (s sender) String() string { return s.from.String() }
 
-// session is what one sender has with the guest. The hatch's mutex guards it.
+// session is what one sender has with the guest. The listener's mutex guards it.
 type session struct {
 	sender
 	oob      []byte       // has answers come from the address that was asked
@@ -104,7 +104,7 @@ func (v *supervisor) listenUDP(ctx context.Context, p port) (closer, error) {
 
 // open listens.
 func (h *udpListener) open(ctx context.Context) error {
-	h.gate, h.sessions = make(chan struct{}, 1), map[sender]*session{}
+	h.turnstile, h.sessions = make(chan struct{}, 1), map[sender]*session{}
 	network := "udp"
 	if h.port.listen.Addr().Is4() {
 		network = "udp4"
@@ -291,11 +291,11 @@ func (h *udpListener) carry(s *session) error {
 // turn wakes the VM for one session after the other. If that has failed just now, it is not tried again at once.
 func (h *udpListener) turn(ctx context.Context) (held, netip.AddrPort, error) {
 	select {
-	case h.gate <- struct{}{}:
+	case h.turnstile <- struct{}{}:
 	case <-ctx.Done():
 		return nil, netip.AddrPort{}, ctx.Err()
 	}
-	defer func() { <-h.gate }()
+	defer func() { <-h.turnstile }()
 	if h.why != nil && time.Since(h.refused) < refusalTime {
 		return nil, netip.AddrPort{}, h.why
 	}

@@ -21,7 +21,7 @@ import (
 
 // packetWaker wakes VMs for packets. The addresses of VMs lead to a device of the waker's, by routes that are worse
 // than that of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM
-// is woken, and gets it on its own device, where its programs judge it like any other. So the gate decides whom a
+// is woken, and gets it on its own device, where its programs judge it like any other. So the waker decides whom a
 // packet may wake, and never what passes.
 type packetWaker struct {
 	log *slog.Logger
@@ -111,7 +111,7 @@ func (g *packetWaker) guard(vms map[string]guarded) {
 	}
 }
 
-// addresses are those that lead to the gate.
+// addresses are those that lead to the waker.
 func (g *packetWaker) addresses() map[netip.Addr]bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -122,7 +122,7 @@ func (g *packetWaker) addresses() map[netip.Addr]bool {
 	return all
 }
 
-// addresses are those that lead to the gate while the VM has no device.
+// addresses are those that lead to the waker while the VM has no device.
 func (vm guarded) addresses() []netip.Addr {
 	if vm.address6.IsValid() {
 		return []netip.Addr{vm.address4, vm.address6}
@@ -130,7 +130,7 @@ func (vm guarded) addresses() []netip.Addr {
 	return []netip.Addr{vm.address4}
 }
 
-// packet takes a packet that has come to the gate. It does not keep p.
+// packet takes a packet that has come to the waker. It does not keep p.
 func (g *packetWaker) packet(ctx context.Context, p []byte) {
 	dst, ok := packetTo(p)
 	if !ok {
@@ -173,7 +173,7 @@ func (g *packetWaker) dropped(n int) {
 }
 
 // opens says whether the policy of a VM would let a packet in that belongs to no flow, and nobody has flooded the
-// gate. g.mu is held.
+// waker. g.mu is held.
 func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	if vm.policy == nil {
 		return false
@@ -289,7 +289,7 @@ func frame(p []byte) []byte {
 	return append(f, p...)
 }
 
-// read takes packets from the gate's device until it is closed.
+// read takes packets from the waker's device until it is closed.
 func (g *packetWaker) read(ctx context.Context, f *os.File) error {
 	buf := make([]byte, 64<<10)
 	for {

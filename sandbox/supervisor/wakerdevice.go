@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	// wakerMetric makes routes to the gate worse than those to VMs that run, which have 0, or 1024 with IPv6.
+	// wakerMetric makes routes to the packet waker worse than those to VMs that run, which have 0, or 1024 with IPv6.
 	wakerMetric = 1 << 16
 	// maxWakers bounds how many supervisors of a network namespace have one, each of a store of its own.
 	maxWakers = 64
