@@ -218,7 +218,7 @@ func TestAttack_removed_vm_leaves_the_disks_that_it_had_left(t *testing.T) {
 func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(t *testing.T) {
 	noGrace(t)
 	s, _, r, sleep, _ := crashed(t)
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Rotate = Rotation{To: sleep}; return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Rotate = Rotation{To: sleep}; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	for word := range byte(4) {

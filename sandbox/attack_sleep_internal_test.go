@@ -71,7 +71,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 		problem bool
 	}{
 		"the record of another VM cannot be read": {harm: func(t *testing.T, s *Store) {
-			labelled(t, s, "z", Asleep, nil)
+			withMetadata(t, s, "z", Asleep, nil)
 			if err := os.WriteFile(s.recordPath("z"), []byte("{"), 0o600); err != nil {
 				t.Fatal(err)
 			}
@@ -145,7 +145,7 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 			l.release()
 		},
 		"a clone whose record cannot be read": func(t *testing.T, s *Store, old string) {
-			labelled(t, s, "c", Asleep, nil)
+			withMetadata(t, s, "c", Asleep, nil)
 			if err := os.WriteFile(s.recordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
 				t.Fatal(err)
 			}
@@ -155,13 +155,13 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 				t.Fatal(err)
 			}
 		},
-		"its label": func(t *testing.T, s *Store, _ string) {
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
+		"its metadata": func(t *testing.T, s *Store, _ string) {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
 		"its rotation": func(t *testing.T, s *Store, old string) {
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Rotate = Rotation{To: old}; return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Rotate = Rotation{To: old}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},

@@ -154,7 +154,7 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 // a pipe. Records are read in the order of their names.
 func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
 	t.Helper()
-	text, err := encodeRecord(labelled(t, s, name, Asleep, nil))
+	text, err := encodeRecord(withMetadata(t, s, name, Asleep, nil))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -27,7 +27,7 @@ func (s *Store) canceled(proc vmProcess, name string) {
 // How long a process has to notice, and how often it is looked.
 // Variables, so that tests need not wait as long.
 var (
-	cancelTime  = 5 * time.Second
+	cancelTime = 5 * time.Second
 	cancelPoll = 10 * time.Millisecond
 )
 

@@ -88,7 +88,7 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := tempStore(t)
-			labelled(t, s, "a", Asleep, nil)
+			withMetadata(t, s, "a", Asleep, nil)
 			// As a VM that runs has it: without it the record is of one that has crashed.
 			l, err := s.lock("a")
 			if err != nil {

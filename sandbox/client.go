@@ -56,17 +56,17 @@ type Launcher struct {
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
 // the VM does not come up, nothing is left of it but its logs in the error.
 func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) {
-	return s.RunLabelled(ctx, l, spec, nil)
+	return s.RunWithMetadata(ctx, l, spec, nil)
 }
 
-// RunLabelled is Run for a sandbox that has a label, if that is not nil, from its first moment on.
-func (s *Store) RunLabelled(ctx context.Context, l Launcher, want Spec, label *Label) (Report, error) {
+// RunWithMetadata is Run for a sandbox that has metadata, if that is not nil, from its first moment on.
+func (s *Store) RunWithMetadata(ctx context.Context, l Launcher, want Spec, label *Metadata) (Report, error) {
 	want, err := s.complete(want)
 	if err != nil {
 		return Report{}, err
 	}
 	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
-	if err := r.setLabel(label); err != nil {
+	if err := r.setMetadata(label); err != nil {
 		return Report{}, err
 	}
 	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
@@ -508,8 +508,8 @@ type RestoreChanges struct {
 	Policy *netpolicy.Policy
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
 	Idle *spec.Idle
-	// Label is the clone's; nil is none, whatever the VM has that the snapshot is of.
-	Label *Label
+	// Metadata is the clone's; nil is none, whatever the VM has that the snapshot is of.
+	Metadata *Metadata
 }
 
 // RestoreWith is Restore with changes.
@@ -538,7 +538,7 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 		}
 		r.Spec.Idle = *c.Idle
 	}
-	if err := r.setLabel(c.Label); err != nil {
+	if err := r.setMetadata(c.Metadata); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id, unlock)
@@ -759,8 +759,8 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if r.Phase == Asleep {
 		return lastSleep(r), nil
 	}
-	if l, err := s.Label(name); err == nil && l.Class == lifetime.Ephemeral {
-		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
+	if l, err := s.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrMetadata, name)
 	}
 	begin := time.Now()
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
@@ -1044,7 +1044,7 @@ func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed
 			return Freed{}, err
 		}
 	}
-	// Its label goes with it.
+	// Its metadata goes with it.
 	e := s.event(ctx, r, events.Removed)
 	freed, gone, err := s.removeFreed(ctx, name)
 	if gone {

@@ -161,11 +161,11 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 // Image and size of the disk are those of the snapshot; spec may leave them out, and is
 // refused with ErrSpec if it says something else.
 func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix string) (Report, error) {
-	return s.RunFromDiskLabelled(ctx, l, spec, prefix, nil)
+	return s.RunFromDiskWithMetadata(ctx, l, spec, prefix, nil)
 }
 
-// RunFromDiskLabelled is RunFromDisk for a sandbox that has a label, if that is not nil, from its first moment on.
-func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, prefix string, label *Label) (Report, error) {
+// RunFromDiskWithMetadata is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
+func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Spec, prefix string, label *Metadata) (Report, error) {
 	// Nobody removes the snapshot's layers before the record names them.
 	unlock, err := s.share(ctx)
 	if err != nil {
@@ -186,7 +186,7 @@ func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, 
 	if err != nil {
 		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
-	if err := r.setLabel(label); err != nil {
+	if err := r.setMetadata(label); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", unlock)

@@ -56,7 +56,7 @@ var codes = []struct {
 	{"address-range", hostnet.ErrRange},
 	{"addresses-full", hostnet.ErrFull},
 	{"invalid", ErrSpec},
-	{"label", ErrLabel},
+	{"metadata", ErrMetadata},
 	{"expired", ErrExpired},
 	{"foreign-snapshot", ErrForeignSnapshot},
 	{"snapshot-in-use", ErrSnapshotInUse},

@@ -35,9 +35,9 @@ func (s *Store) about(e *events.Event, r *Record) {
 	s.whose(e)
 }
 
-// whose adds what the label says.
+// whose adds what the metadata says.
 func (s *Store) whose(e *events.Event) {
-	l, err := s.Label(e.Sandbox)
+	l, err := s.Metadata(e.Sandbox)
 	if err == nil && l.Class == lifetime.Ephemeral {
 		e.Tags = nil
 		return

@@ -37,7 +37,7 @@ func wantTold(t *testing.T, s *Store, want ...events.Type) events.Event {
 
 func TestEvents_of_a_killed_process_are_one_however_many_look(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Running, &Label{Owner: "team", Tags: []string{"x"}})
+	withMetadata(t, s, "a", Running, &Metadata{Owner: "team", Tags: []string{"x"}})
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
@@ -59,18 +59,18 @@ func TestEvents_of_a_killed_process_are_one_however_many_look(t *testing.T) {
 func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
 	s := tempStore(t)
 	ctx := events.WithCause(t.Context(), events.API)
-	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(time.Hour).UTC().Truncate(time.Second)})
-	set := func(change func(*Label)) {
+	withMetadata(t, s, "a", Stopped, &Metadata{Expires: time.Now().Add(time.Hour).UTC().Truncate(time.Second)})
+	set := func(change func(*Metadata)) {
 		t.Helper()
-		if _, err := s.SetLabel(ctx, "a", func(l *Label, _ error) error { change(l); return nil }); err != nil {
+		if _, err := s.SetMetadata(ctx, "a", func(l *Metadata, _ error) error { change(l); return nil }); err != nil {
 			t.Fatal(err)
 		}
 	}
-	set(func(*Label) {}) // nothing changes
+	set(func(*Metadata) {}) // nothing changes
 	wantTold(t, s)
-	set(func(l *Label) { l.Owner = "team" })
+	set(func(l *Metadata) { l.Owner = "team" })
 	wantTold(t, s, events.Updated)
-	set(func(l *Label) { l.Expires = l.Expires.Add(time.Hour) })
+	set(func(l *Metadata) { l.Expires = l.Expires.Add(time.Hour) })
 	wantTold(t, s, events.Updated, events.Extended)
 	if err := s.Rename(ctx, "a", "b"); err != nil {
 		t.Fatal(err)
@@ -94,8 +94,8 @@ func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			labelled(t, s, "a", Stopped, &Label{Owner: "team"})
-			labelled(t, s, "b", Stopped, nil)
+			withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
+			withMetadata(t, s, "b", Stopped, nil)
 			damage(t, s)
 			writeRecord(t, s, "b") // nothing is deleted that it may need
 			freed, err := s.RemoveFreed(t.Context(), "a", true)
@@ -119,7 +119,7 @@ func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t
 // One that could not be removed is not told of.
 func TestEvents_do_not_tell_of_a_removal_that_was_called_off(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	l, err := s.lock("a")
 	if err != nil {
 		t.Fatal(err)
@@ -143,7 +143,7 @@ func writeRecord(t *testing.T, s *Store, name string) {
 
 func TestEvents_of_an_ephemeral_sandbox_do_not_say_whose_it_was(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Class: lifetime.Ephemeral, Owner: "team", Tags: []string{"x"}, Purpose: "p"})
+	withMetadata(t, s, "a", Stopped, &Metadata{Class: lifetime.Ephemeral, Owner: "team", Tags: []string{"x"}, Purpose: "p"})
 	if err := s.Remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
 	}
@@ -154,9 +154,9 @@ func TestEvents_of_an_ephemeral_sandbox_do_not_say_whose_it_was(t *testing.T) {
 
 func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Expires: time.Now().Add(-time.Minute)})
-	labelled(t, s, "b", Stopped, &Label{Expires: time.Now().Add(time.Hour)})
-	labelled(t, s, "c", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, &Metadata{Expires: time.Now().Add(-time.Minute)})
+	withMetadata(t, s, "b", Stopped, &Metadata{Expires: time.Now().Add(time.Hour)})
+	withMetadata(t, s, "c", Stopped, nil)
 	for range 3 {
 		for _, name := range []string{"a", "b", "c", "none"} {
 			if err := s.TellExpired(t.Context(), name); err != nil {
@@ -167,7 +167,7 @@ func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
 	if e := wantTold(t, s, events.Expired); e.Sandbox != "a" || e.Cause != events.Expiry || e.Details.Expires.IsZero() {
 		t.Fatalf("%+v", e)
 	}
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Expires = l.Expires.Add(time.Second); return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Expires = l.Expires.Add(time.Second); return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.TellExpired(t.Context(), "a"); err != nil {
@@ -189,7 +189,7 @@ func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
 // A journal that cannot be written is in nobody's way.
 func TestEvents_that_cannot_be_written_fail_nothing(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	if err := s.writeFileAtomic(s.Events().Dir(), nil); err != nil { // a file where the directory would be
 		t.Fatal(err)
 	}

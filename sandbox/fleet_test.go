@@ -43,8 +43,8 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	}
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: c,
-		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
-			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Label: &l}); err != nil {
+		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Metadata) {
+			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Metadata: &l}); err != nil {
 				t.Fatal(err)
 			}
 		},

@@ -89,8 +89,8 @@ type ForkOptions struct {
 type ForkChild struct {
 	// Name is random if it is empty.
 	Name string
-	// Label is the child's; nil is that of the VM.
-	Label *Label
+	// Metadata is the child's; nil is that of the VM.
+	Metadata *Metadata
 }
 
 // ForkResult says what a fork has done.
@@ -177,8 +177,8 @@ type forker struct {
 	launcher Launcher
 	parent   *Record
 	specs    []Spec
-	policy   bool              // the children have another policy than their parent
-	labels   map[string]*Label // by name
+	policy   bool                 // the children have another policy than their parent
+	labels   map[string]*Metadata // by name
 	early    bool
 	asked    bool // by the guest
 	begin    time.Time
@@ -189,12 +189,12 @@ type forker struct {
 // choose makes the specs of the children, and refuses what cannot be before anything is
 // done.
 func (f *forker) choose(o ForkOptions) error {
-	own, err := f.store.Label(f.parent.Spec.Name)
+	own, err := f.store.Metadata(f.parent.Spec.Name)
 	if err != nil {
 		return err
 	}
 	own = own.ForChild()
-	f.labels = make(map[string]*Label, o.Count)
+	f.labels = make(map[string]*Metadata, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""
@@ -207,8 +207,8 @@ func (f *forker) choose(o ForkOptions) error {
 		}
 		if len(o.Children) > 0 {
 			o.Name = ""
-			if c := o.Children[i]; c.Label != nil {
-				label = c.Label
+			if c := o.Children[i]; c.Metadata != nil {
+				label = c.Metadata
 			}
 		}
 		switch {
@@ -234,7 +234,7 @@ func (f *forker) choose(o ForkOptions) error {
 		if _, twice := f.labels[spec.Name]; twice {
 			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
 		}
-		if err := (&Record{Spec: spec}).setLabel(label); err != nil {
+		if err := (&Record{Spec: spec}).setMetadata(label); err != nil {
 			return err
 		}
 		f.labels[spec.Name] = label
@@ -274,7 +274,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 		r.Fork.Asked = f.asked
 		// These may have been changed while the VM sleeps.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
-		if err := r.setLabel(f.labels[spec.Name]); err != nil {
+		if err := r.setMetadata(f.labels[spec.Name]); err != nil {
 			return Report{}, err
 		}
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil)
@@ -304,7 +304,7 @@ func (f *forker) running(ctx context.Context) error {
 		}
 		r.inherit(f.parent)
 		r.Disk.Layers = c.first.Layers
-		if err := r.setLabel(f.labels[want.Name]); err != nil {
+		if err := r.setMetadata(f.labels[want.Name]); err != nil {
 			return Report{}, err
 		}
 		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.image)

@@ -68,8 +68,8 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// A label that is accepted keeps its bounds and says the same when it is read again.
-func FuzzLabelFile(f *testing.F) {
+// A metadata that is accepted keeps its bounds and says the same when it is read again.
+func FuzzMetadataFile(f *testing.F) {
 	for _, s := range []string{
 		"", "{}", `{"version":1}`, `{"version":2}`, `{"version":1,"class":"resumable","owner":"a","tags":["x"],"expires":"2026-11-22T12:00:00Z","keep":{"last":1}}`,
 		`{"version":1,"wake":{"at":"2026-11-22T12:00:00Z","every_seconds":60},"rotate":{"to":"0123"},"persist":{"drop":["/tmp"],"promote":[{"path":"/a","to":"/b"}],"max_bytes":1}}`,
@@ -78,24 +78,24 @@ func FuzzLabelFile(f *testing.F) {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
-		l, err := parseLabel(data)
+		l, err := parseMetadata(data)
 		if err != nil {
-			if !errors.Is(err, ErrLabel) {
+			if !errors.Is(err, ErrMetadata) {
 				t.Fatal(err)
 			}
 			return
 		}
-		if len(data) > maxLabel || len(l.Owner) > MaxLabelOwner || len(l.Purpose) > MaxLabelPurpose || len(l.Tags) > MaxLabelTags || len(l.Rotate.To) > maxSnapshotID {
+		if len(data) > maxMetadata || len(l.Owner) > MaxMetadataOwner || len(l.Purpose) > MaxMetadataPurpose || len(l.Tags) > MaxMetadataTags || len(l.Rotate.To) > maxSnapshotID {
 			t.Fatalf("%d bytes are read as %+v", len(data), l)
 		}
-		text, err := json.Marshal(labelDoc{labelVersion, l})
+		text, err := json.Marshal(metadataDoc{metadataVersion, l})
 		if err != nil {
 			return // a time beyond the year 9999
 		}
-		if len(text) > maxLabel {
+		if len(text) > maxMetadata {
 			return
 		}
-		again, err := parseLabel(text)
+		again, err := parseMetadata(text)
 		if err != nil || !again.equal(l) {
 			t.Fatalf("%q is written as %q, and read as %+v (%v)", data, text, again, err)
 		}

@@ -54,8 +54,8 @@ func goldenRecord(t *testing.T) *Record {
 	}
 }
 
-func goldenLabel() Label {
-	return Label{
+func goldenMetadata() Metadata {
+	return Metadata{
 		Class: lifetime.Resumable, Owner: "build", Purpose: "nightly", Tags: []string{"ci", "web"}, Expires: goldenTime.Add(24 * time.Hour).Truncate(time.Second),
 		Keep: lifetime.Keep{Last: 5},
 	}
@@ -75,7 +75,7 @@ func writeGolden(t *testing.T, dir string) {
 		t.Fatal(err)
 	}
 	l.release()
-	if _, err := s.SetLabel(t.Context(), "golden", func(l *Label, _ error) error { *l = goldenLabel(); return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "golden", func(l *Metadata, _ error) error { *l = goldenMetadata(); return nil }); err != nil {
 		t.Fatal(err)
 	}
 	write := func(path string, doc any) {
@@ -140,8 +140,8 @@ func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
 			if got, want := asJSON(t, list[0]), asJSON(t, goldenRecord(t)); got != want {
 				t.Errorf("the record is\n%s\nwant\n%s", got, want)
 			}
-			if l, err := s.Label("golden"); err != nil || !reflect.DeepEqual(l, goldenLabel()) {
-				t.Errorf("the label is %+v (%v), want %+v", l, err, goldenLabel())
+			if l, err := s.Metadata("golden"); err != nil || !reflect.DeepEqual(l, goldenMetadata()) {
+				t.Errorf("the metadata is %+v (%v), want %+v", l, err, goldenMetadata())
 			}
 			images, err := image.OpenStore(s.ImageDir())
 			if err != nil {
@@ -157,7 +157,7 @@ func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
 				t.Errorf("the volume is %+v (%v)", v, err)
 			}
 			// It is not only read: what changes it works, and it is still whole then.
-			if _, err := s.SetLabel(t.Context(), "golden", func(l *Label, _ error) error { l.Owner = "other"; return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "golden", func(l *Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}
 			if err := s.Rename(t.Context(), "golden", "later"); err != nil {
@@ -166,8 +166,8 @@ func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
 			if r, err := s.Get("later"); err != nil || r.ID != list[0].ID || r.Former != "golden" {
 				t.Errorf("after it was renamed it is %+v (%v)", r, err)
 			}
-			if l, err := s.Label("later"); err != nil || l.Owner != "other" {
-				t.Errorf("its label is %+v (%v)", l, err)
+			if l, err := s.Metadata("later"); err != nil || l.Owner != "other" {
+				t.Errorf("its metadata is %+v (%v)", l, err)
 			}
 		})
 	}

@@ -53,16 +53,16 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 		if types, last := told(t, s); last.ID != e.ID || last.Cursor != e.Cursor || types[len(types)-1] != e.Type {
 			t.Errorf("told of %+v, and the journal ends with %+v", e, last)
 		}
-		// Whoever has asked for it has gone, and the label is not locked.
+		// Whoever has asked for it has gone, and the metadata is not locked.
 		if e.Type == events.Expired {
-			if _, err := s.SetLabel(ctx, e.Sandbox, func(l *Label, _ error) error { l.Owner = "other"; return nil }); err != nil {
+			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}
 		}
 		got = append(got, e)
 		return ctx.Err()
 	}})
-	labelled(t, s, "a", Stopped, &Label{Owner: "team", Expires: time.Now().Add(-time.Hour)})
+	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team", Expires: time.Now().Add(-time.Hour)})
 	for range 2 {
 		if err := withFunc.TellExpired(t.Context(), "a"); err != nil {
 			t.Fatal(err)
@@ -82,7 +82,7 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 
 func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
 	putHostHook(t, s, "a", "echo a secret; exit 1")
 	if err := s.Remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
@@ -91,7 +91,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 	if e.Sandbox != "a" || e.Owner != "team" || !reflect.DeepEqual(e.Details, events.Details{Hook: "a", Event: "remove", Problem: "exit status 1"}) {
 		t.Fatalf("%+v", e)
 	}
-	labelled(t, s, "b", Stopped, nil)
+	withMetadata(t, s, "b", Stopped, nil)
 	if err := os.Chmod(filepath.Join(s.Dir(), hosthooks.DirName, "a"), 0o777); err != nil {
 		t.Fatal(err)
 	}
@@ -109,7 +109,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 // begunProcess is a VM's process as far as hooks of the host know it.
 func begunProcess(t *testing.T, s *Store, name string, policy spec.HookPolicy) *process {
 	t.Helper()
-	r := labelled(t, s, name, Stopped, nil)
+	r := withMetadata(t, s, name, Stopped, nil)
 	r.Spec.Hooks.Policy = policy
 	p := &process{store: s, log: slog.New(slog.DiscardHandler), r: r}
 	p.events = s.newEventWriter(p.log)

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// mark is what the records, labels and snapshots of a store name. Nothing of it is deleted.
+// mark is what the records, metadata and snapshots of a store name. Nothing of it is deleted.
 //
 // References move: a sleep hands layers from a record to a new snapshot, a clone hands them from a snapshot to a new
 // record. The process of a VM does the first at any time; the second is done with the store's lock held
@@ -27,7 +27,7 @@ import (
 type mark struct {
 	// layers says who needs each layer, by its file's name.
 	layers holders
-	// snapshots are the ids that a record or a label names, with what for.
+	// snapshots are the ids that a record or metadata names, with what for.
 	snapshots map[string]string
 	// bases are those that the next snapshot of a running VM builds upon.
 	bases map[string]bool
@@ -53,7 +53,7 @@ func (s *Store) markAll(ctx context.Context, have manifests) (*mark, error) {
 	return m, s.markSnapshots(ctx, m, have)
 }
 
-// markRecords reads records and labels.
+// markRecords reads records and metadata.
 func (s *Store) markRecords(ctx context.Context) (*mark, error) {
 	m := &mark{layers: holders{}, snapshots: map[string]string{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
@@ -94,7 +94,7 @@ func (s *Store) loadStill(name string) (r *Record, running bool, err error) {
 	return r, false, err
 }
 
-// add marks what a record and the label beside it name.
+// add marks what a record and the metadata beside it name.
 func (m *mark) add(s *Store, r *Record, running bool) {
 	name := r.Spec.Name
 	m.records = append(m.records, r)
@@ -119,9 +119,9 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	if last.Running && r.Base != "" {
 		m.bases[r.Base] = true
 	}
-	l, err := s.Label(name)
+	l, err := s.Metadata(name)
 	if err != nil {
-		m.guess([]string{filepath.Join(s.vmDir(name), labelFile)})
+		m.guess([]string{filepath.Join(s.vmDir(name), metadataFile)})
 		return
 	}
 	need(l.Rotate.To, "is what VM "+name+" begins anew from: see `drowse update --rotate-to`")
@@ -130,7 +130,7 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 // names says whether something may need a snapshot, and what for.
 func (m *mark) names(id string) (why string, named bool) {
 	if why, named = m.snapshots[id]; !named && m.unclear[id] {
-		return "may be needed by a VM whose record or label cannot be read", true
+		return "may be needed by a VM whose record or metadata cannot be read", true
 	}
 	return why, named
 }
@@ -193,7 +193,7 @@ func (s *Store) readManifests(ctx context.Context, have manifests) (there map[st
 const maxGuess = 1 << 20
 
 // vmFiles are those in the directory of a VM that may say what it needs: its record, what was to take the record's
-// place, its label, and its audit trail, which begins with its id and what it was made of.
+// place, its metadata, and its audit trail, which begins with its id and what it was made of.
 func vmFiles(dir string) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
@@ -262,7 +262,7 @@ func (m *mark) follow(s *Store) error {
 }
 
 // unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as
-// labels say, and those of forks that nobody comes back from, and, if that is said, disks that were left. All others
+// metadata say, and those of forks that nobody comes back from, and, if that is said, disks that were left. All others
 // stay until somebody removes them.
 func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now exempt) (drop []string) {
 	var sleeps []lifetime.Sleep
@@ -279,7 +279,7 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now ex
 		named = named || m.bases[id] || m.unclear[owner] || s.kept(id)
 		switch man.Labels[labelKind] {
 		case kindSleep:
-			// A label decides over those of a VM that is there, whatever their age.
+			// A metadata decides over those of a VM that is there, whatever their age.
 			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.snapshotDir(id))
 			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
 		case kindAbandoned:

@@ -86,13 +86,13 @@ type shedding struct {
 	out    Persisted
 }
 
-// shed promotes and drops what the label says. If it fails, nothing has been dropped that was not promoted.
+// shed promotes and drops what the metadata says. If it fails, nothing has been dropped that was not promoted.
 func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, error) {
 	name := p.r.Spec.Name
-	l, err := p.store.Label(name)
+	l, err := p.store.Metadata(name)
 	if err != nil {
 		// It is in nobody's way: what it does not say is not dropped.
-		p.log.Warn("all of the VM persists over its sleep, since its label cannot be read", "error", err)
+		p.log.Warn("all of the VM persists over its sleep, since its metadata cannot be read", "error", err)
 		return nil, nil
 	}
 	if l.Persist.Empty() {
@@ -297,15 +297,15 @@ func (p *process) tellLimit(ctx context.Context, err error) {
 	}
 }
 
-// Promote copies what the label of a running VM names to the host now: guest.Client.Promote. The VM runs on, and what
-// its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
+// Promote copies what the metadata of a running VM names to the host now: guest.Client.Promote. The VM runs on, and
+// what its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
 func (s *Store) Promote(ctx context.Context, name string) ([]Promoted, error) {
-	l, err := s.Label(name)
+	l, err := s.Metadata(name)
 	if err != nil {
 		return nil, err
 	}
 	if len(l.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", ErrLabel, name, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", ErrMetadata, name, name)
 	}
 	r, err := s.Get(name)
 	if err != nil {

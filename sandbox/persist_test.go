@@ -20,7 +20,7 @@ import (
 // setPersist says what does not persist of a VM.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
-	if _, err := e.Store.SetLabel(e.T.Context(), vm, func(l *sandbox.Label, _ error) error {
+	if _, err := e.Store.SetMetadata(e.T.Context(), vm, func(l *sandbox.Metadata, _ error) error {
 		l.Persist = p
 		return nil
 	}); err != nil {

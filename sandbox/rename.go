@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, label, audit trail and its host
-// name in the guest stay. A name that is taken is ErrExists. Renaming one that has been renamed so already does
+// Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, metadata, audit trail and its
+// host name in the guest stay. A name that is taken is ErrExists. Renaming one that has been renamed so already does
 // nothing. A crash at any instant leaves it with one of the two names, whole.
 func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if !spec.ValidName(to) {

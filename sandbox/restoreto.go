@@ -24,8 +24,8 @@ var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
 // that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it
 // sleeps, the snapshot that it sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped
 // or was killed, what it has on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is
-// ErrForeignSnapshot, one without memory ErrDiskOnly; ErrLabel if the VM's Rotation would take it elsewhere at its next
-// wake.
+// ErrForeignSnapshot, one without memory ErrDiskOnly; ErrMetadata if the VM's Rotation would take it elsewhere at its
+// next wake.
 func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
@@ -169,18 +169,18 @@ type keptDoc struct {
 }
 
 // TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
-// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of MaxLabelTag bytes.
+// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of MaxMetadataTag bytes.
 func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return SnapshotInfo{}, err
 	}
 	if len(tags) > MaxSnapshotTags {
-		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrLabel, len(tags), MaxSnapshotTags)
+		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrMetadata, len(tags), MaxSnapshotTags)
 	}
 	for _, t := range tags {
-		if t == "" || len(t) > MaxLabelTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrLabel, t, MaxLabelTag)
+		if t == "" || len(t) > MaxMetadataTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
+			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrMetadata, t, MaxMetadataTag)
 		}
 	}
 	// A sweep either sees the tags, or is over.

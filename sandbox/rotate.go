@@ -13,7 +13,7 @@ import (
 )
 
 // Rotation has a sandbox begin anew from a snapshot that is known to be good, at its wakes. What it has done since is
-// left then: its last sleep is kept until the next one, as by Store.RestoreTo. It is kept in the Label, so it needs
+// left then: its last sleep is kept until the next one, as by Store.RestoreTo. It is kept in the Metadata, so it needs
 // nobody who watches the time, and never interrupts a sandbox that runs. The zero value is none.
 type Rotation struct {
 	// To is the snapshot, one of the sandbox's own with memory; it is kept for as long as it is named here.
@@ -34,10 +34,10 @@ func (r Rotation) check() error {
 		return nil
 	}
 	if r.To == "" {
-		return fmt.Errorf("%w: a rotation names no snapshot to begin anew from", ErrLabel)
+		return fmt.Errorf("%w: a rotation names no snapshot to begin anew from", ErrMetadata)
 	}
 	if len(r.To) > maxSnapshotID {
-		return fmt.Errorf("%w: a rotation to snapshot %.64q: use the id of one of its snapshots", ErrLabel, r.To)
+		return fmt.Errorf("%w: a rotation to snapshot %.64q: use the id of one of its snapshots", ErrMetadata, r.To)
 	}
 	if err := r.timer().check(); err != nil {
 		return fmt.Errorf("when it begins anew: %w", err)
@@ -67,7 +67,7 @@ func (r Rotation) after(now time.Time) Rotation {
 }
 
 // checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. Whoever calls
-// it keeps sweeps out until the label is written: one sees it then, or is over.
+// it keeps sweeps out until the metadata is written: one sees it then, or is over.
 func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	if rot.To == "" {
 		return rot.check()
@@ -89,9 +89,9 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	case diskOnly(m):
 		return fail(ErrDiskOnly, "take one with memory")
 	case kind != kindSleep && kind != kindNamed:
-		return fail(ErrLabel, "it is what a fork began with: take one with `drowse snapshot "+r.Spec.Name+"`")
+		return fail(ErrMetadata, "it is what a fork began with: take one with `drowse snapshot "+r.Spec.Name+"`")
 	case slices.ContainsFunc(r.Spec.Volumes, func(v spec.VolumeMount) bool { return !v.ReadOnly }):
-		return fail(ErrLabel, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
+		return fail(ErrMetadata, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
 	}
 	rot.To = id
 	return nil
@@ -126,30 +126,30 @@ func (s *Store) rotate(ctx context.Context, r *Record, rot Rotation) (*Record, e
 	if always {
 		return r, nil
 	}
-	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
 		if unreadable != nil || l.Rotate != rot {
 			return errNothingToTell
 		}
 		l.Rotate = rot.after(time.Now())
 		return nil
-	}, func(*Record, Label, Label, error) {})
+	}, func(*Record, Metadata, Metadata, error) {})
 	return r, nothing(err)
 }
 
 // notRotated refuses to take a VM back to a snapshot in which its next wake would not leave it.
 func (s *Store) notRotated(name, id string) error {
-	l, err := s.Label(name)
+	l, err := s.Metadata(name)
 	if err != nil || l.Rotate.To == id || !l.Rotate.due(time.Now()) {
 		return nil
 	}
-	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that with `drowse update %s --no-rotate`", ErrLabel, l.Rotate.To, name)
+	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that with `drowse update %s --no-rotate`", ErrMetadata, l.Rotate.To, name)
 }
 
-// lasting is a VM's label if its time is not over: ErrExpired. A label that cannot be read is in nobody's way.
-func (s *Store) lasting(name string) (Label, error) {
-	l, err := s.Label(name)
+// lasting is a VM's metadata if its time is not over: ErrExpired. A metadata that cannot be read is in nobody's way.
+func (s *Store) lasting(name string) (Metadata, error) {
+	l, err := s.Metadata(name)
 	if err != nil {
-		return Label{}, nil //nolint:nilerr // what it says cannot be known, and the VM is its owner's
+		return Metadata{}, nil //nolint:nilerr // what it says cannot be known, and the VM is its owner's
 	}
 	if lifetime.Expired(l.Expires, time.Now()) {
 		return l, fmt.Errorf("%w: %s, at %s: extend it with `drowse update %s --ttl TIME`", ErrExpired, name, l.Expires.Format(time.RFC3339), name)

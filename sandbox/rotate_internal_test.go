@@ -36,7 +36,7 @@ func wakes(t *testing.T, s *Store, asleep string) (string, error) {
 			t.Fatal(err)
 		}
 	}
-	l, err := s.Label("a")
+	l, err := s.Metadata("a")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,9 +50,9 @@ func wakes(t *testing.T, s *Store, asleep string) (string, error) {
 	return r.Snapshot, nil
 }
 
-func setRotation(t *testing.T, s *Store, rot Rotation) (Label, error) {
+func setRotation(t *testing.T, s *Store, rot Rotation) (Metadata, error) {
 	t.Helper()
-	return s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Rotate = rot; return nil })
+	return s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Rotate = rot; return nil })
 }
 
 func TestRotate_begins_each_wake_anew(t *testing.T) {
@@ -77,7 +77,7 @@ func TestRotate_begins_each_wake_anew(t *testing.T) {
 			t.Errorf("it wakes from %s, %v, want %s", got, err, good)
 		}
 	}
-	if _, err := s.RestoreTo(t.Context(), "a", last); !errors.Is(err, ErrLabel) || !strings.Contains(err.Error(), "--no-rotate") {
+	if _, err := s.RestoreTo(t.Context(), "a", last); !errors.Is(err, ErrMetadata) || !strings.Contains(err.Error(), "--no-rotate") {
 		t.Errorf("taking it back to where no wake leaves it: %v", err)
 	}
 	if err := s.RemoveSnapshot(t.Context(), good); !errors.Is(err, ErrSnapshotInUse) {
@@ -110,7 +110,7 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	if got, err := wakes(t, s, ""); err != nil || got != good {
 		t.Errorf("at the time it wakes from %s, %v", got, err)
 	}
-	l, err := s.Label("a")
+	l, err := s.Metadata("a")
 	if err != nil || !l.Rotate.At.Equal(at.Add(2*time.Hour)) || l.Rotate.To != good {
 		t.Errorf("next is %+v, %v: what was missed is to be left out", l.Rotate, err)
 	}
@@ -132,12 +132,13 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	if got, err := wakes(t, s, last); err != nil || got != good {
 		t.Errorf("at the time it wakes from %s, %v", got, err)
 	}
-	if l, err := s.Label("a"); err != nil || l.Rotate != (Rotation{}) {
+	if l, err := s.Metadata("a"); err != nil || l.Rotate != (Rotation{}) {
 		t.Errorf("left is %+v, %v", l.Rotate, err)
 	}
 }
 
-// Killed after the VM was taken back and before the label says so, the next wake must not lose what was done between.
+// Killed after the VM was taken back and before the metadata says so, the next wake must not lose what was done
+// between.
 func TestRotate_that_was_killed_half_way_is_not_done_twice(t *testing.T) {
 	for name, every := range map[string]int64{"once": 0, "again and again": 3600} {
 		t.Run(name, func(t *testing.T) {
@@ -154,7 +155,7 @@ func TestRotate_that_was_killed_half_way_is_not_done_twice(t *testing.T) {
 			if got, err := wakes(t, s, last); err != nil || got != last {
 				t.Errorf("it wakes from %s, %v, want what it slept in since", got, err)
 			}
-			l, err := s.Label("a")
+			l, err := s.Metadata("a")
 			if want := at.Add(time.Hour); err != nil || every > 0 && !l.Rotate.At.Equal(want) || every == 0 && l.Rotate != (Rotation{}) {
 				t.Errorf("left is %+v, %v", l.Rotate, err)
 			}
@@ -169,7 +170,7 @@ func TestSetLabel_refuses_a_rotation_that_no_wake_could_do(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	other := labelled(t, s, "b", Asleep, nil)
+	other := withMetadata(t, s, "b", Asleep, nil)
 	if _, err := setRotation(t, s, Rotation{To: good}); err != nil {
 		t.Fatal(err)
 	}
@@ -180,17 +181,17 @@ func TestSetLabel_refuses_a_rotation_that_no_wake_could_do(t *testing.T) {
 		"no such snapshot":        {Rotation{To: "beef"}, snapshot.ErrNotFound},
 		"another VM's":            {Rotation{To: snapshotOf(t, s, other, kindNamed, time.Now())}, ErrForeignSnapshot},
 		"one of the disk":         {Rotation{To: snapshotOf(t, s, r, kindDisk, time.Now())}, ErrDiskOnly},
-		"one that a fork made":    {Rotation{To: snapshotOf(t, s, r, kindFork, time.Now())}, ErrLabel},
-		"no snapshot, but a time": {Rotation{At: time.Now()}, ErrLabel},
+		"one that a fork made":    {Rotation{To: snapshotOf(t, s, r, kindFork, time.Now())}, ErrMetadata},
+		"no snapshot, but a time": {Rotation{At: time.Now()}, ErrMetadata},
 		"an id without end":       {Rotation{To: strings.Repeat("a", 65)}, snapshot.ErrNotFound},
-		"no time, but a period":   {Rotation{To: good, Every: 60}, ErrLabel},
-		"a negative period":       {Rotation{To: good, At: time.Now(), Every: -1}, ErrLabel},
+		"no time, but a period":   {Rotation{To: good, Every: 60}, ErrMetadata},
+		"a negative period":       {Rotation{To: good, At: time.Now(), Every: -1}, ErrMetadata},
 	} {
 		if _, err := setRotation(t, s, tt.rot); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
-	if l, err := s.Label("a"); err != nil || l.Rotate != (Rotation{To: good}) {
+	if l, err := s.Metadata("a"); err != nil || l.Rotate != (Rotation{To: good}) {
 		t.Errorf("what was refused has changed it: %+v, %v", l.Rotate, err)
 	}
 	r.Spec.Volumes = []spec.VolumeMount{{Name: "v", Path: "/data"}}
@@ -200,13 +201,13 @@ func TestSetLabel_refuses_a_rotation_that_no_wake_could_do(t *testing.T) {
 	if _, err := setRotation(t, s, Rotation{}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := setRotation(t, s, Rotation{To: good}); !errors.Is(err, ErrLabel) {
-		t.Errorf("one that writes to a volume: %v, want ErrLabel", err)
+	if _, err := setRotation(t, s, Rotation{To: good}); !errors.Is(err, ErrMetadata) {
+		t.Errorf("one that writes to a volume: %v, want ErrMetadata", err)
 	}
-	if err := (&Record{}).setLabel(&Label{Rotate: Rotation{To: good}}); !errors.Is(err, ErrLabel) {
-		t.Errorf("one that is yet to be made: %v, want ErrLabel", err)
+	if err := (&Record{}).setMetadata(&Metadata{Rotate: Rotation{To: good}}); !errors.Is(err, ErrMetadata) {
+		t.Errorf("one that is yet to be made: %v, want ErrMetadata", err)
 	}
-	if (Label{Rotate: Rotation{To: good}}).ForChild().Rotate != (Rotation{}) {
+	if (Metadata{Rotate: Rotation{To: good}}).ForChild().Rotate != (Rotation{}) {
 		t.Error("a fork begins anew from its parent's snapshot")
 	}
 }

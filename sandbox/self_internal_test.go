@@ -171,7 +171,7 @@ func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
 func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	t.Parallel()
 	s := tempStore(t)
-	r, other := labelled(t, s, "vm", Stopped, nil), labelled(t, s, "other", Stopped, nil)
+	r, other := withMetadata(t, s, "vm", Stopped, nil), withMetadata(t, s, "other", Stopped, nil)
 	// What a request leaves behind when it was served; see process.capture.
 	take := func(r *Record, note string) string {
 		t.Helper()
@@ -226,13 +226,13 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 func TestTagSnapshot_one_more_than_there_may_be_is_refused(t *testing.T) {
 	t.Parallel()
 	s := tempStore(t)
-	id := snapshotOf(t, s, labelled(t, s, "a", Stopped, nil), kindNamed, time.Now())
+	id := snapshotOf(t, s, withMetadata(t, s, "a", Stopped, nil), kindNamed, time.Now())
 	var tags []string
 	for i := range MaxSnapshotTags + 1 {
 		tags = append(tags, fmt.Sprint("t", i))
 	}
-	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, ErrLabel) {
-		t.Errorf("%d tags: %v, want ErrLabel", len(tags), err)
+	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, ErrMetadata) {
+		t.Errorf("%d tags: %v, want ErrMetadata", len(tags), err)
 	}
 	if i, err := s.TagSnapshot(id, tags[:MaxSnapshotTags]); err != nil || len(i.Tags) != MaxSnapshotTags {
 		t.Errorf("%d tags: %v, %v", MaxSnapshotTags, i.Tags, err)

@@ -24,8 +24,8 @@ var (
 // ErrNoForker says that a guest has asked for a fork, and nobody is there who makes it.
 var ErrNoForker = errors.New("nobody makes it: `drowse serve` makes the forks that guests ask for")
 
-// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the label,
-// as timers are, and who serves the store makes it.
+// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the
+// metadata, as timers are, and who serves the store makes it.
 type AskedFork struct {
 	// ID is the request's, and At when it was made.
 	ID string    `json:"id"`
@@ -45,7 +45,7 @@ func (a AskedFork) Wanted(now time.Time) bool {
 // selfFork asks for a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
 func (s *Store) selfFork(ctx context.Context, name string) (child string, err error) {
 	id := spec.NewID()
-	if err := s.setSelf(ctx, name, func(l *Label) error {
+	if err := s.setSelf(ctx, name, func(l *Metadata) error {
 		l.Asked.Fork = AskedFork{ID: id, At: time.Now().UTC()}
 		return nil
 	}); err != nil {
@@ -53,12 +53,12 @@ func (s *Store) selfFork(ctx context.Context, name string) (child string, err er
 	}
 	begin := time.Now()
 	for {
-		l, err := s.Label(name)
+		l, err := s.Metadata(name)
 		switch a := l.Asked.Fork; {
 		case err != nil:
 			return "", err
 		case a.ID != id:
-			return "", fmt.Errorf("forking %s: somebody has written its label anew meanwhile", name)
+			return "", fmt.Errorf("forking %s: somebody has written its metadata anew meanwhile", name)
 		case a.Child != "" || a.Error != "":
 			if err := s.forgetFork(ctx, name, id, true); err != nil {
 				return "", err
@@ -89,7 +89,7 @@ var errForkBegun = errors.New("somebody has begun with it")
 
 // forgetFork takes a request back; one that somebody has begun with only if that is said.
 func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) error {
-	return s.setSelf(ctx, name, func(l *Label) error {
+	return s.setSelf(ctx, name, func(l *Metadata) error {
 		switch {
 		case l.Asked.Fork.ID != id:
 			return errNothingToTell
@@ -102,12 +102,12 @@ func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) err
 }
 
 // ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the
-// guest told. The child has a random name and its parent's label, and may not ask for forks itself. What was wrong with
-// it is told to the guest, and returned.
+// guest told. The child has a random name and its parent's metadata, and may not ask for forks itself. What was wrong
+// with it is told to the guest, and returned.
 func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
-	if err := s.setSelf(ctx, name, func(l *Label) error {
+	if err := s.setSelf(ctx, name, func(l *Metadata) error {
 		if !l.Asked.Fork.Wanted(time.Now()) {
 			return errNothingToTell
 		}
@@ -119,7 +119,7 @@ func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
 	}
 	child, err := s.forkAsked(ctx, l, name)
 	// The guest hears of it also when whoever serves is about to end.
-	return errors.Join(err, s.setSelf(context.WithoutCancel(ctx), name, func(l *Label) error {
+	return errors.Join(err, s.setSelf(context.WithoutCancel(ctx), name, func(l *Metadata) error {
 		if l.Asked.Fork.ID != id {
 			return errNothingToTell
 		}

@@ -43,7 +43,7 @@ func quickForks(t *testing.T) {
 
 func askedFork(t *testing.T, s *Store, change func(*AskedFork)) {
 	t.Helper()
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
 		t.Error(err)
 	}
 }
@@ -64,13 +64,13 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+			withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
 			ctx, cancel := context.WithCancel(t.Context())
 			served := make(chan struct{})
 			go func() {
 				defer close(served)
 				for c.make != nil && ctx.Err() == nil {
-					if l, err := s.Label("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
+					if l, err := s.Metadata("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
 						askedFork(t, s, c.make)
 						return
 					}
@@ -83,7 +83,7 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 			if child != c.want || (err == nil) != (c.err == nil) || err != nil && !errors.Is(err, c.err) && !strings.Contains(err.Error(), c.err.Error()) {
 				t.Errorf("%q, %v", child, err)
 			}
-			if l := labelOf(t, s, "a"); l.Asked.Fork != (AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
+			if l := metadataOf(t, s, "a"); l.Asked.Fork != (AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
 				t.Errorf("it leaves %+v", l)
 			}
 		})
@@ -92,28 +92,28 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 
 func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
 		_, err := s.selfFork(ctx, "a")
 		ended <- err
 	}()
-	for labelOf(t, s, "a").Asked.Fork.ID == "" {
+	for metadataOf(t, s, "a").Asked.Fork.ID == "" {
 		time.Sleep(time.Millisecond)
 	}
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
 		t.Errorf("it has ended with %v", err)
 	}
-	if a := labelOf(t, s, "a").Asked.Fork; a != (AskedFork{}) {
+	if a := metadataOf(t, s, "a").Asked.Fork; a != (AskedFork{}) {
 		t.Errorf("it leaves %+v", a)
 	}
 }
 
 func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	now := time.Now()
 	for name, a := range map[string]AskedFork{
 		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
@@ -122,7 +122,7 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 		if err := s.ForkAsked(t.Context(), Launcher{}, "a"); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
-		if got := labelOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
+		if got := metadataOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
@@ -134,9 +134,9 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 		t.Helper()
 		askedFork(t, s, func(a *AskedFork) { *a = AskedFork{ID: spec.NewID(), At: time.Now()} })
 		err := s.ForkAsked(t.Context(), Launcher{}, "a")
-		return labelOf(t, s, "a").Asked.Fork, err
+		return metadataOf(t, s, "a").Asked.Fork, err
 	}
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	r, err := s.Get("a")
 	if err != nil {
 		t.Fatal(err)
@@ -156,7 +156,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 		t.Errorf("of a VM that has stopped: %+v, %v", a, err)
 	}
 	for i, other := range []Origin{{ParentID: r.ID}, {ParentID: "another", Asked: true}, {ParentID: r.ID, Asked: true}} {
-		labelled(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], Stopped, nil)
+		withMetadata(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], Stopped, nil)
 		c, err := s.Get([]string{"by-its-owner", "anothers", "its-own"}[i])
 		if err != nil {
 			t.Fatal(err)
@@ -181,7 +181,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_along(t *testing.T) {
 	s := tempStore(t)
 	wake := time.Now().Add(time.Hour)
-	labelled(t, s, "a", Stopped, &Label{Owner: "team", Wake: Timer{At: wake}, Asked: Asked{Wake: wake, Expires: wake, From: wake, Fork: AskedFork{ID: "1", At: time.Now()}}})
+	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team", Wake: Timer{At: wake}, Asked: Asked{Wake: wake, Expires: wake, From: wake, Fork: AskedFork{ID: "1", At: time.Now()}}})
 	r, err := s.Get("a")
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 		}
 		l := f.labels[spec.Name]
 		if l == nil || l.Asked.Fork != (AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
-			t.Errorf("the child's label is %+v", l)
+			t.Errorf("the child's metadata is %+v", l)
 		}
 	}
 	if r.Spec.Self.Forks() != 2 {

@@ -27,7 +27,7 @@ import (
 //
 //	vms/NAME/vm.json       the record, replaced by renaming
 //	vms/NAME/lock          held by the VM's process as long as it lives
-//	vms/NAME/sandbox.json  its Label, replaced by renaming; sandbox.lock is held meanwhile
+//	vms/NAME/sandbox.json  its Metadata, replaced by renaming; sandbox.lock is held meanwhile
 //	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
 //	vms/NAME/*.log         console.log: serial port; vmm.log: the process
 //	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
@@ -176,8 +176,8 @@ type Record struct {
 	Former   string `json:"former,omitempty"`
 	NextName string `json:"next_name,omitempty"`
 
-	// label is what a VM that is yet to be made gets.
-	label *Label
+	// metadata is what a VM that is yet to be made gets.
+	metadata *Metadata
 }
 
 // SleepRecord says what a sleep has done.
@@ -538,7 +538,7 @@ func (s *Store) Stamps() (map[string]time.Time, error) {
 	return out, nil
 }
 
-// FileStamps say of each VM what its record and its label are, without reading them: a stamp that has not changed
+// FileStamps say of each VM what its record and its metadata are, without reading them: a stamp that has not changed
 // stands for files that have not. It is empty for files that have been replaced so recently that their next replacement
 // might have the same time.
 func (s *Store) FileStamps() (map[string]string, error) {
@@ -552,7 +552,7 @@ func (s *Store) FileStamps() (map[string]string, error) {
 		if record == "" {
 			continue
 		}
-		label, lsettled := fileStamp(filepath.Join(s.vmDir(e.Name()), labelFile))
+		label, lsettled := fileStamp(filepath.Join(s.vmDir(e.Name()), metadataFile))
 		stamp := record + " " + label
 		if !settled || !lsettled {
 			stamp = ""
@@ -648,7 +648,7 @@ func (s *Store) create(r *Record) (*fileLock, error) {
 		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, r.Spec.Name, r.Spec.Name)
 	}
 	// The record comes last: without one the directory can be used again.
-	if err = errors.Join(s.beginAudit(r), s.beginLabel(r)); err == nil {
+	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {
 		err = s.save(r)
 	}
 	if err != nil {

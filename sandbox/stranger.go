@@ -132,7 +132,7 @@ func (s *Store) notAwaited(id string) error {
 	}
 	for _, r := range records {
 		awaits := r.Snapshot == id || r.Previous == id || r.Left == id || r.Base == id || r.Fork != nil && r.Parent == id
-		if l, err := s.Label(r.Spec.Name); err == nil && l.Rotate.To == id {
+		if l, err := s.Metadata(r.Spec.Name); err == nil && l.Rotate.To == id {
 			awaits = true
 		}
 		if awaits {

@@ -42,8 +42,8 @@ const (
 	kindFork  = "fork"
 )
 
-// Sweep deletes what no record, label or snapshot names (see mark) and what has not changed for ten minutes: sleep
-// snapshots that no VM needs any more and no Label keeps, disk layers, decompressed pages of no snapshot, and what
+// Sweep deletes what no record, metadata or snapshot names (see mark) and what has not changed for ten minutes: sleep
+// snapshots that no VM needs any more and no Metadata keeps, disk layers, decompressed pages of no snapshot, and what
 // interrupted commands have left. It never deletes a snapshot that was asked for by name. A record or a snapshot that
 // cannot be read is an error, what it may need is kept, and the rest is deleted all the same. While a snapshot is being
 // imported or a VM is being forked it does nothing. ctx ends it.
@@ -224,8 +224,8 @@ func (s *Store) joinAlone(ctx context.Context, name string, have manifests) erro
 	return err
 }
 
-// sweepSlept deletes the sleeps of a VM that has just slept which its label does not keep: usually the one before. It
-// looks at these alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has
+// sweepSlept deletes the sleeps of a VM that has just slept which its metadata does not keep: usually the one before.
+// It looks at these alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has
 // been woken meanwhile is left alone.
 func (s *Store) sweepSlept(ctx context.Context, name string) error {
 	var layers []string
@@ -290,8 +290,8 @@ func (s *Store) sweepSlept(ctx context.Context, name string) error {
 	return err
 }
 
-// oldSleeps are those of a VM's last sleeps that its label does not keep, which it does not need itself, and which are
-// there.
+// oldSleeps are those of a VM's last sleeps that its metadata does not keep, which it does not need itself, and which
+// are there.
 func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
 	var sleeps []lifetime.Sleep
 	there := map[string]*snapshot.Manifest{}

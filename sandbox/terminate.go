@@ -24,7 +24,7 @@ func (p *process) sleepOnTerminate(ctx, told context.Context) {
 		return
 	case <-told.Done():
 	}
-	if l, err := p.store.Label(p.r.Spec.Name); err == nil && l.Class == lifetime.Ephemeral {
+	if l, err := p.store.Metadata(p.r.Spec.Name); err == nil && l.Class == lifetime.Ephemeral {
 		p.log.Info("told to end")
 		p.ends(events.Killed)
 		p.in.Machine().Fail(ErrStopped)

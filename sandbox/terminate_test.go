@@ -64,8 +64,8 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		running(name)
 	}
 	putHook(e, "refuses", "10-no", "exit 1")
-	ephemeral := sandbox.Label{Class: lifetime.Ephemeral}
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Label: &ephemeral}); err != nil {
+	ephemeral := sandbox.Metadata{Class: lifetime.Ephemeral}
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
 		t.Fatal(err)
 	}
 	running("ephemeral")

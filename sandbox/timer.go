@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Timer says when a sandbox is woken. It is kept in its Label, and carried out by a supervisor, to within a second; one
-// that was due while there was none fires once when there is one again.
+// Timer says when a sandbox is woken. It is kept in its Metadata, and carried out by a supervisor, to within a second;
+// one that was due while there was none fires once when there is one again.
 type Timer struct {
 	// At is the next time, by the host's clock; zero is never.
 	At time.Time `json:"at,omitzero"`
@@ -24,11 +24,11 @@ const MinTimer = 1
 func (t Timer) check() error {
 	switch y := t.At.Year(); {
 	case t.Every < 0 || t.Every > lifetime.MaxSeconds:
-		return fmt.Errorf("%w: it is woken every %d s: use %d to %d, or 0 for once", ErrLabel, t.Every, MinTimer, lifetime.MaxSeconds)
+		return fmt.Errorf("%w: it is woken every %d s: use %d to %d, or 0 for once", ErrMetadata, t.Every, MinTimer, lifetime.MaxSeconds)
 	case t.At.IsZero() && t.Every > 0:
-		return fmt.Errorf("%w: it is woken every %d s, and it is not said when first", ErrLabel, t.Every)
+		return fmt.Errorf("%w: it is woken every %d s, and it is not said when first", ErrMetadata, t.Every)
 	case !t.At.IsZero() && (y < 1970 || y > 2200):
-		return fmt.Errorf("%w: it is woken in the year %d: use one before 2200", ErrLabel, y)
+		return fmt.Errorf("%w: it is woken in the year %d: use one before 2200", ErrMetadata, y)
 	}
 	return nil
 }
@@ -52,13 +52,13 @@ func (t Timer) after(now time.Time) Timer {
 // It does nothing if the timer is another one by now.
 func (s *Store) TimerFired(ctx context.Context, name string, fired Timer, problem error) error {
 	ctx = events.WithCause(ctx, events.Timer)
-	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
 		if unreadable != nil || !l.Wake.At.Equal(fired.At) || l.Wake.Every != fired.Every {
 			return errNothingToTell
 		}
 		l.Wake = l.Wake.after(time.Now())
 		return nil
-	}, func(r *Record, _, _ Label, _ error) {
+	}, func(r *Record, _, _ Metadata, _ error) {
 		e := s.event(ctx, r, events.TimerFired)
 		if problem != nil {
 			e.Details.Problem = problem.Error()

@@ -32,7 +32,7 @@ func TestTimer_after_it_has_fired(t *testing.T) {
 func TestTimer_fires_once_and_is_told_of_and_a_changed_one_stays(t *testing.T) {
 	s := tempStore(t)
 	at := time.Now().Add(-time.Minute).UTC().Truncate(time.Millisecond)
-	labelled(t, s, "a", Stopped, &Label{Wake: Timer{At: at, Every: 3600}})
+	withMetadata(t, s, "a", Stopped, &Metadata{Wake: Timer{At: at, Every: 3600}})
 	for range 2 {
 		if err := s.TimerFired(t.Context(), "a", Timer{At: at, Every: 3600}, ErrNotRunning); err != nil {
 			t.Fatal(err)
@@ -42,7 +42,7 @@ func TestTimer_fires_once_and_is_told_of_and_a_changed_one_stays(t *testing.T) {
 	if e.Cause != events.Timer || e.Details.Problem == "" {
 		t.Fatalf("%+v", e)
 	}
-	l, err := s.Label("a")
+	l, err := s.Metadata("a")
 	if err != nil || !l.Wake.At.Equal(at.Add(time.Hour)) || l.Wake.Every != 3600 {
 		t.Fatalf("%+v, %v", l.Wake, err)
 	}
@@ -55,7 +55,7 @@ func TestTimer_that_cannot_be_is_refused(t *testing.T) {
 		"the year 3000":   {At: time.Date(3000, 1, 1, 0, 0, 0, 0, time.UTC)},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if err := (Label{Wake: w}).Check(); !errors.Is(err, ErrLabel) {
+			if err := (Metadata{Wake: w}).Check(); !errors.Is(err, ErrMetadata) {
 				t.Fatal(err)
 			}
 		})

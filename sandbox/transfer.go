@@ -173,10 +173,10 @@ var errStoreBusy = errors.New("others make or remove VMs and snapshots at this m
 // storePatience is how long is waited for whoever takes names away, which takes moments.
 const storePatience = time.Minute
 
-// lockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, a label or a snapshot name what
-// another one names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It waits
-// until ctx ends, or for a time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not wait
-// for it.
+// lockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, metadata or a snapshot name
+// what another one names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It
+// waits until ctx ends, or for a time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not
+// wait for it.
 func (s *Store) lockStore(ctx context.Context, mode osfile.LockMode, patience time.Duration) (unlock func() error, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, errStoreBusy)
 	defer cancel()

@@ -87,7 +87,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, sandbox.ErrLabel) {
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, sandbox.ErrMetadata) {
 		return exitUsage
 	}
 	var ex execError

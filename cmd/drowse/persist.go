@@ -165,14 +165,14 @@ func (a *app) warnPersisted(vm string, p *sandbox.Persisted) {
 	}
 }
 
-// persistOf is what a sandbox's label says.
+// persistOf is what a sandbox's metadata says.
 func (a *app) persistOf(name string) (lifetime.Persist, error) {
 	s, err := a.store()
 	if err != nil {
 		return lifetime.Persist{}, err
 	}
-	l, err := s.Label(name)
-	if errors.Is(err, sandbox.ErrLabel) {
+	l, err := s.Metadata(name)
+	if errors.Is(err, sandbox.ErrMetadata) {
 		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
 	}
 	return l.Persist, err

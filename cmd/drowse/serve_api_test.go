@@ -107,7 +107,7 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 	vms := fleettest.New()
 	ctx := t.Context()
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Metadata{Class: class}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -136,7 +136,7 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 func TestSleep_of_all_names_those_that_run_on(t *testing.T) {
 	vms := fleettest.New()
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, sandbox.Metadata{Class: class}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -44,7 +44,7 @@ func (n numbered) Get(name string) (*sandbox.Record, error) {
 func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
 	vms := fleettest.New()
 	for name, network := range map[string]string{"quiet": spec.NetworkNone, "busy": spec.NetworkTAP, "asleep": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -33,7 +33,7 @@ func (a *app) runCommand() *cobra.Command {
 		policy   string
 		limit    time.Duration
 		main     mainFlags
-		label    labelFlags
+		label    metadataFlags
 		tags     []string
 	)
 	cmd := &cobra.Command{
@@ -98,7 +98,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			} else {
 				label.tags = tags
 			}
-			var own *sandbox.Label
+			var own *sandbox.Metadata
 			if label.given(cmd) || len(label.tags) > 0 {
 				l, err := label.label(time.Now())
 				if err != nil {
@@ -131,9 +131,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			defer cancel()
 			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (sandbox.Report, error) {
 				if fromDisk != "" {
-					return s.RunFromDiskLabelled(ctx, l, full, fromDisk, own)
+					return s.RunFromDiskWithMetadata(ctx, l, full, fromDisk, own)
 				}
-				return s.RunLabelled(ctx, l, full, own)
+				return s.RunWithMetadata(ctx, l, full, own)
 			})
 			if err != nil {
 				return err

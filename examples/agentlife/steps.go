@@ -106,7 +106,7 @@ func (l *life) make(ctx context.Context) error {
 		Spec: sandbox.Spec{
 			Name: workspace, Image: l.image, MemoryMiB: 256, Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: idleTime},
 		},
-		Label: sandbox.Label{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
+		Metadata: sandbox.Metadata{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
 	}
 	s, created, err := l.fleet.GetOrCreate(ctx, want)
 	if err != nil {

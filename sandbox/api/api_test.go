@@ -290,8 +290,8 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: s.client,
 		Spec:  sandbox.Spec{Image: "app"},
-		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
-			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Label: l}); err != nil {
+		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Metadata) {
+			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -431,7 +431,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"there already":     {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}})), sandbox.ErrExists, "exists"},
 		"runs":              {second(c.Rename(ctx, "a", "b")), sandbox.ErrRunning, "running"},
 		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
-		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Expires: expired}})), sandbox.ErrLabel, "label"},
+		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: sandbox.Metadata{Expires: expired}})), sandbox.ErrMetadata, "metadata"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
 		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), sandbox.ErrHostHooks, "host-hooks"},
@@ -484,7 +484,7 @@ func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
 		"a policy that is none":     {method: "PUT", path: "/v1/sandboxes/a/policy", body: `{"rules":7}`, status: 400, code: "policy"},
 		"a timer and none":          {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z"},"no_wake":true}`, status: 400, code: "invalid"},
 		"a timer without a time":    {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"every_seconds":60}}`, status: 400, code: "invalid"},
-		"a timer out of bounds":     {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":-1}}`, status: 400, code: "label"},
+		"a timer out of bounds":     {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":-1}}`, status: 400, code: "metadata"},
 		"another origin":            {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "http://evil.example"}, status: 403, code: wire.CodeForbidden},
 		"no origin at all":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "null"}, status: 403, code: wire.CodeForbidden},
 		"from another site":         {method: "GET", path: "/v1/sandboxes", header: [2]string{"Sec-Fetch-Site", "cross-site"}, status: 403, code: wire.CodeForbidden},
@@ -547,8 +547,8 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 	timer := sandbox.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
 	label := func(want sandbox.Timer) {
 		t.Helper()
-		if l, err := s.vms.Label("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
-			t.Fatalf("the label has %+v, %v, want %+v", l.Wake, err, want)
+		if l, err := s.vms.Metadata("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
+			t.Fatalf("the metadata has %+v, %v, want %+v", l.Wake, err, want)
 		}
 	}
 	got, err := s.client.Update(ctx, "a", fleet.Changes{Wake: &timer})

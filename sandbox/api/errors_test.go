@@ -67,7 +67,7 @@ var sentinels = map[string]answered{
 	"sandbox.ErrStopped":         {sandbox.ErrStopped, "stopped", 409, ""},
 	"sandbox.ErrRecord":          {sandbox.ErrRecord, "record", 500, ""},
 	"sandbox.ErrSpec":            {sandbox.ErrSpec, "invalid", 400, ""},
-	"sandbox.ErrLabel":           {sandbox.ErrLabel, "label", 400, ""},
+	"sandbox.ErrMetadata":        {sandbox.ErrMetadata, "metadata", 400, ""},
 	"sandbox.ErrExpired":         {sandbox.ErrExpired, "expired", 409, ""},
 	"sandbox.ErrHooks":           {sandbox.ErrHooks, "hooks", 409, ""},
 	"sandbox.ErrHostHooks":       {sandbox.ErrHostHooks, "host-hooks", 409, ""},
@@ -90,7 +90,7 @@ var sentinels = map[string]answered{
 	"sandbox.ErrExtension":       never(asks),
 	"sandbox.ErrSelfLimit":       never(asks),
 
-	"lifetime.ErrKeep":   {lifetime.ErrKeep, "label", 400, ""},
+	"lifetime.ErrKeep":   {lifetime.ErrKeep, "metadata", 400, ""},
 	"records.ErrInvalid": {records.ErrInvalid, "invalid", 400, ""},
 	"records.ErrNotFound": {
 		records.ErrNotFound, "not-found", 404, "",
@@ -197,7 +197,7 @@ var sentinels = map[string]answered{
 	"netpolicy.ErrUp":       never(internal),
 	"netpolicy.ErrGone":     never("the VM ends then"),
 	"netpolicy.ErrName":     never("names of sandboxes are names of agents"),
-	"netpolicy.ErrIdentity": never("tags are checked before: ErrLabel, ErrSpec"),
+	"netpolicy.ErrIdentity": never("tags are checked before: ErrMetadata, ErrSpec"),
 	"netpolicy.ErrPinsFull": never("a guest's name server says it to the guest"),
 	"netpolicy.ErrNoFlow":   never("only what checks names in TLS asks for it"),
 	"hostnet.ErrRange":      {hostnet.ErrRange, "address-range", 503, ""},

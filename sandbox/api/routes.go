@@ -143,7 +143,7 @@ func routes() []route {
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
-		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what labels say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
+		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
@@ -364,10 +364,10 @@ func create(s *Server, r *request) (int, any, error) {
 		// So would be what is in a directory, to read and to write.
 		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
 	}
-	if err := mayPromote(r, &b.Label.Persist); err != nil {
+	if err := mayPromote(r, &b.Metadata.Persist); err != nil {
 		return 0, nil, err
 	}
-	want := fleet.Request{Spec: b.Spec, Label: b.Label}
+	want := fleet.Request{Spec: b.Spec, Metadata: b.Metadata}
 	if b.GetOrCreate {
 		is, made, err := f.GetOrCreate(r.Context(), want)
 		if made {

@@ -42,8 +42,8 @@ func New(vms VMs, o Options) *Fleet {
 
 // Request is a sandbox that is wanted.
 type Request struct {
-	Spec  sandbox.Spec
-	Label sandbox.Label
+	Spec     sandbox.Spec
+	Metadata sandbox.Metadata
 }
 
 // waitTime is between two looks at a sandbox that somebody else works on.
@@ -61,10 +61,10 @@ func pause(ctx context.Context) error {
 // Create makes a sandbox and boots it. A name that is taken is sandbox.ErrExists. If it does not come up, nothing is
 // left of it.
 func (f *Fleet) Create(ctx context.Context, r Request) (Sandbox, error) {
-	if lifetime.Expired(r.Label.Expires, f.now()) {
-		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", sandbox.ErrLabel, r.Label.Expires.Format(time.RFC3339)))
+	if lifetime.Expired(r.Metadata.Expires, f.now()) {
+		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", sandbox.ErrMetadata, r.Metadata.Expires.Format(time.RFC3339)))
 	}
-	rep, err := f.vms.Run(ctx, r.Spec, r.Label)
+	rep, err := f.vms.Run(ctx, r.Spec, r.Metadata)
 	if err != nil {
 		return Sandbox{}, fail("create", r.Spec.Name, err)
 	}
@@ -109,7 +109,7 @@ func (f *Fleet) get(name string) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, err
 	}
-	l, err := f.vms.Label(name)
+	l, err := f.vms.Metadata(name)
 	return describe(r, l, err).At(f.now()), nil
 }
 
@@ -167,8 +167,8 @@ func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOpt
 	return res, fail("snapshot", name, err)
 }
 
-// Promote copies what the label of a running sandbox names to the host, and says where it is: sandbox.Store.Promote. It
-// is done before each sleep by itself.
+// Promote copies what the metadata of a running sandbox names to the host, and says where it is: sandbox.Store.Promote.
+// It is done before each sleep by itself.
 func (f *Fleet) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
 	copies, err := f.vms.Promote(ctx, name)
 	return copies, fail("promote", name, err)
@@ -188,7 +188,7 @@ func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, er
 type Child struct {
 	// Name is random if it is empty.
 	Name string
-	// Tags are added to those that it has from its parent's label, as it has all of that.
+	// Tags are added to those that it has from its parent's metadata, as it has all of that.
 	Tags []string
 }
 
@@ -211,7 +211,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	if there, err := f.forks(parent.ID, children); err == nil {
 		return there, nil
 	}
-	label, err := f.vms.Label(name)
+	label, err := f.vms.Metadata(name)
 	if err != nil {
 		return nil, err
 	}
@@ -219,7 +219,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	for _, c := range children {
 		own := label.ForChild()
 		own.Tags = append(own.Tags, c.Tags...)
-		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Label: &own})
+		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Metadata: &own})
 	}
 	res, err := f.vms.Fork(ctx, name, o)
 	if err != nil {
@@ -268,7 +268,7 @@ func (f *Fleet) Rename(ctx context.Context, name, to string) (Sandbox, error) {
 type Changes struct {
 	Class          *lifetime.Class
 	Owner, Purpose *string
-	// Tags take the place of those of the label. Those of the network policy stay.
+	// Tags take the place of those of the metadata. Those of the network policy stay.
 	Tags *[]string
 	// Expires is when its time is over; the zero time is never.
 	Expires *time.Time
@@ -279,13 +279,13 @@ type Changes struct {
 	Rotate *sandbox.Rotation
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist
-	// Reset begins with an empty label, for one that cannot be read.
+	// Reset begins with an empty metadata, for one that cannot be read.
 	Reset bool
 	Spec  spec.Changes
 }
 
 // Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does
-// not run), then the label.
+// not run), then the metadata.
 func (f *Fleet) Update(ctx context.Context, name string, c Changes) (Sandbox, error) {
 	s, err := f.update(ctx, name, c)
 	return s, fail("update", name, err)
@@ -300,12 +300,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 	if c.Spec.Idle != nil {
 		idle = c.Spec.Idle.SleepSeconds
 	}
-	change := func(l *sandbox.Label, unreadable error) error {
+	change := func(l *sandbox.Metadata, unreadable error) error {
 		if unreadable != nil && !c.Reset {
 			return unreadable
 		}
 		if c.Reset {
-			*l = sandbox.Label{}
+			*l = sandbox.Metadata{}
 		}
 		set(&l.Class, c.Class)
 		set(&l.Owner, c.Owner)
@@ -319,12 +319,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 			l.Persist = c.Persist.Clone()
 		}
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrMetadata)
 		}
 		return nil
 	}
-	// What the label would be is checked before anything is changed.
-	l, lerr := f.vms.Label(name)
+	// What the metadata would be is checked before anything is changed.
+	l, lerr := f.vms.Metadata(name)
 	if err := change(&l, lerr); err != nil {
 		return Sandbox{}, err
 	}
@@ -332,12 +332,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		return Sandbox{}, err
 	}
 	if l.Class == lifetime.Ephemeral && c.Spec.Idle != nil && c.Spec.Idle.SleepSeconds > 0 {
-		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrLabel)
+		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrMetadata)
 	}
 	if err := f.vms.SetSpec(ctx, name, c.Spec); err != nil {
 		return Sandbox{}, err
 	}
-	if _, err := f.vms.SetLabel(ctx, name, change); err != nil {
+	if _, err := f.vms.SetMetadata(ctx, name, change); err != nil {
 		return Sandbox{}, err
 	}
 	return f.get(name)
@@ -351,7 +351,7 @@ func set[T any](to, from *T) {
 
 // Extend lets a sandbox last until a time at least: one that lasts longer, or for ever, is left as it is.
 func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (Sandbox, error) {
-	_, err := f.vms.SetLabel(ctx, name, func(l *sandbox.Label, unreadable error) error {
+	_, err := f.vms.SetMetadata(ctx, name, func(l *sandbox.Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}

@@ -12,15 +12,15 @@ import (
 // that has begun is waited for by a wake, what is there already is not made twice, and what fails has changed nothing.
 // All methods may be called from any goroutine.
 type VMs interface {
-	// Run makes a VM and boots it: Store.RunLabelled.
-	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error)
+	// Run makes a VM and boots it: Store.RunWithMetadata.
+	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error)
 	Start(ctx context.Context, name string) (sandbox.Report, error)
 	Wake(ctx context.Context, name string) (sandbox.Report, error)
 	// BringUp is Wake that never takes a VM back: Store.BringUp.
 	BringUp(ctx context.Context, name string) (sandbox.Report, error)
 	SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
 	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error)
-	// Promote copies what the label names to the host: Store.Promote.
+	// Promote copies what the metadata names to the host: Store.Promote.
 	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
 	RestoreTo(ctx context.Context, name, snapshot string) (*sandbox.Record, error)
 	Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error)
@@ -30,8 +30,8 @@ type VMs interface {
 	Get(name string) (*sandbox.Record, error)
 	List() ([]*sandbox.Record, error)
 	FileStamps() (map[string]string, error)
-	Label(name string) (sandbox.Label, error)
-	SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error)
+	Metadata(name string) (sandbox.Metadata, error)
+	SetMetadata(ctx context.Context, name string, change func(l *sandbox.Metadata, unreadable error) error) (sandbox.Metadata, error)
 	TellExpired(ctx context.Context, name string) error
 	SetSpec(ctx context.Context, name string, c spec.Changes) error
 
@@ -60,12 +60,12 @@ func OfStoreLazily(s *sandbox.Store, launcher func() (sandbox.Launcher, error)) 
 	return storeVMs{s, launcher}
 }
 
-func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
 	l, err := v.launcher()
 	if err != nil {
 		return sandbox.Report{}, err
 	}
-	return v.RunLabelled(ctx, l, spec, &label)
+	return v.RunWithMetadata(ctx, l, spec, &label)
 }
 
 func (v storeVMs) Start(ctx context.Context, name string) (sandbox.Report, error) {

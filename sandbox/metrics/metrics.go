@@ -128,7 +128,7 @@ type watched struct {
 // Watch are the VMs with what is done to them noted.
 func (m *Metrics) Watch(vms fleet.VMs) fleet.VMs { return watched{vms, m} }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.m.observe("create", time.Since(begin), err)

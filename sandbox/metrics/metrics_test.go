@@ -35,7 +35,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 	w := m.Watch(vms)
 	ctx := t.Context()
 	for _, name := range []string{"a", "b"} {
-		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{}); err != nil {
+		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -102,7 +102,7 @@ func networkedVMs(t *testing.T) *fleettest.VMs {
 	t.Helper()
 	vms := fleettest.New()
 	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}

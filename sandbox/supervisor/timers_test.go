@@ -45,14 +45,14 @@ func (v *fakeVMs) FileStamps() (map[string]string, error) {
 	return out, nil
 }
 
-func (v *fakeVMs) Label(name string) (sandbox.Label, error) {
+func (v *fakeVMs) Metadata(name string) (sandbox.Metadata, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	t, ok := v.labels[name]
 	if !ok {
-		return sandbox.Label{}, sandbox.ErrNotFound
+		return sandbox.Metadata{}, sandbox.ErrNotFound
 	}
-	return sandbox.Label{Wake: t, Asked: sandbox.Asked{Fork: v.asked[name]}}, nil
+	return sandbox.Metadata{Wake: t, Asked: sandbox.Asked{Fork: v.asked[name]}}, nil
 }
 
 func (v *fakeVMs) TimerFired(_ context.Context, name string, fired sandbox.Timer, problem error) error {

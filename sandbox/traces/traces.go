@@ -80,7 +80,7 @@ type watched struct {
 	t *Traces
 }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.t.Up(ctx, Create, spec.Name, begin, rep, err)

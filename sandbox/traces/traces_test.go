@@ -36,7 +36,7 @@ type said struct {
 
 func (s said) Wake(context.Context, string) (sandbox.Report, error) { return s.rep(), s.err }
 
-func (s said) Run(context.Context, sandbox.Spec, sandbox.Label) (sandbox.Report, error) {
+func (s said) Run(context.Context, sandbox.Spec, sandbox.Metadata) (sandbox.Report, error) {
 	return s.rep(), s.err
 }
 
@@ -186,7 +186,7 @@ func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report {
 		return slow(sandbox.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "shell": 1, "entry": 2}})()
 	}})
-	if _, err := vms.Run(t.Context(), sandbox.Spec{}, sandbox.Label{}); err != nil {
+	if _, err := vms.Run(t.Context(), sandbox.Spec{}, sandbox.Metadata{}); err != nil {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()

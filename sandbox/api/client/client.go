@@ -134,13 +134,13 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 
 // Create is fleet.Fleet.Create.
 func (c *Client) Create(ctx context.Context, r fleet.Request) (s fleet.Sandbox, err error) {
-	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label}, &s)
+	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata}, &s)
 	return s, err
 }
 
 // GetOrCreate is fleet.Fleet.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error) {
-	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label, GetOrCreate: true})
+	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true})
 	if err != nil {
 		return s, false, fleet.Fail("get or create", r.Spec.Name, err)
 	}

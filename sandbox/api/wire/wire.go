@@ -136,8 +136,8 @@ type History struct {
 
 // Create is POST /v1/sandboxes.
 type Create struct {
-	Spec  sandbox.Spec  `json:"spec"`
-	Label sandbox.Label `json:"label,omitzero"`
+	Spec     sandbox.Spec     `json:"spec"`
+	Metadata sandbox.Metadata `json:"metadata,omitzero"`
 	// GetOrCreate returns the sandbox of that name as it is, if there is one.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }

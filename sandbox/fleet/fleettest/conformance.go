@@ -42,7 +42,7 @@ type Subject struct {
 	// Spec is what a sandbox is made of.
 	Spec sandbox.Spec
 	// Make makes a sandbox that runs, if Fleet.Create would take too long.
-	Make func(t *testing.T, spec sandbox.Spec, l sandbox.Label)
+	Make func(t *testing.T, spec sandbox.Spec, l sandbox.Metadata)
 	// Write keeps a word in the memory of a sandbox that runs, and Read returns it.
 	Write func(t *testing.T, name, word string)
 	Read  func(t *testing.T, name string) string
@@ -70,7 +70,7 @@ func Conformance(t *testing.T, s Subject) {
 	const name, later = "conf", "conf-later"
 	want := s.Spec
 	want.Name = name
-	label := sandbox.Label{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
+	label := sandbox.Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
 
 	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
 		s.Make(t, want, label)
@@ -253,15 +253,15 @@ func Conformance(t *testing.T, s Subject) {
 			t.Errorf("after the refusal its memory says %q", got)
 		}
 		bad := lifetime.Persist{Drop: []string{"cache"}}
-		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, sandbox.ErrLabel) {
-			t.Errorf("a relative path to drop: got %v, want ErrLabel", err)
+		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, sandbox.ErrMetadata) {
+			t.Errorf("a relative path to drop: got %v, want ErrMetadata", err)
 		}
 		got, err = f.Update(ctx, name, fleet.Changes{Persist: &lifetime.Persist{}})
 		if must(t, got, err, records.Running); !got.Persist.Empty() {
 			t.Errorf("it is %+v", got)
 		}
-		if _, err := f.Promote(ctx, name); !errors.Is(err, sandbox.ErrLabel) {
-			t.Errorf("promoting nothing: got %v, want ErrLabel", err)
+		if _, err := f.Promote(ctx, name); !errors.Is(err, sandbox.ErrMetadata) {
+			t.Errorf("promoting nothing: got %v, want ErrMetadata", err)
 		}
 	})
 	t.Run("it is renamed while it sleeps, and only then", func(t *testing.T) {
@@ -322,7 +322,7 @@ func Conformance(t *testing.T, s Subject) {
 		must(t, got, err, records.Running)
 	})
 	children := []fleet.Child{{Name: "conf-1", Tags: []string{"odd"}}, {Name: "conf-2"}}
-	t.Run("children have its label, their names and tags, and its memory", func(t *testing.T) {
+	t.Run("children have its metadata, their names and tags, and its memory", func(t *testing.T) {
 		parent, err := f.Get(ctx, later)
 		if err != nil {
 			t.Fatal(err)

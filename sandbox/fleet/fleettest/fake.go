@@ -33,7 +33,7 @@ type VMs struct {
 	// then. It must not be changed while the VMs are used, and may be called from several goroutines.
 	Fail func(op, name string) error
 
-	labels sync.Mutex // held while a label is changed
+	labels sync.Mutex // held while metadata is changed
 
 	mu    sync.Mutex // guards what follows
 	vms   map[string]*vm
@@ -46,7 +46,7 @@ type VMs struct {
 // vm is one of them.
 type vm struct {
 	record sandbox.Record
-	label  sandbox.Label
+	label  sandbox.Metadata
 	stamp  int
 	state  string // memory and disk
 	began  time.Time
@@ -187,7 +187,7 @@ func (v *VMs) up(m *vm) sandbox.Report {
 }
 
 // Run implements fleet.VMs.
-func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
 	if want.Name == "" {
 		want.Name = "vm-" + newID()[:8]
 	}
@@ -225,18 +225,18 @@ func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Label) (
 	return v.up(m), nil
 }
 
-func check(spec sandbox.Spec, label sandbox.Label) error {
+func check(spec sandbox.Spec, label sandbox.Metadata) error {
 	if err := label.Check(); err != nil {
 		return err
 	}
 	if label.Class == lifetime.Ephemeral && spec.Idle.SleepSeconds > 0 {
-		return fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrLabel)
+		return fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrMetadata)
 	}
 	return nil
 }
 
-// normal is a label as it is kept.
-func normal(l sandbox.Label) sandbox.Label {
+// normal is metadata as it is kept.
+func normal(l sandbox.Metadata) sandbox.Metadata {
 	l.Tags, l.Persist = slices.Compact(slices.Sorted(slices.Values(l.Tags))), l.Persist.Clone()
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
 	return l
@@ -378,7 +378,7 @@ func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions
 	case r.Phase != sandbox.Running:
 		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
 	case m.label.Class == lifetime.Ephemeral:
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", sandbox.ErrLabel, name)
+		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", sandbox.ErrMetadata, name)
 	default:
 		if persist := m.label.Persist; !persist.Empty() {
 			persisted = &sandbox.Persisted{}
@@ -430,7 +430,7 @@ func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, err
 		return nil, err
 	}
 	if len(m.label.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted", sandbox.ErrLabel, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted", sandbox.ErrMetadata, name)
 	}
 	if m.record.Phase != sandbox.Running {
 		return nil, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
@@ -485,7 +485,7 @@ func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.
 		return nil, fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
 	}
 	if rot := m.label.Rotate; rot.To != "" && rot.To != s.info.ID && (rot.At.IsZero() || !v.now().Before(rot.At)) {
-		return nil, fmt.Errorf("%w: its next wake begins anew from snapshot %s", sandbox.ErrLabel, rot.To)
+		return nil, fmt.Errorf("%w: its next wake begins anew from snapshot %s", sandbox.ErrMetadata, rot.To)
 	}
 	if r.Phase != sandbox.Asleep || r.Snapshot != s.info.ID {
 		if r.Phase == sandbox.Asleep {
@@ -544,8 +544,8 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 		if c.Name == "" {
 			c.Name = "vm-" + newID()[:8]
 		}
-		if c.Label == nil {
-			c.Label = &m.label
+		if c.Metadata == nil {
+			c.Metadata = &m.label
 		}
 		switch {
 		case !nameRE.MatchString(c.Name) || seen[c.Name]:
@@ -553,7 +553,7 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 		case v.vms[c.Name] != nil:
 			return sandbox.ForkResult{}, fmt.Errorf("%w: %s", sandbox.ErrExists, c.Name)
 		}
-		if err := check(m.record.Spec, *c.Label); err != nil {
+		if err := check(m.record.Spec, *c.Metadata); err != nil {
 			return sandbox.ForkResult{}, err
 		}
 		seen[c.Name] = true
@@ -566,7 +566,7 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 	}
 	res := sandbox.ForkResult{Parent: name, Snapshot: s.info.ID, Durable: true, Stages: map[string]float64{}}
 	for _, c := range children {
-		child := &vm{label: normal(*c.Label), state: s.state}
+		child := &vm{label: normal(*c.Metadata), state: s.state}
 		child.record = sandbox.Record{
 			Version: 1, ID: newID(), Spec: m.record.Spec, Created: v.now(), Boot: m.record.Boot, Snapshot: s.info.ID, Parent: s.info.ID,
 			Fork: &sandbox.Origin{Parent: name, ParentID: m.record.ID, Generation: 1, Time: v.now()},
@@ -665,47 +665,47 @@ func (v *VMs) FileStamps() (map[string]string, error) {
 	return out, nil
 }
 
-// Label implements fleet.VMs.
-func (v *VMs) Label(name string) (sandbox.Label, error) {
+// Metadata implements fleet.VMs.
+func (v *VMs) Metadata(name string) (sandbox.Metadata, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	l := m.label
 	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l, nil
 }
 
-// SetLabel implements fleet.VMs.
-func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error) {
+// SetMetadata implements fleet.VMs.
+func (v *VMs) SetMetadata(ctx context.Context, name string, change func(l *sandbox.Metadata, unreadable error) error) (sandbox.Metadata, error) {
 	if err := ctx.Err(); err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	v.labels.Lock()
 	defer v.labels.Unlock()
-	l, err := v.Label(name)
+	l, err := v.Metadata(name)
 	if err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	v.mu.Lock()
 	is := v.vms[name]
 	v.mu.Unlock()
 	if err := change(&l, nil); err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	l = normal(l)
 	if err := l.Check(); err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if is == nil || v.vms[is.record.Spec.Name] != is {
-		return sandbox.Label{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
+		return sandbox.Metadata{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
 	}
 	if err := v.checkRotation(is, &l.Rotate); err != nil {
-		return sandbox.Label{}, err
+		return sandbox.Metadata{}, err
 	}
 	is.label = l
 	v.changed(is)
@@ -714,7 +714,7 @@ func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.
 
 // TellExpired implements fleet.VMs.
 func (v *VMs) TellExpired(ctx context.Context, name string) error {
-	_, err := v.SetLabel(ctx, name, func(l *sandbox.Label, unreadable error) error {
+	_, err := v.SetMetadata(ctx, name, func(l *sandbox.Metadata, unreadable error) error {
 		if unreadable == nil && lifetime.Expired(l.Expires, v.now()) {
 			l.ExpiryTold = l.Expires
 		}
@@ -779,7 +779,7 @@ func (v *VMs) TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, e
 	if err != nil {
 		return sandbox.SnapshotInfo{}, err
 	}
-	if err := (sandbox.Label{Tags: tags}).Check(); err != nil {
+	if err := (sandbox.Metadata{Tags: tags}).Check(); err != nil {
 		return sandbox.SnapshotInfo{}, err
 	}
 	s.info.Tags, s.info.Kept = slices.Compact(slices.Sorted(slices.Values(tags))), len(tags) > 0

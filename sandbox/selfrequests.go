@@ -11,13 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Asked is what a guest has asked for that is in its sandbox's Label, so that it can change that, and nothing that its
-// owner has set.
+// Asked is what a guest has asked for that is in its sandbox's Metadata, so that it can change that, and nothing that
+// its owner has set.
 type Asked struct {
-	// Wake is the time of the timer that it has asked for. The Label's timer is the guest's as long as it is that one.
+	// Wake is the time of the timer that it has asked for. The Metadata's timer is the guest's as long as it is that
+	// one.
 	Wake time.Time `json:"wake,omitzero"`
 	// Expires is the expiry that it has asked for, and From the one that its owner had set. They count as long as the
-	// Label expires then.
+	// Metadata expires then.
 	Expires time.Time `json:"expires,omitzero"`
 	From    time.Time `json:"from,omitzero"`
 	// Fork is a fork that it has asked for, until it has been told of it.
@@ -31,14 +32,14 @@ var (
 	ErrExtension = errors.New("the guest has asked to last longer than its owner allows")
 )
 
-// selfLabelTime bounds the wait for a label that somebody else changes.
-const selfLabelTime = 10 * time.Second
+// selfMetadataTime bounds the wait for metadata that somebody else changes.
+const selfMetadataTime = 10 * time.Second
 
 // selfWake sets the timer of a sandbox for its guest, once; the zero time takes away what the guest has asked for
 // before.
 func (s *Store) selfWake(ctx context.Context, name string, at time.Time) error {
 	at = at.UTC().Truncate(time.Millisecond) // as it is kept
-	return s.setSelf(ctx, name, func(l *Label) error {
+	return s.setSelf(ctx, name, func(l *Metadata) error {
 		switch {
 		case l.Wake != Timer{} && (l.Wake.Every != 0 || !l.Wake.At.Equal(l.Asked.Wake)):
 			return fmt.Errorf("%w: at %s", ErrOwnersTimer, l.Wake.At.Format(time.RFC3339))
@@ -46,9 +47,9 @@ func (s *Store) selfWake(ctx context.Context, name string, at time.Time) error {
 			l.Wake, l.Asked.Wake = Timer{}, time.Time{}
 			return nil
 		case l.Class == lifetime.Ephemeral:
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep, so nothing wakes it", ErrLabel)
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep, so nothing wakes it", ErrMetadata)
 		case !at.After(time.Now()):
-			return fmt.Errorf("%w: it asks to be woken at %s, which is over by the host's clock", ErrLabel, at.Format(time.RFC3339))
+			return fmt.Errorf("%w: it asks to be woken at %s, which is over by the host's clock", ErrMetadata, at.Format(time.RFC3339))
 		}
 		l.Wake, l.Asked.Wake = Timer{At: at}, at
 		return nil
@@ -61,7 +62,7 @@ func (s *Store) selfExtend(ctx context.Context, name string, may spec.Self, seco
 	if seconds > lifetime.MaxSeconds {
 		return time.Time{}, fmt.Errorf("%w: by %d s: use at most %d", ErrExtension, seconds, lifetime.MaxSeconds)
 	}
-	err = s.setSelf(ctx, name, func(l *Label) error {
+	err = s.setSelf(ctx, name, func(l *Metadata) error {
 		now := time.Now()
 		until := now.Add(time.Duration(seconds) * time.Second).UTC().Truncate(time.Second)
 		expires = l.Expires
@@ -85,11 +86,11 @@ func (s *Store) selfExtend(ctx context.Context, name string, may spec.Self, seco
 	return expires, err
 }
 
-// setSelf changes a label for its guest.
-func (s *Store) setSelf(ctx context.Context, name string, change func(*Label) error) error {
-	ctx, cancel := context.WithTimeout(events.WithCause(ctx, events.Guest), selfLabelTime)
+// setSelf changes metadata for its guest.
+func (s *Store) setSelf(ctx context.Context, name string, change func(*Metadata) error) error {
+	ctx, cancel := context.WithTimeout(events.WithCause(ctx, events.Guest), selfMetadataTime)
 	defer cancel()
-	_, err := s.SetLabel(ctx, name, func(l *Label, unreadable error) error {
+	_, err := s.SetMetadata(ctx, name, func(l *Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}

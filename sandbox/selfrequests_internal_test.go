@@ -12,9 +12,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-func labelOf(t *testing.T, s *Store, name string) Label {
+func metadataOf(t *testing.T, s *Store, name string) Metadata {
 	t.Helper()
-	l, err := s.Label(name)
+	l, err := s.Metadata(name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -23,24 +23,24 @@ func labelOf(t *testing.T, s *Store, name string) Label {
 
 func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_owners(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
 	soon, later := time.Now().Add(time.Hour).UTC().Truncate(time.Millisecond), time.Now().Add(2*time.Hour).UTC().Truncate(time.Millisecond)
 	for _, at := range []time.Time{later, soon, {}, soon} {
 		if err := s.selfWake(t.Context(), "a", at); err != nil {
 			t.Fatal(err)
 		}
-		if l := labelOf(t, s, "a"); !l.Wake.At.Equal(at) || l.Wake.Every != 0 {
+		if l := metadataOf(t, s, "a"); !l.Wake.At.Equal(at) || l.Wake.Every != 0 {
 			t.Fatalf("asked for %v, got %+v", at, l.Wake)
 		}
 	}
 	if e := wantTold(t, s, events.Updated, events.Updated, events.Updated, events.Updated); e.Cause != events.Guest {
 		t.Fatalf("%+v", e)
 	}
-	if err := s.selfWake(t.Context(), "a", time.Now().Add(-time.Second)); !errors.Is(err, ErrLabel) {
+	if err := s.selfWake(t.Context(), "a", time.Now().Add(-time.Second)); !errors.Is(err, ErrMetadata) {
 		t.Fatalf("a time that is over: %v", err)
 	}
 	for name, owners := range map[string]Timer{"once": {At: later}, "at the guest's time, again and again": {At: soon, Every: 3600}} {
-		if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Wake = owners; return nil }); err != nil {
+		if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Wake = owners; return nil }); err != nil {
 			t.Fatal(err)
 		}
 		for _, at := range []time.Time{soon.Add(time.Minute), {}} {
@@ -48,7 +48,7 @@ func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_own
 				t.Errorf("the owner's timer, %s: %v", name, err)
 			}
 		}
-		if l := labelOf(t, s, "a"); !l.Wake.At.Equal(owners.At) || l.Wake.Every != owners.Every {
+		if l := metadataOf(t, s, "a"); !l.Wake.At.Equal(owners.At) || l.Wake.Every != owners.Every {
 			t.Errorf("the owner's timer, %s, is %+v", name, l.Wake)
 		}
 	}
@@ -56,8 +56,8 @@ func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_own
 
 func TestSelfWake_that_is_of_no_use_to_an_ephemeral_sandbox_is_refused(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Class: lifetime.Ephemeral})
-	if err := s.selfWake(t.Context(), "a", time.Now().Add(time.Hour)); !errors.Is(err, ErrLabel) {
+	withMetadata(t, s, "a", Stopped, &Metadata{Class: lifetime.Ephemeral})
+	if err := s.selfWake(t.Context(), "a", time.Now().Add(time.Hour)); !errors.Is(err, ErrMetadata) {
 		t.Fatal(err)
 	}
 }
@@ -66,14 +66,14 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	s := tempStore(t)
 	may := spec.Self{Allow: []string{"extend=2h"}}
 	own := time.Now().Add(time.Hour).UTC().Truncate(time.Second)
-	labelled(t, s, "a", Stopped, &Label{Expires: own})
+	withMetadata(t, s, "a", Stopped, &Metadata{Expires: own})
 	hours := func(n int) int { return n * 3600 }
 	if got, err := s.selfExtend(t.Context(), "a", may, 60); err != nil || !got.Equal(own) {
 		t.Fatalf("it was shortened: %v, %v", got, err)
 	}
 	wantTold(t, s)
 	first, err := s.selfExtend(t.Context(), "a", may, hours(2))
-	if err != nil || !first.After(own) || !labelOf(t, s, "a").Expires.Equal(first) {
+	if err != nil || !first.After(own) || !metadataOf(t, s, "a").Expires.Equal(first) {
 		t.Fatalf("%v, %v", first, err)
 	}
 	if e := wantTold(t, s, events.Extended); e.Cause != events.Guest {
@@ -83,22 +83,22 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	if _, err := s.selfExtend(t.Context(), "a", may, hours(4)); !errors.Is(err, ErrExtension) || !strings.Contains(err.Error(), own.Add(2*time.Hour).Format(time.RFC3339)) {
 		t.Fatal(err)
 	}
-	if l := labelOf(t, s, "a"); !l.Expires.Equal(first) {
+	if l := metadataOf(t, s, "a"); !l.Expires.Equal(first) {
 		t.Fatalf("what was refused has set %v", l.Expires)
 	}
 	// The owner has set another time: it counts from there.
 	own = own.Add(24 * time.Hour)
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Expires = own; return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Expires = own; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := s.selfExtend(t.Context(), "a", may, hours(26)); err != nil || !got.After(own) {
 		t.Fatalf("%v, %v", got, err)
 	}
-	labelled(t, s, "ever", Stopped, nil)
+	withMetadata(t, s, "ever", Stopped, nil)
 	if got, err := s.selfExtend(t.Context(), "ever", may, hours(1)); err != nil || !got.IsZero() {
 		t.Fatalf("one that lasts for ever: %v, %v", got, err)
 	}
-	labelled(t, s, "over", Stopped, &Label{Expires: time.Now().Add(-time.Minute)})
+	withMetadata(t, s, "over", Stopped, &Metadata{Expires: time.Now().Add(-time.Minute)})
 	if _, err := s.selfExtend(t.Context(), "over", may, 60); !errors.Is(err, ErrExpired) {
 		t.Fatalf("one that has expired: %v", err)
 	}

@@ -20,17 +20,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Label says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed
-// whether that runs or not. A VM without one has the zero Label, which counts as a workspace of nobody's that never
+// Metadata says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed
+// whether that runs or not. A VM without one has the zero Metadata, which counts as a workspace of nobody's that never
 // expires.
-type Label struct {
+type Metadata struct {
 	// Class is ephemeral, resumable or workspace; empty is workspace.
 	Class lifetime.Class `json:"class,omitempty"`
-	// Owner is at most MaxLabelOwner bytes, Purpose MaxLabelPurpose: printable characters in one line.
+	// Owner is at most MaxMetadataOwner bytes, Purpose MaxMetadataPurpose: printable characters in one line.
 	Owner   string `json:"owner,omitempty"`
 	Purpose string `json:"purpose,omitempty"`
-	// Tags are at most MaxLabelTags words of at most MaxLabelTag bytes. They are there to be found by; those that count
-	// in network policies are in the Spec.
+	// Tags are at most MaxMetadataTags words of at most MaxMetadataTag bytes. They are there to be found by; those that
+	// count in network policies are in the Spec.
 	Tags []string `json:"tags,omitempty"`
 	// Expires is when its time is over, by the host's clock; zero is never.
 	Expires time.Time `json:"expires,omitzero"`
@@ -48,84 +48,84 @@ type Label struct {
 	Asked Asked `json:"asked,omitzero"`
 }
 
-// Limits of a Label.
+// Limits of a Metadata.
 const (
-	MaxLabelOwner   = 128
-	MaxLabelPurpose = 1024
-	MaxLabelTags    = 32
-	MaxLabelTag     = 64
-	// maxLabel bounds the file, in bytes.
-	maxLabel = 64 << 10
+	MaxMetadataOwner   = 128
+	MaxMetadataPurpose = 1024
+	MaxMetadataTags    = 32
+	MaxMetadataTag     = 64
+	// maxMetadata bounds the file, in bytes.
+	maxMetadata = 64 << 10
 )
 
-// labelVersion is counted up by incompatible changes of the file.
-const labelVersion = 1
+// metadataVersion is counted up by incompatible changes of the file.
+const metadataVersion = 1
 
 const (
-	labelFile = "sandbox.json"
-	labelNew  = ".sandbox.json.new"
-	labelLock = "sandbox.lock"
+	metadataFile = "sandbox.json"
+	metadataNew  = ".sandbox.json.new"
+	metadataLock = "sandbox.lock"
 )
 
 var (
-	// ErrLabel says that a sandbox cannot have such a label, or that the one it has cannot be read.
-	ErrLabel = errors.New("invalid label of a sandbox")
+	// ErrMetadata says that a sandbox cannot have such metadata, or that the one it has cannot be read.
+	ErrMetadata = errors.New("invalid metadata of a sandbox")
 	// ErrExpired says that a sandbox's time is over.
 	ErrExpired = errors.New("the sandbox has expired")
 )
 
 // EffectiveClass is the class, or what an empty one counts as.
-func (l Label) EffectiveClass() lifetime.Class {
+func (l Metadata) EffectiveClass() lifetime.Class {
 	if l.Class == "" {
 		return lifetime.Workspace
 	}
 	return l.Class
 }
 
-// ForChild is the label of a fork: without what was said of the one that is forked alone, its timer, its rotation and
-// what its guest has asked for. What the guest has put its expiry off by counts for the child as well.
-func (l Label) ForChild() Label {
+// ForChild is the metadata of a fork: without what was said of the one that is forked alone, its timer, its rotation
+// and what its guest has asked for. What the guest has put its expiry off by counts for the child as well.
+func (l Metadata) ForChild() Metadata {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
 	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l
 }
 
 // empty says that it is what a VM without one has.
-func (l Label) empty() bool {
+func (l Metadata) empty() bool {
 	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
 }
 
 // Check refuses what is out of bounds.
-func (l Label) Check() error {
+func (l Metadata) Check() error {
 	text := func(what, s string, limit int) error {
 		if len(s) > limit {
-			return fmt.Errorf("%w: %s of %d bytes: use %d at most", ErrLabel, what, len(s), limit)
+			return fmt.Errorf("%w: %s of %d bytes: use %d at most", ErrMetadata, what, len(s), limit)
 		}
 		if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return fmt.Errorf("%w: %s %q: use printable characters in one line", ErrLabel, what, s)
+			return fmt.Errorf("%w: %s %q: use printable characters in one line", ErrMetadata, what, s)
 		}
 		return nil
 	}
 	if err := l.EffectiveClass().Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrLabel, err)
+		return fmt.Errorf("%w: %w", ErrMetadata, err)
 	}
 	if err := l.Keep.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrLabel, err)
+		return fmt.Errorf("%w: %w", ErrMetadata, err)
 	}
 	if err := l.Persist.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrLabel, err)
+		return fmt.Errorf("%w: %w", ErrMetadata, err)
 	}
-	if err := errors.Join(text("owner", l.Owner, MaxLabelOwner), text("purpose", l.Purpose, MaxLabelPurpose)); err != nil {
+	if err := errors.Join(text("owner", l.Owner, MaxMetadataOwner), text("purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
 		return err
 	}
-	if len(l.Tags) > MaxLabelTags {
-		return fmt.Errorf("%w: %d tags: use %d at most", ErrLabel, len(l.Tags), MaxLabelTags)
+	if len(l.Tags) > MaxMetadataTags {
+		return fmt.Errorf("%w: %d tags: use %d at most", ErrMetadata, len(l.Tags), MaxMetadataTags)
 	}
 	for _, t := range l.Tags {
 		if t == "" || strings.ContainsAny(t, ", ") {
-			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", ErrLabel, t)
+			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", ErrMetadata, t)
 		}
-		if err := text("tag", t, MaxLabelTag); err != nil {
+		if err := text("tag", t, MaxMetadataTag); err != nil {
 			return err
 		}
 	}
@@ -133,100 +133,102 @@ func (l Label) Check() error {
 		return err
 	}
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {
-		return fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrLabel, y)
+		return fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrMetadata, y)
 	}
 	return nil
 }
 
-// labelDoc is the file.
-type labelDoc struct {
+// metadataDoc is the file.
+type metadataDoc struct {
 	Version int `json:"version"`
-	Label
+	Metadata
 }
 
-// Label returns a sandbox's label. One that cannot be read is ErrLabel: nothing is removed then for what it says.
-func (s *Store) Label(name string) (Label, error) {
+// Metadata returns a sandbox's metadata. One that cannot be read is ErrMetadata: nothing is removed then for what it
+// says.
+func (s *Store) Metadata(name string) (Metadata, error) {
 	if !spec.ValidName(name) {
-		return Label{}, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
+		return Metadata{}, fmt.Errorf("%w: %q is not the name of a VM", ErrNotFound, name)
 	}
 	root, err := os.OpenRoot(s.vmDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Label{}, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
+		return Metadata{}, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
 	}
 	if err != nil {
-		return Label{}, fmt.Errorf("reading the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
 	}
 	defer root.Close()
-	return readLabel(root, name)
+	return readMetadata(root, name)
 }
 
-func readLabel(root *os.Root, name string) (Label, error) {
-	f, err := root.Open(labelFile)
+func readMetadata(root *os.Root, name string) (Metadata, error) {
+	f, err := root.Open(metadataFile)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Label{}, nil
+		return Metadata{}, nil
 	}
 	if err != nil {
-		return Label{}, fmt.Errorf("reading the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
 	}
 	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, maxLabel+1))
+	data, err := io.ReadAll(io.LimitReader(f, maxMetadata+1))
 	if err != nil {
-		return Label{}, fmt.Errorf("reading the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
 	}
-	l, err := parseLabel(data)
+	l, err := parseMetadata(data)
 	if err != nil {
-		return Label{}, fmt.Errorf("reading the label of %s: %w: write it anew with `drowse update %s --reset`", name, err, name)
+		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w: write it anew with `drowse update %s --reset`", name, err, name)
 	}
 	return l, nil
 }
 
-func parseLabel(data []byte) (Label, error) {
-	if len(data) > maxLabel {
-		return Label{}, fmt.Errorf("%w: it has more than %d bytes", ErrLabel, maxLabel)
+func parseMetadata(data []byte) (Metadata, error) {
+	if len(data) > maxMetadata {
+		return Metadata{}, fmt.Errorf("%w: it has more than %d bytes", ErrMetadata, maxMetadata)
 	}
-	var doc labelDoc
+	var doc metadataDoc
 	d := json.NewDecoder(strings.NewReader(string(data)))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&doc); err != nil {
-		return Label{}, fmt.Errorf("%w: %w: it was written by another version, or is damaged", ErrLabel, err)
+		return Metadata{}, fmt.Errorf("%w: %w: it was written by another version, or is damaged", ErrMetadata, err)
 	}
-	if doc.Version != labelVersion {
-		return Label{}, fmt.Errorf("%w: version %d, this build reads %d", ErrLabel, doc.Version, labelVersion)
+	if doc.Version != metadataVersion {
+		return Metadata{}, fmt.Errorf("%w: version %d, this build reads %d", ErrMetadata, doc.Version, metadataVersion)
 	}
-	return doc.Label, doc.Check()
+	return doc.Metadata, doc.Check()
 }
 
-// SetLabel changes a sandbox's label: change gets what it is and says what it is to be; an error of it changes nothing
-// and is returned. A label that cannot be read is given as the zero Label, with its error. Changes by several processes
-// come one after another, and each is on disk when SetLabel returns. The sandbox may run, and may be renamed meanwhile.
-func (s *Store) SetLabel(ctx context.Context, name string, change func(l *Label, unreadable error) error) (Label, error) {
-	return s.setLabel(ctx, name, change, func(r *Record, before, l Label, unreadable error) { s.tellLabel(ctx, r, before, l, unreadable) })
+// SetMetadata changes a sandbox's metadata: change gets what it is and says what it is to be; an error of it changes
+// nothing and is returned. A metadata that cannot be read is given as the zero Metadata, with its error. Changes by
+// several processes come one after another, and each is on disk when SetMetadata returns. The sandbox may run, and may
+// be renamed meanwhile.
+func (s *Store) SetMetadata(ctx context.Context, name string, change func(l *Metadata, unreadable error) error) (Metadata, error) {
+	return s.setMetadata(ctx, name, change, func(r *Record, before, l Metadata, unreadable error) { s.tellMetadata(ctx, r, before, l, unreadable) })
 }
 
-// setLabel is SetLabel that calls told, with the label locked, when it is changed.
-func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, error) error, told func(r *Record, before, l Label, unreadable error)) (Label, error) {
+// setMetadata is SetMetadata that calls told, with the metadata locked, when it is changed.
+func (s *Store) setMetadata(ctx context.Context, name string, change func(*Metadata, error) error, told func(r *Record, before, l Metadata, unreadable error)) (Metadata, error) {
 	r, err := s.load(name)
 	if err != nil {
-		return Label{}, err
+		return Metadata{}, err
 	}
 	// The directory itself, by whatever name: it may be renamed, and another one may get its name.
 	root, err := os.OpenRoot(s.vmDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Label{}, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
+		return Metadata{}, fmt.Errorf("%w: %s: see `drowse ps -a`", ErrNotFound, name)
 	}
 	if err != nil {
-		return Label{}, fmt.Errorf("changing the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
 	}
 	defer root.Close()
-	unlock, err := lockLabel(ctx, root)
+	unlock, err := lockMetadata(ctx, root)
 	if err != nil {
-		return Label{}, fmt.Errorf("changing the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
 	}
 	defer unlock()
-	l, rerr := readLabel(root, name)
+	l, rerr := readMetadata(root, name)
 	before := l
 	if err := change(&l, rerr); err != nil {
-		return Label{}, err
+		return Metadata{}, err
 	}
 	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
@@ -236,22 +238,22 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 		// A sweep either sees what is kept now, or is over.
 		release, err := s.share(ctx)
 		if err != nil {
-			return Label{}, err
+			return Metadata{}, err
 		}
 		defer func() { _ = release() }()
 		if err := s.checkRotation(r, &l.Rotate); err != nil {
-			return Label{}, err
+			return Metadata{}, err
 		}
 	}
 	if err := l.Check(); err != nil {
-		return Label{}, err
+		return Metadata{}, err
 	}
-	err = writeLabel(root, l)
+	err = writeMetadata(root, l)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Label{}, fmt.Errorf("changing the label of %s: %w: it has just been removed", name, ErrNotFound)
+		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w: it has just been removed", name, ErrNotFound)
 	}
 	if err != nil {
-		return Label{}, fmt.Errorf("changing the label of %s: %w", name, err)
+		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
 	}
 	told(r, before, l, rerr)
 	return l, nil
@@ -261,18 +263,18 @@ func (s *Store) setLabel(ctx context.Context, name string, change func(*Label, e
 // others.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
 	var e events.Event
-	_, err := s.setLabel(ctx, name, func(l *Label, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return errNothingToTell
 		}
 		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
 		return nil
-	}, func(r *Record, _, l Label, _ error) {
+	}, func(r *Record, _, l Metadata, _ error) {
 		e = s.event(events.WithCause(ctx, events.Expiry), r, events.Expired)
 		e.Details.Expires = l.Expires
 	})
 	if err == nil {
-		// Not with the label locked, which a hook may want to change.
+		// Not with the metadata locked, which a hook may want to change.
 		s.announce(ctx, e)
 	}
 	return nothing(err)
@@ -286,11 +288,11 @@ func nothing(err error) error {
 	return err
 }
 
-// errNothingToTell ends a change of a label that is none.
+// errNothingToTell ends a change of metadata that is none.
 var errNothingToTell = errors.New("there is nothing to tell of")
 
-// tellLabel tells of a changed label.
-func (s *Store) tellLabel(ctx context.Context, r *Record, before, l Label, unreadable error) {
+// tellMetadata tells of a changed metadata.
+func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l Metadata, unreadable error) {
 	before.Asked = l.Asked // who has asked for it is no change of what it says
 	if unreadable == nil && before.equal(l) {
 		return
@@ -306,16 +308,16 @@ func (s *Store) tellLabel(ctx context.Context, r *Record, before, l Label, unrea
 	s.tell(e)
 }
 
-// equal says whether two labels say the same.
-func (l Label) equal(m Label) bool {
+// equal says whether two metadata say the same.
+func (l Metadata) equal(m Metadata) bool {
 	a, aerr := json.Marshal(l)
 	b, berr := json.Marshal(m)
 	return aerr == nil && berr == nil && string(a) == string(b)
 }
 
-// lockLabel serialises those who change a label. Nobody has the lock for longer than a change takes.
-func lockLabel(ctx context.Context, root *os.Root) (unlock func(), err error) {
-	f, err := root.OpenFile(labelLock, os.O_CREATE|os.O_RDWR, 0o600)
+// lockMetadata serialises those who change metadata. Nobody has the lock for longer than a change takes.
+func lockMetadata(ctx context.Context, root *os.Root) (unlock func(), err error) {
+	f, err := root.OpenFile(metadataLock, os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -326,13 +328,13 @@ func lockLabel(ctx context.Context, root *os.Root) (unlock func(), err error) {
 	return func() { f.Close() }, nil
 }
 
-// writeLabel writes as osfile.WriteFile does, but by the open directory: its VM may get another name meanwhile.
-func writeLabel(root *os.Root, l Label) error {
-	data, err := json.MarshalIndent(labelDoc{labelVersion, l}, "", "  ")
+// writeMetadata writes as osfile.WriteFile does, but by the open directory: its VM may get another name meanwhile.
+func writeMetadata(root *os.Root, l Metadata) error {
+	data, err := json.MarshalIndent(metadataDoc{metadataVersion, l}, "", "  ")
 	if err != nil {
 		return err
 	}
-	f, err := root.OpenFile(labelNew, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	f, err := root.OpenFile(metadataNew, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}
@@ -340,7 +342,7 @@ func writeLabel(root *os.Root, l Label) error {
 	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return err
 	}
-	if err := root.Rename(labelNew, labelFile); err != nil {
+	if err := root.Rename(metadataNew, metadataFile); err != nil {
 		return err
 	}
 	d, err := root.Open(".")
@@ -350,21 +352,21 @@ func writeLabel(root *os.Root, l Label) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// beginLabel gives a new VM its label, or takes away what a killed command has left in its directory. The VM's lock is
-// held, and there is no record yet.
-func (s *Store) beginLabel(r *Record) error {
+// beginMetadata gives a new VM its metadata, or takes away what a killed command has left in its directory. The VM's
+// lock is held, and there is no record yet.
+func (s *Store) beginMetadata(r *Record) error {
 	root, err := os.OpenRoot(s.vmDir(r.Spec.Name))
 	if err != nil {
 		return fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
 	}
 	defer root.Close()
-	if r.label == nil {
-		err = root.Remove(labelFile)
+	if r.metadata == nil {
+		err = root.Remove(metadataFile)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
 	} else {
-		err = writeLabel(root, *r.label)
+		err = writeMetadata(root, *r.metadata)
 	}
 	if err != nil {
 		return fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
@@ -372,8 +374,8 @@ func (s *Store) beginLabel(r *Record) error {
 	return nil
 }
 
-// setLabel gives a VM that is yet to be made its label.
-func (r *Record) setLabel(l *Label) error {
+// setMetadata gives a VM that is yet to be made its metadata.
+func (r *Record) setMetadata(l *Metadata) error {
 	if l == nil {
 		return nil
 	}
@@ -382,21 +384,21 @@ func (r *Record) setLabel(l *Label) error {
 	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, Asked{}
 	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	if own.Rotate != (Rotation{}) {
-		return fmt.Errorf("%w: it has no snapshot yet to begin anew from: update it once it has one", ErrLabel)
+		return fmt.Errorf("%w: it has no snapshot yet to begin anew from: update it once it has one", ErrMetadata)
 	}
 	if err := own.Check(); err != nil {
 		return err
 	}
 	if own.Class == lifetime.Ephemeral && r.Spec.Idle.SleepSeconds > 0 {
-		return fmt.Errorf("%w: an ephemeral sandbox does not sleep: give it a time of expiry instead of an idle time, or another class", ErrLabel)
+		return fmt.Errorf("%w: an ephemeral sandbox does not sleep: give it a time of expiry instead of an idle time, or another class", ErrMetadata)
 	}
-	r.label = &own
+	r.metadata = &own
 	return nil
 }
 
 // lasts is what counts of a VM for how long it and its sleeps last.
 func (s *Store) lasts(r *Record) lifetime.Sandbox {
-	l, err := s.Label(r.Spec.Name)
+	l, err := s.Metadata(r.Spec.Name)
 	out := lifetime.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
 		Running: r.Phase == Running || r.Phase == Starting, Ended: r.Phase == Stopped || r.Phase == Crashed,

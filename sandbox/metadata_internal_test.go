@@ -39,10 +39,10 @@ func tempStore(t *testing.T) *Store {
 	return s
 }
 
-// labelled is a VM without a process.
-func labelled(t *testing.T, s *Store, name string, phase Phase, l *Label) *Record {
+// withMetadata is a VM without a process.
+func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *Metadata) *Record {
 	t.Helper()
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name}, Phase: phase, label: l}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name}, Phase: phase, metadata: l}
 	lock, err := s.create(r)
 	if err != nil {
 		t.Fatal(err)
@@ -70,29 +70,29 @@ func snapshotOf(t *testing.T, s *Store, r *Record, kind string, at time.Time) st
 
 func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
-	if l, err := s.Label("a"); err != nil || l.EffectiveClass() != lifetime.Workspace || l.Owner != "" {
+	withMetadata(t, s, "a", Stopped, nil)
+	if l, err := s.Metadata("a"); err != nil || l.EffectiveClass() != lifetime.Workspace || l.Owner != "" {
 		t.Errorf("without one: %+v, %v", l, err)
 	}
-	want := Label{Class: lifetime.Resumable, Owner: "build", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
-	got, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { *l = want; return nil })
+	want := Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
+	got, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = want; return nil })
 	if err != nil || !slices.Equal(got.Tags, []string{"a", "b"}) || !got.Expires.Equal(time.Unix(1e9, 0)) {
 		t.Fatalf("%+v, %v", got, err)
 	}
-	again, err := s.Label("a")
+	again, err := s.Metadata("a")
 	if err != nil || fmt.Sprint(again) != fmt.Sprint(got) {
 		t.Errorf("%+v, %v, want %+v", again, err, got)
 	}
-	for name, bad := range map[string]Label{
+	for name, bad := range map[string]Metadata{
 		"class":                {Class: "eternal"},
-		"owner too long":       {Owner: strings.Repeat("x", MaxLabelOwner+1)},
+		"owner too long":       {Owner: strings.Repeat("x", MaxMetadataOwner+1)},
 		"owner in two lines":   {Owner: "a\nb"},
-		"purpose too long":     {Purpose: strings.Repeat("x", MaxLabelPurpose+1)},
+		"purpose too long":     {Purpose: strings.Repeat("x", MaxMetadataPurpose+1)},
 		"purpose not UTF-8":    {Purpose: "\xff"},
-		"too many tags":        {Tags: strings.Fields(strings.Repeat("x ", MaxLabelTags+1))},
+		"too many tags":        {Tags: strings.Fields(strings.Repeat("x ", MaxMetadataTags+1))},
 		"an empty tag":         {Tags: []string{""}},
 		"a tag of two words":   {Tags: []string{"a b"}},
-		"a tag too long":       {Tags: []string{strings.Repeat("x", MaxLabelTag+1)}},
+		"a tag too long":       {Tags: []string{strings.Repeat("x", MaxMetadataTag+1)}},
 		"drops no path":        {Persist: lifetime.Persist{Drop: []string{"x"}}},
 		"keeps too many":       {Keep: lifetime.Keep{Last: lifetime.MaxLast + 1}},
 		"expires in 300 years": {Expires: time.Now().AddDate(300, 0, 0)},
@@ -102,43 +102,43 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 				bad.Tags[i] += fmt.Sprint(i)
 			}
 		}
-		if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { *l = bad; return nil }); !errors.Is(err, ErrLabel) {
-			t.Errorf("%s: got %v, want ErrLabel", name, err)
+		if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = bad; return nil }); !errors.Is(err, ErrMetadata) {
+			t.Errorf("%s: got %v, want ErrMetadata", name, err)
 		}
 	}
-	if now, err := s.Label("a"); err != nil || fmt.Sprint(now) != fmt.Sprint(again) {
+	if now, err := s.Metadata("a"); err != nil || fmt.Sprint(now) != fmt.Sprint(again) {
 		t.Errorf("what was refused has changed it: %+v, %v", now, err)
 	}
-	if _, err := s.SetLabel(t.Context(), "nobody", func(*Label, error) error { return nil }); !errors.Is(err, ErrNotFound) {
+	if _, err := s.SetMetadata(t.Context(), "nobody", func(*Metadata, error) error { return nil }); !errors.Is(err, ErrNotFound) {
 		t.Errorf("nobody's: %v, want ErrNotFound", err)
 	}
 }
 
 func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	// Each of them takes six bytes in JSON.
 	wide := func(n int) string { return strings.Repeat("<", n) }
-	want := Label{Owner: wide(MaxLabelOwner), Purpose: wide(MaxLabelPurpose), Persist: lifetime.Persist{
+	want := Metadata{Owner: wide(MaxMetadataOwner), Purpose: wide(MaxMetadataPurpose), Persist: lifetime.Persist{
 		Drop:    []string{"/" + wide(lifetime.MaxPersistPath-1), "/a" + wide(lifetime.MaxPersistPath-2)},
 		Promote: []lifetime.Promotion{{Path: "/" + wide(lifetime.MaxPersistPath-1), To: "/" + wide(lifetime.MaxPersistPath-1)}},
 	}}
-	for i := range MaxLabelTags {
-		want.Tags = append(want.Tags, wide(MaxLabelTag-2)+fmt.Sprintf("%02d", i))
+	for i := range MaxMetadataTags {
+		want.Tags = append(want.Tags, wide(MaxMetadataTag-2)+fmt.Sprintf("%02d", i))
 	}
-	got, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { *l = want; return nil })
+	got, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = want; return nil })
 	if err != nil {
 		t.Fatal(err)
 	}
-	if again, err := s.Label("a"); err != nil || !again.equal(got) {
+	if again, err := s.Metadata("a"); err != nil || !again.equal(got) {
 		t.Errorf("%v, of %d bytes of paths", err, lifetime.MaxPersistPaths)
 	}
 }
 
 func TestLabel_of_a_child_has_what_does_not_persist_and_shares_nothing_with_its_parents(t *testing.T) {
-	l := Label{Wake: Timer{At: time.Unix(1e9, 0)}, Persist: lifetime.Persist{Drop: []string{"/a"}, Promote: []lifetime.Promotion{{Path: "/b", To: "/c"}}, MaxBytes: 7}}
-	if l.empty() != false || (Label{Persist: lifetime.Persist{MaxBytes: 1}}).empty() {
-		t.Error("a label that says what does not persist counts as none")
+	l := Metadata{Wake: Timer{At: time.Unix(1e9, 0)}, Persist: lifetime.Persist{Drop: []string{"/a"}, Promote: []lifetime.Promotion{{Path: "/b", To: "/c"}}, MaxBytes: 7}}
+	if l.empty() != false || (Metadata{Persist: lifetime.Persist{MaxBytes: 1}}).empty() {
+		t.Error("metadata that says what does not persist counts as none")
 	}
 	c := l.ForChild()
 	if c.Wake != (Timer{}) || c.Persist.MaxBytes != 7 || !slices.Equal(c.Persist.Drop, l.Persist.Drop) || !slices.Equal(c.Persist.Promote, l.Persist.Promote) {
@@ -153,17 +153,17 @@ func TestLabel_of_a_child_has_what_does_not_persist_and_shares_nothing_with_its_
 func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.T) {
 	for name, text := range map[string]string{
 		"empty": "", "no JSON": "{", "a newer version": `{"version":2}`, "an unknown field": `{"version":1,"eternal":true}`,
-		"out of bounds": `{"version":1,"keep":{"last":-1}}`, "too long": `{"version":1,"owner":"` + strings.Repeat("x", maxLabel) + `"}`,
+		"out of bounds": `{"version":1,"keep":{"last":-1}}`, "too long": `{"version":1,"owner":"` + strings.Repeat("x", maxMetadata) + `"}`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			r := labelled(t, s, "a", Asleep, &Label{Class: lifetime.Ephemeral, Expires: time.Unix(1, 0)})
+			r := withMetadata(t, s, "a", Asleep, &Metadata{Class: lifetime.Ephemeral, Expires: time.Unix(1, 0)})
 			old := snapshotOf(t, s, r, kindSleep, time.Unix(1, 0))
-			if err := os.WriteFile(filepath.Join(s.vmDir("a"), labelFile), []byte(text), 0o600); err != nil {
+			if err := os.WriteFile(filepath.Join(s.vmDir("a"), metadataFile), []byte(text), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := s.Label("a"); !errors.Is(err, ErrLabel) || !strings.Contains(err.Error(), "--reset") {
-				t.Errorf("got %v, want ErrLabel with the remedy", err)
+			if _, err := s.Metadata("a"); !errors.Is(err, ErrMetadata) || !strings.Contains(err.Error(), "--reset") {
+				t.Errorf("got %v, want ErrMetadata with the remedy", err)
 			}
 			if _, err := s.lasting("a"); err != nil {
 				t.Errorf("it is not to be woken: %v", err)
@@ -175,10 +175,10 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 				t.Error("its sleep is gone")
 			}
 			told := false
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, unreadable error) error { told = unreadable != nil; *l = Label{}; return nil }); err != nil || !told {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, unreadable error) error { told = unreadable != nil; *l = Metadata{}; return nil }); err != nil || !told {
 				t.Errorf("it cannot be written anew: %v", err)
 			}
-			if l, err := s.Label("a"); err != nil || l.Class != "" {
+			if l, err := s.Metadata("a"); err != nil || l.Class != "" {
 				t.Errorf("%+v, %v", l, err)
 			}
 		})
@@ -187,39 +187,39 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 
 func TestLabel_of_a_killed_command_is_not_the_next_ones(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, &Label{Owner: "build", Class: lifetime.Ephemeral})
+	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "build", Class: lifetime.Ephemeral})
 	if err := os.Remove(s.recordPath("a")); err != nil {
 		t.Fatal(err)
 	}
-	labelled(t, s, "a", Stopped, nil)
-	if l, err := s.Label("a"); err != nil || l.Owner != "" || l.Class != "" {
+	withMetadata(t, s, "a", Stopped, nil)
+	if l, err := s.Metadata("a"); err != nil || l.Owner != "" || l.Class != "" {
 		t.Errorf("%+v, %v", l, err)
 	}
 }
 
 func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	var wg sync.WaitGroup
-	for i := range MaxLabelTags {
+	for i := range MaxMetadataTags {
 		wg.Go(func() {
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Tags = append(l.Tags, fmt.Sprint("t", i)); return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Tags = append(l.Tags, fmt.Sprint("t", i)); return nil }); err != nil {
 				t.Error(err)
 			}
 		})
 	}
 	wg.Wait()
-	if l, err := s.Label("a"); err != nil || len(l.Tags) != MaxLabelTags {
+	if l, err := s.Metadata("a"); err != nil || len(l.Tags) != MaxMetadataTags {
 		t.Errorf("%d tags, %v", len(l.Tags), err)
 	}
 }
 
-// labelWriterEnv makes the test binary a writer of labels.
-const labelWriterEnv = "DROWSE_TEST_LABEL_WRITER"
+// metadataWriterEnv makes the test binary a writer of metadata.
+const metadataWriterEnv = "DROWSE_TEST_LABEL_WRITER"
 
-// TestHelperWritesLabels is no test, but a process of the next one.
-func TestHelperWritesLabels(t *testing.T) {
-	dir := os.Getenv(labelWriterEnv)
+// TestHelperWritesMetadata is no test, but a process of the next one.
+func TestHelperWritesMetadata(t *testing.T) {
+	dir := os.Getenv(metadataWriterEnv)
 	if dir == "" {
 		return
 	}
@@ -228,7 +228,7 @@ func TestHelperWritesLabels(t *testing.T) {
 		t.Fatal(err)
 	}
 	for {
-		l, err := s.SetLabel(context.Background(), "a", func(l *Label, unreadable error) error { l.Keep.For++; return unreadable })
+		l, err := s.SetMetadata(context.Background(), "a", func(l *Metadata, unreadable error) error { l.Keep.For++; return unreadable })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -238,14 +238,14 @@ func TestHelperWritesLabels(t *testing.T) {
 
 func TestSetLabel_by_processes_that_are_killed_loses_no_committed_change(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
 	var mu sync.Mutex
 	last, n := int64(0), 0
 	for round := range 3 {
 		var wg sync.WaitGroup
 		for w := range 3 {
-			cmd := exec.Command(os.Args[0], "-test.run=^TestHelperWritesLabels$")
-			cmd.Env = append(os.Environ(), labelWriterEnv+"="+s.Dir())
+			cmd := exec.Command(os.Args[0], "-test.run=^TestHelperWritesMetadata$")
+			cmd.Env = append(os.Environ(), metadataWriterEnv+"="+s.Dir())
 			out, err := cmd.StdoutPipe()
 			if err != nil {
 				t.Fatal(err)
@@ -276,7 +276,7 @@ func TestSetLabel_by_processes_that_are_killed_loses_no_committed_change(t *test
 		wg.Wait()
 	}
 	// Each change adds one, so a lost one would make the last number too small.
-	if l, err := s.Label("a"); err != nil || l.Keep.For < last || last < int64(n) {
+	if l, err := s.Metadata("a"); err != nil || l.Keep.For < last || last < int64(n) {
 		t.Errorf("%d changes were committed, the last one is %d, and %+v is there (%v)", n, last, l.Keep, err)
 	}
 }
@@ -285,7 +285,7 @@ func TestExpired_is_neither_woken_nor_booted(t *testing.T) {
 	s := tempStore(t)
 	for _, phase := range []Phase{Asleep, Stopped, Crashed} {
 		name := string(phase)
-		r := labelled(t, s, name, phase, &Label{Expires: time.Now().Add(-time.Second)})
+		r := withMetadata(t, s, name, phase, &Metadata{Expires: time.Now().Add(-time.Second)})
 		r.Snapshot = snapshotOf(t, s, r, kindSleep, time.Now())
 		if err := s.save(r); err != nil {
 			t.Fatal(err)
@@ -324,7 +324,7 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 	} {
 		t.Run(cut, func(t *testing.T) {
 			s := tempStore(t)
-			before := labelled(t, s, "a", Stopped, &Label{Owner: "build"})
+			before := withMetadata(t, s, "a", Stopped, &Metadata{Owner: "build"})
 			step(t, s, before)
 			list, err := s.List()
 			if err != nil || len(list) != 1 || list[0].ID != before.ID {
@@ -338,22 +338,22 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 			if err != nil || r.ID != before.ID || r.Spec.Name != "b" || r.Former != "a" || r.NextName != "" {
 				t.Errorf("%+v, %v", r, err)
 			}
-			if l, err := s.Label("b"); err != nil || l.Owner != "build" {
-				t.Errorf("its label is %+v, %v", l, err)
+			if l, err := s.Metadata("b"); err != nil || l.Owner != "build" {
+				t.Errorf("its metadata is %+v, %v", l, err)
 			}
 			if _, err := s.Get("a"); !errors.Is(err, ErrNotFound) {
 				t.Errorf("by its old name: %v", err)
 			}
 			// The old name is free.
-			labelled(t, s, "a", Stopped, nil)
+			withMetadata(t, s, "a", Stopped, nil)
 		})
 	}
 }
 
 func TestRename_is_refused(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
-	taken := labelled(t, s, "taken", Stopped, nil)
+	withMetadata(t, s, "a", Stopped, nil)
+	taken := withMetadata(t, s, "taken", Stopped, nil)
 	for to, want := range map[string]error{"taken": ErrExists, "No Name": ErrSpec, strings.Repeat("x", 41): ErrSpec} {
 		if err := s.Rename(t.Context(), "a", to); !errors.Is(err, want) {
 			t.Errorf("to %q: got %v, want %v", to, err, want)
@@ -384,16 +384,16 @@ func TestRename_is_refused(t *testing.T) {
 func TestSweep_keeps_the_sleeps_that_a_label_keeps(t *testing.T) {
 	now := time.Now()
 	for name, tt := range map[string]struct {
-		label *Label
+		label *Metadata
 		want  []int // of sleeps that are 0, 1, 2, 3 hours old, the first of which it comes back from
 	}{
-		"without a label the one it comes back from": {nil, []int{0}},
-		"the last two":                  {&Label{Keep: lifetime.Keep{Last: 2}}, []int{0, 1}},
-		"those of two hours and a half": {&Label{Keep: lifetime.Keep{For: 9000}}, []int{0, 1, 2}},
+		"without metadata the one it comes back from": {nil, []int{0}},
+		"the last two":                  {&Metadata{Keep: lifetime.Keep{Last: 2}}, []int{0, 1}},
+		"those of two hours and a half": {&Metadata{Keep: lifetime.Keep{For: 9000}}, []int{0, 1, 2}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			r := labelled(t, s, "a", Asleep, tt.label)
+			r := withMetadata(t, s, "a", Asleep, tt.label)
 			var ids []string
 			for i := range 4 {
 				ids = append(ids, snapshotOf(t, s, r, kindSleep, now.Add(-time.Duration(i)*time.Hour)))
@@ -463,7 +463,7 @@ func TestRestoreTo_keeps_what_it_leaves_until_the_next_sleep(t *testing.T) {
 	if got, err := s.RestoreTo(t.Context(), "a", left); err != nil || got.Snapshot != left {
 		t.Errorf("going back to it: %+v, %v", got, err)
 	}
-	other := labelled(t, s, "b", Asleep, nil)
+	other := withMetadata(t, s, "b", Asleep, nil)
 	if _, err := s.RestoreTo(t.Context(), "a", snapshotOf(t, s, other, kindNamed, time.Now())); !errors.Is(err, ErrForeignSnapshot) {
 		t.Errorf("to another VM's: %v, want ErrForeignSnapshot", err)
 	}
@@ -474,7 +474,7 @@ func TestRestoreTo_keeps_what_it_leaves_until_the_next_sleep(t *testing.T) {
 
 func TestSetSpec_changes_the_size_only_of_what_boots(t *testing.T) {
 	s := tempStore(t)
-	r := labelled(t, s, "a", Stopped, nil)
+	r := withMetadata(t, s, "a", Stopped, nil)
 	r.Spec = Spec{Name: "a", Image: "x", VCPUs: 1, MemoryMiB: 256, DiskMiB: 128}
 	if err := s.save(r); err != nil {
 		t.Fatal(err)
@@ -503,37 +503,37 @@ func TestSetSpec_changes_the_size_only_of_what_boots(t *testing.T) {
 	}
 }
 
-func FuzzParseLabel(f *testing.F) {
+func FuzzParseMetadata(f *testing.F) {
 	for _, s := range []string{"", "{}", `{"version":1}`, `{"version":1,"class":"resumable","owner":"a","tags":["x"],"expires":"2026-11-22T12:00:00Z","keep":{"last":1}}`, `{"version":1,"expires":"9999-12-31T23:59:59Z"}`} {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
-		l, err := parseLabel(data)
+		l, err := parseMetadata(data)
 		if err == nil {
 			if err := l.Check(); err != nil {
 				t.Fatalf("%q is read as %+v, which is refused: %v", data, l, err)
 			}
-		} else if !errors.Is(err, ErrLabel) {
+		} else if !errors.Is(err, ErrMetadata) {
 			t.Fatal(err)
 		}
 	})
 }
 
-// What every sleep pays for what does not persist: a look at its label.
-func BenchmarkLabel(b *testing.B) {
+// What every sleep pays for what does not persist: a look at its metadata.
+func BenchmarkMetadata(b *testing.B) {
 	dir := b.TempDir()
 	s, err := OpenStore(dir)
 	if err != nil {
 		b.Fatal(err)
 	}
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Stopped, label: &Label{Owner: "build"}}
+	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Stopped, metadata: &Metadata{Owner: "build"}}
 	lock, err := s.create(r)
 	if err != nil {
 		b.Fatal(err)
 	}
 	lock.release()
 	for b.Loop() {
-		if _, err := s.Label("a"); err != nil {
+		if _, err := s.Metadata("a"); err != nil {
 			b.Fatal(err)
 		}
 	}
