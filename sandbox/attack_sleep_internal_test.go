@@ -77,7 +77,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 			}
 		}},
 		"another snapshot cannot be read": {harm: func(t *testing.T, s *Store) {
-			if err := os.Mkdir(s.snapshotDir(spec.NewID()), 0o700); err != nil {
+			if err := os.Mkdir(s.SnapshotDir(spec.NewID()), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},
@@ -113,7 +113,7 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
 	// A pipe in place of a manifest holds up whoever reads it.
 	id := spec.NewID()
-	if err := errors.Join(os.Mkdir(s.snapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.snapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
+	if err := errors.Join(os.Mkdir(s.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)

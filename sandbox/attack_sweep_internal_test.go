@@ -36,7 +36,7 @@ func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 		t.Fatal(err)
 	}
 	id := spec.NewID()
-	if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
+	if _, err := snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Image: r.Boot.ImageID, Labels: labels, Memory: noMemory{},
 		Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: 64 << 20, Layers: r.Disk.Layers}},
 	}); err != nil {
@@ -91,7 +91,7 @@ func TestAttack_sweep_takes_a_named_snapshot_that_lacks_a_memory_file_for_gone(t
 	s := tempStore(t)
 	r := sleepingVM(t, s, "a", 3)
 	id := diskSnapshotOf(t, s, r, kindNamed)
-	if err := os.Remove(filepath.Join(s.snapshotDir(id), snapshot.MemoryName)); err != nil {
+	if err := os.Remove(filepath.Join(s.SnapshotDir(id), snapshot.MemoryName)); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Remove(t.Context(), "a", true); err != nil {
@@ -117,7 +117,7 @@ func TestAttack_image_is_removed_under_an_incomplete_or_disk_only_snapshot(t *te
 	r := sleepingVM(t, s, "a", 1)
 	r.Boot.ImageID = strings.Repeat("1", 64)
 	id, only := diskSnapshotOf(t, s, r, kindNamed), diskSnapshotOf(t, s, r, kindDisk)
-	if err := errors.Join(os.Remove(filepath.Join(s.snapshotDir(id), snapshot.MemoryName)), s.Remove(t.Context(), "a", true)); err != nil {
+	if err := errors.Join(os.Remove(filepath.Join(s.SnapshotDir(id), snapshot.MemoryName)), s.Remove(t.Context(), "a", true)); err != nil {
 		t.Fatal(err)
 	}
 	users, err := s.ImageUsers(r.Boot.ImageID)
@@ -249,7 +249,7 @@ func TestAttack_sleep_between_the_records_and_the_snapshots_of_a_sweep(t *testin
 			t.Fatal(err)
 		}
 	})
-	if _, err := snapshot.ReadManifest(s.snapshotDir(next)); err != nil {
+	if _, err := snapshot.ReadManifest(s.SnapshotDir(next)); err != nil {
 		t.Errorf("what it sleeps in is gone: %v", err)
 	}
 }
@@ -330,7 +330,7 @@ func TestAttack_young_files_are_swept_before_somebody_names_them(t *testing.T) {
 	if !s.isThere(sleep) {
 		t.Fatal("a snapshot of this moment is gone")
 	}
-	if err := snapshot.Remove(s.snapshotDir(sleep)); err != nil {
+	if err := snapshot.Remove(s.SnapshotDir(sleep)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.Sweep(t.Context()); err != nil {
@@ -432,7 +432,7 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 	noGrace(t)
 	s, l, r, snap := clonable(t)
 	keep := diskSnapshotOf(t, s, r, kindNamed) // its layers are wanted again and again
-	if err := snapshot.Remove(s.snapshotDir(snap)); err != nil {
+	if err := snapshot.Remove(s.SnapshotDir(snap)); err != nil {
 		t.Fatal(err)
 	}
 	restored, booted, removed := 0, 0, 0

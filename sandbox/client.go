@@ -454,7 +454,7 @@ func snapshotDisk(m *snapshot.Manifest) disk.Stack {
 }
 
 func (s *Store) manifest(id string) (*snapshot.Manifest, error) {
-	snap, err := snapshot.Open(s.snapshotDir(id))
+	snap, err := snapshot.Open(s.SnapshotDir(id))
 	if err != nil {
 		return nil, err
 	}

@@ -151,7 +151,7 @@ func commitForEver(dir string) error {
 			return err
 		}
 		id := spec.NewID()
-		if _, err := snapshot.Create(context.Background(), s.snapshotDir(id), snapshot.Spec{
+		if _, err := snapshot.Create(context.Background(), s.SnapshotDir(id), snapshot.Spec{
 			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
 		}); err != nil {
 			return err
@@ -184,7 +184,7 @@ func recovered(dir string, flushed, last uint64) error {
 		return err
 	}
 	if r.Phase == Asleep {
-		snap, err := snapshot.Open(s.snapshotDir(r.Snapshot))
+		snap, err := snapshot.Open(s.SnapshotDir(r.Snapshot))
 		if err != nil {
 			return fmt.Errorf("it sleeps in: %w", err)
 		}

@@ -31,10 +31,10 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 				t.Fatal(err)
 			}
 			l.release()
-			if err := damage(filepath.Join(h.snapshotDir(r.Snapshot), snapshot.MemoryName)); err != nil {
+			if err := damage(filepath.Join(h.SnapshotDir(r.Snapshot), snapshot.MemoryName)); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := snapshot.Open(h.snapshotDir(r.Snapshot)); err == nil {
+			if _, err := snapshot.Open(h.SnapshotDir(r.Snapshot)); err == nil {
 				t.Fatal("its memory is not damaged")
 			} else if err := unreadable("vm", err); !strings.Contains(err.Error(), "drowse start --discard-memory vm") {
 				t.Errorf("a wake says %v", err)
@@ -49,7 +49,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			if list, err := h.Snapshots(); err != nil || len(list) != 1 || list[0].Problem == "" || list[0].VM != "vm" || list[0].Kind != kindSleep {
 				t.Errorf("listed it is %+v (%v)", list, err)
 			}
-			m, err := snapshot.ReadManifest(h.snapshotDir(r.Snapshot))
+			m, err := snapshot.ReadManifest(h.SnapshotDir(r.Snapshot))
 			if err != nil {
 				t.Fatal(err)
 			}

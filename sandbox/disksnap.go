@@ -66,7 +66,7 @@ func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 	}
 	labels[labelNote] = note
 	id = spec.NewID()
-	if _, err := snapshot.Create(ctx, s.snapshotDir(id), snapshot.Spec{
+	if _, err := snapshot.Create(ctx, s.SnapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
 		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
 		Labels: labels, Memory: noMemory{},
@@ -137,7 +137,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	if err := p.in.LabelVolumes(labels); err != nil {
 		return res, err
 	}
-	info, err := snapshot.Create(ctx, p.store.snapshotDir(id), snapshot.Spec{
+	info, err := snapshot.Create(ctx, p.store.SnapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
 		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.relative(st).Layers}},
 		Host:   map[string]string{instance.FactsKey: string(facts)},
@@ -178,7 +178,7 @@ func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Sp
 		return Report{}, err
 	}
 	// Its memory may be damaged: the disk is not.
-	m, err := snapshot.ReadManifest(s.snapshotDir(id))
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
 		return Report{}, err
 	}

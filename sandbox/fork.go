@@ -61,7 +61,7 @@ func (s *Store) adoptFork(r *Record) {
 	if r.Fork == nil || r.Snapshot != "" || r.Parent == "" {
 		return
 	}
-	if _, err := os.Stat(filepath.Join(s.snapshotDir(r.Parent), snapshot.ManifestName)); err == nil {
+	if _, err := os.Stat(filepath.Join(s.SnapshotDir(r.Parent), snapshot.ManifestName)); err == nil {
 		r.Snapshot = r.Parent
 	}
 }
@@ -636,7 +636,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 	}
 	var after sync.WaitGroup
 	_, res, err := p.capture(ctx, kindFork, note, func(o *instance.CaptureOptions) {
-		o.ID, o.Dir = id, p.store.snapshotDir(id)
+		o.ID, o.Dir = id, p.store.SnapshotDir(id)
 		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
 		o.Fork = func(image *os.File, c *instance.Capture) error {
 			return deliver(image, forkLine{

@@ -198,11 +198,11 @@ func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
 		}
 	}
 	claims("")
-	if err := os.Mkdir(s.snapshotDir(id), 0o700); err != nil {
+	if err := os.Mkdir(s.SnapshotDir(id), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	claims("")
-	if err := os.WriteFile(filepath.Join(s.snapshotDir(id), snapshot.ManifestName), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(s.SnapshotDir(id), snapshot.ManifestName), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	claims(id)

@@ -36,7 +36,7 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 		if snapshot.IsTemp(e.Name()) {
 			continue
 		}
-		m, err := snapshot.ReadManifest(s.snapshotDir(e.Name()))
+		m, err := snapshot.ReadManifest(s.SnapshotDir(e.Name()))
 		if errors.Is(err, snapshot.ErrNotFound) {
 			continue
 		}

@@ -144,7 +144,7 @@ func (s *Store) markSnapshots(ctx context.Context, m *mark, have manifests) erro
 	for id, err := range unread {
 		m.problems = append(m.problems, fmt.Errorf("snapshot %s: %w: it and what it may need are kept", id, err))
 		m.unclear[id] = true
-		m.guess([]string{filepath.Join(s.snapshotDir(id), snapshot.ManifestName)})
+		m.guess([]string{filepath.Join(s.SnapshotDir(id), snapshot.ManifestName)})
 	}
 	for id := range have {
 		if !there[id] {
@@ -174,7 +174,7 @@ func (s *Store) readManifests(ctx context.Context, have manifests) (there map[st
 			continue
 		}
 		if have[id] == nil {
-			man, err := snapshot.ReadManifest(s.snapshotDir(id))
+			man, err := snapshot.ReadManifest(s.SnapshotDir(id))
 			if errors.Is(err, snapshot.ErrNotFound) {
 				continue // removed just now
 			}
@@ -280,14 +280,14 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now ex
 		switch man.Labels[labelKind] {
 		case kindSleep:
 			// A metadata decides over those of a VM that is there, whatever their age.
-			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.snapshotDir(id))
+			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.SnapshotDir(id))
 			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
 		case kindAbandoned:
 			if !named && (now.abandoned || slices.Contains(now.owners, owner)) {
 				drop = append(drop, id)
 			}
 		case kindFork:
-			if !named && (now.snapshot(id, owner) || !young(s.snapshotDir(id))) {
+			if !named && (now.snapshot(id, owner) || !young(s.SnapshotDir(id))) {
 				drop = append(drop, id)
 			}
 		}

@@ -59,7 +59,7 @@ func snapshotOf(t *testing.T, s *Store, r *Record, kind string, at time.Time) st
 		t.Fatal(err)
 	}
 	id := spec.NewID()
-	_, err = snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{
+	_, err = snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}, Created: at,
 	})
 	if err != nil {

@@ -323,7 +323,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	switch {
 	case o.Fork != nil:
 		parts.RAM = o.Fork
-		p.in, err = instance.RestoreFork(ctx, parts, p.store.snapshotDir(r.Parent), instance.RestoreOptions{NewIdentity: o.NewIdentity})
+		p.in, err = instance.RestoreFork(ctx, parts, p.store.SnapshotDir(r.Parent), instance.RestoreOptions{NewIdentity: o.NewIdentity})
 		err = errors.Join(err, o.Fork.Close())
 	case o.Snapshot == "":
 		if p.in, err = instance.Boot(ctx, parts); err == nil {
@@ -332,7 +332,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 			}
 		}
 	default:
-		p.in, err = instance.Restore(ctx, parts, p.store.snapshotDir(o.Snapshot), instance.RestoreOptions{NewIdentity: o.NewIdentity})
+		p.in, err = instance.Restore(ctx, parts, p.store.SnapshotDir(o.Snapshot), instance.RestoreOptions{NewIdentity: o.NewIdentity})
 	}
 	if err != nil {
 		return errors.Join(err, console.Close())
@@ -602,7 +602,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 		return nil, SleepResult{}, err
 	}
 	o := instance.CaptureOptions{
-		Dir: p.store.snapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
+		Dir: p.store.SnapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.prioritize,
 		Names:  func(st disk.Stack) []string { return p.store.relative(st).Layers },
 		Sealed: p.sealed,

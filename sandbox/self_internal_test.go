@@ -181,7 +181,7 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 		}
 		labels[labelNote] = note
 		id := spec.NewID()
-		if _, err := snapshot.Create(t.Context(), s.snapshotDir(id), snapshot.Spec{ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}}); err != nil {
+		if _, err := snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}}); err != nil {
 			t.Fatal(err)
 		}
 		return id

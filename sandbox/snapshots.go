@@ -71,7 +71,7 @@ func (s *Store) Snapshots() ([]SnapshotInfo, error) {
 // damagedInfo is what is known of a snapshot whose memory cannot be had.
 func (s *Store) damagedInfo(id string, problem error) SnapshotInfo {
 	i := SnapshotInfo{ID: id}
-	if m, err := snapshot.ReadManifest(s.snapshotDir(id)); err == nil {
+	if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
 		i = s.snapshotInfo(m)
 	}
 	i.Problem = problem.Error()
@@ -87,7 +87,7 @@ func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
 	if diskOnly(m) {
 		i.RAM = 0
 	}
-	i.Stored, i.Exclusive = diskUsage(s.snapshotDir(m.ID))
+	i.Stored, i.Exclusive = diskUsage(s.SnapshotDir(m.ID))
 	return i
 }
 
@@ -114,12 +114,12 @@ func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := snapshot.ReadManifest(s.snapshotDir(id))
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
 		return nil, err
 	}
 	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(m), Manifest: m, UsedBy: []string{}}
-	snap, err := snapshot.Open(s.snapshotDir(id))
+	snap, err := snapshot.Open(s.SnapshotDir(id))
 	if err != nil {
 		d.Problem = err.Error() + "; its disk does not depend on its memory: `drowse run --from-disk` boots a VM from it"
 	} else {
@@ -145,11 +145,11 @@ func (s *Store) CompactSnapshot(ctx context.Context, prefix string) (before, aft
 	if err != nil {
 		return 0, 0, err
 	}
-	_, before = diskUsage(s.snapshotDir(id))
-	if _, err := snapshot.Compact(ctx, s.snapshotDir(id)); err != nil {
+	_, before = diskUsage(s.SnapshotDir(id))
+	if _, err := snapshot.Compact(ctx, s.SnapshotDir(id)); err != nil {
 		return before, before, err
 	}
-	_, after = diskUsage(s.snapshotDir(id))
+	_, after = diskUsage(s.SnapshotDir(id))
 	return before, after, nil
 }
 
@@ -174,12 +174,9 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 	return "", fmt.Errorf("snapshot %q: %w: %d begin so: give more digits", prefix, snapshot.ErrNotFound, len(found))
 }
 
-// SnapshotDir is where a snapshot lies.
-func (s *Store) SnapshotDir(id string) string { return s.snapshotDir(id) }
-
 // SnapshotDisk is the disk of a snapshot, sealed, with absolute paths. It does not depend on the snapshot's memory.
 func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
-	m, err := snapshot.ReadManifest(s.snapshotDir(id))
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
 		return disk.Stack{}, err
 	}
@@ -194,7 +191,7 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	if err != nil {
 		return err
 	}
-	if err := snapshot.Verify(ctx, s.snapshotDir(id), nil); err != nil {
+	if err := snapshot.Verify(ctx, s.SnapshotDir(id), nil); err != nil {
 		return err
 	}
 	st, err := s.SnapshotDisk(id)
@@ -225,10 +222,10 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 			return fmt.Errorf("%w: snapshot %s %s", ErrSnapshotInUse, id, why)
 		}
 		// One that cannot be read goes as well; what it needed then goes when it has its age.
-		if m, err := snapshot.ReadManifest(s.snapshotDir(id)); err == nil {
+		if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
 			layers = snapshotDisk(m).Layers
 		}
-		free, err = snapshot.Discard(s.snapshotDir(id))
+		free, err = snapshot.Discard(s.SnapshotDir(id))
 		return errors.Join(err, s.unkeep(id))
 	})
 	if errors.Is(err, errStoreBusy) {

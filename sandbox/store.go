@@ -89,7 +89,8 @@ func (s *Store) recordPath(name string) string { return filepath.Join(s.vmDir(na
 
 func (s *Store) layerDir() string { return filepath.Join(s.dir, "layers") }
 
-func (s *Store) snapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
+// SnapshotDir is where a snapshot lies.
+func (s *Store) SnapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
 
 func (s *Store) controlSocket(name string) string {
 	return filepath.Join(s.vmDir(name), "control.sock")

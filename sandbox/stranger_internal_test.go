@@ -163,7 +163,7 @@ func (h *host) snapshot(r *Record, kind string, change func(*snapshot.Spec)) str
 	if change != nil {
 		change(&spec)
 	}
-	if _, err := snapshot.Create(h.t.Context(), h.snapshotDir(spec.ID), spec); err != nil {
+	if _, err := snapshot.Create(h.t.Context(), h.SnapshotDir(spec.ID), spec); err != nil {
 		h.t.Fatal(err)
 	}
 	return spec.ID
@@ -198,7 +198,7 @@ func (h *host) forged(id string, layers map[string]string) []byte {
 	}
 	add(systemFile, []byte("the agent"))
 	var b bytes.Buffer
-	if err := snapshot.Export(h.t.Context(), &b, h.snapshotDir(id), files); err != nil {
+	if err := snapshot.Export(h.t.Context(), &b, h.SnapshotDir(id), files); err != nil {
 		h.t.Fatal(err)
 	}
 	return b.Bytes()
@@ -564,7 +564,7 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 		layer := snapshot.ExtraFile{Name: r.Disk.Layers[0], Size: int64(pack.Len()), Open: func() (io.ReadCloser, error) {
 			return io.NopCloser(bytes.NewReader(pack.Bytes())), nil
 		}}
-		if err := snapshot.Export(t.Context(), &b, s.snapshotDir(id), []snapshot.ExtraFile{layer}); err != nil {
+		if err := snapshot.Export(t.Context(), &b, s.SnapshotDir(id), []snapshot.ExtraFile{layer}); err != nil {
 			t.Fatal(err)
 		}
 		return b.Bytes()

@@ -147,7 +147,7 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now exempt, freed 
 	}
 	gone := map[string]bool{}
 	for _, id := range m.unneeded(s, have, before, now) {
-		dir := s.snapshotDir(id)
+		dir := s.SnapshotDir(id)
 		_, n := diskUsage(dir)
 		remove, err := snapshot.Discard(dir)
 		if err != nil {
@@ -248,7 +248,7 @@ func (s *Store) sweepSlept(ctx context.Context, name string) error {
 			if needed[man.ID] || s.kept(man.ID) {
 				continue
 			}
-			remove, err := snapshot.Discard(s.snapshotDir(man.ID))
+			remove, err := snapshot.Discard(s.SnapshotDir(man.ID))
 			if err != nil {
 				return err
 			}
@@ -263,7 +263,7 @@ func (s *Store) sweepSlept(ctx context.Context, name string) error {
 				}
 			}
 		}
-		last, err := snapshot.ReadManifest(s.snapshotDir(r.Snapshot))
+		last, err := snapshot.ReadManifest(s.SnapshotDir(r.Snapshot))
 		if err != nil {
 			return err
 		}
@@ -296,7 +296,7 @@ func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
 	var sleeps []lifetime.Sleep
 	there := map[string]*snapshot.Manifest{}
 	for _, sl := range r.Sleeps {
-		man, err := snapshot.ReadManifest(s.snapshotDir(sl.Snapshot))
+		man, err := snapshot.ReadManifest(s.SnapshotDir(sl.Snapshot))
 		if err != nil || man.Labels[labelKind] != kindSleep || man.Labels[labelOwner] != r.ID {
 			continue
 		}

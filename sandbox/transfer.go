@@ -65,7 +65,7 @@ func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) 
 		}
 		files = append(files, snapshot.ExtraFile{Name: systemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
 	}
-	return snapshot.Export(ctx, w, s.snapshotDir(id), files)
+	return snapshot.Export(ctx, w, s.SnapshotDir(id), files)
 }
 
 // systemDiskOf is the path of the disk with the agent that the guest of a snapshot has in use; empty if it has none.

@@ -73,7 +73,7 @@ func (s *Store) Usage(ctx context.Context) (u Usage, err error) {
 	}{{true, &u.Snapshots}, {false, &u.Kept}} {
 		for _, e := range entries {
 			if needed[e.Name()] == of.needed {
-				errs = append(errs, c.add(s.snapshotDir(e.Name()), of.bytes))
+				errs = append(errs, c.add(s.SnapshotDir(e.Name()), of.bytes))
 			}
 		}
 	}

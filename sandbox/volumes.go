@@ -149,7 +149,7 @@ func (s *Store) checkVolumes(r *Record, snapshotID string) error {
 	if len(r.Spec.Volumes) == 0 {
 		return nil
 	}
-	m, err := snapshot.ReadManifest(s.snapshotDir(snapshotID))
+	m, err := snapshot.ReadManifest(s.SnapshotDir(snapshotID))
 	if err != nil {
 		return err
 	}
