@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Env is what the benchmarks run in.
@@ -47,7 +48,7 @@ type ResumeEntryOptions struct {
 
 // sleeper is a VM that sleeps, to be restored again and again.
 type sleeper struct {
-	record *sandbox.Record
+	record *state.Record
 	parts  instance.Parts
 	snap   string
 	series map[variant]*series
@@ -228,7 +229,7 @@ func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
+	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
 	return v, e.sleep(ctx, v)
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // selfProgram is how root in a guest asks the host.
@@ -306,7 +307,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 		t.Fatal(err)
 	}
 	_, _ = s.Wait() // it is cut
-	e.WaitPhase(name, sandbox.Asleep, 5*time.Minute)
+	e.WaitPhase(name, state.Asleep, 5*time.Minute)
 	e.Wake(name)
 	var said bytes.Buffer
 	if s, err = e.Agent(name).Attach(t.Context(), "asks", 0, guest.IO{Stdout: &said, Stderr: &said}); err != nil {

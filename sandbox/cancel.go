@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // canceled returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
@@ -16,7 +18,7 @@ func (s *Store) canceled(proc vmProcess, name string) {
 		if proc.wait(cancelPoll) {
 			return
 		}
-		if r, err := s.Get(name); err == nil && r.Phase == Running {
+		if r, err := s.Get(name); err == nil && r.Phase == state.Running {
 			return
 		}
 	}

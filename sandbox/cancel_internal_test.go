@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestHasReader_of_a_pipe(t *testing.T) {
@@ -74,10 +76,10 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 	}{
 		{"it notices and gives up", true, func(_ *testing.T, _ *Store, p *starting) { close(p.ended) }, false},
 		{"the VM runs already", true, func(t *testing.T, s *Store, _ *starting) {
-			r, err := s.load("a")
+			r, err := s.Load("a")
 			if err == nil {
-				r.Phase = Running
-				err = s.save(r)
+				r.Phase = state.Running
+				err = s.Save(r)
 			}
 			if err != nil {
 				t.Error(err)
@@ -88,13 +90,13 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := tempStore(t)
-			withMetadata(t, s, "a", Asleep, nil)
+			withMetadata(t, s, "a", state.Asleep, nil)
 			// As a VM that runs has it: without it the record is of one that has crashed.
-			l, err := s.lock("a")
+			l, err := s.Lock("a")
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer l.release()
+			defer l.Release()
 			log, err := os.Create(s.ProcessLog("a"))
 			if err != nil {
 				t.Fatal(err)

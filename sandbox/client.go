@@ -22,16 +22,15 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -60,16 +59,16 @@ func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) 
 }
 
 // RunWithMetadata is Run for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunWithMetadata(ctx context.Context, l Launcher, want Spec, label *Metadata) (Report, error) {
-	want, err := s.complete(want)
+func (s *Store) RunWithMetadata(ctx context.Context, l Launcher, want Spec, label *state.Metadata) (Report, error) {
+	want, err := s.Complete(want)
 	if err != nil {
 		return Report{}, err
 	}
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
-	if err := r.setMetadata(label); err != nil {
+	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid()}
+	if err := r.SetMetadata(label); err != nil {
 		return Report{}, err
 	}
-	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return Report{}, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
@@ -78,49 +77,23 @@ func (s *Store) RunWithMetadata(ctx context.Context, l Launcher, want Spec, labe
 	return s.launchNew(ctx, l, r, "", nil)
 }
 
-// maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
-const maxSocketPath = 107
-
-// complete fills in what a Spec leaves open, its name as well, and checks that this host and store can have such a VM.
-func (s *Store) complete(want Spec) (Spec, error) {
-	if want.Name == "" {
-		want.Name = "vm-" + spec.NewID()[:8]
-	}
-	want, err := want.WithDefaults()
-	if err != nil {
-		return want, err
-	}
-	if err := vmm.CheckHostMemory(want.Memory()); err != nil {
-		return want, fmt.Errorf("%w: %w", ErrSpec, err)
-	}
-	return want, s.checkPaths(want.Name)
-}
-
-// checkPaths refuses a name whose sockets would have paths that are too long.
-func (s *Store) checkPaths(name string) error {
-	if n := len(guest.ReadyPath(s.VsockPath(name))); n > maxSocketPath {
-		return fmt.Errorf("%w: the paths of its sockets have %d bytes, and %d are possible: use a shorter name or state directory", ErrSpec, n, maxSocketPath)
-	}
-	return nil
-}
-
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
 // there is a record.
-func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string, recorded func() error) (Report, error) {
+func (s *Store) launchNew(ctx context.Context, l Launcher, r *state.Record, snapshotID string, recorded func() error) (Report, error) {
 	// What comes of another machine must not pass for it.
 	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
-	lock, err := s.create(r)
+func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *state.Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
+	lock, err := s.Create(r)
 	if err != nil {
 		return Report{}, err
 	}
-	lock.release()
+	lock.Release()
 	if recorded != nil {
 		if err := recorded(); err != nil {
-			return Report{}, errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+			return Report{}, errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
 		}
 	}
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
@@ -129,25 +102,25 @@ func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord or
 		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
-		err = errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+		err = errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
 	}
 	return rep, err
 }
 
 // resolve finds what the spec names.
-func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, error) {
+func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (state.BootFiles, error) {
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	img, err := images.Find(spec.Image)
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	if err := images.Check(img); err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
-	b := BootFiles{ImageID: img.ID, Image: img.Path()}
+	b := state.BootFiles{ImageID: img.ID, Image: img.Path()}
 	host := kernel.Hardware
 	if vmm.SoftKVM() {
 		host = kernel.Soft
@@ -159,39 +132,39 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 	} else {
 		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel], spec.Features()...)
 		if err != nil {
-			return BootFiles{}, err
+			return state.BootFiles{}, err
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
 		if kernel.DefaultRoot(kind) == kernel.Initramfs {
 			b.Initramfs, err = initramfs.Ensure(ctx, s.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
 			if err != nil {
-				return BootFiles{}, err
+				return state.BootFiles{}, err
 			}
 		}
 	}
 	if b.Initramfs == "" {
 		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.CacheDir(), l.Agent); err != nil {
-			return BootFiles{}, err
+			return state.BootFiles{}, err
 		}
 	}
 	params, err := kernel.DefaultParams(kind, host)
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	root, err := kernel.RootParams(kernel.DefaultRoot(kind))
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	b.Cmdline = params.String() + " " + root.String()
 	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
-		*path = s.inStore(*path)
+		*path = s.InStore(*path)
 	}
 	return b, nil
 }
 
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
-func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootFiles, error) {
+func (s *Store) resolveAgain(ctx context.Context, l Launcher, old state.Record) (state.BootFiles, error) {
 	spec := old.Spec
 	spec.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
@@ -205,7 +178,7 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 		// The agent has been replaced since. The old one's disk is still in the
 		// cache, under the same folder as the new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
-		if _, err := os.Stat(s.bootPath(same)); err != nil {
+		if _, err := os.Stat(s.BootPath(same)); err != nil {
 			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
 		}
 		b.SystemDisk = same
@@ -262,16 +235,16 @@ func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartO
 		return Report{}, err
 	}
 	switch r.Phase {
-	case Running, Starting:
+	case state.Running, state.Starting:
 		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
-	if _, err := s.lasting(name); err != nil {
+	if _, err := s.Lasting(name); err != nil {
 		return Report{}, err
 	}
 	switch r.Phase {
-	case Asleep:
+	case state.Asleep:
 		// Its memory is of no use if its volumes have moved on.
-		if !errors.Is(s.checkVolumes(r, r.Snapshot), volume.ErrStale) {
+		if !errors.Is(s.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
 			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
@@ -281,20 +254,20 @@ func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartO
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
 // until it sleeps again.
 func (s *Store) discardMemory(ctx context.Context, name string) error {
-	if _, err := s.lasting(name); err != nil {
+	if _, err := s.Lasting(name); err != nil {
 		return err
 	}
-	l, err := s.lockSoon(ctx, name)
+	l, err := s.LockSoon(ctx, name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
-	if err != nil || r.Phase != Asleep {
+	defer l.Release()
+	r, err := s.Load(name)
+	if err != nil || r.Phase != state.Asleep {
 		return err
 	}
-	r.Phase, r.Problem = Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
-	return s.save(r)
+	r.Phase, r.Problem = state.Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
+	return s.Save(r)
 }
 
 // unreadable adds to the error of a wake what can be done if the memory cannot be had: the disk does not depend on it.
@@ -306,9 +279,6 @@ func unreadable(name string, err error) error {
 	}
 	return err
 }
-
-// errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
-var errBetween = errors.New("the VM is falling asleep or being woken")
 
 // Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose
 // process was killed is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the
@@ -331,7 +301,7 @@ func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, e
 func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
 	for {
 		rep, err := s.wakeOnce(ctx, l, name, hold, back)
-		if !errors.Is(err, errBetween) {
+		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
 		select {
@@ -347,34 +317,34 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 	if err != nil {
 		return Report{}, err
 	}
-	if r.Phase == Running || r.Phase == Starting {
+	if r.Phase == state.Running || r.Phase == state.Starting {
 		return s.awaitRunning(ctx, name)
 	}
-	label, err := s.lasting(name)
+	label, err := s.Lasting(name)
 	if err != nil {
 		return Report{}, err
 	}
-	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
+	if r, err = s.RotateIfDue(ctx, r, label.Rotate); err != nil {
 		return Report{}, err
 	}
-	if r.Phase == Crashed && !back {
+	if r.Phase == state.Crashed && !back {
 		return s.upOnce(ctx, l, r, "", hold)
 	}
 	if r.Snapshot == "" {
 		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
 	}
-	if r.Phase == Stopped {
+	if r.Phase == state.Stopped {
 		// It has ended by itself, with all that it wrote on its disk.
 		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
-	if err := errors.Join(s.checkVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
+	if err := errors.Join(s.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
 		return Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
-	if r.Phase != Asleep {
+	if r.Phase != state.Asleep {
 		// Back to the disk as it was then; what was written since is kept aside.
 		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
-			return Report{}, errBetween
+			return Report{}, state.ErrBetween
 		} else if err != nil {
 			return Report{}, err
 		}
@@ -384,16 +354,16 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 
 // upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
 // says that it has one.
-func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID string, hold *os.File) (Report, error) {
+func (s *Store) upOnce(ctx context.Context, l Launcher, r *state.Record, snapshotID string, hold *os.File) (Report, error) {
 	// The process that has put it to sleep may be on its way out.
-	lock, err := s.lock(r.Spec.Name)
+	lock, err := s.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
-		return Report{}, errBetween
+		return Report{}, state.ErrBetween
 	}
 	if err != nil {
 		return Report{}, err
 	}
-	lock.release()
+	lock.Release()
 	ord := order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
@@ -402,64 +372,34 @@ func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID st
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
-		return Report{}, errBetween
+		return Report{}, state.ErrBetween
 	}
 	return rep, unreadable(r.Spec.Name, err)
 }
 
 // rewind makes a crashed VM one that sleeps since its last snapshot.
 func (s *Store) rewind(ctx context.Context, name string) error {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
-	if r.Phase != Crashed {
+	if r.Phase != state.Crashed {
 		return fmt.Errorf("%w: %s", ErrRunning, name) // it has run meanwhile: look again
 	}
-	m, err := s.manifest(r.Snapshot)
+	m, err := s.Manifest(r.Snapshot)
 	if err != nil {
 		return err
 	}
-	if _, err := s.abandon(ctx, r, m); err != nil {
+	if _, err := s.Abandon(ctx, r, m); err != nil {
 		return err
 	}
-	r.goBack(m)
-	return s.save(r)
-}
-
-// goBack makes a VM without a process one that sleeps in a snapshot.
-func (r *Record) goBack(m *snapshot.Manifest) {
-	r.Disk = snapshotDisk(m)
-	var then Record
-	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil && then.Version == recordVersion {
-		// Those that its memory has.
-		r.Spec.Services = then.Spec.Services
-		r.Spec.VCPUs, r.Spec.MemoryMiB = then.Spec.VCPUs, then.Spec.MemoryMiB
-	}
-	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
-}
-
-func snapshotDisk(m *snapshot.Manifest) disk.Stack {
-	for _, d := range m.Disks {
-		if d.Name == instance.DeviceDisk {
-			return disk.Stack{Layers: d.Layers}
-		}
-	}
-	return disk.Stack{}
-}
-
-func (s *Store) manifest(id string) (*snapshot.Manifest, error) {
-	snap, err := snapshot.Open(s.SnapshotDir(id))
-	if err != nil {
-		return nil, err
-	}
-	m := snap.Manifest()
-	return m, snap.Close()
+	r.GoBack(m)
+	return s.Save(r)
 }
 
 // awaitRunning waits until a VM that another process starts is there.
@@ -470,7 +410,7 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 			return Report{}, err
 		}
 		switch r.Phase {
-		case Running:
+		case state.Running:
 			info, err := s.Info(ctx, name)
 			if err == nil && info.Falling {
 				break // the sleep decides
@@ -478,9 +418,9 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 			if err == nil || !passing(err) {
 				return info.Report, err
 			}
-		case Starting:
-		case Asleep:
-			return Report{}, errBetween
+		case state.Starting:
+		case state.Asleep:
+			return Report{}, state.ErrBetween
 		default:
 			return Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
@@ -509,13 +449,13 @@ type RestoreChanges struct {
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
 	Idle *spec.Idle
 	// Metadata is the clone's; nil is none, whatever the VM has that the snapshot is of.
-	Metadata *Metadata
+	Metadata *state.Metadata
 }
 
 // RestoreWith is Restore with changes.
 func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
 	// Nobody removes the snapshot or its layers before the record names them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
 		return Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
 	}
@@ -538,23 +478,23 @@ func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, 
 		}
 		r.Spec.Idle = *c.Idle
 	}
-	if err := r.setMetadata(c.Metadata); err != nil {
+	if err := r.SetMetadata(c.Metadata); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id, unlock)
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
-func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*Record, error) {
-	m, err := s.manifest(id)
+func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*state.Record, error) {
+	m, err := s.Manifest(id)
 	if err != nil {
 		return nil, err
 	}
-	if diskOnly(m) {
-		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
+	if state.DiskOnly(m) {
+		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, state.ErrDiskOnly, id)
 	}
-	var old Record
-	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
+	var old state.Record
+	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
 	}
 	// What it says of files is not taken over: a snapshot may come from elsewhere.
@@ -564,18 +504,18 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	}
 	want := old.Spec
 	want.Name, want.Hostname = name, ""
-	if want.Policy, err = policyOf(m.Labels); err != nil {
+	if want.Policy, err = state.PolicyOf(m.Labels); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if want, err = s.complete(want); err != nil {
+	if want, err = s.Complete(want); err != nil {
 		return nil, err
 	}
-	r := &Record{
-		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
-		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
+	r := &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
+		Boot: boot, Disk: state.SnapshotStack(m), Snapshot: id, Parent: id,
 	}
-	r.inherit(&old)
-	if err := errors.Join(s.checkVolumes(r, id), s.findShares(want.Shares)); err != nil {
+	r.Inherit(&old)
+	if err := errors.Join(s.CheckVolumes(r, id), s.findShares(want.Shares)); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return r, nil
@@ -598,7 +538,7 @@ func (s *Store) launchOnly(ctx context.Context, l Launcher, shape spec.Shape, or
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
 	defer log.Close()
-	if err := s.ensureAudit(ord.Name); err != nil {
+	if err := s.EnsureAudit(ord.Name); err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
 	if ord.ahead() {
@@ -684,16 +624,16 @@ func (s *Store) callWith(ctx context.Context, name, method, path string, send []
 	if err != nil {
 		return err
 	}
-	if r.Phase == Starting {
+	if r.Phase == state.Starting {
 		return fmt.Errorf("%w: %s is starting", ErrNotRunning, name)
 	}
-	if r.Phase != Running {
+	if r.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 	}
 	client := &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
-			return d.DialContext(ctx, "unix", s.controlSocket(name))
+			return d.DialContext(ctx, "unix", s.ControlSocket(name))
 		},
 		DisableKeepAlives: true,
 	}}
@@ -756,11 +696,11 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if err != nil {
 		return res, err
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		return lastSleep(r), nil
 	}
 	if l, err := s.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
-		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrMetadata, name)
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, state.ErrMetadata, name)
 	}
 	begin := time.Now()
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
@@ -771,7 +711,7 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
 		now, gerr := s.Get(name)
-		if gerr != nil || !now.sleptAfter(r) {
+		if gerr != nil || !now.SleptAfter(r) {
 			return res, err
 		}
 		res = lastSleep(now)
@@ -784,15 +724,15 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, nil
 	}
 	res.Stages["gone"] = ms(time.Since(begin))
-	res.note(errors.Join(s.sweepSlept(ctx, name), sweepNetworks()))
+	res.note(errors.Join(s.SweepSlept(ctx, name), state.SweepNetworks()))
 	return res, nil
 }
 
 // awaitStarted waits until a VM that is being started is there, or not.
-func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) {
+func (s *Store) awaitStarted(ctx context.Context, name string) (*state.Record, error) {
 	for {
 		r, err := s.Get(name)
-		if err != nil || r.Phase != Starting {
+		if err != nil || r.Phase != state.Starting {
 			return r, err
 		}
 		select {
@@ -804,7 +744,7 @@ func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) 
 }
 
 // lastSleep is what the last sleep of a VM that sleeps has done.
-func lastSleep(r *Record) SleepResult {
+func lastSleep(r *state.Record) SleepResult {
 	res := SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {
@@ -812,12 +752,6 @@ func lastSleep(r *Record) SleepResult {
 		}
 	}
 	return res
-}
-
-// sleptAfter says whether a VM has slept since an earlier look at its record.
-func (r *Record) sleptAfter(before *Record) bool {
-	n := len(r.Sleeps)
-	return n > 0 && r.Sleeps[n-1].Snapshot == r.Snapshot && r.Snapshot != before.Snapshot && r.ID == before.ID
 }
 
 // awaitExit waits until a process, of whatever parent, has ended.
@@ -848,9 +782,9 @@ func zombie(pid int) bool {
 // awaitUnlocked waits until the process of a VM is gone.
 func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 	for {
-		l, err := s.lock(name)
+		l, err := s.Lock(name)
 		if err == nil {
-			l.release()
+			l.Release()
 			return nil
 		}
 		if !errors.Is(err, ErrRunning) {
@@ -898,10 +832,10 @@ func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.Phase != Running {
+	if r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 	}
-	if err := s.ensureAudit(name); err != nil {
+	if err := s.EnsureAudit(name); err != nil {
 		return nil, err
 	}
 	return guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
@@ -914,7 +848,7 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase != Running && r.Phase != Starting {
+	if r.Phase != state.Running && r.Phase != state.Starting {
 		return nil
 	}
 	if kill {
@@ -952,7 +886,7 @@ const makePatience = 10 * time.Second
 func (s *Store) kill(ctx context.Context, name string) error {
 	for deadline := time.Now().Add(makePatience); ; {
 		r, err := s.Get(name)
-		if err != nil || r.Phase != Running && r.Phase != Starting {
+		if err != nil || r.Phase != state.Running && r.Phase != state.Starting {
 			return err
 		}
 		done, err := false, error(nil)
@@ -976,21 +910,21 @@ func (s *Store) kill(ctx context.Context, name string) error {
 // killHolder kills the process that a record names if it is the VM's. A number may have
 // become another process's; who holds the lock, with this number in the record before and
 // after, is the one.
-func (s *Store) killHolder(ctx context.Context, r *Record) (done bool, err error) {
+func (s *Store) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	l, err := s.lockSoon(ctx, r.Spec.Name)
+	l, err := s.LockSoon(ctx, r.Spec.Name)
 	if err == nil {
-		l.release()
+		l.Release()
 		return false, nil // it is gone
 	}
 	if !errors.Is(err, ErrRunning) {
 		return false, err
 	}
-	if again, err := s.load(r.Spec.Name); err != nil || again.PID != r.PID {
+	if again, err := s.Load(r.Spec.Name); err != nil || again.PID != r.PID {
 		return false, err
 	}
 	if err := proc.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
@@ -1001,19 +935,19 @@ func (s *Store) killHolder(ctx context.Context, r *Record) (done bool, err error
 
 // giveUp ends the making of a VM that never got a process.
 func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) {
-	l, err := s.lockSoon(ctx, name)
+	l, err := s.LockSoon(ctx, name)
 	if errors.Is(err, ErrRunning) {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	defer l.release()
-	r, err := s.load(name)
-	if err != nil || r.Phase != Starting || r.PID != 0 {
+	defer l.Release()
+	r, err := s.Load(name)
+	if err != nil || r.Phase != state.Starting || r.PID != 0 {
 		return false, err
 	}
-	return true, s.tidy(r)
+	return true, s.Tidy(r)
 }
 
 // Remove deletes a VM with its disk and its sleep snapshot. A running one is refused
@@ -1023,33 +957,18 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) error {
 	return err
 }
 
-// RemoveFreed is Remove that says what it has freed. The VM may be gone although there is an error: then what only it
-// needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
-func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed, error) {
-	r, err := s.Get(name)
-	switch {
-	case errors.Is(err, ErrRecord) && force:
-		freed, gone, err := s.removeFreed(ctx, name)
-		if gone {
-			s.announce(ctx, events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
-		}
-		return freed, err
-	case err != nil:
-		return Freed{}, err
-	case r.Phase == Running || r.Phase == Starting:
-		if !force {
-			return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", ErrRunning, name)
-		}
-		if err := s.Stop(ctx, name, true); err != nil {
-			return Freed{}, err
+// RemoveFreed is Remove that says what it has freed: see state.Store.Remove.
+func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (state.Freed, error) {
+	if force {
+		switch r, err := s.Get(name); {
+		case errors.Is(err, ErrRecord):
+		case err != nil:
+			return state.Freed{}, err
+		case r.Phase == state.Running || r.Phase == state.Starting:
+			if err := s.Stop(ctx, name, true); err != nil {
+				return state.Freed{}, err
+			}
 		}
 	}
-	// Its metadata goes with it.
-	e := s.event(ctx, r, events.Removed)
-	freed, gone, err := s.removeFreed(ctx, name)
-	if gone {
-		e.Details.Bytes = freed.Bytes
-		s.announce(ctx, e)
-	}
-	return freed, err
+	return s.Store.Remove(ctx, name, force)
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -51,18 +52,18 @@ func commitVM(dir string) error {
 	if err != nil {
 		return err
 	}
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", VCPUs: 1}, Phase: Stopped, Created: time.Now()}
-	st, err := disk.Create(filepath.Join(s.layerDir(), r.newLayer()), commitDisk)
+	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", VCPUs: 1}, Phase: state.Stopped, Created: time.Now()}
+	st, err := disk.Create(filepath.Join(s.LayerDir(), r.NewLayer()), commitDisk)
 	if err != nil {
 		return err
 	}
-	r.Disk = s.relative(st)
-	l, err := s.create(r)
+	r.Disk = s.Relative(st)
+	l, err := s.Create(r)
 	if err != nil {
 		return err
 	}
-	l.release()
-	return errors.Join(osfile.SyncDir(dir), osfile.SyncDir(filepath.Join(dir, "vms")), osfile.SyncDir(s.vmDir("a")))
+	l.Release()
+	return errors.Join(osfile.SyncDir(dir), osfile.SyncDir(filepath.Join(dir, "vms")), osfile.SyncDir(s.VMDir("a")))
 }
 
 // beginVM does what the process of a VM does with its disk when it boots or wakes.
@@ -72,11 +73,11 @@ func beginVM(s *Store) (*process, *disk.Disk, error) {
 		return nil, nil, err
 	}
 	p := &process{store: s, r: r, log: slog.New(slog.DiscardHandler)}
-	st, err := s.absolute(r.Disk)
+	st, err := s.Absolute(r.Disk)
 	if err != nil {
 		return nil, nil, err
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		st, err = p.newTop(context.Background(), st)
 	} else {
 		st, err = p.writable(context.Background(), st)
@@ -84,12 +85,12 @@ func beginVM(s *Store) (*process, *disk.Disk, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	r.Disk, r.Phase, r.PID = s.relative(st), Starting, os.Getpid()
-	if err := s.saveOver(r, st.Top()); err != nil {
+	r.Disk, r.Phase, r.PID = s.Relative(st), state.Starting, os.Getpid()
+	if err := s.SaveOver(r, st.Top()); err != nil {
 		return nil, nil, err
 	}
-	r.Phase = Running
-	if err := s.saveBy(s.replaceFile, r)(); err != nil {
+	r.Phase = state.Running
+	if err := s.SaveBy(s.ReplaceFile, r)(); err != nil {
 		return nil, nil, err
 	}
 	d, err := disk.Open(st, disk.Options{})
@@ -103,19 +104,19 @@ func commitForEver(dir string) error {
 	if err != nil {
 		return err
 	}
-	l, err := s.lock("a")
+	l, err := s.Lock("a")
 	if err != nil {
 		return err
 	}
-	l.release() // whoever looks at the VM finds its process gone: beginVM does
+	l.Release() // whoever looks at the VM finds its process gone: beginVM does
 	p, d, err := beginVM(s)
 	if err != nil {
 		return err
 	}
-	if l, err = s.lock("a"); err != nil {
+	if l, err = s.Lock("a"); err != nil {
 		return err
 	}
-	defer l.release()
+	defer l.Release()
 	v, err := strconv.ParseUint(os.Getenv(commitEnv+"_NEXT"), 10, 64)
 	if err != nil {
 		return err
@@ -152,14 +153,14 @@ func commitForEver(dir string) error {
 		}
 		id := spec.NewID()
 		if _, err := snapshot.Create(context.Background(), s.SnapshotDir(id), snapshot.Spec{
-			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: commitDisk, Layers: s.relative(before).Layers}}, Memory: noMemory{},
+			ID: id, Sandbox: "a", VCPUs: 1, Disks: []snapshot.Disk{{Name: instance.DeviceDisk, Size: commitDisk, Layers: s.Relative(before).Layers}}, Memory: state.NoMemory{},
 		}); err != nil {
 			return err
 		}
 		if v%2 != 0 {
 			continue
 		}
-		if err := errors.Join(p.fallAsleep(id, before, SleepRecord{Snapshot: id}), d.Close()); err != nil {
+		if err := errors.Join(p.fallAsleep(id, before, state.SleepRecord{Snapshot: id}), d.Close()); err != nil {
 			return err
 		}
 		if err := os.Remove(path); err != nil {
@@ -183,7 +184,7 @@ func recovered(dir string, flushed, last uint64) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		snap, err := snapshot.Open(s.SnapshotDir(r.Snapshot))
 		if err != nil {
 			return fmt.Errorf("it sleeps in: %w", err)
@@ -423,11 +424,11 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 	for _, op := range []faultfs.Op{faultfs.OpOpen, faultfs.OpWrite, faultfs.OpSync, faultfs.OpRename, faultfs.OpSyncDir} {
 		t.Run(string(op), func(t *testing.T) {
 			s, p, d := runningDisk(t)
-			sim, err := faultfs.NewSim(s.vmDir("a"))
+			sim, err := faultfs.NewSim(s.VMDir("a"))
 			if err != nil {
 				t.Fatal(err)
 			}
-			s.fs = sim
+			s.FS = sim
 			sim.Inject(faultfs.Fault{Op: op, Nth: 1, Err: unix.EIO})
 			path, err := p.newLayer()
 			if err != nil {
@@ -445,7 +446,7 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 			if err := d.Close(); err != nil { // as a killed process's kernel does, less the flush
 				t.Fatal(err)
 			}
-			s.fs = osfile.OS
+			s.FS = osfile.OS
 			_, d, err = beginVM(s)
 			if err != nil {
 				t.Fatal(err)
@@ -463,11 +464,11 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 func TestAttack_kill_before_a_record_names_its_first_layer_does_not_fail_the_next_start(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
-		phase Phase
+		phase state.Phase
 		keeps bool
 	}{
-		{"a wake that was never reported is forgotten", Asleep, false},
-		{"what a running VM flushed is kept", Running, true},
+		{"a wake that was never reported is forgotten", state.Asleep, false},
+		{"what a running VM flushed is kept", state.Running, true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s, p, d := runningDisk(t)
@@ -485,7 +486,7 @@ func TestAttack_kill_before_a_record_names_its_first_layer_does_not_fail_the_nex
 				t.Fatal(err)
 			}
 			before.Phase = tc.phase
-			if err := s.save(&before); err != nil {
+			if err := s.Save(&before); err != nil {
 				t.Fatal(err)
 			}
 			_, d, err = beginVM(s)

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"sync"
 	"time"
 
@@ -14,82 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
-
-// A snapshot of the disk alone is a snapshot whose RAM is one page of zeros and that has
-// no states: all that knows snapshots knows it (see docs/adr/0019).
-
-// kindDisk marks such a snapshot.
-const kindDisk = "disk"
-
-// ErrDiskOnly says that a snapshot has no memory to go on with.
-var ErrDiskOnly = errors.New("the snapshot is of a disk only")
-
-// kindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
-// deletes it, or whoever removes it or its VM.
-const kindAbandoned = "abandoned"
-
-func diskOnly(m *snapshot.Manifest) bool {
-	return m.Labels[labelKind] == kindDisk || m.Labels[labelKind] == kindAbandoned
-}
-
-// abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id
-// of what it is kept as. It is empty if nothing is left. The VM's lock is held.
-func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
-	if slices.Equal(r.Disk.Layers, snapshotDisk(to).Layers) {
-		return "", nil
-	}
-	fail := func(err error) (string, error) {
-		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: `drowse start %s` boots it with that disk", r.Spec.Name, err, r.Spec.Name)
-	}
-	st, err := s.absolute(r.Disk)
-	if err != nil {
-		return fail(err)
-	}
-	// Sealed it can be booted from. One that is damaged is kept as it is.
-	d, err := disk.Open(st, disk.Options{})
-	if err == nil {
-		err = d.CloseSealed()
-	}
-	note := fmt.Sprintf("what %s had on its disk when it was taken back to %.12s", r.Spec.Name, to.ID)
-	if err != nil && !errors.Is(err, disk.ErrSealed) {
-		if ctx.Err() != nil || errors.Is(err, disk.ErrInUse) {
-			return fail(err)
-		}
-		note += "; it is damaged"
-	}
-	labels, err := r.labels(kindAbandoned)
-	if err != nil {
-		return fail(err)
-	}
-	labels[labelNote] = note
-	id = spec.NewID()
-	if _, err := snapshot.Create(ctx, s.SnapshotDir(id), snapshot.Spec{
-		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
-		Labels: labels, Memory: noMemory{},
-	}); err != nil {
-		return fail(err)
-	}
-	return id, nil
-}
-
-// noMemory is the RAM of a snapshot without any.
-type noMemory struct{}
-
-// Slots implements snapshot.MemorySource.
-func (noMemory) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
-
-// NextData implements snapshot.MemorySource: there is nothing but zeros.
-func (noMemory) NextData(page uint64) (first, end uint64, err error) { return page, page, nil }
-
-// ReadPages implements snapshot.MemorySource.
-func (noMemory) ReadPages(_ uint64, p []byte) error {
-	clear(p)
-	return nil
-}
 
 // diskSnapshot takes a snapshot of the disk.
 func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res SleepResult, err error) {
@@ -110,7 +36,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
 	limits.Skip = policy == spec.HooksSkip
 	id := spec.NewID()
-	labels, err := p.r.labels(kindDisk)
+	labels, err := p.r.Labels(state.KindDisk)
 	if err != nil {
 		return res, err
 	}
@@ -132,16 +58,16 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 		return res, fmt.Errorf("describing the host: %w", err)
 	}
 	if note != "" {
-		labels[labelNote] = note
+		labels[state.LabelNote] = note
 	}
 	if err := p.in.LabelVolumes(labels); err != nil {
 		return res, err
 	}
 	info, err := snapshot.Create(ctx, p.store.SnapshotDir(id), snapshot.Spec{
 		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.relative(st).Layers}},
+		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.Relative(st).Layers}},
 		Host:   map[string]string{instance.FactsKey: string(facts)},
-		Labels: labels, Memory: noMemory{},
+		Labels: labels, Memory: state.NoMemory{},
 	})
 	if err != nil {
 		return res, err
@@ -165,9 +91,9 @@ func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix s
 }
 
 // RunFromDiskWithMetadata is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Spec, prefix string, label *Metadata) (Report, error) {
+func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Spec, prefix string, label *state.Metadata) (Report, error) {
 	// Nobody removes the snapshot's layers before the record names them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
 		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
 	}
@@ -186,13 +112,13 @@ func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Sp
 	if err != nil {
 		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
-	if err := r.setMetadata(label); err != nil {
+	if err := r.SetMetadata(label); err != nil {
 		return Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", unlock)
 }
 
-func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*Record, error) {
+func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {
@@ -209,11 +135,11 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *sn
 	if want.Image == "" {
 		want.Image = m.Image
 	}
-	want, err := s.complete(want)
+	want, err := s.Complete(want)
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
 	boot, err := s.resolve(ctx, l, want)
@@ -223,14 +149,14 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *sn
 	if boot.ImageID != m.Image {
 		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, want.Image, boot.ImageID)
 	}
-	st := snapshotDisk(m)
-	if full, err := s.absolute(st); err != nil {
+	st := state.SnapshotStack(m)
+	if full, err := s.Absolute(st); err != nil {
 		return nil, err
 	} else if err := disk.Verify(full); err != nil {
 		return nil, err
 	}
-	return &Record{
-		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+	return &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: st, Parent: m.ID,
 	}, nil
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // recorder appends records to a file and says which is durable.
@@ -184,7 +185,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	last := all[snapshots-1]
 
-	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, sandbox.ErrDiskOnly) {
+	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, state.ErrDiskOnly) {
 		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
 	}
 	if err := e.Store.VerifySnapshot(t.Context(), last.id); err != nil {

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -26,7 +27,7 @@ type ErrorReport struct {
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // codes are the errors that keep their identity on that way, the more specific
@@ -56,20 +57,20 @@ var codes = []struct {
 	{"address-range", hostnet.ErrRange},
 	{"addresses-full", hostnet.ErrFull},
 	{"invalid", ErrSpec},
-	{"metadata", ErrMetadata},
-	{"expired", ErrExpired},
-	{"foreign-snapshot", ErrForeignSnapshot},
-	{"snapshot-in-use", ErrSnapshotInUse},
-	{"import", ErrImport},
+	{"metadata", state.ErrMetadata},
+	{"expired", state.ErrExpired},
+	{"foreign-snapshot", state.ErrForeignSnapshot},
+	{"snapshot-in-use", state.ErrSnapshotInUse},
+	{"import", state.ErrImport},
 	{"record", ErrRecord},
 	{"crashed", ErrCrashed},
 	{"hooks", ErrHooks},
-	{"host-hooks", ErrHostHooks},
+	{"host-hooks", state.ErrHostHooks},
 	{"promote", ErrPromote},
 	{"drop", ErrDrop},
 	{"persist-limit", ErrPersistLimit},
 	{"secrets", ErrSecrets},
-	{"disk-only", ErrDiskOnly},
+	{"disk-only", state.ErrDiskOnly},
 	{"share-unusable", ErrShare},
 	{"volume-not-found", volume.ErrNotFound},
 	{"volume-in-use", volume.ErrInUse},
@@ -124,7 +125,7 @@ func reportError(err error) *ErrorReport {
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
 			}
-			var hh *HostHooksError
+			var hh *state.HostHooksError
 			if errors.As(err, &hh) {
 				r.HostHooks = hh.Failures
 			}

@@ -11,8 +11,6 @@ import (
 	"net/http"
 	"net/url"
 	"os"
-	"path/filepath"
-	"regexp"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -26,45 +24,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // MaxForks is the most children of one fork.
 const MaxForks = 64
-
-// Origin says of which VM another one is a fork. The snapshot of the fork is
-// Record.Parent.
-type Origin struct {
-	// Parent is the name that the other had, and ParentID its id.
-	Parent   string `json:"parent"`
-	ParentID string `json:"parent_id"`
-	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
-	Generation int       `json:"generation"`
-	Time       time.Time `json:"time"`
-	// Asked says that the guest of the other has asked for it: spec.Self.
-	Asked bool `json:"asked,omitempty"`
-}
-
-// origin is that of a fork of r.
-func (r *Record) origin() *Origin {
-	o := &Origin{Parent: r.Spec.Name, ParentID: r.ID, Generation: 1, Time: time.Now().UTC()}
-	if r.Fork != nil {
-		o.Generation += r.Fork.Generation
-	}
-	return o
-}
-
-// adoptFork makes the snapshot of its fork what a VM comes back from that has not slept,
-// as soon as that snapshot is on disk, which its parent's process sees to. Until then
-// there is nothing that the VM could come back from, and its record says so.
-func (s *Store) adoptFork(r *Record) {
-	if r.Fork == nil || r.Snapshot != "" || r.Parent == "" {
-		return
-	}
-	if _, err := os.Stat(filepath.Join(s.SnapshotDir(r.Parent), snapshot.ManifestName)); err == nil {
-		r.Snapshot = r.Parent
-	}
-}
 
 // ForkOptions of Store.Fork.
 type ForkOptions struct {
@@ -90,7 +54,7 @@ type ForkChild struct {
 	// Name is random if it is empty.
 	Name string
 	// Metadata is the child's; nil is that of the VM.
-	Metadata *Metadata
+	Metadata *state.Metadata
 }
 
 // ForkResult says what a fork has done.
@@ -143,15 +107,15 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 			return res, fmt.Errorf("forking %s: %w: it writes to volume %s, which only one VM can: detach it, or attach it read-only", name, volume.ErrInUse, m.Name)
 		}
 	}
-	if r.Phase != Running && r.Phase != Asleep {
+	if r.Phase != state.Running && r.Phase != state.Asleep {
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
 	// What children need belongs to nobody until there are records of them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
 		return res, fmt.Errorf("forking %s: %w", name, err)
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		err = f.sleeping(ctx)
 	} else {
 		err = f.running(ctx)
@@ -159,15 +123,15 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	err = errors.Join(err, unlock())
 	if err != nil {
 		err = errors.Join(fmt.Errorf("forking %s: %w", name, err), f.removeAll(ctx))
-		_, serr := s.sweep(context.WithoutCancel(ctx), exempt{owners: []string{r.ID}, snapshots: []string{f.made}})
+		_, serr := s.SweepExcept(context.WithoutCancel(ctx), state.Exempt{Owners: []string{r.ID}, Snapshots: []string{f.made}})
 		return res, errors.Join(err, serr)
 	}
-	e := s.event(ctx, r, events.Forked)
+	e := s.Event(ctx, r, events.Forked)
 	e.Details.Snapshot, e.Details.Milliseconds = f.res.Snapshot, f.res.Stages["ready"]
 	for _, c := range f.res.Children {
 		e.Details.Children = append(e.Details.Children, c.Name)
 	}
-	s.announce(ctx, e)
+	s.Announce(ctx, e)
 	return f.res, nil
 }
 
@@ -175,10 +139,10 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 type forker struct {
 	store    *Store
 	launcher Launcher
-	parent   *Record
+	parent   *state.Record
 	specs    []Spec
-	policy   bool                 // the children have another policy than their parent
-	labels   map[string]*Metadata // by name
+	policy   bool                       // the children have another policy than their parent
+	labels   map[string]*state.Metadata // by name
 	early    bool
 	asked    bool // by the guest
 	begin    time.Time
@@ -194,7 +158,7 @@ func (f *forker) choose(o ForkOptions) error {
 		return err
 	}
 	own = own.ForChild()
-	f.labels = make(map[string]*Metadata, o.Count)
+	f.labels = make(map[string]*state.Metadata, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""
@@ -202,7 +166,7 @@ func (f *forker) choose(o ForkOptions) error {
 			spec.Self = spec.Self.Childless()
 		}
 		label := &own
-		if own.empty() {
+		if own.Empty() {
 			label = nil // there is no file to wait for the disk for
 		}
 		if len(o.Children) > 0 {
@@ -224,17 +188,17 @@ func (f *forker) choose(o ForkOptions) error {
 		if err := spec.UsePolicy(o.Policy); err != nil {
 			return err
 		}
-		spec, err := f.store.complete(spec)
+		spec, err := f.store.Complete(spec)
 		if err != nil {
 			return err
 		}
-		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {
+		if _, err := os.Stat(f.store.RecordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
 		if _, twice := f.labels[spec.Name]; twice {
 			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
 		}
-		if err := (&Record{Spec: spec}).setMetadata(label); err != nil {
+		if err := (&state.Record{Spec: spec}).SetMetadata(label); err != nil {
 			return err
 		}
 		f.labels[spec.Name] = label
@@ -270,11 +234,11 @@ func (f *forker) sleeping(ctx context.Context) error {
 		if err != nil {
 			return Report{}, err
 		}
-		r.Fork = f.parent.origin()
+		r.Fork = f.parent.Origin()
 		r.Fork.Asked = f.asked
 		// These may have been changed while the VM sleeps.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
-		if err := r.setMetadata(f.labels[spec.Name]); err != nil {
+		if err := r.SetMetadata(f.labels[spec.Name]); err != nil {
 			return Report{}, err
 		}
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil)
@@ -291,20 +255,20 @@ func (f *forker) running(ctx context.Context) error {
 	defer c.close()
 	f.made = id
 	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.first.Pages, c.first.Stages
-	origin := f.parent.origin()
+	origin := f.parent.Origin()
 	origin.Asked = f.asked
 	if err := f.inherit(); err != nil {
 		c.abort()
 		return err
 	}
 	err = f.startAll(ctx, func(ctx context.Context, want Spec) (Report, error) {
-		r := &Record{
-			Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+		r := &state.Record{
+			Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
-		r.inherit(f.parent)
+		r.Inherit(f.parent)
 		r.Disk.Layers = c.first.Layers
-		if err := r.setMetadata(f.labels[want.Name]); err != nil {
+		if err := r.SetMetadata(f.labels[want.Name]); err != nil {
 			return Report{}, err
 		}
 		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.image)
@@ -325,7 +289,7 @@ func (f *forker) running(ctx context.Context) error {
 		return nil
 	case errors.Is(werr, errForkEnded):
 		// The children do not need their parent.
-		f.res.Durable = f.store.isThere(id)
+		f.res.Durable = f.store.IsThere(id)
 		if !f.res.Durable {
 			f.res.Problem = werr.Error()
 		}
@@ -333,12 +297,6 @@ func (f *forker) running(ctx context.Context) error {
 	}
 	c.abort()
 	return werr
-}
-
-// isThere says whether a snapshot is on disk.
-func (s *Store) isThere(id string) bool {
-	m, err := s.manifest(id)
-	return err == nil && m.ID == id
 }
 
 // note is what the snapshot of the fork is remembered by.
@@ -468,7 +426,7 @@ func (r *rights) Read(p []byte) (int, error) {
 // dialFork asks the process of a running VM for the image of a fork.
 func (s *Store) dialFork(ctx context.Context, name, id, note string) (c *forkConn, err error) {
 	var d net.Dialer
-	conn, err := d.DialContext(ctx, "unix", s.controlSocket(name))
+	conn, err := d.DialContext(ctx, "unix", s.ControlSocket(name))
 	if err != nil && ctx.Err() != nil {
 		return nil, fmt.Errorf("asking the process of VM %s: %w", name, ctx.Err())
 	}
@@ -552,8 +510,6 @@ func (c *forkConn) close() {
 	}
 }
 
-var idRE = regexp.MustCompile(`^[0-9a-f]{32}$`)
-
 // errForkGivenUp: who wanted the fork has gone, or said so.
 var errForkGivenUp = errors.New("whoever wanted the fork has given it up")
 
@@ -570,7 +526,7 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	defer conn.Close()
 	_ = conn.SetDeadline(time.Time{})
 	uc, ok := conn.(*net.UnixConn)
-	if !ok || !idRE.MatchString(id) {
+	if !ok || !state.IDPattern.MatchString(id) {
 		_, _ = io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 		return
 	}
@@ -635,7 +591,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 		return SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
 	}
 	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindFork, note, func(o *instance.CaptureOptions) {
+	_, res, err := p.capture(ctx, state.KindFork, note, func(o *instance.CaptureOptions) {
 		o.ID, o.Dir = id, p.store.SnapshotDir(id)
 		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
 		o.Fork = func(image *os.File, c *instance.Capture) error {
@@ -656,7 +612,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 	}
 	// The next snapshot builds upon this one, even if no child is left.
 	p.r.Base = id
-	if err := p.store.save(p.r); err != nil {
+	if err := p.store.Save(p.r); err != nil {
 		p.log.Warn("the next snapshot may have all of RAM", "error", err)
 	}
 	return res, nil

@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -27,10 +28,10 @@ func parentSays(t *testing.T, says func(c *net.UnixConn)) *Store {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Mkdir(s.vmDir("p"), 0o700); err != nil {
+	if err := os.Mkdir(s.VMDir("p"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	l, err := osfile.ListenUnix(s.controlSocket("p"))
+	l, err := osfile.ListenUnix(s.ControlSocket("p"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,15 +183,15 @@ func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	id := spec.NewID()
-	r := &Record{
-		Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "child"}, Phase: Stopped, Parent: id,
-		Fork: &Origin{Parent: "p", ParentID: spec.NewID(), Generation: 1},
+	r := &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "child"}, Phase: state.Stopped, Parent: id,
+		Fork: &state.Origin{Parent: "p", ParentID: spec.NewID(), Generation: 1},
 	}
-	l, err := s.create(r)
+	l, err := s.Create(r)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.release()
+	l.Release()
 	claims := func(want string) {
 		t.Helper()
 		if got, err := s.Get("child"); err != nil || got.Snapshot != want {
@@ -207,7 +208,7 @@ func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
 	}
 	claims(id)
 	r.Snapshot = spec.NewID() // it has slept since
-	if err := s.save(r); err != nil {
+	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
 	claims(r.Snapshot)

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // packets is a pair of sockets as between a pool and its processes.
@@ -257,7 +258,7 @@ func FuzzControl(f *testing.F) {
 		if len(body) > maxFuzzed || len(query) > 4096 {
 			return
 		}
-		r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
+		r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
 		p := &process{store: &Store{}, log: slog.New(slog.DiscardHandler), r: r, asleep: true}
 		where := paths[int(path)%len(paths)]
 		req := httptest.NewRequestWithContext(t.Context(), methods[int(method)%len(methods)], where, bytes.NewReader(body))
@@ -288,8 +289,8 @@ func FuzzControl(f *testing.F) {
 		// What a body changes of a record.
 		var service spec.Service
 		if json.Unmarshal(body, &service) == nil {
-			if err := r.setService(service); err == nil {
-				if err := spec.ValidateServices(r.Spec.Services); err != nil || findService(r.Spec.Services, service.Name) < 0 || findService(r.Spec.Services, "kept") < 0 {
+			if err := r.SetService(service); err == nil {
+				if err := spec.ValidateServices(r.Spec.Services); err != nil || state.FindService(r.Spec.Services, service.Name) < 0 || state.FindService(r.Spec.Services, "kept") < 0 {
 					t.Errorf("services %+v: %v", r.Spec.Services, err)
 				}
 			} else if len(r.Spec.Services) != 1 || !reflect.DeepEqual(r.Spec.Services[0], spec.Service{Name: "kept", Argv: []string{"true"}}) {
@@ -304,7 +305,7 @@ func FuzzControl(f *testing.F) {
 			}
 		}
 		if q, err := url.ParseQuery(query); err == nil {
-			_ = r.dropService(q.Get("name"))
+			_ = r.DropService(q.Get("name"))
 			if err := spec.ValidateServices(r.Spec.Services); err != nil {
 				t.Errorf("without one: %v", err)
 			}

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
@@ -106,7 +107,7 @@ func TestHooksInAGuest(t *testing.T) {
 	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
-	if r, err := e.Store.Get("c"); err != nil || r.Phase != sandbox.Running {
+	if r, err := e.Store.Get("c"); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusals: %v, %v", r.Phase, err)
 	}
 	notes(e, "c")

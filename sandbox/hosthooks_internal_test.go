@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // putHostHook puts an executable into hooks.d of a store. It notes what it is told for, and the event.
@@ -49,20 +50,20 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 	var got []events.Event
 	ended, end := context.WithCancel(t.Context())
 	end()
-	withFunc := s.WithHostHooks(HostHook{Name: "f", Run: func(ctx context.Context, e events.Event) error {
+	withFunc := s.WithHostHooks(state.HostHook{Name: "f", Run: func(ctx context.Context, e events.Event) error {
 		if types, last := told(t, s); last.ID != e.ID || last.Cursor != e.Cursor || types[len(types)-1] != e.Type {
 			t.Errorf("told of %+v, and the journal ends with %+v", e, last)
 		}
 		// Whoever has asked for it has gone, and the metadata is not locked.
 		if e.Type == events.Expired {
-			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
+			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *state.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}
 		}
 		got = append(got, e)
 		return ctx.Err()
 	}})
-	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team", Expires: time.Now().Add(-time.Hour)})
+	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team", Expires: time.Now().Add(-time.Hour)})
 	for range 2 {
 		if err := withFunc.TellExpired(t.Context(), "a"); err != nil {
 			t.Fatal(err)
@@ -82,7 +83,7 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 
 func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *testing.T) {
 	s := tempStore(t)
-	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
+	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team"})
 	putHostHook(t, s, "a", "echo a secret; exit 1")
 	if err := s.Remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
@@ -91,7 +92,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 	if e.Sandbox != "a" || e.Owner != "team" || !reflect.DeepEqual(e.Details, events.Details{Hook: "a", Event: "remove", Problem: "exit status 1"}) {
 		t.Fatalf("%+v", e)
 	}
-	withMetadata(t, s, "b", Stopped, nil)
+	withMetadata(t, s, "b", state.Stopped, nil)
 	if err := os.Chmod(filepath.Join(s.Dir(), hosthooks.DirName, "a"), 0o777); err != nil {
 		t.Fatal(err)
 	}
@@ -109,13 +110,13 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 // begunProcess is a VM's process as far as hooks of the host know it.
 func begunProcess(t *testing.T, s *Store, name string, policy spec.HookPolicy) *process {
 	t.Helper()
-	r := withMetadata(t, s, name, Stopped, nil)
+	r := withMetadata(t, s, name, state.Stopped, nil)
 	r.Spec.Hooks.Policy = policy
 	p := &process{store: s, log: slog.New(slog.DiscardHandler), r: r}
-	p.events = s.newEventWriter(p.log)
+	p.events = s.NewEventWriter(p.log)
 	t.Cleanup(func() {
 		p.welcomed.Wait()
-		p.events.close()
+		p.events.Close()
 	})
 	return p
 }
@@ -153,12 +154,12 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 			p := begunProcess(t, s, "a", c.spec)
 			h, err := p.hostBefore(t.Context(), c.over)
 			if c.fails != "" {
-				var he *HostHooksError
-				if !errors.Is(err, ErrHostHooks) || !errors.As(err, &he) || !strings.Contains(err.Error(), c.fails) {
+				var he *state.HostHooksError
+				if !errors.Is(err, state.ErrHostHooks) || !errors.As(err, &he) || !strings.Contains(err.Error(), c.fails) {
 					t.Fatalf("got %v, want ErrHostHooks with %q", err, c.fails)
 				}
 				var there *ErrorReport
-				if rep := error(reportError(err)); !errors.Is(rep, ErrHostHooks) || !errors.As(rep, &there) || len(there.HostHooks) != len(he.Failures) {
+				if rep := error(reportError(err)); !errors.Is(rep, state.ErrHostHooks) || !errors.As(rep, &there) || len(there.HostHooks) != len(he.Failures) {
 					t.Errorf("it arrives as %+v", rep)
 				}
 			} else if err != nil {
@@ -187,7 +188,7 @@ func TestHostHooks_are_told_when_the_sleep_has_not_come_about(t *testing.T) {
 		t.Run(why, func(t *testing.T) {
 			s := tempStore(t)
 			var got []events.Event
-			s = s.WithHostHooks(HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = append(got, e); return nil }})
+			s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = append(got, e); return nil }})
 			p := begunProcess(t, s, "a", "")
 			h, herr := p.hostBefore(events.WithCause(t.Context(), events.Idle), "")
 			if herr != nil {
@@ -222,7 +223,7 @@ func TestHostHooks_of_a_beginning_are_not_waited_for_but_by_a_sleep(t *testing.T
 			var mu sync.Mutex
 			var got []string
 			begun, goOn := make(chan struct{}), make(chan struct{})
-			s = s.WithHostHooks(HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error {
+			s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error {
 				if e.Type == typ {
 					close(begun)
 					<-goOn
@@ -271,7 +272,7 @@ func TestHostHooks_do_not_depend_on_the_journal(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got events.Event
-	s = s.WithHostHooks(HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = e; return nil }})
+	s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = e; return nil }})
 	p := begunProcess(t, s, "a", "")
 	p.welcomed.Add(1)
 	p.tellThen(events.CLI, events.Woken, events.Details{}, p.welcome)

@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It
@@ -179,7 +180,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("net", sandbox.Crashed, time.Minute)
+	e.WaitPhase("net", state.Crashed, time.Minute)
 	if names := taps(t); len(names) != before {
 		t.Errorf("the killed VM has left the TAP devices %v", names)
 	}
@@ -233,7 +234,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("net", sandbox.Crashed, time.Minute)
+	e.WaitPhase("net", state.Crashed, time.Minute)
 	if names, err := netpolicy.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
 		t.Errorf("killed, it has left %v of %v, %v", taps(t), names, err)
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // What does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
@@ -115,7 +116,7 @@ func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, er
 
 // ask has the guest do its part.
 func (sh *shedding) ask(ctx context.Context) error {
-	if err := sh.p.store.ensureAudit(sh.p.r.Spec.Name); err != nil {
+	if err := sh.p.store.EnsureAudit(sh.p.r.Spec.Name); err != nil {
 		return fmt.Errorf("%w: %w", ErrPromote, err)
 	}
 	c, err := sh.p.in.Agent(ctx)
@@ -305,7 +306,7 @@ func (s *Store) Promote(ctx context.Context, name string) ([]Promoted, error) {
 		return nil, err
 	}
 	if len(l.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", ErrMetadata, name, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", state.ErrMetadata, name, name)
 	}
 	r, err := s.Get(name)
 	if err != nil {
@@ -321,9 +322,9 @@ func (s *Store) Promote(ctx context.Context, name string) ([]Promoted, error) {
 		return nil, fmt.Errorf("promoting of %s: %w", name, err)
 	}
 	for _, m := range copies {
-		e := s.event(ctx, r, events.Promoted)
+		e := s.Event(ctx, r, events.Promoted)
 		e.Details = promotedDetails(m)
-		s.tell(e)
+		s.Tell(e)
 	}
 	return copies, nil
 }

@@ -15,12 +15,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // setPersist says what does not persist of a VM.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
-	if _, err := e.Store.SetMetadata(e.T.Context(), vm, func(l *sandbox.Metadata, _ error) error {
+	if _, err := e.Store.SetMetadata(e.T.Context(), vm, func(l *state.Metadata, _ error) error {
 		l.Persist = p
 		return nil
 	}); err != nil {
@@ -141,7 +142,7 @@ func (p *persistence) refused(name string) {
 	if got := filesBelow(t, p.host); !slices.Equal(got, before) {
 		t.Errorf("on the host are %q, were %q", got, before)
 	}
-	if r, err := p.e.Store.Get(name); err != nil || r.Phase != sandbox.Running {
+	if r, err := p.e.Store.Get(name); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusal: %v, %v", r.Phase, err)
 	}
 	setPersist(p.e, name, lifetime.Persist{})

@@ -12,68 +12,13 @@ import (
 	"strconv"
 	"syscall"
 	"time"
-	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
-
-// labelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in
-// pieces, since a label is shorter than a policy may be.
-const (
-	labelPolicy = "drowse.policy."
-	policyPiece = 48 << 10 // bytes
-)
-
-// labels are those of a snapshot of a VM.
-func (r *Record) labels(kind string) (map[string]string, error) {
-	bare := *r
-	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
-	bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", time.Time{}
-	record, err := json.Marshal(&bare)
-	if err != nil {
-		return nil, err
-	}
-	labels := map[string]string{labelKind: kind, labelRecord: string(record), labelOwner: r.ID}
-	if r.Spec.Policy == nil {
-		return labels, nil
-	}
-	text, err := json.Marshal(r.Spec.Policy)
-	if err != nil {
-		return nil, err
-	}
-	for i := 0; len(text) > 0; i++ {
-		n := min(policyPiece, len(text))
-		for n < len(text) && !utf8.RuneStart(text[n]) {
-			n--
-		}
-		labels[labelPolicy+strconv.Itoa(i)] = string(text[:n])
-		text = text[n:]
-	}
-	return labels, nil
-}
-
-// policyOf is the policy in the labels of a snapshot; nil if there is none.
-func policyOf(labels map[string]string) (*netpolicy.Policy, error) {
-	var text []byte
-	for i := 0; ; i++ {
-		piece, ok := labels[labelPolicy+strconv.Itoa(i)]
-		if !ok {
-			break
-		}
-		text = append(text, piece...)
-	}
-	if text == nil {
-		return nil, nil
-	}
-	p, err := netpolicy.Parse(text)
-	if err != nil {
-		return nil, fmt.Errorf("%w: its network policy: %w", ErrRecord, err)
-	}
-	return p, nil
-}
 
 // Policy is a VM's network policy: the one that it runs with, or will when it is brought
 // back. A VM without a policy of its own has the empty one, which denies everything.
@@ -130,7 +75,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		if r.Spec.Network != spec.NetworkTAP {
 			return res, noNetwork(name)
 		}
-		if r.Phase == Running {
+		if r.Phase == state.Running {
 			err = s.callWith(ctx, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
 				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
 			})
@@ -140,7 +85,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		}
 		if !passing(err) {
 			if err == nil {
-				s.tell(s.event(ctx, r, events.PolicyChanged))
+				s.Tell(s.Event(ctx, r, events.PolicyChanged))
 			}
 			return res, err
 		}
@@ -165,17 +110,17 @@ func passing(err error) bool {
 
 // storePolicy sets the policy of a VM that has no process.
 func (s *Store) storePolicy(name string, p *netpolicy.Policy) error {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
 	r.Spec.Policy = p
-	return s.save(r)
+	return s.Save(r)
 }
 
 // setPolicy is SetPolicy in the VM's process.
@@ -193,17 +138,17 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
 	old := p.r.Spec.Policy
 	p.r.Spec.Policy = policy
 	// First what lasts: a process that is killed in between comes back with the new one.
-	if err := p.store.save(p.r); err != nil {
+	if err := p.store.Save(p.r); err != nil {
 		p.r.Spec.Policy = old
 		return PolicyResult{}, err
 	}
 	if err := n.SetPolicy(policy); err != nil {
 		p.r.Spec.Policy = old
-		return PolicyResult{}, errors.Join(err, p.store.save(p.r))
+		return PolicyResult{}, errors.Join(err, p.store.Save(p.r))
 	}
 	if before := p.r.TrustedCA; policy.ProxyOn() {
 		if p.trustProxy(p.lasting); p.r.TrustedCA != before {
-			if err := p.store.save(p.r); err != nil {
+			if err := p.store.Save(p.r); err != nil {
 				// It is in force, and its proxy is trusted: that is given again at the next start.
 				p.log.Warn("noting that the VM trusts its proxy", "error", err)
 			}

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // MaxPool is the most processes that a Pool keeps ready.
@@ -163,7 +164,7 @@ func (s *Store) shapesAsleep(most int) (shapes []spec.Shape, err error) {
 	var found []asleep
 	for _, r := range all {
 		// The record was written when it had gone to sleep.
-		if st, err := os.Stat(s.recordPath(r.Spec.Name)); err == nil && r.Phase == Asleep {
+		if st, err := os.Stat(s.RecordPath(r.Spec.Name)); err == nil && r.Phase == state.Asleep {
 			found = append(found, asleep{r.Spec.Shape(), st.ModTime()})
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing.T) {
@@ -27,11 +28,11 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
+			lock, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: state.Starting})
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock.release()
+			lock.Release()
 			script := `case "$*" in *--standby*) printf ready >&3; ` + tc.standby + `;; *) echo '{"name":"a","faults":7}' >&3;; esac`
 			l := Launcher{Command: []string{"/bin/sh", "-c", script, "sh"}}
 			p, err := s.NewPool(l, PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})

@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // The conversation of a Launcher that is supervised with a process that serves a pool, on a
@@ -49,8 +50,6 @@ const (
 	maxPoolClients = 4 * MaxPool
 )
 
-func (s *Store) poolSocket() string { return filepath.Join(s.Dir(), "pool.sock") }
-
 // Serve hands processes of the pool to Launchers of other processes of this user or of root that are supervised, and
 // returns when ctx has ended. A store has one pool that is served: ErrServed says that another process does it. What is
 // of another program than the pool's, or in other namespaces, gets none.
@@ -63,9 +62,9 @@ func (p *Pool) Serve(ctx context.Context) error {
 		return fmt.Errorf("serving a pool: %w", err)
 	}
 	defer lock.Close()
-	path := p.store.poolSocket()
-	if len(path) > maxSocketPath {
-		return fmt.Errorf("%w: the path of the pool's socket has %d bytes, and %d are possible: use a shorter state directory", ErrSpec, len(path), maxSocketPath)
+	path := p.store.PoolSocket()
+	if len(path) > state.MaxSocketPath {
+		return fmt.Errorf("%w: the path of the pool's socket has %d bytes, and %d are possible: use a shorter state directory", ErrSpec, len(path), state.MaxSocketPath)
 	}
 	// Of one that was killed.
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -234,7 +233,7 @@ func (s *Store) standbys(l Launcher) (from func(spec.Shape) *standby, done func(
 	if err != nil {
 		return none, func() {} // starting it says so
 	}
-	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: s.poolSocket(), Net: "unixpacket"})
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: s.PoolSocket(), Net: "unixpacket"})
 	if err != nil {
 		return none, func() {}
 	}

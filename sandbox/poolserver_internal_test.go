@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // standsBy is a program whose processes stand by, and report that they have been started
@@ -47,7 +48,7 @@ func servePool(t *testing.T, s *Store, l Launcher, o PoolOptions) *Pool {
 		t.Fatal(err)
 	}
 	eventually(t, "the pool is served", func() bool {
-		c, err := net.Dial("unixpacket", s.poolSocket())
+		c, err := net.Dial("unixpacket", s.PoolSocket())
 		if err == nil {
 			c.Close()
 		}
@@ -210,7 +211,7 @@ func TestServe_of_one_launcher_too_many_leaves_it_to_start_a_process(t *testing.
 	servePool(t, s, l, PoolOptions{Shapes: oneShape(), Processes: 1})
 	// asks says whether a launcher is listened to; what it asks in is of another version, and gets no process.
 	asks := func() (c net.Conn, answered bool) {
-		c, err := net.Dial("unixpacket", s.poolSocket())
+		c, err := net.Dial("unixpacket", s.PoolSocket())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -230,11 +231,11 @@ func TestServe_of_one_launcher_too_many_leaves_it_to_start_a_process(t *testing.
 	if _, answered := asks(); answered {
 		t.Errorf("launcher %d is answered, want at most %d", maxPoolClients+1, maxPoolClients)
 	}
-	lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
+	lock, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: state.Starting})
 	if err != nil {
 		t.Fatal(err)
 	}
-	lock.release()
+	lock.Release()
 	l.Supervised = true
 	if rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.Shape(), order{Name: "a", Snapshot: "x"}); err != nil || rep.Faults != 7 {
 		t.Errorf("got %+v, %v, want the report of a process of its own", rep, err)
@@ -268,12 +269,12 @@ func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: Starting})
+			lock, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: state.Starting})
 			if err != nil {
 				t.Fatal(err)
 			}
-			lock.release()
-			serve(t, s.poolSocket())
+			lock.Release()
+			serve(t, s.PoolSocket())
 			l := shellLauncher(standsBy)
 			l.Supervised = true
 			rep, err := s.launchWith(t.Context(), l, Spec{Name: "a"}.Shape(), order{Name: "a", Snapshot: "x"})

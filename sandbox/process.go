@@ -26,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -61,7 +62,7 @@ type process struct {
 
 	// op is held by what changes the VM as a whole, and guards what follows.
 	op     sync.Mutex
-	r      *Record
+	r      *state.Record
 	asleep bool // the record says so, and the instance is closed
 	// replaced is the file of the record from before, open until the report: see aheadRecord.
 	replaced *os.File
@@ -77,7 +78,7 @@ type process struct {
 	// cpuBefore is processor time that the process had used before it was the VM's.
 	cpuBefore time.Duration
 	// teller writes events; nil before the VM is there.
-	events *eventWriter
+	events *state.EventWriter
 	// welcomed is until hooks of the host have been told that the VM is there.
 	welcomed sync.WaitGroup
 	// ending is on whose behalf the VM ends.
@@ -131,22 +132,22 @@ func (s *Store) Serve(ctx context.Context, name string, o ServeOptions) error {
 }
 
 func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err error) {
-	l, err := p.store.lockSoon(ctx, name)
+	l, err := p.store.LockSoon(ctx, name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	if p.r, err = p.store.load(name); err != nil {
+	defer l.Release()
+	if p.r, err = p.store.Load(name); err != nil {
 		return err
 	}
-	if err := p.store.removeSockets(name); err != nil {
+	if err := p.store.RemoveSockets(name); err != nil {
 		return err
 	}
 	if err := p.r.Spec.ValidatePolicy(); err != nil {
 		// Somebody has changed the record. Nothing of the VM has been touched.
-		if p.r.Phase == Starting {
-			p.r.Phase, p.r.PID, p.r.Problem = Stopped, 0, "it did not start: "+err.Error()
-			err = errors.Join(err, p.store.save(p.r))
+		if p.r.Phase == state.Starting {
+			p.r.Phase, p.r.PID, p.r.Problem = state.Stopped, 0, "it did not start: "+err.Error()
+			err = errors.Join(err, p.store.Save(p.r))
 		}
 		return err
 	}
@@ -162,30 +163,30 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		// As it was before, but for a VM that was only just being made, which
 		// whoever makes it removes.
 		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
-		if before.Phase == Starting {
-			p.r.Phase, p.r.Problem = Stopped, "it did not start: "+err.Error()
+		if before.Phase == state.Starting {
+			p.r.Phase, p.r.Problem = state.Stopped, "it did not start: "+err.Error()
 		}
 		p.r.Disk = before.Disk
-		if o.Snapshot != "" && before.Phase == Asleep {
-			if stale := p.store.checkVolumes(p.r, o.Snapshot); errors.Is(stale, volume.ErrStale) {
+		if o.Snapshot != "" && before.Phase == state.Asleep {
+			if stale := p.store.CheckVolumes(p.r, o.Snapshot); errors.Is(stale, volume.ErrStale) {
 				// It was awake for long enough to write to a volume, so what it wrote to
 				// its disk counts as well.
-				p.r.Phase, p.r.Disk = Crashed, top
+				p.r.Phase, p.r.Disk = state.Crashed, top
 				p.r.Problem = "its wake has failed, and it cannot be repeated: " + stale.Error()
 			}
 		}
-		return errors.Join(err, p.store.save(p.r))
+		return errors.Join(err, p.store.Save(p.r))
 	}
 	defer p.letGo()
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
-	p.events = p.store.newEventWriter(p.log)
+	p.events = p.store.NewEventWriter(p.log)
 	// When the background has ended, and before the lock is released.
 	defer func() {
 		stop()
 		p.background.Wait()
 		p.welcomed.Wait()
-		p.events.close()
+		p.events.Close()
 	}()
 	// Whatever is asked for from now on is told of after this beginning.
 	p.op.Lock()
@@ -210,7 +211,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	o.Report(p.report())
 	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
-	if begun == events.Started && before.Phase == Crashed {
+	if begun == events.Started && before.Phase == state.Crashed {
 		details.Problem = "its process was killed before: it has booted with its disk as it was, and what was in memory is lost"
 	}
 	p.welcomed.Add(1)
@@ -244,10 +245,10 @@ func (p *process) stillMeant(o ServeOptions) error {
 	meant := true
 	switch {
 	case o.Snapshot != "":
-		meant = r.Snapshot == o.Snapshot && (r.Phase == Asleep || r.Maker != 0)
-	case o.Fork == nil && r.Phase == Asleep:
+		meant = r.Snapshot == o.Snapshot && (r.Phase == state.Asleep || r.Maker != 0)
+	case o.Fork == nil && r.Phase == state.Asleep:
 		// Its memory is of no use if its volumes have moved on: see Start.
-		meant = errors.Is(p.store.checkVolumes(r, r.Snapshot), volume.ErrStale)
+		meant = errors.Is(p.store.CheckVolumes(r, r.Snapshot), volume.ErrStale)
 	}
 	if !meant {
 		return fmt.Errorf("starting %s: %w: it has run since it was looked at, and is %s: try again", r.Spec.Name, ErrRunning, r.Phase)
@@ -267,8 +268,8 @@ func (p *process) letGo() {
 func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r := p.r
 	// With volumes, what the guest writes to its disk and to them has to be found together.
-	waking := o.Snapshot != "" && r.Phase == Asleep && len(r.Spec.Volumes) == 0
-	st, err := p.store.absolute(r.Disk)
+	waking := o.Snapshot != "" && r.Phase == state.Asleep && len(r.Spec.Volumes) == 0
+	st, err := p.store.Absolute(r.Disk)
 	if err != nil {
 		return err
 	}
@@ -281,8 +282,8 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err != nil {
 		return err
 	}
-	r.Disk, r.Base = p.store.relative(st), ""
-	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = Starting, os.Getpid(), 0, nil, ""
+	r.Disk, r.Base = p.store.Relative(st), ""
+	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, os.Getpid(), 0, nil, ""
 	r.Awake = time.Now().UTC()
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Shells.NextNetwork()
@@ -290,25 +291,25 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of
 	// power it is asleep as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when
 	// the record is safe.
-	begun, ahead := make(chan error, 1), &aheadRecord{}
+	begun, ahead := make(chan error, 1), &state.AheadRecord{}
 	if waking {
 		starting, ready := *r, *r
-		ready.Phase = Running
+		ready.Phase = state.Running
 		go func() {
-			err := p.store.saveOver(&starting, st.Top())
+			err := p.store.SaveOver(&starting, st.Top())
 			if err == nil {
-				ahead, err = p.store.ahead(&ready)
+				ahead, err = p.store.Ahead(&ready)
 			}
 			begun <- err
 		}()
 	} else {
-		begun <- p.store.saveOver(r, st.Top())
+		begun <- p.store.SaveOver(r, st.Top())
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
 	// Nothing else may be written to the record's file before.
 	defer func() {
 		_ = saved()
-		ahead.discard()
+		ahead.Discard()
 	}()
 	console, err := newRing(p.store.ConsoleLog(r.Spec.Name), maxConsoleLog)
 	if err != nil {
@@ -317,7 +318,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	parts := p.store.Parts(r, st)
 	parts.Console, parts.Log, parts.Shells = console, p.log, o.Shells
 	parts.ServiceEvent = p.serviceEvents()
-	if parts.Volumes, err = p.store.attachVolumes(r); err != nil {
+	if parts.Volumes, err = p.store.AttachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}
 	switch {
@@ -348,15 +349,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if o.wanted != nil && !o.wanted() {
 		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, errCanceled), p.in.Close())
 	}
-	r.Phase = Running
+	r.Phase = state.Running
 	// After a loss of power a VM that was starting is one that was running.
-	if done, err := ahead.commit(r); err != nil {
+	if done, err := ahead.Commit(r); err != nil {
 		return errors.Join(err, p.in.Close())
 	} else if done {
-		p.replaced, ahead.before = ahead.before, nil
+		p.replaced, ahead.Before = ahead.Before, nil
 		return nil
 	}
-	if err := p.store.saveBy(p.store.replaceFile, r)(); err != nil {
+	if err := p.store.SaveBy(p.store.ReplaceFile, r)(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
 	return nil
@@ -388,15 +389,15 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 }
 
 // Parts are the pieces of a recorded VM, with the given disk.
-func (s *Store) Parts(r *Record, d disk.Stack) instance.Parts {
+func (s *Store) Parts(r *state.Record, d disk.Stack) instance.Parts {
 	p := instance.Parts{
-		Spec: r.Spec, Kernel: s.bootPath(r.Boot.Kernel), Initramfs: s.bootPath(r.Boot.Initramfs), SystemDisk: s.bootPath(r.Boot.SystemDisk),
-		Cmdline: r.Boot.Cmdline, Image: s.bootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
+		Spec: r.Spec, Kernel: s.BootPath(r.Boot.Kernel), Initramfs: s.BootPath(r.Boot.Initramfs), SystemDisk: s.BootPath(r.Boot.SystemDisk),
+		Cmdline: r.Boot.Cmdline, Image: s.BootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
 	}
 	if os.Getenv(NoPageCacheEnv) == "" {
-		p.PageCache = s.pageCacheDir()
+		p.PageCache = s.PageCacheDir()
 	}
-	p.ProxyIdentity = sync.OnceValues(func() (*proxy.Identity, error) { return s.proxyIdentity(r) })
+	p.ProxyIdentity = sync.OnceValues(func() (*proxy.Identity, error) { return s.ProxyIdentity(r) })
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
 	}
@@ -427,7 +428,7 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 		return disk.Stack{}, err
 	}
 	if len(lower.Layers) == 0 {
-		return disk.FormatExt4(ctx, p.store.layerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
+		return disk.FormatExt4(ctx, p.store.LayerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
 	}
 	return disk.Fork(path, lower, 0)
 }
@@ -436,7 +437,7 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 // the layers before it names them: a process was killed before its record did, and the record that there is goes on
 // without it.
 func (p *process) newLayer() (path string, err error) {
-	path = filepath.Join(p.store.layerDir(), p.r.newLayer())
+	path = filepath.Join(p.store.LayerDir(), p.r.NewLayer())
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return "", fmt.Errorf("removing a layer that was never recorded: %w", err)
 	}
@@ -445,8 +446,8 @@ func (p *process) newLayer() (path string, err error) {
 
 // sealed notes the disk's new layers in the record.
 func (p *process) sealed(st disk.Stack) error {
-	p.r.Disk = p.store.relative(st)
-	return p.store.save(p.r)
+	p.r.Disk = p.store.Relative(st)
+	return p.store.Save(p.r)
 }
 
 // report describes a guest that is ready.
@@ -498,9 +499,9 @@ func (p *process) wait(ctx context.Context) error {
 		return err
 	}
 	err = p.in.Close()
-	p.r.Phase, p.r.PID = Stopped, 0
-	p.r.Exit = &ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
-	if err = errors.Join(err, p.store.save(p.r)); err != nil {
+	p.r.Phase, p.r.PID = state.Stopped, 0
+	p.r.Exit = &state.ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
+	if err = errors.Join(err, p.store.Save(p.r)); err != nil {
 		return err
 	}
 	cause := events.Guest
@@ -546,7 +547,7 @@ type SleepResult struct {
 	// afterwards.
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have failed before a sleep and were ignored.
-	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
 	// Persist is what was done about what does not persist; nil if all does.
 	Persist *Persisted `json:"persist,omitempty"`
 	// Problem is what could not be done after a sleep. The VM sleeps all the same.
@@ -561,14 +562,14 @@ func (r *SleepResult) note(err error) {
 }
 
 // take adds what the record of the sleep says.
-func (r *SleepResult) take(s SleepRecord) {
+func (r *SleepResult) take(s state.SleepRecord) {
 	r.BytesRaw, r.BytesStored, r.BytesShared = s.Raw, s.Stored, s.Shared
 	r.Awake, r.Asleep, r.CPUSeconds, r.NetworkIn, r.NetworkOut = s.Awake, s.Asleep, s.CPUSeconds, s.NetworkIn, s.NetworkOut
 }
 
 // sleepRecord says what the VM has used until now, when it goes to sleep.
-func (p *process) sleepRecord(res SleepResult) SleepRecord {
-	s := SleepRecord{
+func (p *process) sleepRecord(res SleepResult) state.SleepRecord {
+	s := state.SleepRecord{
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
 		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
 	}
@@ -587,12 +588,12 @@ func processCPU() time.Duration {
 
 func (p *process) capture(ctx context.Context, kind, note string, more ...func(*instance.CaptureOptions)) (*instance.Capture, SleepResult, error) {
 	id := spec.NewID()
-	labels, err := p.r.labels(kind)
+	labels, err := p.r.Labels(kind)
 	if err != nil {
 		return nil, SleepResult{}, err
 	}
 	if note != "" {
-		labels[labelNote] = note
+		labels[state.LabelNote] = note
 	}
 	if err := p.in.LabelVolumes(labels); err != nil {
 		return nil, SleepResult{}, err
@@ -602,9 +603,9 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 		return nil, SleepResult{}, err
 	}
 	o := instance.CaptureOptions{
-		Dir: p.store.SnapshotDir(id), ID: id, Live: kind != kindSleep, NewTop: newTop, Labels: labels,
+		Dir: p.store.SnapshotDir(id), ID: id, Live: kind != state.KindSleep, NewTop: newTop, Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.prioritize,
-		Names:  func(st disk.Stack) []string { return p.store.relative(st).Layers },
+		Names:  func(st disk.Stack) []string { return p.store.Relative(st).Layers },
 		Sealed: p.sealed,
 	}
 	for _, f := range more {
@@ -656,7 +657,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	if still == nil {
 		p.holders.dismiss(dismissTime)
 	}
-	c, res, err := p.capture(ctx, kindSleep, "", func(o *instance.CaptureOptions) { o.Still = shed.still(still) })
+	c, res, err := p.capture(ctx, state.KindSleep, "", func(o *instance.CaptureOptions) { o.Still = shed.still(still) })
 	res.Hooks, res.Persist = hooks.Failed(), shed.result()
 	if err != nil {
 		p.tellLimit(ctx, err)
@@ -684,7 +685,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 		p.log.Warn("closing the VM after its sleep", "error", err)
 	}
 	// The layer that the guest would have gone on with has nothing in it.
-	if err := os.Remove(filepath.Join(p.store.layerDir(), top)); err != nil {
+	if err := os.Remove(filepath.Join(p.store.LayerDir(), top)); err != nil {
 		p.log.Warn("removing an empty layer", "error", err)
 	}
 	res.Stages["hooks"], res.Stages["sleep"] = ms(hooked), ms(time.Since(begin))
@@ -692,12 +693,12 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 }
 
 // fallAsleep has the record say that the VM sleeps in a snapshot. If that fails, the record is as before.
-func (p *process) fallAsleep(snapshot string, st disk.Stack, slept SleepRecord) error {
+func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRecord) error {
 	awake := *p.r
-	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = Asleep, 0, snapshot, ""
-	p.r.Disk = p.store.relative(st)
-	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-maxSleeps+1, 0):]), slept)
-	err := p.store.save(p.r)
+	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
+	p.r.Disk = p.store.Relative(st)
+	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-state.MaxSleeps+1, 0):]), slept)
+	err := p.store.Save(p.r)
 	if err != nil {
 		*p.r = awake
 	}
@@ -720,7 +721,7 @@ func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPol
 	defer p.shortenDisk()
 	// The guest's programs need not stand still until all is written.
 	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindNamed, note, func(o *instance.CaptureOptions) {
+	_, res, err := p.capture(ctx, state.KindNamed, note, func(o *instance.CaptureOptions) {
 		o.Resumed = func() { after.Go(func() { hooks.After(ctx) }) }
 	})
 	after.Wait()
@@ -775,7 +776,7 @@ func (p *process) info() Info {
 
 // listen opens the control socket: HTTP with JSON, for this host's root only.
 func (p *process) listen(srv *http.Server) error {
-	l, err := osfile.ListenUnix(p.store.controlSocket(p.r.Spec.Name))
+	l, err := osfile.ListenUnix(p.store.ControlSocket(p.r.Spec.Name))
 	if err != nil {
 		return fmt.Errorf("opening the control socket: %w", err)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // checkSecret says what is wrong with a secret.
@@ -87,7 +88,7 @@ func (s *Store) SetSecrets(ctx context.Context, name string, list ...spec.Secret
 	if err != nil {
 		return err
 	}
-	if r.Phase != Running {
+	if r.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s: secrets are in the memory of a VM's process: wake or start it first", ErrNotRunning, name, r.Phase)
 	}
 	body, err := json.Marshal(list)
@@ -117,7 +118,7 @@ func (s *Store) RemoveSecrets(ctx context.Context, name string, names ...string)
 			if err != nil {
 				return err
 			}
-			if r.Phase == Running {
+			if r.Phase == state.Running {
 				err = s.callWith(ctx, name, http.MethodDelete, "/secrets?"+url.Values{"name": names}.Encode(), nil, discard)
 			} else {
 				err = s.dropSecrets(name, names)
@@ -142,7 +143,7 @@ func (s *Store) Secrets(ctx context.Context, name string) ([]spec.SecretState, e
 		return nil, err
 	}
 	var out []spec.SecretState
-	if r.Phase == Running {
+	if r.Phase == state.Running {
 		err = s.call(ctx, name, http.MethodGet, "/secrets", &out)
 		return out, err
 	}
@@ -156,7 +157,7 @@ func discard(io.Reader) error { return nil }
 
 // recordSecrets does something with secrets and notes it in the VM's audit trail.
 func (s *Store) recordSecrets(ctx context.Context, name string, kind audit.Kind, names []string, do func() error) error {
-	if err := s.ensureAudit(name); err != nil {
+	if err := s.EnsureAudit(name); err != nil {
 		return err
 	}
 	trail := audit.Open(s.AuditPath(name))
@@ -181,12 +182,12 @@ func (s *Store) recordSecrets(ctx context.Context, name string, kind audit.Kind,
 
 // dropSecrets makes a VM without a process wait for fewer secrets.
 func (s *Store) dropSecrets(name string, names []string) error {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
@@ -197,7 +198,7 @@ func (s *Store) dropSecrets(name string, names []string) error {
 		}
 		r.Secrets = slices.Delete(r.Secrets, i, i+1)
 	}
-	return s.save(r)
+	return s.Save(r)
 }
 
 // handIn asks the launcher's owner for the secrets that a VM waits for which has just been
@@ -206,7 +207,7 @@ func (s *Store) handIn(ctx context.Context, l Launcher, name string) error {
 	if l.Secrets == nil {
 		return nil
 	}
-	r, err := s.load(name)
+	r, err := s.Load(name)
 	if err != nil || len(r.Secrets) == 0 {
 		return err
 	}
@@ -289,7 +290,7 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		return nil
 	}
 	p.r.Secrets = names
-	if err := p.store.save(p.r); err != nil {
+	if err := p.store.Save(p.r); err != nil {
 		p.r.Secrets = old
 		return err
 	}
@@ -312,7 +313,7 @@ func (p *process) removeSecrets(names []string) error {
 	}
 	if !slices.Equal(old, kept) {
 		p.r.Secrets = kept
-		if err := p.store.save(p.r); err != nil {
+		if err := p.store.Save(p.r); err != nil {
 			p.r.Secrets = old
 			return err
 		}

@@ -70,9 +70,9 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
 		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
 		sleep:    func() { p.selfSleep(ctx) },
-		wake:     func(at time.Time) error { return p.store.selfWake(ctx, name, at) },
-		extend:   func(seconds int) (time.Time, error) { return p.store.selfExtend(ctx, name, spec, seconds) },
-		fork:     func() (string, error) { return p.store.selfFork(asking, name) },
+		wake:     func(at time.Time) error { return p.store.SelfWake(ctx, name, at) },
+		extend:   func(seconds int) (time.Time, error) { return p.store.SelfExtend(ctx, name, spec, seconds) },
+		fork:     func() (string, error) { return p.store.SelfFork(asking, name) },
 	}
 	var serving sync.WaitGroup
 	serving.Go(func() { guest.ServeSelf(l, s.do) })

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -171,17 +172,17 @@ func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
 func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	t.Parallel()
 	s := tempStore(t)
-	r, other := withMetadata(t, s, "vm", Stopped, nil), withMetadata(t, s, "other", Stopped, nil)
+	r, other := withMetadata(t, s, "vm", state.Stopped, nil), withMetadata(t, s, "other", state.Stopped, nil)
 	// What a request leaves behind when it was served; see process.capture.
-	take := func(r *Record, note string) string {
+	take := func(r *state.Record, note string) string {
 		t.Helper()
-		labels, err := r.labels(kindNamed)
+		labels, err := r.Labels(state.KindNamed)
 		if err != nil {
 			t.Fatal(err)
 		}
-		labels[labelNote] = note
+		labels[state.LabelNote] = note
 		id := spec.NewID()
-		if _, err := snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: noMemory{}}); err != nil {
+		if _, err := snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{ID: id, Sandbox: r.Spec.Name, VCPUs: 1, Labels: labels, Memory: state.NoMemory{}}); err != nil {
 			t.Fatal(err)
 		}
 		return id
@@ -226,15 +227,15 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 func TestTagSnapshot_one_more_than_there_may_be_is_refused(t *testing.T) {
 	t.Parallel()
 	s := tempStore(t)
-	id := snapshotOf(t, s, withMetadata(t, s, "a", Stopped, nil), kindNamed, time.Now())
+	id := snapshotOf(t, s, withMetadata(t, s, "a", state.Stopped, nil), state.KindNamed, time.Now())
 	var tags []string
-	for i := range MaxSnapshotTags + 1 {
+	for i := range state.MaxSnapshotTags + 1 {
 		tags = append(tags, fmt.Sprint("t", i))
 	}
-	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, ErrMetadata) {
+	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, state.ErrMetadata) {
 		t.Errorf("%d tags: %v, want ErrMetadata", len(tags), err)
 	}
-	if i, err := s.TagSnapshot(id, tags[:MaxSnapshotTags]); err != nil || len(i.Tags) != MaxSnapshotTags {
-		t.Errorf("%d tags: %v, %v", MaxSnapshotTags, i.Tags, err)
+	if i, err := s.TagSnapshot(id, tags[:state.MaxSnapshotTags]); err != nil || len(i.Tags) != state.MaxSnapshotTags {
+		t.Errorf("%d tags: %v, %v", state.MaxSnapshotTags, i.Tags, err)
 	}
 }

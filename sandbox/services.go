@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // guestCheck is what the agent is told of a check.
@@ -56,14 +57,6 @@ func guestService(s *spec.Service) guest.Service {
 		u.MaxRestarts = uint32(s.MaxRestarts)
 	}
 	return u
-}
-
-func findService(list []spec.Service, name string) int {
-	return slices.IndexFunc(list, func(s spec.Service) bool { return s.Name == name })
-}
-
-func noService(vm, name string) error {
-	return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", ErrNotFound, vm, name, vm)
 }
 
 // ServiceStatus is a service of a VM, and how it is.
@@ -155,7 +148,7 @@ func (s *Store) SetService(ctx context.Context, name string, spec spec.Service) 
 	if err != nil {
 		return ServiceStatus{}, err
 	}
-	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *Record) error { return r.setService(spec) })
+	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *state.Record) error { return r.SetService(spec) })
 	if err != nil || !live {
 		return ServiceStatus{Service: spec}, err
 	}
@@ -168,10 +161,10 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 	if err != nil {
 		return err
 	}
-	if findService(r.Spec.Services, service) < 0 {
-		return noService(name, service)
+	if state.FindService(r.Spec.Services, service) < 0 {
+		return state.NoService(name, service)
 	}
-	if r.Phase == Running {
+	if r.Phase == state.Running {
 		c, err := s.Agent(ctx, name)
 		if err != nil {
 			return err
@@ -182,7 +175,7 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 			return err
 		}
 	}
-	_, err = s.changeServices(ctx, name, http.MethodDelete, "/services?name="+url.QueryEscape(service), nil, func(r *Record) error { return r.dropService(service) })
+	_, err = s.changeServices(ctx, name, http.MethodDelete, "/services?name="+url.QueryEscape(service), nil, func(r *state.Record) error { return r.DropService(service) })
 	return err
 }
 
@@ -223,9 +216,9 @@ func (s *Store) serviceOf(ctx context.Context, name, service string) (spec.Servi
 	if err != nil {
 		return spec.Service{}, nil, err
 	}
-	i := findService(r.Spec.Services, service)
+	i := state.FindService(r.Spec.Services, service)
 	if i < 0 {
-		return spec.Service{}, nil, noService(name, service)
+		return spec.Service{}, nil, state.NoService(name, service)
 	}
 	c, err := s.Agent(ctx, name)
 	return r.Spec.Services[i], c, err
@@ -241,12 +234,12 @@ func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, err
 	out := make([]ServiceStatus, len(r.Spec.Services))
 	for i, spec := range r.Spec.Services {
 		out[i].Service = spec
-		if r.Phase == Asleep {
+		if r.Phase == state.Asleep {
 			out[i].State = ServiceAsleep
 		}
 	}
 	slices.SortFunc(out, func(a, b ServiceStatus) int { return strings.Compare(a.Name, b.Name) })
-	if r.Phase != Running || len(out) == 0 {
+	if r.Phase != state.Running || len(out) == 0 {
 		return out, nil
 	}
 	c, err := s.Agent(ctx, name)
@@ -303,17 +296,17 @@ func (s *Store) ServiceLog(ctx context.Context, name, service string, w io.Write
 
 // changeServices changes the services in a VM's record: by its process if it runs. live says
 // that it does.
-func (s *Store) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*Record) error) (live bool, err error) {
+func (s *Store) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*state.Record) error) (live bool, err error) {
 	for {
 		r, err := s.Get(name)
 		if err != nil {
 			return false, err
 		}
 		switch r.Phase {
-		case Running:
+		case state.Running:
 			live = true
 			err = s.callWith(ctx, name, method, path, body, discard)
-		case Asleep:
+		case state.Asleep:
 			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		default:
 			live = false
@@ -331,49 +324,26 @@ func (s *Store) changeServices(ctx context.Context, name, method, path string, b
 }
 
 // changeRecord changes the record of a VM without a process.
-func (s *Store) changeRecord(name string, change func(*Record) error) error {
-	l, err := s.lock(name)
+func (s *Store) changeRecord(name string, change func(*state.Record) error) error {
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
 	if err := change(r); err != nil {
 		return err
 	}
-	return s.save(r)
-}
-
-func (r *Record) setService(want spec.Service) error {
-	list := slices.Clone(r.Spec.Services)
-	if i := findService(list, want.Name); i >= 0 {
-		list[i] = want
-	} else {
-		list = append(list, want)
-	}
-	if err := spec.ValidateServices(list); err != nil {
-		return err
-	}
-	r.Spec.Services = list
-	return nil
-}
-
-func (r *Record) dropService(name string) error {
-	i := findService(r.Spec.Services, name)
-	if i < 0 {
-		return noService(r.Spec.Name, name)
-	}
-	r.Spec.Services = slices.Delete(slices.Clone(r.Spec.Services), i, i+1)
-	return nil
+	return s.Save(r)
 }
 
 // The rest is in the VM's process.
 
 func (p *process) handleServices(handle func(string, func(*http.Request) (any, error), func())) {
-	change := func(f func(*Record) error) (any, error) {
+	change := func(f func(*state.Record) error) (any, error) {
 		p.op.Lock()
 		defer p.op.Unlock()
 		if err := p.alive(); err != nil {
@@ -386,7 +356,7 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 		before := p.r.Spec.Services
 		err := f(p.r)
 		if err == nil {
-			err = p.store.save(p.r)
+			err = p.store.Save(p.r)
 		}
 		if err != nil {
 			p.r.Spec.Services = before
@@ -400,11 +370,11 @@ func (p *process) handleServices(handle func(string, func(*http.Request) (any, e
 		if err := d.Decode(&want); err != nil {
 			return nil, fmt.Errorf("reading a service: %w: %w", ErrSpec, err)
 		}
-		return change(func(r *Record) error { return r.setService(want) })
+		return change(func(r *state.Record) error { return r.SetService(want) })
 	}, nil)
 	handle("DELETE /services", func(r *http.Request) (any, error) {
 		name := r.URL.Query().Get("name")
-		return change(func(r *Record) error { return r.dropService(name) })
+		return change(func(r *state.Record) error { return r.DropService(name) })
 	}, nil)
 }
 
@@ -493,8 +463,8 @@ func (p *process) serviceEvents() func(guest.ServiceEvent) {
 	name := p.r.Spec.Name
 	// As the record is on disk: p.r may be in use by what waits for the guest.
 	known := func(service string) bool {
-		r, err := p.store.load(name)
-		return err == nil && findService(r.Spec.Services, service) >= 0
+		r, err := p.store.Load(name)
+		return err == nil && state.FindService(r.Spec.Services, service) >= 0
 	}
 	t := &serviceTrail{trail: audit.Open(p.store.AuditPath(name)), now: time.Now, known: known}
 	return t.record

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestServices_that_are_not_possible_are_refused(t *testing.T) {
@@ -108,12 +109,12 @@ func TestSecretNames(t *testing.T) {
 
 // Clones are made by the record in a snapshot.
 func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
-	r := &Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
-	labels, err := r.labels(kindSleep)
+	r := &state.Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
+	labels, err := r.Labels(state.KindSleep)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if text := labels[labelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
+	if text := labels[state.LabelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
 		t.Errorf("it is %s", text)
 	}
 	if !slices.Equal(r.Secrets, []spec.SecretFile{{Name: "token"}}) {

@@ -7,6 +7,7 @@ import (
 	"os"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Each snapshot of a running VM leaves a layer of its disk, and whoever restores the VM opens
@@ -58,8 +59,8 @@ func (p *process) squash(ctx context.Context) (again bool, err error) {
 		return false, errors.Join(err, os.Remove(path))
 	}
 	st := p.in.Disk().Stack()
-	p.r.Disk = p.store.relative(st)
-	if err := p.store.save(p.r); err != nil {
+	p.r.Disk = p.store.Relative(st)
+	if err := p.store.Save(p.r); err != nil {
 		return false, fmt.Errorf("noting the new layers: %w", err)
 	}
 	p.log.Info("joined layers of the disk", "joined", len(layers), "left", len(st.Layers))
@@ -81,28 +82,12 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 	some := all[1 : len(all)-1]
 	sizes := make([]int64, len(some))
 	for i, l := range some {
-		sizes[i], _ = diskUsage(l)
+		sizes[i], _ = state.DiskUsage(l)
 	}
-	first := lightest(sizes, squashSpan)
+	first := state.Lightest(sizes, squashSpan)
 	if path, err = p.newLayer(); err != nil {
 		return nil, "", err
 	}
 	// A name is used once, even if this process ends before its file is whole.
-	return some[first : first+squashSpan], path, p.store.save(p.r)
-}
-
-// lightest is where the window of so many sizes with the least sum begins, the last of
-// several.
-func lightest(sizes []int64, window int) (first int) {
-	var sum, least int64
-	for i, n := range sizes {
-		sum += n
-		if i >= window {
-			sum -= sizes[i-window]
-		}
-		if i == window-1 || i >= window && sum <= least {
-			first, least = i-window+1, sum
-		}
-	}
-	return first
+	return some[first : first+squashSpan], path, p.store.Save(p.r)
 }

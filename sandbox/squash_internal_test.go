@@ -1,6 +1,10 @@
 package sandbox
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
 
 // In tests stacks are kept very short, so that layers are joined all the time.
 func init() { maxStack, squashSpan = MaxStackOfTests, 3 }
@@ -20,7 +24,7 @@ func TestLightestFindsTheWindowWithTheLeastData(t *testing.T) {
 		"all":                {[]int64{3, 2, 1}, 3, 0},
 		"small over large":   {[]int64{100, 1, 1, 1, 1}, 3, 2},
 	} {
-		if got := lightest(tt.sizes, tt.window); got != tt.want {
+		if got := state.Lightest(tt.sizes, tt.window); got != tt.want {
 			t.Errorf("%s: %d, want %d", name, got, tt.want)
 		}
 	}

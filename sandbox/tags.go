@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // TagsResult says what SetTags has done.
@@ -45,7 +46,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 		if r.Spec.Network != spec.NetworkTAP {
 			return res, noNetworkTags(name)
 		}
-		if r.Phase == Running {
+		if r.Phase == state.Running {
 			err = s.callWith(ctx, name, http.MethodPatch, "/tags", text, func(body io.Reader) error {
 				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
 			})
@@ -54,7 +55,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 		}
 		if !passing(err) {
 			if err == nil {
-				s.tell(s.event(ctx, r, events.Updated))
+				s.Tell(s.Event(ctx, r, events.Updated))
 			}
 			return res, err
 		}
@@ -72,22 +73,22 @@ func noNetworkTags(name string) error {
 
 // storeTags changes the tags of a VM that has no process.
 func (s *Store) storeTags(name string, c spec.TagChange) (TagsResult, error) {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return TagsResult{}, err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return TagsResult{}, err
 	}
 	if err := r.Spec.UseTags(c); err != nil {
 		return TagsResult{}, err
 	}
-	return tagsOf(r, false), s.save(r)
+	return tagsOf(r, false), s.Save(r)
 }
 
-func tagsOf(r *Record, live bool) TagsResult {
+func tagsOf(r *state.Record, live bool) TagsResult {
 	return TagsResult{Name: r.Spec.Name, Tags: append([]string{}, r.Spec.Tags...), Live: live}
 }
 
@@ -110,13 +111,13 @@ func (p *process) setTags(c spec.TagChange) (TagsResult, error) {
 		return TagsResult{}, err
 	}
 	// First what lasts: a process that is killed in between comes back with the new ones.
-	if err := p.store.save(p.r); err != nil {
+	if err := p.store.Save(p.r); err != nil {
 		p.r.Spec.Tags = old
 		return TagsResult{}, err
 	}
 	if err := n.SetTags(p.r.Spec.Tags); err != nil {
 		p.r.Spec.Tags = old
-		return TagsResult{}, errors.Join(err, n.SetTags(old), p.store.save(p.r))
+		return TagsResult{}, errors.Join(err, n.SetTags(old), p.store.Save(p.r))
 	}
 	return tagsOf(p.r, true), nil
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host
@@ -54,7 +55,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	running := func(name string) {
 		t.Helper()
 		r, err := e.Store.Get(name)
-		if err != nil || r.Phase != sandbox.Running {
+		if err != nil || r.Phase != state.Running {
 			t.Fatalf("%s is %+v, %v", name, r, err)
 		}
 		pids[name] = r.PID
@@ -64,7 +65,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		running(name)
 	}
 	putHook(e, "refuses", "10-no", "exit 1")
-	ephemeral := sandbox.Metadata{Class: lifetime.Ephemeral}
+	ephemeral := state.Metadata{Class: lifetime.Ephemeral}
 	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +88,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Phase == sandbox.Starting || r.Phase == sandbox.Running {
+		if r.Phase == state.Starting || r.Phase == state.Running {
 			pids["waking"] = r.PID
 		}
 	}
@@ -96,7 +97,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		t.Logf("whoever woke it is told: %v", err) // it may have slept before it could be told of
 	}
 	for _, name := range []string{"plain", "refuses", "waking"} {
-		if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Asleep {
+		if r, err := e.Store.Get(name); err != nil || r.Phase != state.Asleep {
 			t.Errorf("%s is %+v, %v", name, r, err)
 			continue
 		}
@@ -108,7 +109,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 			t.Error(err)
 		}
 	}
-	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != sandbox.Stopped {
+	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != state.Stopped {
 		t.Errorf("the ephemeral one is %+v, %v", r, err)
 	}
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
@@ -143,7 +144,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 type ProcessOptions struct {
 	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
 	// Store.WithHostHooks.
-	HostHooks []HostHook
+	HostHooks []state.HostHook
 }
 
 // ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestHoldSet_that_are_dismissed_are_waited_for(t *testing.T) {
@@ -94,10 +95,10 @@ func sleeper(t *testing.T, name string) *Store {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Mkdir(s.vmDir(name), 0o700); err != nil {
+	if err := os.Mkdir(s.VMDir(name), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.save(&Record{Version: recordVersion, ID: spec.NewID(), Phase: Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
+	if err := s.Save(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
 		t.Fatal(err)
 	}
 	return s
@@ -152,42 +153,42 @@ func TestWakeHeld(t *testing.T) {
 func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
-		change func(*Record)
+		change func(*state.Record)
 		done   bool
 	}{
-		"the same":               {func(r *Record) { r.Phase = Running }, true},
-		"something else as well": {func(r *Record) { r.Phase, r.Problem = Running, "x" }, false},
+		"the same":               {func(r *state.Record) { r.Phase = state.Running }, true},
+		"something else as well": {func(r *state.Record) { r.Phase, r.Problem = state.Running, "x" }, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
-			r, err := s.load("a")
+			r, err := s.Load("a")
 			if err != nil {
 				t.Fatal(err)
 			}
 			ready := *r
-			ready.Phase = Running
-			a, err := s.ahead(&ready)
+			ready.Phase = state.Running
+			a, err := s.Ahead(&ready)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if there, err := s.load("a"); err != nil || there.Phase != Asleep {
+			if there, err := s.Load("a"); err != nil || there.Phase != state.Asleep {
 				t.Fatalf("before it is committed: %+v, %v", there, err)
 			}
 			tc.change(r)
-			done, err := a.commit(r)
+			done, err := a.Commit(r)
 			if err != nil || done != tc.done {
 				t.Fatalf("%v, %v, want %v", done, err, tc.done)
 			}
-			a.discard()
-			want := Asleep
+			a.Discard()
+			want := state.Asleep
 			if tc.done {
-				want = Running
+				want = state.Running
 			}
-			if there, err := s.load("a"); err != nil || there.Phase != want {
+			if there, err := s.Load("a"); err != nil || there.Phase != want {
 				t.Errorf("%+v, %v, want %s", there, err, want)
 			}
-			if left, err := filepath.Glob(filepath.Join(s.vmDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
+			if left, err := filepath.Glob(filepath.Join(s.VMDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
 				t.Errorf("left: %q, %v", left, err)
 			}
 		})

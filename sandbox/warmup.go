@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // warmUp does with data of no VM what a wake does between its order and the report and that takes long when it is
@@ -19,20 +20,20 @@ import (
 func warmUp() error {
 	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Host}}}}
 	now := time.Now().UTC()
-	r := &Record{
-		Version: recordVersion, ID: spec.NewID(), Created: now, Phase: Asleep, Exit: &ExitRecord{}, Fork: &Origin{}, Awake: now, Rotated: now,
-		Sleeps: []SleepRecord{{Asleep: now}},
+	r := &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Created: now, Phase: state.Asleep, Exit: &state.ExitRecord{}, Fork: &state.Origin{}, Awake: now, Rotated: now,
+		Sleeps: []state.SleepRecord{{Asleep: now}},
 		Spec:   Spec{Name: "rehearsal", Network: spec.NetworkTAP, Policy: policy, Hooks: spec.Hooks{}, Idle: spec.Idle{SleepSeconds: 1}},
 	}
-	data, err := encodeRecord(r)
+	data, err := state.EncodeRecord(r)
 	if err != nil {
 		return err
 	}
-	read, err := decodeRecord(data)
+	read, err := state.DecodeRecord(data)
 	if err != nil {
 		return err
 	}
-	again, err := encodeRecord(read)
+	again, err := state.EncodeRecord(read)
 	if err == nil && !bytes.Equal(data, again) {
 		err = errors.New("a record is not read as it was written")
 	}

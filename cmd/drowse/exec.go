@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -31,7 +32,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 	if gerr != nil {
 		return nil, gerr
 	}
-	if r.Phase != sandbox.Asleep && r.Phase != sandbox.Starting && r.Phase != sandbox.Running {
+	if r.Phase != state.Asleep && r.Phase != state.Starting && r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s", err, r.Problem)
 	}
 	l, err := a.launcher()

@@ -23,6 +23,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -87,7 +88,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, sandbox.ErrMetadata) {
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, state.ErrMetadata) {
 		return exitUsage
 	}
 	var ex execError

@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // persistFlags say what of a sandbox does not persist over its sleeps.
@@ -172,7 +173,7 @@ func (a *app) persistOf(name string) (lifetime.Persist, error) {
 		return lifetime.Persist{}, err
 	}
 	l, err := s.Metadata(name)
-	if errors.Is(err, sandbox.ErrMetadata) {
+	if errors.Is(err, state.ErrMetadata) {
 		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
 	}
 	return l.Persist, err

@@ -11,11 +11,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes
@@ -87,8 +87,8 @@ func (l *metadataFlags) given(cmd *cobra.Command) bool {
 }
 
 // metadata makes metadata of the flags, but for what does not persist.
-func (l *metadataFlags) label(now time.Time) (sandbox.Metadata, error) {
-	out := sandbox.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
+func (l *metadataFlags) label(now time.Time) (state.Metadata, error) {
+	out := state.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
 	var err error
 	if out.Keep, err = lifetime.ParseKeep(l.keep); err != nil {
 		return out, usageError{err}

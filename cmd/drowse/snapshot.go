@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -36,7 +37,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 					return err
 				}
 				if list == nil {
-					list = []sandbox.SnapshotInfo{}
+					list = []state.SnapshotInfo{}
 				}
 				return a.print(list, func(w io.Writer) {
 					t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
@@ -118,12 +119,12 @@ func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sa
 
 // node is a snapshot with those that were made from it.
 type node struct {
-	sandbox.SnapshotInfo
+	state.SnapshotInfo
 	Children []*node `json:"children"`
 }
 
 // tree arranges snapshots by their bases; one whose base is gone is a root.
-func tree(list []sandbox.SnapshotInfo) []*node {
+func tree(list []state.SnapshotInfo) []*node {
 	nodes := map[string]*node{}
 	for _, i := range list {
 		nodes[i.ID] = &node{SnapshotInfo: i, Children: []*node{}}
@@ -237,7 +238,7 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 }
 
 func (a *app) snapshotImportCommand() *cobra.Command {
-	var o sandbox.ImportOptions
+	var o state.ImportOptions
 	cmd := &cobra.Command{
 		Use: "import FILE", Annotations: makesState, Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
 		Long: `Take a snapshot from a file of "snapshot export", - for stdin.

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -98,7 +99,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			} else {
 				label.tags = tags
 			}
-			var own *sandbox.Metadata
+			var own *state.Metadata
 			if label.given(cmd) || len(label.tags) > 0 {
 				l, err := label.label(time.Now())
 				if err != nil {
@@ -374,7 +375,7 @@ func (a *app) stopCommand() *cobra.Command {
 				}
 				return err
 			}
-			return a.print(map[string]string{"name": args[0], "phase": string(sandbox.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+			return a.print(map[string]string{"name": args[0], "phase": string(state.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
 		},
 	}
 	cmd.Flags().BoolVar(&kill, "kill", false, "at once, as if its power were cut")
@@ -424,14 +425,14 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			records, listErr := s.List()
 			type row struct {
-				Name    string        `json:"name"`
-				Phase   sandbox.Phase `json:"phase"`
-				Image   string        `json:"image"`
-				VCPUs   int           `json:"vcpus"`
-				Memory  int           `json:"memory_mib"`
-				PID     int           `json:"pid,omitempty"`
-				Created time.Time     `json:"created"`
-				Note    string        `json:"note,omitempty"`
+				Name    string      `json:"name"`
+				Phase   state.Phase `json:"phase"`
+				Image   string      `json:"image"`
+				VCPUs   int         `json:"vcpus"`
+				Memory  int         `json:"memory_mib"`
+				PID     int         `json:"pid,omitempty"`
+				Created time.Time   `json:"created"`
+				Note    string      `json:"note,omitempty"`
 				// Parent is the VM that it is a fork of, and Generation how many
 				// forks lie between it and a VM that is none.
 				Parent     string `json:"parent,omitempty"`
@@ -439,7 +440,7 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			rows := []row{}
 			for _, r := range records {
-				if !all && r.Phase == sandbox.Stopped {
+				if !all && r.Phase == state.Stopped {
 					continue
 				}
 				out := row{
@@ -449,7 +450,7 @@ func (a *app) psCommand() *cobra.Command {
 				if r.Fork != nil {
 					out.Parent, out.Generation = r.Fork.Parent, r.Fork.Generation
 				}
-				if r.Phase == sandbox.Running {
+				if r.Phase == state.Running {
 					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
 					info, err := s.Info(ctx, r.Spec.Name)
 					cancel()

@@ -30,6 +30,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -56,7 +57,7 @@ func (m *machines) Stats(_ context.Context, name string) (sandbox.Stats, error) 
 	if err != nil {
 		return sandbox.Stats{}, err
 	}
-	if r.Phase != sandbox.Running {
+	if r.Phase != state.Running {
 		return sandbox.Stats{}, sandbox.ErrNotRunning
 	}
 	return sandbox.Stats{Name: name, Time: time.Unix(1, 0).UTC(), Host: sandbox.HostStats{PID: 1, MemoryPrivate: 4096}, Guest: &guest.Stats{}}, nil
@@ -87,7 +88,7 @@ func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(
 	return nil
 }
 
-func (m *machines) RemoveSnapshot(context.Context, string) error { return sandbox.ErrSnapshotInUse }
+func (m *machines) RemoveSnapshot(context.Context, string) error { return state.ErrSnapshotInUse }
 
 func (m *machines) Console(name string, n int64) ([]byte, error) {
 	_, err := m.Get(name)
@@ -290,7 +291,7 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: s.client,
 		Spec:  sandbox.Spec{Image: "app"},
-		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Metadata) {
+		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
 			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
 				t.Fatal(err)
 			}
@@ -416,7 +417,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		case "full":
 			return sandbox.ErrHooks
 		case "refused":
-			return &sandbox.HostHooksError{Failures: []sandbox.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
+			return &state.HostHooksError{Failures: []state.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 		case "late":
 			return context.DeadlineExceeded
 		}
@@ -431,12 +432,12 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"there already":     {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}})), sandbox.ErrExists, "exists"},
 		"runs":              {second(c.Rename(ctx, "a", "b")), sandbox.ErrRunning, "running"},
 		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
-		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: sandbox.Metadata{Expires: expired}})), sandbox.ErrMetadata, "metadata"},
+		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: state.Metadata{Expires: expired}})), state.ErrMetadata, "metadata"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
-		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), sandbox.ErrHostHooks, "host-hooks"},
+		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), state.ErrHostHooks, "host-hooks"},
 		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
-		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), sandbox.ErrSnapshotInUse, "snapshot-in-use"},
+		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), state.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
 		"no command":        {second(c.Exec(ctx, "a", wire.Exec{})), sandbox.ErrSpec, "invalid"},
 		"an unlikely time":  {second(c.Exec(ctx, "a", wire.Exec{Command: []string{"x"}, TimeoutSeconds: -1})), sandbox.ErrSpec, "invalid"},
@@ -453,7 +454,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		if e.Remedy == "" {
 			t.Errorf("%s: no remedy", name)
 		}
-		var hooks *sandbox.HostHooksError
+		var hooks *state.HostHooksError
 		if tc.code == "host-hooks" && (!errors.As(tc.err, &hooks) || len(hooks.Failures) != 1 || hooks.Failures[0].Output != "not now") {
 			t.Errorf("%s: without what they have said: %#v", name, tc.err)
 		}
@@ -544,8 +545,8 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
 	ctx := t.Context()
-	timer := sandbox.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
-	label := func(want sandbox.Timer) {
+	timer := state.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
+	label := func(want state.Timer) {
 		t.Helper()
 		if l, err := s.vms.Metadata("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
 			t.Fatalf("the metadata has %+v, %v, want %+v", l.Wake, err, want)
@@ -561,11 +562,11 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 		t.Fatalf("after another change: %+v, %v", got, err)
 	}
 	label(timer)
-	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &sandbox.Timer{}})
+	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &state.Timer{}})
 	if err != nil || !got.NextWake.IsZero() || got.Owner != owner {
 		t.Fatalf("got %+v, %v", got, err)
 	}
-	label(sandbox.Timer{})
+	label(state.Timer{})
 }
 
 func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {

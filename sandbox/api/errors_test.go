@@ -32,6 +32,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -67,27 +68,30 @@ var sentinels = map[string]answered{
 	"sandbox.ErrStopped":         {sandbox.ErrStopped, "stopped", 409, ""},
 	"sandbox.ErrRecord":          {sandbox.ErrRecord, "record", 500, ""},
 	"sandbox.ErrSpec":            {sandbox.ErrSpec, "invalid", 400, ""},
-	"sandbox.ErrMetadata":        {sandbox.ErrMetadata, "metadata", 400, ""},
-	"sandbox.ErrExpired":         {sandbox.ErrExpired, "expired", 409, ""},
+	"state.ErrMetadata":          {state.ErrMetadata, "metadata", 400, ""},
+	"state.ErrExpired":           {state.ErrExpired, "expired", 409, ""},
 	"sandbox.ErrHooks":           {sandbox.ErrHooks, "hooks", 409, ""},
-	"sandbox.ErrHostHooks":       {sandbox.ErrHostHooks, "host-hooks", 409, ""},
+	"state.ErrHostHooks":         {state.ErrHostHooks, "host-hooks", 409, ""},
 	"sandbox.ErrPromote":         {sandbox.ErrPromote, "promote", 409, ""},
 	"sandbox.ErrDrop":            {sandbox.ErrDrop, "drop", 409, ""},
 	"sandbox.ErrPersistLimit":    {sandbox.ErrPersistLimit, "persist-limit", 409, ""},
 	"sandbox.ErrSecrets":         {sandbox.ErrSecrets, "secrets", 409, ""},
 	"sandbox.ErrShare":           {sandbox.ErrShare, "share-unusable", 409, ""},
-	"sandbox.ErrDiskOnly":        {sandbox.ErrDiskOnly, "disk-only", 409, ""},
-	"sandbox.ErrForeignSnapshot": {sandbox.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
-	"sandbox.ErrSnapshotInUse":   {sandbox.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
+	"state.ErrDiskOnly":          {state.ErrDiskOnly, "disk-only", 409, ""},
+	"state.ErrForeignSnapshot":   {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
+	"state.ErrSnapshotInUse":     {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
 	"sandbox.ErrNoKVM":           {sandbox.ErrNoKVM, "no-kvm", 503, ""},
 	"sandbox.ErrNoPermission":    {sandbox.ErrNoPermission, "no-permission", 503, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
-	"sandbox.ErrImport":          never("the API imports nothing"),
+	"state.ErrImport":            never("the API imports nothing"),
+	"state.ErrBetween":           never("who gets it looks again"),
+	"state.ErrNothingToTell":     never("a change of metadata ends with it that is none"),
+	"state.ErrStoreBusy":         never("it waits for a sweep, which ends; a request that gives up says how long it waited"),
 	"sandbox.ErrServed":          never("one pool is served, before requests are answered"),
 	"sandbox.ErrServiceNotReady": never("the API waits for no service"),
-	"sandbox.ErrNoForker":        never(asks),
-	"sandbox.ErrOwnersTimer":     never(asks),
-	"sandbox.ErrExtension":       never(asks),
+	"state.ErrNoForker":          never(asks),
+	"state.ErrOwnersTimer":       never(asks),
+	"state.ErrExtension":         never(asks),
 	"sandbox.ErrSelfLimit":       never(asks),
 
 	"lifetime.ErrKeep":   {lifetime.ErrKeep, "metadata", 400, ""},
@@ -217,7 +221,7 @@ var sentinels = map[string]answered{
 
 // sources are the folders of the packages, from the top of the repository.
 var sources = []string{
-	"sandbox", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
+	"sandbox", "sandbox/state", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
 	"guest", "guest/audit", "netpolicy", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 

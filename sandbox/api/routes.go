@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test
@@ -126,14 +127,14 @@ func routes() []route {
 			}
 			return f.Update(ctx, r.name(), c)
 		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: sandbox.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.Freed, error) {
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (state.Freed, error) {
 			return f.Delete(ctx, r.name())
 		})},
 	}, lifecycle(), reading(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
-			return ok(s.snapshots(func(sandbox.SnapshotInfo) bool { return true }))
+			return ok(s.snapshots(func(state.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: sandbox.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SnapshotInfo, error) {
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (state.SnapshotInfo, error) {
 			return f.TagSnapshot(ctx, r.PathValue("id"), r.body.(*wire.Tags).Tags)
 		})},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
@@ -276,7 +277,7 @@ func reading() []route {
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.snapshots(func(i sandbox.SnapshotInfo) bool { return i.Owner == is.ID }))
+			return ok(s.snapshots(func(i state.SnapshotInfo) bool { return i.Owner == is.ID }))
 		}},
 		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.o.VMs.Stats(r.Context(), r.name()))
@@ -409,9 +410,9 @@ func stop(s *Server, r *request) (int, any, error) {
 	return ok(f.Get(r.Context(), r.name()))
 }
 
-func (s *Server) snapshots(want func(sandbox.SnapshotInfo) bool) (wire.Snapshots, error) {
+func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, error) {
 	all, err := s.o.VMs.Snapshots()
-	out := wire.Snapshots{Version: 1, Snapshots: []sandbox.SnapshotInfo{}}
+	out := wire.Snapshots{Version: 1, Snapshots: []state.SnapshotInfo{}}
 	for _, i := range all {
 		if want(i) {
 			out.Snapshots = append(out.Snapshots, i)

@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Sandbox is what is known of one.
@@ -43,7 +44,7 @@ func New(vms VMs, o Options) *Fleet {
 // Request is a sandbox that is wanted.
 type Request struct {
 	Spec     sandbox.Spec
-	Metadata sandbox.Metadata
+	Metadata state.Metadata
 }
 
 // waitTime is between two looks at a sandbox that somebody else works on.
@@ -62,7 +63,7 @@ func pause(ctx context.Context) error {
 // left of it.
 func (f *Fleet) Create(ctx context.Context, r Request) (Sandbox, error) {
 	if lifetime.Expired(r.Metadata.Expires, f.now()) {
-		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", sandbox.ErrMetadata, r.Metadata.Expires.Format(time.RFC3339)))
+		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", state.ErrMetadata, r.Metadata.Expires.Format(time.RFC3339)))
 	}
 	rep, err := f.vms.Run(ctx, r.Spec, r.Metadata)
 	if err != nil {
@@ -123,7 +124,7 @@ func (f *Fleet) Start(ctx context.Context, name string) (Sandbox, error) {
 			case records.Stopped, records.Crashed:
 				_, err = f.vms.Start(ctx, name)
 			case records.Expired:
-				err = fmt.Errorf("%w: %s, at %s", sandbox.ErrExpired, name, s.Expires.Format(time.RFC3339))
+				err = fmt.Errorf("%w: %s, at %s", state.ErrExpired, name, s.Expires.Format(time.RFC3339))
 			default:
 				_, err = f.vms.BringUp(ctx, name)
 			}
@@ -274,9 +275,9 @@ type Changes struct {
 	Expires *time.Time
 	Keep    *lifetime.Keep
 	// Wake is when it is woken; the zero Timer is never.
-	Wake *sandbox.Timer
+	Wake *state.Timer
 	// Rotate says at which wakes it begins anew; the zero Rotation is never.
-	Rotate *sandbox.Rotation
+	Rotate *state.Rotation
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist
 	// Reset begins with an empty metadata, for one that cannot be read.
@@ -300,12 +301,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 	if c.Spec.Idle != nil {
 		idle = c.Spec.Idle.SleepSeconds
 	}
-	change := func(l *sandbox.Metadata, unreadable error) error {
+	change := func(l *state.Metadata, unreadable error) error {
 		if unreadable != nil && !c.Reset {
 			return unreadable
 		}
 		if c.Reset {
-			*l = sandbox.Metadata{}
+			*l = state.Metadata{}
 		}
 		set(&l.Class, c.Class)
 		set(&l.Owner, c.Owner)
@@ -318,8 +319,8 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		if c.Persist != nil {
 			l.Persist = c.Persist.Clone()
 		}
-		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrMetadata)
+		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == state.Asleep) {
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", state.ErrMetadata)
 		}
 		return nil
 	}
@@ -332,7 +333,7 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		return Sandbox{}, err
 	}
 	if l.Class == lifetime.Ephemeral && c.Spec.Idle != nil && c.Spec.Idle.SleepSeconds > 0 {
-		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrMetadata)
+		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", state.ErrMetadata)
 	}
 	if err := f.vms.SetSpec(ctx, name, c.Spec); err != nil {
 		return Sandbox{}, err
@@ -351,7 +352,7 @@ func set[T any](to, from *T) {
 
 // Extend lets a sandbox last until a time at least: one that lasts longer, or for ever, is left as it is.
 func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (Sandbox, error) {
-	_, err := f.vms.SetMetadata(ctx, name, func(l *sandbox.Metadata, unreadable error) error {
+	_, err := f.vms.SetMetadata(ctx, name, func(l *state.Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}
@@ -368,28 +369,28 @@ func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (Sandb
 }
 
 // TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, nothing prunes it.
-func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (sandbox.SnapshotInfo, error) {
+func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (state.SnapshotInfo, error) {
 	info, err := f.vms.TagSnapshot(snapshot, tags)
 	return info, fail("tag snapshot", "", err)
 }
 
 // Delete removes a sandbox, also one that runs, and says what that has freed. One that is not there is left alone. Its
 // history stays in the records for some time, unless it is ephemeral.
-func (f *Fleet) Delete(ctx context.Context, name string) (sandbox.Freed, error) {
+func (f *Fleet) Delete(ctx context.Context, name string) (state.Freed, error) {
 	freed, err := f.remove(ctx, name, true)
 	if errors.Is(err, sandbox.ErrNotFound) {
-		return sandbox.Freed{}, nil
+		return state.Freed{}, nil
 	}
 	return freed, fail("delete", name, err)
 }
 
 // Remove is Delete for one that has to be there, and, unless force is set, must not run: sandbox.Store.Remove.
-func (f *Fleet) Remove(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+func (f *Fleet) Remove(ctx context.Context, name string, force bool) (state.Freed, error) {
 	freed, err := f.remove(ctx, name, force)
 	return freed, fail("remove", name, err)
 }
 
-func (f *Fleet) remove(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+func (f *Fleet) remove(ctx context.Context, name string, force bool) (state.Freed, error) {
 	// What was done in it goes with it; what cannot be taken over is in nobody's way.
 	f.briefly(ctx, func(ctx context.Context) { _ = f.takeOver(ctx, name) })
 	freed, err := f.vms.RemoveFreed(ctx, name, force)

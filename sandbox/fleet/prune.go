@@ -10,13 +10,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Pruned is what a pruning has done, or would do. Its JSON is that of `drowse prune -o json`.
 type Pruned struct {
 	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what
 	// the steps of Plan.Snapshots would free; what else would go is not known before.
-	sandbox.Freed
+	state.Freed
 	// Plan is what the metadata say is to be done.
 	lifetime.Plan
 	DryRun bool `json:"dry_run,omitempty"`
@@ -28,7 +29,7 @@ type Pruned struct {
 	Problems []string `json:"problems,omitempty"`
 }
 
-func (p *Pruned) add(f sandbox.Freed) {
+func (p *Pruned) add(f state.Freed) {
 	p.Freed.Snapshots += f.Snapshots
 	p.Layers += f.Layers
 	p.CacheFiles += f.CacheFiles
@@ -161,15 +162,15 @@ func (f *Fleet) untold(s lifetime.Sandbox) bool {
 }
 
 // lasts is what counts of a VM for how long it lasts.
-func (f *Fleet) lasts(r *sandbox.Record) lifetime.Sandbox {
+func (f *Fleet) lasts(r *state.Record) lifetime.Sandbox {
 	l, err := f.vms.Metadata(r.Spec.Name)
 	return lasts(r, l, err)
 }
 
-func lasts(r *sandbox.Record, l sandbox.Metadata, unreadable error) lifetime.Sandbox {
+func lasts(r *state.Record, l state.Metadata, unreadable error) lifetime.Sandbox {
 	return lifetime.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
-		Running: r.Phase == sandbox.Running || r.Phase == sandbox.Starting, Ended: r.Phase == sandbox.Stopped || r.Phase == sandbox.Crashed,
+		Running: r.Phase == state.Running || r.Phase == state.Starting, Ended: r.Phase == state.Stopped || r.Phase == state.Crashed,
 		Needs: []string{r.Snapshot, r.Previous, r.Base, l.Rotate.To}, Unknown: unreadable != nil,
 	}
 }
@@ -192,11 +193,11 @@ var (
 
 // expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
 // before, and then it stays, or finds it gone.
-func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed sandbox.Freed, err error) {
+func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Freed, err error) {
 	if step.Why != lifetime.WhyEnded {
 		_ = f.takeOver(ctx, step.Name)
 	}
-	_, err = f.vms.SetMetadata(ctx, step.Name, func(l *sandbox.Metadata, unreadable error) error {
+	_, err = f.vms.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
 		r, err := f.vms.Get(step.Name)
 		if err != nil {
 			return err

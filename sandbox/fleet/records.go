@@ -14,13 +14,14 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // errNoRecords says that there is no database.
 var errNoRecords = errors.New("there are no records")
 
 // describe is the row of a VM.
-func describe(r *sandbox.Record, l sandbox.Metadata, unreadable error) Sandbox {
+func describe(r *state.Record, l state.Metadata, unreadable error) Sandbox {
 	s := Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Owner: l.Owner, Purpose: l.Purpose,
 		Tags:  slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(l.Tags), r.Spec.Tags...)))),
@@ -49,18 +50,18 @@ func describe(r *sandbox.Record, l sandbox.Metadata, unreadable error) Sandbox {
 }
 
 // status is what a record says, its time aside.
-func status(r *sandbox.Record) records.Status {
+func status(r *state.Record) records.Status {
 	switch r.Phase {
-	case sandbox.Running:
+	case state.Running:
 		return records.Running
-	case sandbox.Starting:
+	case state.Starting:
 		if len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent) {
 			return records.Creating
 		}
 		return records.Waiting
-	case sandbox.Asleep:
+	case state.Asleep:
 		return records.Asleep
-	case sandbox.Stopped:
+	case state.Stopped:
 		return records.Stopped
 	}
 	// Its process was killed. Problem says so.

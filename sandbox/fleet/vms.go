@@ -6,6 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // VMs are what a Fleet works on. Their contracts are those of the methods of sandbox.Store, errors included: a sleep
@@ -13,7 +14,7 @@ import (
 // All methods may be called from any goroutine.
 type VMs interface {
 	// Run makes a VM and boots it: Store.RunWithMetadata.
-	Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error)
+	Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (sandbox.Report, error)
 	Start(ctx context.Context, name string) (sandbox.Report, error)
 	Wake(ctx context.Context, name string) (sandbox.Report, error)
 	// BringUp is Wake that never takes a VM back: Store.BringUp.
@@ -22,25 +23,25 @@ type VMs interface {
 	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error)
 	// Promote copies what the metadata names to the host: Store.Promote.
 	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
-	RestoreTo(ctx context.Context, name, snapshot string) (*sandbox.Record, error)
+	RestoreTo(ctx context.Context, name, snapshot string) (*state.Record, error)
 	Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error)
 	Rename(ctx context.Context, name, to string) error
-	RemoveFreed(ctx context.Context, name string, force bool) (sandbox.Freed, error)
+	RemoveFreed(ctx context.Context, name string, force bool) (state.Freed, error)
 
-	Get(name string) (*sandbox.Record, error)
-	List() ([]*sandbox.Record, error)
+	Get(name string) (*state.Record, error)
+	List() ([]*state.Record, error)
 	FileStamps() (map[string]string, error)
-	Metadata(name string) (sandbox.Metadata, error)
-	SetMetadata(ctx context.Context, name string, change func(l *sandbox.Metadata, unreadable error) error) (sandbox.Metadata, error)
+	Metadata(name string) (state.Metadata, error)
+	SetMetadata(ctx context.Context, name string, change func(l *state.Metadata, unreadable error) error) (state.Metadata, error)
 	TellExpired(ctx context.Context, name string) error
 	SetSpec(ctx context.Context, name string, c spec.Changes) error
 
-	Snapshots() ([]sandbox.SnapshotInfo, error)
-	TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error)
-	Sweep(ctx context.Context) (sandbox.Freed, error)
+	Snapshots() ([]state.SnapshotInfo, error)
+	TagSnapshot(prefix string, tags []string) (state.SnapshotInfo, error)
+	Sweep(ctx context.Context) (state.Freed, error)
 	// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back:
 	// Store.SweepAbandoned.
-	SweepAbandoned(ctx context.Context) (sandbox.Freed, error)
+	SweepAbandoned(ctx context.Context) (state.Freed, error)
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
 }
 
@@ -60,7 +61,7 @@ func OfStoreLazily(s *sandbox.Store, launcher func() (sandbox.Launcher, error)) 
 	return storeVMs{s, launcher}
 }
 
-func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
+func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (sandbox.Report, error) {
 	l, err := v.launcher()
 	if err != nil {
 		return sandbox.Report{}, err

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -44,7 +45,7 @@ type Metrics struct {
 type Store interface {
 	Networks
 	// Usage is what the store takes on disk.
-	Usage(ctx context.Context) (sandbox.Usage, error)
+	Usage(ctx context.Context) (state.Usage, error)
 }
 
 // New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked
@@ -128,7 +129,7 @@ type watched struct {
 // Watch are the VMs with what is done to them noted.
 func (m *Metrics) Watch(vms fleet.VMs) fleet.VMs { return watched{vms, m} }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (sandbox.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.m.observe("create", time.Since(begin), err)
@@ -154,10 +155,10 @@ func (w watched) wake(ctx context.Context, name string, up func(context.Context,
 	r, gerr := w.Get(name)
 	begin := time.Now()
 	rep, err := up(ctx, name)
-	if err == nil && gerr == nil && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
+	if err == nil && gerr == nil && (r.Phase == state.Running || r.Phase == state.Starting) {
 		return rep, nil // it was awake, and what is reported is of an earlier wake
 	}
-	if gerr == nil && r.Phase == sandbox.Crashed {
+	if gerr == nil && r.Phase == state.Crashed {
 		w.m.observe("start", time.Since(begin), err)
 		return rep, err
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -35,7 +36,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 	w := m.Watch(vms)
 	ctx := t.Context()
 	for _, name := range []string{"a", "b"} {
-		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Metadata{}); err != nil {
+		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, state.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -102,7 +103,7 @@ func networkedVMs(t *testing.T) *fleettest.VMs {
 	t.Helper()
 	vms := fleettest.New()
 	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Metadata{}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, state.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -157,15 +158,15 @@ type weighed struct {
 	fails bool
 }
 
-func (w *weighed) Usage(context.Context) (sandbox.Usage, error) {
+func (w *weighed) Usage(context.Context) (state.Usage, error) {
 	w.looks++
 	if w.fails {
-		return sandbox.Usage{Layers: 999}, errors.New("a directory cannot be read")
+		return state.Usage{Layers: 999}, errors.New("a directory cannot be read")
 	}
-	return sandbox.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
+	return state.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
 }
 
-func (asked) Usage(context.Context) (sandbox.Usage, error) { return sandbox.Usage{}, nil }
+func (asked) Usage(context.Context) (state.Usage, error) { return state.Usage{}, nil }
 
 func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
 	now := time.Unix(1000, 0)

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Options say what a supervisor does.
@@ -257,7 +258,7 @@ func (v *supervisor) look(ctx context.Context) error {
 			continue
 		}
 		delete(v.pids, name)
-		if r.PID > 0 && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
+		if r.PID > 0 && (r.Phase == state.Running || r.Phase == state.Starting) {
 			v.pids[name] = r.PID
 		}
 		v.want[name] = published(r.Spec)
@@ -383,13 +384,13 @@ func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLo
 }
 
 // guardedOf is what the packet waker has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
-func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
+func (v *supervisor) guardedOf(r *state.Record) (vm guarded, ok bool) {
 	if r.Spec.Network != spec.NetworkTAP {
 		return vm, false
 	}
 	switch {
-	case r.Phase == sandbox.Asleep, r.Phase == sandbox.Running:
-	case r.Phase == sandbox.Starting && r.Snapshot != "":
+	case r.Phase == state.Asleep, r.Phase == state.Running:
+	case r.Phase == state.Starting && r.Snapshot != "":
 		// It wakes, and may sleep again before it is looked at once more.
 	default:
 		return vm, false

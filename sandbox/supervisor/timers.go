@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 const (
@@ -26,8 +27,8 @@ const (
 // timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
 type timerVMs interface {
 	FileStamps() (map[string]string, error)
-	Metadata(name string) (sandbox.Metadata, error)
-	TimerFired(ctx context.Context, name string, fired sandbox.Timer, problem error) error
+	Metadata(name string) (state.Metadata, error)
+	TimerFired(ctx context.Context, name string, fired state.Timer, problem error) error
 	wake(ctx context.Context, name string) error
 	// forkAsked makes the fork that a guest has asked for.
 	forkAsked(ctx context.Context, name string) error
@@ -63,8 +64,8 @@ type timers struct {
 
 type timerMetadata struct {
 	stamp string
-	timer sandbox.Timer
-	fork  sandbox.AskedFork
+	timer state.Timer
+	fork  state.AskedFork
 }
 
 func newTimers(vms timerVMs, log func(string, ...any)) *timers {
@@ -156,7 +157,7 @@ func (t *timers) fork(ctx context.Context, name string) {
 
 // fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing
 // if it runs.
-func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
+func (t *timers) fire(ctx context.Context, name string, timer state.Timer) {
 	if l, err := t.vms.Metadata(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
 		return // it was changed since it was read, or has fired
 	}
@@ -192,7 +193,7 @@ func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
 
 // final says whether it is of no use to try a wake again.
 func final(err error) bool {
-	for _, e := range []error{sandbox.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
+	for _, e := range []error{state.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
 		if errors.Is(err, e) {
 			return true
 		}

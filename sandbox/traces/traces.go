@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Scope is the name of the instrumentation.
@@ -80,7 +81,7 @@ type watched struct {
 	t *Traces
 }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Metadata) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (sandbox.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.t.Up(ctx, Create, spec.Name, begin, rep, err)

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -36,7 +37,7 @@ type said struct {
 
 func (s said) Wake(context.Context, string) (sandbox.Report, error) { return s.rep(), s.err }
 
-func (s said) Run(context.Context, sandbox.Spec, sandbox.Metadata) (sandbox.Report, error) {
+func (s said) Run(context.Context, sandbox.Spec, state.Metadata) (sandbox.Report, error) {
 	return s.rep(), s.err
 }
 
@@ -186,7 +187,7 @@ func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report {
 		return slow(sandbox.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "shell": 1, "entry": 2}})()
 	}})
-	if _, err := vms.Run(t.Context(), sandbox.Spec{}, sandbox.Metadata{}); err != nil {
+	if _, err := vms.Run(t.Context(), sandbox.Spec{}, state.Metadata{}); err != nil {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()
@@ -296,8 +297,8 @@ func TestExec_has_a_span_that_does_not_say_what_was_run(t *testing.T) {
 
 func TestOperation_that_fails_has_the_code_of_its_error(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken, err: fmt.Errorf("reading /a/path: %w", sandbox.ErrExpired)})
-	if _, err := vms.Wake(t.Context(), "a"); !errors.Is(err, sandbox.ErrExpired) {
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken, err: fmt.Errorf("reading /a/path: %w", state.ErrExpired)})
+	if _, err := vms.Wake(t.Context(), "a"); !errors.Is(err, state.ErrExpired) {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()

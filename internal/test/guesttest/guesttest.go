@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -254,7 +255,7 @@ func (e *Env) Sh(name, script string) string {
 }
 
 // WaitPhase waits until a VM is in a phase.
-func (e *Env) WaitPhase(name string, want sandbox.Phase, limit time.Duration) *sandbox.Record {
+func (e *Env) WaitPhase(name string, want state.Phase, limit time.Duration) *state.Record {
 	e.T.Helper()
 	deadline := time.Now().Add(limit)
 	for {

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // maxAnswer bounds an answer, in bytes.
@@ -263,7 +264,7 @@ func (c *Client) Update(ctx context.Context, name string, ch fleet.Changes) (s f
 }
 
 // Delete is fleet.Fleet.Delete.
-func (c *Client) Delete(ctx context.Context, name string) (f sandbox.Freed, err error) {
+func (c *Client) Delete(ctx context.Context, name string) (f state.Freed, err error) {
 	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
 	return f, err
 }
@@ -308,7 +309,7 @@ func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error
 }
 
 // Snapshots lists those of a sandbox, or all if the name is empty.
-func (c *Client) Snapshots(ctx context.Context, name string) ([]sandbox.SnapshotInfo, error) {
+func (c *Client) Snapshots(ctx context.Context, name string) ([]state.SnapshotInfo, error) {
 	path := "/v1/snapshots"
 	if name != "" {
 		path = one(name) + "/snapshots"
@@ -318,7 +319,7 @@ func (c *Client) Snapshots(ctx context.Context, name string) ([]sandbox.Snapshot
 }
 
 // TagSnapshot is fleet.Fleet.TagSnapshot.
-func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i sandbox.SnapshotInfo, err error) {
+func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i state.SnapshotInfo, err error) {
 	if tags == nil {
 		tags = []string{}
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Version is that of the API: the v1 of its paths. Fields are added, and never change their meaning.
@@ -69,7 +70,7 @@ type Error struct {
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []sandbox.HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // ErrorOf describes an error.
@@ -80,7 +81,7 @@ func ErrorOf(err error) Error {
 		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
 	}
 	var he *spec.HooksError
-	var hhe *sandbox.HostHooksError
+	var hhe *state.HostHooksError
 	var re *sandbox.ErrorReport
 	switch {
 	case errors.As(err, &he):
@@ -105,7 +106,7 @@ func (e Error) Err() error {
 	case "hooks":
 		cause = errors.Join(cause, &spec.HooksError{Failures: e.Hooks})
 	case "host-hooks":
-		cause = errors.Join(cause, &sandbox.HostHooksError{Failures: e.HostHooks})
+		cause = errors.Join(cause, &state.HostHooksError{Failures: e.HostHooks})
 	}
 	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
@@ -136,8 +137,8 @@ type History struct {
 
 // Create is POST /v1/sandboxes.
 type Create struct {
-	Spec     sandbox.Spec     `json:"spec"`
-	Metadata sandbox.Metadata `json:"metadata,omitzero"`
+	Spec     sandbox.Spec   `json:"spec"`
+	Metadata state.Metadata `json:"metadata,omitzero"`
 	// GetOrCreate returns the sandbox of that name as it is, if there is one.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }
@@ -153,12 +154,12 @@ type Changes struct {
 	NoExpiry bool           `json:"no_expiry,omitempty"`
 	Keep     *lifetime.Keep `json:"keep,omitempty"`
 	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
-	Wake   *sandbox.Timer `json:"wake,omitempty"`
-	NoWake bool           `json:"no_wake,omitempty"`
+	Wake   *state.Timer `json:"wake,omitempty"`
+	NoWake bool         `json:"no_wake,omitempty"`
 	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away,
 	// and does not go with Rotate.
-	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
-	NoRotate bool              `json:"no_rotate,omitempty"`
+	Rotate   *state.Rotation `json:"rotate,omitempty"`
+	NoRotate bool            `json:"no_rotate,omitempty"`
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist `json:"persist,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
@@ -179,10 +180,10 @@ func ChangesOf(c fleet.Changes) Changes {
 	if c.Expires != nil && c.Expires.IsZero() {
 		out.Expires, out.NoExpiry = nil, true
 	}
-	if c.Wake != nil && *c.Wake == (sandbox.Timer{}) {
+	if c.Wake != nil && *c.Wake == (state.Timer{}) {
 		out.Wake, out.NoWake = nil, true
 	}
-	if c.Rotate != nil && *c.Rotate == (sandbox.Rotation{}) {
+	if c.Rotate != nil && *c.Rotate == (state.Rotation{}) {
 		out.Rotate, out.NoRotate = nil, true
 	}
 	return out
@@ -204,7 +205,7 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 	case c.NoWake && c.Wake != nil:
 		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", sandbox.ErrSpec)
 	case c.NoWake:
-		out.Wake = &sandbox.Timer{}
+		out.Wake = &state.Timer{}
 	case c.Wake != nil && c.Wake.At.IsZero():
 		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", sandbox.ErrSpec)
 	}
@@ -212,7 +213,7 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 	case c.NoRotate && c.Rotate != nil:
 		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", sandbox.ErrSpec)
 	case c.NoRotate:
-		out.Rotate = &sandbox.Rotation{}
+		out.Rotate = &state.Rotation{}
 	case c.Rotate != nil && c.Rotate.To == "":
 		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", sandbox.ErrSpec)
 	}
@@ -307,8 +308,8 @@ type Executed struct {
 
 // Snapshots is GET /v1/snapshots and /v1/sandboxes/NAME/snapshots.
 type Snapshots struct {
-	Version   int                    `json:"version"`
-	Snapshots []sandbox.SnapshotInfo `json:"snapshots"`
+	Version   int                  `json:"version"`
+	Snapshots []state.SnapshotInfo `json:"snapshots"`
 }
 
 // Tags is POST /v1/snapshots/ID/tags: they take the place of those that it has.
