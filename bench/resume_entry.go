@@ -13,6 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -20,7 +22,7 @@ import (
 // Env is what the benchmarks run in.
 type Env struct {
 	Store    *sandbox.Store
-	Launcher sandbox.Launcher
+	Launcher pool.Launcher
 	Image    string
 	Kernel   string // as in sandbox.Spec
 	// PeerGuest is the path of drowse-peer-guest, which the guests of other monitors run.
@@ -253,7 +255,7 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	if err != nil {
 		return err
 	}
-	v.parts = e.Store.Parts(v.record, st)
+	v.parts = process.Parts(e.Store.Store, v.record, st)
 	return nil
 }
 
@@ -283,9 +285,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		}
 	}
 	// As in a process of the VM's own.
-	sandbox.PrepareProcess()
+	process.PrepareProcess()
 	runtime.GC()
-	resume := sandbox.PauseGC()
+	resume := process.PauseGC()
 	defer resume()
 	begin := time.Now()
 	in, err := instance.Restore(ctx, p, v.snap, o)

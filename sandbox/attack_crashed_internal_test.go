@@ -14,12 +14,13 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which
 // arguments it was started.
-func crashed(t *testing.T) (s *Store, l Launcher, r *state.Record, sleep string, started func() []string) {
+func crashed(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, sleep string, started func() []string) {
 	t.Helper()
 	s = tempStore(t)
 	r = sleepingVM(t, s, "a", 1)
@@ -31,7 +32,7 @@ func crashed(t *testing.T) (s *Store, l Launcher, r *state.Record, sleep string,
 		t.Fatal(err)
 	}
 	said := filepath.Join(t.TempDir(), "args")
-	l = Launcher{Command: []string{"/bin/sh", "-c", `echo "$@" >> ` + said + `; printf '{"name":"a"}' >&3`, "sh"}}
+	l = pool.Launcher{Command: []string{"/bin/sh", "-c", `echo "$@" >> ` + said + `; printf '{"name":"a"}' >&3`, "sh"}}
 	return s, l, r, sleep, func() []string {
 		text, err := os.ReadFile(said)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -92,19 +93,19 @@ func abandonedOf(t *testing.T, s *Store) (ids []string) {
 }
 
 func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *testing.T) {
-	for name, up := range map[string]func(s *Store, l Launcher) error{
-		"command over HTTP": func(s *Store, l Launcher) error {
+	for name, up := range map[string]func(s *Store, l pool.Launcher) error{
+		"command over HTTP": func(s *Store, l pool.Launcher) error {
 			_, err := s.BringUp(context.Background(), l, "a")
 			return err
 		},
-		"connection, packet or timer": func(s *Store, l Launcher) error {
+		"connection, packet or timer": func(s *Store, l pool.Launcher) error {
 			_, hold, err := s.WakeLocked(context.Background(), l, "a")
 			if hold != nil {
 				hold.Release()
 			}
 			return err
 		},
-		"start": func(s *Store, l Launcher) error {
+		"start": func(s *Store, l pool.Launcher) error {
 			_, err := s.Start(context.Background(), l, "a")
 			return err
 		},
@@ -135,13 +136,16 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 }
 
 func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.T) {
-	for name, back := range map[string]func(s *Store, l Launcher, sleep string) error{
-		"wake": func(s *Store, l Launcher, _ string) error { _, err := s.Wake(context.Background(), l, "a"); return err },
-		"restore": func(s *Store, _ Launcher, sleep string) error {
+	for name, back := range map[string]func(s *Store, l pool.Launcher, sleep string) error{
+		"wake": func(s *Store, l pool.Launcher, _ string) error {
+			_, err := s.Wake(context.Background(), l, "a")
+			return err
+		},
+		"restore": func(s *Store, _ pool.Launcher, sleep string) error {
 			_, err := s.RestoreTo(context.Background(), "a", sleep)
 			return err
 		},
-		"restore of one that has stopped": func(s *Store, _ Launcher, sleep string) error {
+		"restore of one that has stopped": func(s *Store, _ pool.Launcher, sleep string) error {
 			r, err := s.Load("a")
 			if err != nil {
 				return err

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -200,7 +201,7 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.Fork(ctx, Launcher{}, "s", ForkOptions{Name: "f"})
+		_, err := s.Fork(ctx, pool.Launcher{}, "s", ForkOptions{Name: "f"})
 		done <- err
 	}()
 	select {
@@ -220,11 +221,11 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 
 // clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and
 // nobody else who has its layers.
-func clonable(t *testing.T) (s *Store, l Launcher, r *state.Record, snap string) {
+func clonable(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, snap string) {
 	t.Helper()
 	s = tempStore(t)
 	dir := t.TempDir()
-	l = Launcher{Command: []string{"/bin/sh", "-c", `printf '{"name":"x"}' >&3`}, Agent: filepath.Join(dir, "agent")}
+	l = pool.Launcher{Command: []string{"/bin/sh", "-c", `printf '{"name":"x"}' >&3`}, Agent: filepath.Join(dir, "agent")}
 	tree := filepath.Join(dir, "tree")
 	if err := errors.Join(os.Mkdir(tree, 0o700), os.WriteFile(filepath.Join(tree, "f"), nil, 0o600), os.WriteFile(l.Agent, []byte("agent"), 0o600)); err != nil {
 		t.Fatal(err)

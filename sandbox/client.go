@@ -1,18 +1,13 @@
 package sandbox
 
 import (
-	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -27,79 +22,63 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
-	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Launcher says how a Store starts the processes of VMs.
-type Launcher struct {
-	// Command is the program with its first arguments; it is called with more after
-	// them, and must give those to ServeProcess.
-	Command []string
-	// Agent is the path of the guest's agent, a static program.
-	Agent string
-	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
-	Pool *Pool
-	// Supervised takes such processes from another process that serves a pool for the store
-	// (Pool.Serve), if there is one and Pool is nil.
-	Supervised bool
-	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
-	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
-	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
-}
-
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
 // the VM does not come up, nothing is left of it but its logs in the error.
-func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) {
+func (s *Store) Run(ctx context.Context, l pool.Launcher, spec Spec) (control.Report, error) {
 	return s.RunWithMetadata(ctx, l, spec, nil)
 }
 
 // RunWithMetadata is Run for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunWithMetadata(ctx context.Context, l Launcher, want Spec, label *state.Metadata) (Report, error) {
+func (s *Store) RunWithMetadata(ctx context.Context, l pool.Launcher, want Spec, label *state.Metadata) (control.Report, error) {
 	want, err := s.Complete(want)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid()}
 	if err := r.SetMetadata(label); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", nil)
 }
 
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
 // there is a record.
-func (s *Store) launchNew(ctx context.Context, l Launcher, r *state.Record, snapshotID string, recorded func() error) (Report, error) {
+func (s *Store) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error) (control.Report, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
+	return s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *state.Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
+func (s *Store) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
 	lock, err := s.Create(r)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	lock.Release()
 	if recorded != nil {
 		if err := recorded(); err != nil {
-			return Report{}, errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
+			return control.Report{}, errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
 		}
 	}
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
-		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
+		if line := control.LastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
 		err = errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
@@ -108,7 +87,7 @@ func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *state.Record, 
 }
 
 // resolve finds what the spec names.
-func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (state.BootFiles, error) {
+func (s *Store) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.BootFiles, error) {
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
 		return state.BootFiles{}, err
@@ -164,7 +143,7 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (state.BootF
 
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
-func (s *Store) resolveAgain(ctx context.Context, l Launcher, old state.Record) (state.BootFiles, error) {
+func (s *Store) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
 	spec := old.Spec
 	spec.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
@@ -211,7 +190,7 @@ func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...s
 }
 
 // Start boots a VM that has stopped or crashed, with its disk as it is.
-func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) Start(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.StartWith(ctx, l, name, StartOptions{})
 }
 
@@ -224,31 +203,31 @@ type StartOptions struct {
 }
 
 // StartWith is Start with options.
-func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartOptions) (Report, error) {
+func (s *Store) StartWith(ctx context.Context, l pool.Launcher, name string, o StartOptions) (control.Report, error) {
 	if o.DiscardMemory {
 		if err := s.discardMemory(ctx, name); err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 	}
 	r, err := s.Get(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	switch r.Phase {
 	case state.Running, state.Starting:
-		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
+		return control.Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
 	if _, err := s.Lasting(name); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	switch r.Phase {
 	case state.Asleep:
 		// Its memory is of no use if its volumes have moved on.
 		if !errors.Is(s.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
-			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launchWith(ctx, l, r.Spec.Shape(), order{Name: r.Spec.Name, Shared: true})
+	return s.launchWith(ctx, l, r.Spec.Shape(), control.Order{Name: r.Spec.Name, Shared: true})
 }
 
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
@@ -286,19 +265,19 @@ func unreadable(name string, err error) error {
 // return when it is there. A sleep that has begun is waited for, so the VM runs in any case when Wake returns. When ctx
 // ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are
 // ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
-func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) Wake(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.wake(ctx, l, name, nil, true)
 }
 
 // BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
 // does, so that nothing is lost that its guest had written out.
-func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) BringUp(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.wake(ctx, l, name, nil, false)
 }
 
 // wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
 // awake from its first moment on, if this call wakes it.
-func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
+func (s *Store) wake(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
 	for {
 		rep, err := s.wakeOnce(ctx, l, name, hold, back)
 		if !errors.Is(err, state.ErrBetween) {
@@ -306,47 +285,47 @@ func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File
 		}
 		select {
 		case <-ctx.Done():
-			return Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
+			return control.Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
 		case <-time.After(2 * time.Millisecond):
 		}
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if r.Phase == state.Running || r.Phase == state.Starting {
 		return s.awaitRunning(ctx, name)
 	}
 	label, err := s.Lasting(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if r, err = s.RotateIfDue(ctx, r, label.Rotate); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if r.Phase == state.Crashed && !back {
 		return s.upOnce(ctx, l, r, "", hold)
 	}
 	if r.Snapshot == "" {
-		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
+		return control.Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
 	}
 	if r.Phase == state.Stopped {
 		// It has ended by itself, with all that it wrote on its disk.
-		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
+		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
 	if err := errors.Join(s.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
-		return Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
+		return control.Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
 	if r.Phase != state.Asleep {
 		// Back to the disk as it was then; what was written since is kept aside.
 		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
-			return Report{}, state.ErrBetween
+			return control.Report{}, state.ErrBetween
 		} else if err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 	}
 	return s.upOnce(ctx, l, r, r.Snapshot, hold)
@@ -354,17 +333,17 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 
 // upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
 // says that it has one.
-func (s *Store) upOnce(ctx context.Context, l Launcher, r *state.Record, snapshotID string, hold *os.File) (Report, error) {
+func (s *Store) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
 	// The process that has put it to sleep may be on its way out.
 	lock, err := s.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
-		return Report{}, state.ErrBetween
+		return control.Report{}, state.ErrBetween
 	}
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	lock.Release()
-	ord := order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
+	ord := control.Order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}
@@ -372,7 +351,7 @@ func (s *Store) upOnce(ctx context.Context, l Launcher, r *state.Record, snapsho
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
-		return Report{}, state.ErrBetween
+		return control.Report{}, state.ErrBetween
 	}
 	return rep, unreadable(r.Spec.Name, err)
 }
@@ -403,11 +382,11 @@ func (s *Store) rewind(ctx context.Context, name string) error {
 }
 
 // awaitRunning waits until a VM that another process starts is there.
-func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
+func (s *Store) awaitRunning(ctx context.Context, name string) (control.Report, error) {
 	for {
 		r, err := s.Get(name)
 		if err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 		switch r.Phase {
 		case state.Running:
@@ -420,13 +399,13 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 			}
 		case state.Starting:
 		case state.Asleep:
-			return Report{}, state.ErrBetween
+			return control.Report{}, state.ErrBetween
 		default:
-			return Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+			return control.Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
 		select {
 		case <-ctx.Done():
-			return Report{}, ctx.Err()
+			return control.Report{}, ctx.Err()
 		case <-time.After(5 * time.Millisecond):
 		}
 	}
@@ -435,7 +414,7 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 // Restore makes a new VM from a snapshot. It has the memory, processes and files of
 // the one that the snapshot is of, and an identity of its own. Its network policy is the
 // one that that VM had then.
-func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string) (Report, error) {
+func (s *Store) Restore(ctx context.Context, l pool.Launcher, snapshotID, name string) (control.Report, error) {
 	return s.RestoreWith(ctx, l, snapshotID, RestoreChanges{Name: name})
 }
 
@@ -453,39 +432,39 @@ type RestoreChanges struct {
 }
 
 // RestoreWith is Restore with changes.
-func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
+func (s *Store) RestoreWith(ctx context.Context, l pool.Launcher, snapshotID string, c RestoreChanges) (control.Report, error) {
 	// Nobody removes the snapshot or its layers before the record names them.
 	unlock, err := s.Share(ctx)
 	if err != nil {
-		return Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
+		return control.Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	r, err := s.cloneRecord(ctx, l, id, c.Name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if err := r.Spec.UsePolicy(c.Policy); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if c.Idle != nil {
 		if err := c.Idle.Validate(); err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 		r.Spec.Idle = *c.Idle
 	}
 	if err := r.SetMetadata(c.Metadata); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id, unlock)
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
-func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*state.Record, error) {
+func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name string) (*state.Record, error) {
 	m, err := s.Manifest(id)
 	if err != nil {
 		return nil, err
@@ -523,153 +502,16 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 
 // launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
 // and waits for the report.
-func (s *Store) launchWith(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
-	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
+func (s *Store) launchWith(ctx context.Context, l pool.Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
+	if rep, err = pool.Start(ctx, s.Store, l, shape, ord, files...); err != nil {
 		return rep, err
 	}
 	return rep, s.handIn(ctx, l, ord.Name)
 }
 
-// launchOnly is launchWith without what the VM waits for then.
-func (s *Store) launchOnly(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
-	ord.Cause = cmp.Or(ord.Cause, events.CauseOf(ctx))
-	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
-	if err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
-	}
-	defer log.Close()
-	if err := s.EnsureAudit(ord.Name); err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
-	}
-	if ord.ahead() {
-		from, done := s.standbys(l)
-		defer done()
-		for ready := from(shape); ready != nil; ready = from(shape) {
-			rep, err := s.launchBy(ctx, ord, log, files, ready.start)
-			// It may have been killed as it stood by: then nobody has the order.
-			again := (errors.Is(err, ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
-			ready.close()
-			if !again {
-				rep.Pooled = true
-				return rep, err
-			}
-		}
-	}
-	return s.launchBy(ctx, ord, log, files, func(ord order, files []*os.File) (vmProcess, error) {
-		return s.startProcess(l, ord, files)
-	})
-}
-
-// launchBy gives an order to a process by start, which gets the files of the order: the log,
-// that for the report, and those that follow. It waits for the report.
-func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*os.File,
-	start func(order, []*os.File) (vmProcess, error)) (rep Report, err error) {
-	name := ord.Name
-	r, w, err := os.Pipe()
-	if err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", name, err)
-	}
-	defer r.Close()
-	proc, err := start(ord, append([]*os.File{log, w}, files...))
-	w.Close()
-	if err != nil {
-		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
-	}
-	stop := context.AfterFunc(ctx, func() {
-		if !ord.Shared {
-			proc.kill()
-		}
-		r.Close()
-	})
-	defer stop()
-	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
-	switch {
-	case ctx.Err() != nil:
-		s.canceled(proc, name)
-		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
-	case err != nil:
-		// What does not report as it should is not left to itself.
-		proc.kill()
-		proc.wait(0)
-		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
-	case rep.Error != nil:
-		proc.wait(0)
-		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
-	}
-	return rep, nil
-}
-
-// startProcess starts a process with an order. files begin with its log.
-func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess, error) {
-	if len(l.Command) == 0 {
-		return nil, errors.New("no program is configured for it")
-	}
-	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.Dir())...)...)
-	cmd.Env = vmEnvironment()
-	cmd.Stdout, cmd.Stderr = files[0], files[0]
-	cmd.ExtraFiles = files[1:] // reportFD and up
-	return startChild(cmd, nil)
-}
-
-// call asks a VM's process for something.
-func (s *Store) call(ctx context.Context, name, method, path string, out any) error {
-	return s.callWith(ctx, name, method, path, nil, func(body io.Reader) error {
-		return json.NewDecoder(io.LimitReader(body, 16<<20)).Decode(out)
-	})
-}
-
-// callWith is call with a body, and with what reads the answer.
-func (s *Store) callWith(ctx context.Context, name, method, path string, send []byte, read func(io.Reader) error) error {
-	r, err := s.Get(name)
-	if err != nil {
-		return err
-	}
-	if r.Phase == state.Starting {
-		return fmt.Errorf("%w: %s is starting", ErrNotRunning, name)
-	}
-	if r.Phase != state.Running {
-		return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
-	}
-	client := &http.Client{Transport: &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", s.ControlSocket(name))
-		},
-		DisableKeepAlives: true,
-	}}
-	req, err := http.NewRequestWithContext(ctx, method, "http://vm"+path, bytes.NewReader(send))
-	if err != nil {
-		return err
-	}
-	req.Header.Set(causeHeader, string(events.CauseOf(ctx)))
-	resp, err := client.Do(req)
-	var ue *url.Error
-	if errors.As(err, &ue) {
-		err = ue.Err
-	}
-	if errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ECONNREFUSED) {
-		return fmt.Errorf("%w: %s: its process does not answer", ErrNotRunning, name)
-	}
-	if err != nil {
-		return fmt.Errorf("asking the process of VM %s: %w", name, err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		var e ErrorReport
-		if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(&e); err != nil || e.Message == "" {
-			return fmt.Errorf("asking the process of VM %s: it answered %s", name, resp.Status)
-		}
-		return &e
-	}
-	if err := read(resp.Body); err != nil {
-		return fmt.Errorf("asking the process of VM %s: %w", name, err)
-	}
-	return nil
-}
-
 // Info asks a running VM how it is.
-func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
-	err = s.call(ctx, name, http.MethodGet, "/info", &info)
+func (s *Store) Info(ctx context.Context, name string) (info control.Info, err error) {
+	err = control.Call(ctx, s.Store, name, http.MethodGet, "/info", &info)
 	return info, err
 }
 
@@ -677,7 +519,7 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 // and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
 // hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
 // deleting the sleep before, is in the result's Problem, and left to the next Sweep.
-func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
+func (s *Store) Sleep(ctx context.Context, name string) (control.SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
 
@@ -688,7 +530,7 @@ type SleepOptions struct {
 }
 
 // SleepWith is Sleep with options.
-func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
+func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res control.SleepResult, err error) {
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
@@ -708,23 +550,23 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
+	if err := control.Call(ctx, s.Store, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
 		now, gerr := s.Get(name)
 		if gerr != nil || !now.SleptAfter(r) {
 			return res, err
 		}
 		res = lastSleep(now)
-		res.note(awaitExit(ctx, proc))
+		res.Note(awaitExit(ctx, proc))
 		return res, nil
 	}
 	// From here on it sleeps, whatever else fails.
 	if err := awaitExit(ctx, proc); err != nil {
-		res.note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
+		res.Note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
 		return res, nil
 	}
-	res.Stages["gone"] = ms(time.Since(begin))
-	res.note(errors.Join(s.SweepSlept(ctx, name), state.SweepNetworks()))
+	res.Stages["gone"] = control.Milliseconds(time.Since(begin))
+	res.Note(errors.Join(s.SweepSlept(ctx, name), state.SweepNetworks()))
 	return res, nil
 }
 
@@ -744,11 +586,11 @@ func (s *Store) awaitStarted(ctx context.Context, name string) (*state.Record, e
 }
 
 // lastSleep is what the last sleep of a VM that sleeps has done.
-func lastSleep(r *state.Record) SleepResult {
-	res := SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+func lastSleep(r *state.Record) control.SleepResult {
+	res := control.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {
-			res.take(sl)
+			res.Take(sl)
 		}
 	}
 	return res
@@ -800,7 +642,7 @@ func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and
 // lets it run on. note is kept with it.
-func (s *Store) Snapshot(ctx context.Context, name, note string) (SleepResult, error) {
+func (s *Store) Snapshot(ctx context.Context, name, note string) (control.SleepResult, error) {
 	return s.SnapshotWith(ctx, name, SnapshotOptions{Note: note})
 }
 
@@ -816,12 +658,12 @@ type SnapshotOptions struct {
 }
 
 // SnapshotWith is Snapshot with options.
-func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
+func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res control.SleepResult, err error) {
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
 	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
-	err = s.call(ctx, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
+	err = control.Call(ctx, s.Store, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err
 }
 
@@ -852,7 +694,7 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 		return nil
 	}
 	if kill {
-		if err := s.call(ctx, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
+		if err := control.Call(ctx, s.Store, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
 			// It does not answer, or is not that far yet.
 			if kerr := s.kill(ctx, name); kerr != nil {
 				return errors.Join(err, kerr)
@@ -864,7 +706,7 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 			return err
 		}
 		// For the event alone, so a failure is in nobody's way.
-		_ = s.call(ctx, name, http.MethodPost, "/ending", &struct{}{})
+		_ = control.Call(ctx, s.Store, name, http.MethodPost, "/ending", &struct{}{})
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {

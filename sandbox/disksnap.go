@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -10,74 +9,13 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
-	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
-
-// diskSnapshot takes a snapshot of the disk.
-func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res SleepResult, err error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return SleepResult{}, err
-	}
-	defer p.in.KeepRunning()()
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
-		}
-	}()
-	defer p.shortenDisk()
-	begin := time.Now()
-	policy := p.r.Spec.Hooks.Effective(over)
-	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
-	limits.Skip = policy == spec.HooksSkip
-	id := spec.NewID()
-	labels, err := p.r.Labels(state.KindDisk)
-	if err != nil {
-		return res, err
-	}
-	newTop, err := p.newLayer()
-	if err != nil {
-		return res, err
-	}
-	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
-	res = SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": ms(frozen)}}
-	if err != nil {
-		p.tellRefusal(ctx, err)
-		return res, err
-	}
-	if err := p.in.Disk().Flush(); err != nil {
-		return res, fmt.Errorf("flushing the disk: %w", err)
-	}
-	facts, err := json.Marshal(p.in.Machine().Facts())
-	if err != nil {
-		return res, fmt.Errorf("describing the host: %w", err)
-	}
-	if note != "" {
-		labels[state.LabelNote] = note
-	}
-	if err := p.in.LabelVolumes(labels); err != nil {
-		return res, err
-	}
-	info, err := snapshot.Create(ctx, p.store.SnapshotDir(id), snapshot.Spec{
-		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.Relative(st).Layers}},
-		Host:   map[string]string{instance.FactsKey: string(facts)},
-		Labels: labels, Memory: state.NoMemory{},
-	})
-	if err != nil {
-		return res, err
-	}
-	res.BytesStored = info.SizeBytes
-	res.Stages["snapshot"] = ms(time.Since(begin))
-	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: id, Bytes: res.BytesStored, Milliseconds: res.Stages["frozen"]})
-	p.tellHooks(ctx, res.Hooks)
-	return res, nil
-}
 
 // RunFromDisk makes a VM that boots from a copy of the disk in a snapshot, of whatever
 // kind. It has that disk's files and the image below them, and nothing of the memory. The
@@ -86,39 +24,39 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 //
 // Image and size of the disk are those of the snapshot; spec may leave them out, and is
 // refused with ErrSpec if it says something else.
-func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix string) (Report, error) {
+func (s *Store) RunFromDisk(ctx context.Context, l pool.Launcher, spec Spec, prefix string) (control.Report, error) {
 	return s.RunFromDiskWithMetadata(ctx, l, spec, prefix, nil)
 }
 
 // RunFromDiskWithMetadata is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l Launcher, spec Spec, prefix string, label *state.Metadata) (Report, error) {
+func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l pool.Launcher, spec Spec, prefix string, label *state.Metadata) (control.Report, error) {
 	// Nobody removes the snapshot's layers before the record names them.
 	unlock, err := s.Share(ctx)
 	if err != nil {
-		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
+		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	// Its memory may be damaged: the disk is not.
 	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	r, err := s.recordFromDisk(ctx, l, spec, m)
 	if err != nil {
-		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
+		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
 	if err := r.SetMetadata(label); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", unlock)
 }
 
-func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
+func (s *Store) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {

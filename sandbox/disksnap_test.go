@@ -167,11 +167,11 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(r.Disk.Layers) <= sandbox.MaxStackOfTests {
+		if len(r.Disk.Layers) <= maxStackOfTests {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("after %d snapshots the disk has %d layers, want %d at most", snapshots, len(r.Disk.Layers), sandbox.MaxStackOfTests)
+			t.Fatalf("after %d snapshots the disk has %d layers, want %d at most", snapshots, len(r.Disk.Layers), maxStackOfTests)
 		}
 	}
 	wantNotes(e, "w", "10-a freeze", "10-a thaw freeze")

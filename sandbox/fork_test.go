@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -299,7 +300,7 @@ func TestForksOfARunningVM(t *testing.T) {
 				t.Errorf("%s: %d images are still open", name, n)
 			}
 		}
-		fork := func(ctx context.Context, l sandbox.Launcher, o sandbox.ForkOptions) error {
+		fork := func(ctx context.Context, l pool.Launcher, o sandbox.ForkOptions) error {
 			_, err := e.Store.Fork(ctx, l, "parent", o)
 			return err
 		}
@@ -310,7 +311,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			return fork(t.Context(), e.Launcher, sandbox.ForkOptions{Count: sandbox.MaxForks + 1})
 		})
 		fails("children that do not start", sandbox.ErrCrashed, func() error {
-			return fork(t.Context(), sandbox.Launcher{Command: []string{"/bin/false"}, Agent: e.Launcher.Agent}, sandbox.ForkOptions{Count: 2, Name: "never"})
+			return fork(t.Context(), pool.Launcher{Command: []string{"/bin/false"}, Agent: e.Launcher.Agent}, sandbox.ForkOptions{Count: 2, Name: "never"})
 		})
 		fails("a caller that gives up", context.Canceled, func() error {
 			ctx, cancel := context.WithCancel(t.Context())

@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -98,7 +99,7 @@ func TestHooksInAGuest(t *testing.T) {
 	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
 		t.Errorf("a hook that fails: %v, want ErrHooks with its words", err)
 	}
-	var told *sandbox.ErrorReport
+	var told *control.ErrorReport
 	if !errors.As(err, &told) || len(told.Hooks) != 2 || told.Hooks[0].Name != "20-b" || told.Hooks[1].Event != guest.HookWake {
 		t.Errorf("failures %+v", told)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -110,7 +111,7 @@ func (h onHost) refuses(vm string) {
 		h.e.T.Fatal(err)
 	}
 	_, err := h.e.Store.Sleep(h.e.T.Context(), vm)
-	var there *sandbox.ErrorReport
+	var there *control.ErrorReport
 	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, sandbox.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
 		h.e.T.Errorf("a hook of the host that fails: %v, want ErrHostHooks with its words", err)
 	}

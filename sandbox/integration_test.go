@@ -22,6 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -286,7 +288,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Fatal("no pages were kept")
 			}
 		}
-		again := func(name string) sandbox.Report {
+		again := func(name string) control.Report {
 			rep, err := e.Store.Restore(t.Context(), e.Launcher, snap, name)
 			if err != nil {
 				t.Fatal(err)
@@ -391,7 +393,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
-		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
+		pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}

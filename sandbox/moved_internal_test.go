@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
@@ -18,7 +20,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 	s := &Store{h.Store}
 	agent := filepath.Join(t.TempDir(), "agent")
 	h.Write(agent, "a program")
-	l := Launcher{Agent: agent}
+	l := pool.Launcher{Agent: agent}
 	now, err := s.resolve(t.Context(), l, Spec{Image: h.Image, Kernel: "built"})
 	if err != nil {
 		t.Fatal(err)
@@ -52,7 +54,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := s.Parts(r, disk.Stack{})
+			p := process.Parts(s.Store, r, disk.Stack{})
 			for what, path := range map[string]string{"kernel": p.Kernel, "agent's disk": p.SystemDisk, "image": p.Image} {
 				if _, err := os.Stat(path); err != nil || !strings.HasPrefix(path, s.Dir()+"/") {
 					t.Errorf("the %s of the VM %q is %s (%v), not in %s", what, name, path, err, s.Dir())

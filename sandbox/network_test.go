@@ -19,6 +19,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -95,7 +97,7 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	before := len(taps(t))
-	one := func(rep sandbox.Report, n int) string {
+	one := func(rep control.Report, n int) string {
 		t.Helper()
 		if names := taps(t); len(names) != before+n || rep.Network == nil || !slices.Contains(names, rep.Network.TAP) {
 			t.Fatalf("TAP devices %v, want %d, and that of %+v", names, before+n, rep.Network)
@@ -196,7 +198,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	}
 
 	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
+	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}

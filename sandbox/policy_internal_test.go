@@ -13,6 +13,8 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -200,8 +202,8 @@ func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_start
 			t.Fatal(err)
 		}
 		l.Release()
-		var told []Report
-		err = s.Serve(t.Context(), "a", ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = append(told, r) }})
+		var told []control.Report
+		err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = append(told, r) }})
 		if !errors.Is(err, netpolicy.ErrPolicy) || len(told) != 1 || told[0].Error == nil || told[0].Error.Code != "policy" {
 			t.Errorf("%s: %v, %+v", before, err, told)
 		}

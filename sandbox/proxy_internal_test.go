@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -114,7 +115,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 		"two lines":                               {file("API_KEY", "sk-12345678\nsk-12345678\n"), policy, nil, true, "", true},
 	} {
 		s := c.secret
-		err := forProxy(&s, c.policy, c.there)
+		err := control.ForProxy(&s, c.policy, c.there)
 		if c.bad {
 			if !errors.Is(err, ErrSecrets) {
 				t.Errorf("%s: %v, want ErrSecrets", name, err)
@@ -125,7 +126,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 			t.Errorf("%s: %+v %q, %v", name, s.SecretFile, s.Value, err)
 		}
 	}
-	if err := checkSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
+	if err := control.CheckSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
 		t.Errorf("a mode for one of the proxy's: %v", err)
 	}
 }

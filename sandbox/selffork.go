@@ -7,14 +7,16 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the
 // guest told. The child has a random name and its parent's metadata, and may not ask for forks itself. What was wrong
 // with it is told to the guest, and returned.
-func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
+func (s *Store) ForkAsked(ctx context.Context, l pool.Launcher, name string) error {
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
 	if err := s.SetSelf(ctx, name, func(l *state.Metadata) error {
@@ -44,7 +46,7 @@ func (s *Store) ForkAsked(ctx context.Context, l Launcher, name string) error {
 // whyNoFork is what a guest is told of a fork that was not made: nothing about the host, which its owner finds where it
 // is served.
 func whyNoFork(err error) string {
-	for _, told := range []error{ErrSelfLimit, ErrNotRunning, volume.ErrInUse} {
+	for _, told := range []error{control.ErrSelfLimit, ErrNotRunning, volume.ErrInUse} {
 		if errors.Is(err, told) {
 			return "the fork was not made: " + told.Error()
 		}
@@ -52,7 +54,7 @@ func whyNoFork(err error) string {
 	return "the fork was not made: the VM's owner finds why in what `drowse serve` writes"
 }
 
-func (s *Store) forkAsked(ctx context.Context, l Launcher, name string) (child string, err error) {
+func (s *Store) forkAsked(ctx context.Context, l pool.Launcher, name string) (child string, err error) {
 	r, err := s.Get(name)
 	if err != nil {
 		return "", err
@@ -68,7 +70,7 @@ func (s *Store) forkAsked(ctx context.Context, l Launcher, name string) (child s
 		}
 	}
 	if n >= may {
-		return "", fmt.Errorf("%w: it has %d children that it has asked for, and may have %d at once", ErrSelfLimit, n, may)
+		return "", fmt.Errorf("%w: it has %d children that it has asked for, and may have %d at once", control.ErrSelfLimit, n, may)
 	}
 	res, err := s.Fork(ctx, l, name, ForkOptions{asked: true})
 	if err != nil {

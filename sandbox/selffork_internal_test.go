@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -21,10 +23,10 @@ func TestExpired_is_neither_woken_nor_booted(t *testing.T) {
 		if err := s.Save(r); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.Wake(t.Context(), Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.Wake(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
 			t.Errorf("waking one that is %s: got %v, want ErrExpired", phase, err)
 		}
-		if _, err := s.Start(t.Context(), Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.Start(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
 			t.Errorf("booting one that is %s: got %v, want ErrExpired", phase, err)
 		}
 	}
@@ -138,7 +140,7 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
 	} {
 		askedFork(t, s, func(f *state.AskedFork) { *f = a })
-		if err := s.ForkAsked(t.Context(), Launcher{}, "a"); err != nil {
+		if err := s.ForkAsked(t.Context(), pool.Launcher{}, "a"); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 		if got := metadataOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
@@ -152,7 +154,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 	ask := func() (state.AskedFork, error) {
 		t.Helper()
 		askedFork(t, s, func(a *state.AskedFork) { *a = state.AskedFork{ID: spec.NewID(), At: time.Now()} })
-		err := s.ForkAsked(t.Context(), Launcher{}, "a")
+		err := s.ForkAsked(t.Context(), pool.Launcher{}, "a")
 		return metadataOf(t, s, "a").Asked.Fork, err
 	}
 	withMetadata(t, s, "a", state.Stopped, nil)
@@ -167,7 +169,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 			t.Fatal(err)
 		}
 	}
-	if a, err := ask(); !errors.Is(err, ErrSelfLimit) || !strings.Contains(a.Error, ErrSelfLimit.Error()) {
+	if a, err := ask(); !errors.Is(err, control.ErrSelfLimit) || !strings.Contains(a.Error, control.ErrSelfLimit.Error()) {
 		t.Errorf("without a grant: %+v, %v", a, err)
 	}
 	grant("fork=1")
@@ -186,7 +188,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 		}
 		want := ErrNotRunning
 		if other.Asked && other.ParentID == r.ID {
-			want = ErrSelfLimit
+			want = control.ErrSelfLimit
 		}
 		if a, err := ask(); !errors.Is(err, want) || a.Child != "" || !a.Begun {
 			t.Errorf("with a child %+v: %+v, %v", other, a, err)

@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -102,37 +101,5 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	withMetadata(t, s, "over", state.Stopped, &state.Metadata{Expires: time.Now().Add(-time.Minute)})
 	if _, err := s.SelfExtend(t.Context(), "over", may, 60); !errors.Is(err, state.ErrExpired) {
 		t.Fatalf("one that has expired: %v", err)
-	}
-}
-
-func TestSelf_wakes_and_extends_only_with_the_words_for_it(t *testing.T) {
-	t.Parallel()
-	at := time.Date(2026, 11, 23, 6, 0, 0, 0, time.UTC)
-	s, _, trail := newSelf(t, guest.SelfWake, "extend=1h")
-	s.wake = func(got time.Time) error {
-		if !got.Equal(at) {
-			t.Errorf("woken at %v", got)
-		}
-		return nil
-	}
-	s.extend = func(seconds int) (time.Time, error) { return at.Add(time.Duration(seconds) * time.Second), nil }
-	if a, then := s.do(guest.SelfRequest{Do: guest.SelfWake, At: at}); !a.OK || then != nil {
-		t.Errorf("%+v", a)
-	}
-	if a, _ := s.do(guest.SelfRequest{Do: guest.SelfExtend, Seconds: 60}); !a.OK || !a.Expires.Equal(at.Add(time.Minute)) {
-		t.Errorf("%+v", a)
-	}
-	var got []string
-	for _, e := range trail() {
-		got = append(got, strings.Join(e.Argv, " "))
-	}
-	if strings.Join(got, "|") != "wake 2026-11-23T06:00:00Z|extend 1m0s" {
-		t.Errorf("recorded: %q", got)
-	}
-	s, _, _ = newSelf(t, guest.SelfHold)
-	for _, r := range []guest.SelfRequest{{Do: guest.SelfWake, At: at}, {Do: guest.SelfExtend, Seconds: 60}} {
-		if a, _ := s.do(r); a.OK {
-			t.Errorf("%s was done without the word for it", r.Do)
-		}
 	}
 }

@@ -10,54 +10,13 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
-
-// guestCheck is what the agent is told of a check.
-func guestCheck(c *spec.ServiceCheck) *guest.ServiceCheck {
-	if c == nil {
-		return nil
-	}
-	u := &guest.ServiceCheck{
-		Argv: c.Exec, Interval: time.Duration(c.IntervalSeconds) * time.Second, Timeout: time.Duration(c.TimeoutSeconds) * time.Second,
-		Start: time.Duration(c.StartSeconds) * time.Second, Alive: uint32(c.AliveFailures),
-	}
-	for kind, address := range map[string]string{guest.CheckTCP: c.TCP, guest.CheckHTTP: c.HTTP, guest.CheckUnix: c.Unix, guest.CheckFile: c.File} {
-		if address != "" {
-			u.Kind, u.Address = kind, address
-		}
-	}
-	if u.Kind == "" {
-		u.Kind = guest.CheckExec
-	}
-	return u
-}
-
-// guestService is what the agent is told.
-func guestService(s *spec.Service) guest.Service {
-	seconds := func(n int) time.Duration { return time.Duration(n) * time.Second }
-	u := guest.Service{
-		Name: s.Name, Argv: s.Argv, Env: s.Env, Dir: s.Dir, User: s.User, Restart: s.Restart,
-		Backoff: seconds(s.BackoffSeconds), MaxBackoff: seconds(s.MaxBackoffSeconds),
-		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10, Check: guestCheck(s.Check),
-	}
-	if u.Restart == "" {
-		u.Restart = guest.RestartAlways
-	}
-	switch {
-	case s.MaxRestarts == 0:
-		u.MaxRestarts = spec.DefaultMaxRestarts
-	case s.MaxRestarts > 0:
-		u.MaxRestarts = uint32(s.MaxRestarts)
-	}
-	return u
-}
 
 // ServiceStatus is a service of a VM, and how it is.
 type ServiceStatus struct {
@@ -188,7 +147,7 @@ func (s *Store) StartService(ctx context.Context, name, service string, restart 
 	}
 	defer c.Close()
 	out := ServiceStatus{Service: spec}
-	state, err := c.SetService(ctx, guestService(&spec), true, restart)
+	state, err := c.SetService(ctx, control.GuestService(&spec), true, restart)
 	if err == nil {
 		out.is(state)
 	}
@@ -305,7 +264,7 @@ func (s *Store) changeServices(ctx context.Context, name, method, path string, b
 		switch r.Phase {
 		case state.Running:
 			live = true
-			err = s.callWith(ctx, name, method, path, body, discard)
+			err = control.CallWith(ctx, s.Store, name, method, path, body, control.Discard)
 		case state.Asleep:
 			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		default:
@@ -338,134 +297,4 @@ func (s *Store) changeRecord(name string, change func(*state.Record) error) erro
 		return err
 	}
 	return s.Save(r)
-}
-
-// The rest is in the VM's process.
-
-func (p *process) handleServices(handle func(string, func(*http.Request) (any, error), func())) {
-	change := func(f func(*state.Record) error) (any, error) {
-		p.op.Lock()
-		defer p.op.Unlock()
-		if err := p.alive(); err != nil {
-			return nil, err
-		}
-		defer p.in.KeepRunning()()
-		if err := p.in.ListenServices(); err != nil {
-			return nil, err
-		}
-		before := p.r.Spec.Services
-		err := f(p.r)
-		if err == nil {
-			err = p.store.Save(p.r)
-		}
-		if err != nil {
-			p.r.Spec.Services = before
-		}
-		return struct{}{}, err
-	}
-	handle("PUT /services", func(r *http.Request) (any, error) {
-		var want spec.Service
-		d := json.NewDecoder(io.LimitReader(r.Body, 4*spec.MaxServicesBytes))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&want); err != nil {
-			return nil, fmt.Errorf("reading a service: %w: %w", ErrSpec, err)
-		}
-		return change(func(r *state.Record) error { return r.SetService(want) })
-	}, nil)
-	handle("DELETE /services", func(r *http.Request) (any, error) {
-		name := r.URL.Query().Get("name")
-		return change(func(r *state.Record) error { return r.DropService(name) })
-	}, nil)
-}
-
-// startServices starts the services of a guest that has booted. What fails does not keep the
-// VM from running.
-func (p *process) startServices(ctx context.Context) {
-	ctx, stop := p.in.WhileRunning(ctx)
-	defer stop()
-	c, err := p.in.Agent(ctx)
-	if err != nil {
-		p.log.Error("services could not be started", "error", err)
-		return
-	}
-	defer c.Close()
-	for i := range p.r.Spec.Services {
-		spec := &p.r.Spec.Services[i]
-		if _, err := c.SetService(ctx, guestService(spec), true, false); err != nil {
-			p.log.Error("a service could not be started", "service", spec.Name, "error", err)
-		}
-	}
-}
-
-// serviceTrail puts what a guest says of its services into the audit trail: of services that
-// the VM has, and no more than the bounds below, so that a guest cannot push out what others
-// have done.
-type serviceTrail struct {
-	trail *audit.Trail
-	known func(name string) bool
-	now   func() time.Time
-
-	mu    sync.Mutex // guards what follows
-	left  int
-	since time.Time
-	lost  uint64
-}
-
-// Events in a row that are recorded, and how long it takes until one more is.
-const (
-	serviceEvents = 64
-	serviceEvery  = 10 * time.Second
-)
-
-func (t *serviceTrail) record(e guest.ServiceEvent) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if !t.known(e.Name) {
-		return
-	}
-	t.lost += min(e.Lost, 1<<32)
-	now := t.now()
-	if t.since.IsZero() {
-		t.left, t.since = serviceEvents, now
-	}
-	if n := int(min(now.Sub(t.since)/serviceEvery, serviceEvents)); n > 0 {
-		t.left, t.since = min(t.left+n, serviceEvents), now
-	}
-	if t.left == 0 {
-		t.lost++
-		return
-	}
-	t.left--
-	a := audit.Action{Kind: audit.KindServiceExit, Process: e.Name}
-	o := audit.Outcome{Error: e.Problem}
-	switch e.Event {
-	case guest.EventStarted, guest.EventFailed:
-		a.Kind = audit.KindServiceStart
-	case guest.EventReady:
-		a.Kind = audit.KindServiceReady
-	case guest.EventUnhealthy:
-		a.Kind = audit.KindServiceUnhealthy
-	case guest.EventEnded:
-		o.Exit, o.ExitSignal = &e.Exit, e.Signal
-	}
-	if t.lost > 0 {
-		o.Error = strings.TrimSpace(fmt.Sprintf("%s (%d events before this one are not recorded)", o.Error, t.lost))
-		t.lost = 0
-	}
-	// What cannot be recorded has been done all the same.
-	if p, err := t.trail.Begin(context.Background(), a); err == nil {
-		p.End(o)
-	}
-}
-
-// serviceEvents is what is done with what the guest says of services.
-func (p *process) serviceEvents() func(guest.ServiceEvent) {
-	name := p.r.Spec.Name
-	// As the record is on disk: p.r may be in use by what waits for the guest.
-	known := func(service string) bool {
-		r, err := p.store.Load(name)
-		return err == nil && state.FindService(r.Spec.Services, service) >= 0
-	}
-	t := &serviceTrail{trail: audit.Open(p.store.AuditPath(name)), now: time.Now, known: known}
-	return t.record
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -15,7 +16,7 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 	}
 	out := struct {
 		*state.Record
-		Live   *Info            `json:"live,omitempty"`
+		Live   *control.Info    `json:"live,omitempty"`
 		Usage  int64            `json:"disk_bytes"`
 		Layers map[string]int64 `json:"layer_bytes"`
 		// Abandoned are the snapshots of disks that it has left when it was taken back.

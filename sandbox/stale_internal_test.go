@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -44,8 +46,8 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var told Report
-			err = s.Serve(t.Context(), "a", ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = r }})
+			var told control.Report
+			err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = r }})
 			if late := errors.Is(err, ErrRunning); err == nil || late != c.late {
 				t.Fatalf("got %v, want it refused: %v", err, c.late)
 			}

@@ -11,6 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -117,7 +118,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 func TestStandby_processes_end_when_they_are_told_to(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
+	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -74,7 +75,7 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 		"a parameter":        {[]spec.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
 		"a long path":        {[]spec.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
 	} {
-		if _, err := s.Run(t.Context(), sandbox.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
+		if _, err := s.Run(t.Context(), pool.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
@@ -318,7 +319,7 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 		}
 	}
 	// Without a program for its process, whatever is allowed fails with another error.
-	ctx, none := t.Context(), sandbox.Launcher{}
+	ctx, none := t.Context(), pool.Launcher{}
 	check := func(what string, stale bool) {
 		t.Helper()
 		_, werr := s.Wake(ctx, none, "a")

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
@@ -40,7 +41,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 		return nil, err
 	}
 	// It may crash at this moment, and is not taken back then.
-	rep, err := a.bringUp(ctx, traces.Wake, name, func() (sandbox.Report, error) { return s.BringUp(ctx, l, name) })
+	rep, err := a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.BringUp(ctx, l, name) })
 	if err != nil {
 		return nil, err
 	}

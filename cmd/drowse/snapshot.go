@@ -15,7 +15,9 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
@@ -83,7 +85,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 				return err
 			}
 			o.Hooks = spec.HookPolicy(hooks)
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}
@@ -284,27 +286,27 @@ func (a *app) restoreCommand() *cobra.Command {
 		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, id string) (sandbox.Report, error) {
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, id string) (control.Report, error) {
 			if into != "" {
 				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
 					if cmd.Flags().Changed(flag) {
-						return sandbox.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
+						return control.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
 					}
 				}
 				if _, err := s.RestoreTo(ctx, into, id); err != nil {
-					return sandbox.Report{}, err
+					return control.Report{}, err
 				}
 				return a.wake(ctx, s, l, into)
 			}
 			p, err := policyFrom(policy)
 			if err != nil {
-				return sandbox.Report{}, err
+				return control.Report{}, err
 			}
 			c := sandbox.RestoreChanges{Name: name, Policy: p}
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (sandbox.Report, error) { return s.RestoreWith(ctx, l, id, c) })
+			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.RestoreWith(ctx, l, id, c) })
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

@@ -14,8 +14,10 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
@@ -130,7 +132,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (sandbox.Report, error) {
+			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
 				if fromDisk != "" {
 					return s.RunFromDiskWithMetadata(ctx, l, full, fromDisk, own)
 				}
@@ -227,14 +229,14 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 	return want, nil
 }
 
-func (a *app) printReport(rep sandbox.Report) error {
+func (a *app) printReport(rep control.Report) error {
 	a.warnHooks(rep.Name, rep.Hooks)
 	a.warnNetwork(rep.Name, rep.Network)
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 
 // vmCommand is a command on one VM that prints a report.
-func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, sandbox.Launcher, string) (sandbox.Report, error)) *cobra.Command {
+func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, pool.Launcher, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
@@ -270,8 +272,8 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
 	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-			rep, err := a.bringUp(ctx, traces.Start, name, func() (sandbox.Report, error) { return s.StartWith(ctx, l, name, o) })
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
+			rep, err := a.bringUp(ctx, traces.Start, name, func() (control.Report, error) { return s.StartWith(ctx, l, name, o) })
 			if err == nil && o.DiscardMemory {
 				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
 			}
@@ -283,7 +285,7 @@ func (a *app) startCommand() *cobra.Command {
 
 func (a *app) wakeCommand() *cobra.Command {
 	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
 			return a.wake(ctx, s, l, name)
 		})
 	a.timed(cmd)
@@ -306,7 +308,7 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}

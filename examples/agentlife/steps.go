@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -35,7 +36,7 @@ type life struct {
 	out                   io.Writer
 
 	store    *sandbox.Store
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	fleet    *fleet.Fleet
 
 	published string // HOST:PORT where the page is

@@ -26,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -68,12 +69,12 @@ func (m *machines) Policy(name string) (*netpolicy.Policy, error) {
 	return m.policy, err
 }
 
-func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error) {
+func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error) {
 	if _, err := m.Get(name); err != nil {
-		return sandbox.PolicyResult{}, err
+		return control.PolicyResult{}, err
 	}
 	m.policy = p
-	return sandbox.PolicyResult{Name: name, Live: true}, nil
+	return control.PolicyResult{Name: name, Live: true}, nil
 }
 
 func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(netpolicy.FlowRecord) error) error {

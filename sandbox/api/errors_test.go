@@ -29,8 +29,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -65,16 +67,16 @@ var sentinels = map[string]answered{
 	"sandbox.ErrNotRunning":      {sandbox.ErrNotRunning, "not-running", 409, ""},
 	"sandbox.ErrRunning":         {sandbox.ErrRunning, "running", 409, ""},
 	"sandbox.ErrCrashed":         {sandbox.ErrCrashed, "crashed", 409, ""},
-	"sandbox.ErrStopped":         {sandbox.ErrStopped, "stopped", 409, ""},
+	"control.ErrStopped":         {control.ErrStopped, "stopped", 409, ""},
 	"sandbox.ErrRecord":          {sandbox.ErrRecord, "record", 500, ""},
 	"sandbox.ErrSpec":            {sandbox.ErrSpec, "invalid", 400, ""},
 	"state.ErrMetadata":          {state.ErrMetadata, "metadata", 400, ""},
 	"state.ErrExpired":           {state.ErrExpired, "expired", 409, ""},
 	"sandbox.ErrHooks":           {sandbox.ErrHooks, "hooks", 409, ""},
 	"state.ErrHostHooks":         {state.ErrHostHooks, "host-hooks", 409, ""},
-	"sandbox.ErrPromote":         {sandbox.ErrPromote, "promote", 409, ""},
-	"sandbox.ErrDrop":            {sandbox.ErrDrop, "drop", 409, ""},
-	"sandbox.ErrPersistLimit":    {sandbox.ErrPersistLimit, "persist-limit", 409, ""},
+	"control.ErrPromote":         {control.ErrPromote, "promote", 409, ""},
+	"control.ErrDrop":            {control.ErrDrop, "drop", 409, ""},
+	"control.ErrPersistLimit":    {control.ErrPersistLimit, "persist-limit", 409, ""},
 	"sandbox.ErrSecrets":         {sandbox.ErrSecrets, "secrets", 409, ""},
 	"sandbox.ErrShare":           {sandbox.ErrShare, "share-unusable", 409, ""},
 	"state.ErrDiskOnly":          {state.ErrDiskOnly, "disk-only", 409, ""},
@@ -84,6 +86,8 @@ var sentinels = map[string]answered{
 	"sandbox.ErrNoPermission":    {sandbox.ErrNoPermission, "no-permission", 503, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
 	"state.ErrImport":            never("the API imports nothing"),
+	"control.ErrCanceled":        never("who would get it does not wait any more"),
+	"control.ErrForkEnded":       never("a fork says by its result that its snapshot is not on disk"),
 	"state.ErrBetween":           never("who gets it looks again"),
 	"state.ErrNothingToTell":     never("a change of metadata ends with it that is none"),
 	"state.ErrStoreBusy":         never("it waits for a sweep, which ends; a request that gives up says how long it waited"),
@@ -92,7 +96,7 @@ var sentinels = map[string]answered{
 	"state.ErrNoForker":          never(asks),
 	"state.ErrOwnersTimer":       never(asks),
 	"state.ErrExtension":         never(asks),
-	"sandbox.ErrSelfLimit":       never(asks),
+	"control.ErrSelfLimit":       never(asks),
 
 	"lifetime.ErrKeep":   {lifetime.ErrKeep, "metadata", 400, ""},
 	"records.ErrInvalid": {records.ErrInvalid, "invalid", 400, ""},
@@ -221,7 +225,7 @@ var sentinels = map[string]answered{
 
 // sources are the folders of the packages, from the top of the repository.
 var sources = []string{
-	"sandbox", "sandbox/state", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
+	"sandbox", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
 	"guest", "guest/audit", "netpolicy", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 
@@ -297,7 +301,7 @@ func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T)
 	if err != nil {
 		t.Fatal(err)
 	}
-	vms := fleet.OfStore(store, sandbox.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
+	vms := fleet.OfStore(store, pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
 	s := serve(t, func(o *api.Options) {
 		o.VMs = api.OfStore(store, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)

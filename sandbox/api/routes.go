@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -178,7 +179,7 @@ func lifecycle() []route {
 		}),
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
-			takes: wire.Sleep{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				return f.Sleep(ctx, r.name(), sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
@@ -188,18 +189,18 @@ func lifecycle() []route {
 		},
 		{
 			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
-			takes: wire.Snapshot{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				b := r.body.(*wire.Snapshot)
 				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
 			}),
 		},
 		{
 			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
-			takes: wire.Empty{}, gives: wire.Promoted{}, limit: sandbox.PromoteTime + writeTime,
+			takes: wire.Empty{}, gives: wire.Promoted{}, limit: control.PromoteTime + writeTime,
 			serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
 				copies, err := f.Promote(ctx, r.name())
 				if copies == nil {
-					copies = []sandbox.Promoted{}
+					copies = []control.Promoted{}
 				}
 				return wire.Promoted{Promoted: copies}, err
 			}),
@@ -285,7 +286,7 @@ func reading() []route {
 		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.o.VMs.Policy(r.name()))
 		}},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: sandbox.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: control.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
 				return 0, nil, err

@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -23,7 +24,7 @@ type VMs interface {
 	Stop(ctx context.Context, name string, kill bool) error
 	Stats(ctx context.Context, name string) (sandbox.Stats, error)
 	Policy(name string) (*netpolicy.Policy, error)
-	SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error)
+	SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error)
 	NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error
 	Snapshots() ([]state.SnapshotInfo, error)
 	RemoveSnapshot(ctx context.Context, prefix string) error

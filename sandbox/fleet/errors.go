@@ -5,7 +5,7 @@ import (
 	"errors"
 	"strings"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
@@ -150,7 +150,7 @@ func CodeOf(err error) Code {
 		return "not-found"
 	}
 	// That the guest does not answer says less than that the time is up.
-	code := sandbox.ErrorCode(err)
+	code := control.ErrorCode(err)
 	if code != "" && (!strings.HasPrefix(code, "guest-") || !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled)) {
 		return Code(code)
 	}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -157,20 +158,20 @@ func (f *Fleet) Wake(ctx context.Context, name string) (Sandbox, error) {
 
 // Sleep puts a sandbox to sleep, and says what that has done. One that sleeps is left alone: what its last sleep has
 // done is returned.
-func (f *Fleet) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (f *Fleet) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	res, err := f.vms.SleepWith(ctx, name, o)
 	return res, fail("sleep", name, err)
 }
 
 // Snapshot writes a running sandbox to a snapshot that stays until it is removed.
-func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	res, err := f.vms.SnapshotWith(ctx, name, o)
 	return res, fail("snapshot", name, err)
 }
 
 // Promote copies what the metadata of a running sandbox names to the host, and says where it is: sandbox.Store.Promote.
 // It is done before each sleep by itself.
-func (f *Fleet) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+func (f *Fleet) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	copies, err := f.vms.Promote(ctx, name)
 	return copies, fail("promote", name, err)
 }

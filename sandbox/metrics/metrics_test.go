@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -55,7 +56,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 		t.Fatal(err)
 	}
 	begun := time.Now()
-	rep := sandbox.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
+	rep := control.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
 	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
 	rep.Begun = begun.Add(-time.Second) // the second one finds it awake
 	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
@@ -88,7 +89,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
 	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
 	m.observe("wake", time.Millisecond, nil)
-	m.woken(sandbox.Report{Stages: map[string]float64{"resume_entry": 1}})
+	m.woken(control.Report{Stages: map[string]float64{"resume_entry": 1}})
 	problems, err := testutil.GatherAndLint(m.registry)
 	if err != nil {
 		t.Fatal(err)

@@ -864,17 +864,18 @@ func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 }
 
 // Remove deletes a VM with its disk and its sleep snapshot, and says what that has freed. One that runs is refused with
-// ErrRunning, and one whose record cannot be read with ErrRecord, unless damaged is set. The VM may be gone although
+// ErrRunning, and one whose record cannot be read with ErrRecord, unless force is set; whoever has its lock then is
+// waited for. The VM may be gone although
 // there is an error: then what only it needed is not all deleted, which the next sweep does, and sandbox.removed is
 // told with what was freed by then.
-func (s *Store) Remove(ctx context.Context, name string, damaged bool) (Freed, error) {
+func (s *Store) Remove(ctx context.Context, name string, force bool) (Freed, error) {
 	r, err := s.Get(name)
 	e := events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx)}
 	switch {
-	case errors.Is(err, spec.ErrRecord) && damaged:
+	case errors.Is(err, spec.ErrRecord) && force:
 	case err != nil:
 		return Freed{}, err
-	case r.Phase == Running || r.Phase == Starting:
+	case !force && (r.Phase == Running || r.Phase == Starting):
 		return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
 	default:
 		// Its metadata goes with it.

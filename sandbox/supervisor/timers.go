@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -37,7 +38,7 @@ type timerVMs interface {
 type launchedVMs struct {
 	*sandbox.Store
 	up       func(ctx context.Context, name string) error
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	stamps   *noticed[map[string]string]
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -207,8 +208,8 @@ func (c *Client) Wake(ctx context.Context, name string) (fleet.Sandbox, error) {
 }
 
 // Sleep is fleet.Fleet.Sleep.
-func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
-	return act[sandbox.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
+func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
+	return act[control.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
 
 // Stop is sandbox.Store.Stop; the zero value of o gives it 30 s.
@@ -217,12 +218,12 @@ func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sand
 }
 
 // Snapshot is fleet.Fleet.Snapshot.
-func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
-	return act[sandbox.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
+func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
+	return act[control.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 }
 
 // Promote is fleet.Fleet.Promote.
-func (c *Client) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+func (c *Client) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	p, err := act[wire.Promoted](ctx, c, "promote", name, nil)
 	return p.Promoted, err
 }
@@ -293,7 +294,7 @@ func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, er
 }
 
 // SetPolicy is sandbox.Store.SetPolicy.
-func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res sandbox.PolicyResult, err error) {
+func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
 	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
 	return res, err
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -82,7 +83,7 @@ func ErrorOf(err error) Error {
 	}
 	var he *spec.HooksError
 	var hhe *state.HostHooksError
-	var re *sandbox.ErrorReport
+	var re *control.ErrorReport
 	switch {
 	case errors.As(err, &he):
 		out.Hooks = he.Failures
@@ -97,7 +98,7 @@ func ErrorOf(err error) Error {
 // Err makes it an error again: a *fleet.Error that wraps what its code stands for, for errors.Is.
 func (e Error) Err() error {
 	// The process of a VM tells its errors in the same way.
-	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
+	var cause error = &control.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
 	switch e.Code {
 	case fleet.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
@@ -242,7 +243,7 @@ type Snapshot struct {
 
 // Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
 type Promoted struct {
-	Promoted []sandbox.Promoted `json:"promoted"`
+	Promoted []control.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.

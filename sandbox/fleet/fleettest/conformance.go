@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -26,8 +27,8 @@ type Fleet interface {
 	History(ctx context.Context, name string, span records.Span) (fleet.History, error)
 	Start(ctx context.Context, name string) (fleet.Sandbox, error)
 	Wake(ctx context.Context, name string) (fleet.Sandbox, error)
-	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
-	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
+	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error)
+	Promote(ctx context.Context, name string) ([]control.Promoted, error)
 	Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error)
 	Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error)
 	Rename(ctx context.Context, name, to string) (fleet.Sandbox, error)
@@ -247,7 +248,7 @@ func Conformance(t *testing.T, s Subject) {
 		var e *fleet.Error
 		// Without the guest, which would be asked to trim its disk first.
 		skip := sandbox.SleepOptions{Hooks: spec.HooksSkip}
-		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, sandbox.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
+		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, control.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
 			t.Errorf("got %v, want ErrPersistLimit with code and remedy", err)
 		}
 		if got := s.Read(t, name); got != "second" {

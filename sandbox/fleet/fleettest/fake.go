@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -179,30 +180,30 @@ func (v *VMs) End(name string) {
 }
 
 // up makes a VM run. The mutex is held.
-func (v *VMs) up(m *vm) sandbox.Report {
+func (v *VMs) up(m *vm) control.Report {
 	m.record.Phase, m.record.PID, m.record.Problem, m.record.Exit = state.Running, 1, "", nil
 	m.began = v.now()
 	m.record.Awake = m.began
 	v.changed(m)
-	return sandbox.Report{Name: m.record.Spec.Name, Stages: map[string]float64{}}
+	return control.Report{Name: m.record.Spec.Name, Stages: map[string]float64{}}
 }
 
 // Run implements fleet.VMs.
-func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label state.Metadata) (sandbox.Report, error) {
+func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label state.Metadata) (control.Report, error) {
 	if want.Name == "" {
 		want.Name = "vm-" + newID()[:8]
 	}
 	if err := v.asked(ctx, "run", want.Name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	switch {
 	case !nameRE.MatchString(want.Name):
-		return sandbox.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, want.Name)
+		return control.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, want.Name)
 	case want.Image == "":
-		return sandbox.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
+		return control.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
 	}
 	if err := check(want, label); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	def := func(n *int, d int) {
 		if *n == 0 {
@@ -218,7 +219,7 @@ func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label state.Metadata) 
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.vms[want.Name] != nil {
-		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, want.Name)
+		return control.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, want.Name)
 	}
 	m := &vm{label: normal(label), record: state.Record{Version: 1, ID: newID(), Spec: want, Created: v.now()}}
 	v.vms[want.Name] = m
@@ -251,49 +252,49 @@ func (v *VMs) expired(m *vm) error {
 }
 
 // Start implements fleet.VMs.
-func (v *VMs) Start(ctx context.Context, name string) (sandbox.Report, error) {
+func (v *VMs) Start(ctx context.Context, name string) (control.Report, error) {
 	if err := v.asked(ctx, "start", name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if live(m.record.Phase) {
-		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+		return control.Report{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 	}
 	if err := v.expired(m); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if m.record.Phase == state.Asleep {
-		return sandbox.Report{}, fmt.Errorf("%w: %s is asleep", sandbox.ErrNotRunning, name)
+		return control.Report{}, fmt.Errorf("%w: %s is asleep", sandbox.ErrNotRunning, name)
 	}
 	v.boots++
 	return v.up(m), nil
 }
 
 // Wake implements fleet.VMs.
-func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+func (v *VMs) Wake(ctx context.Context, name string) (control.Report, error) {
 	if err := v.asked(ctx, "wake", name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if live(m.record.Phase) {
-		return sandbox.Report{Name: name, Stages: map[string]float64{}}, nil
+		return control.Report{Name: name, Stages: map[string]float64{}}, nil
 	}
 	if err := v.expired(m); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.rotate(m)
 	if m.record.Snapshot == "" || m.record.Phase == state.Stopped {
-		return sandbox.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
+		return control.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
 	}
 	if m.record.Phase == state.Crashed {
 		v.take(m, "abandoned", "")
@@ -304,7 +305,7 @@ func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
 }
 
 // BringUp implements fleet.VMs.
-func (v *VMs) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+func (v *VMs) BringUp(ctx context.Context, name string) (control.Report, error) {
 	if r, err := v.Get(name); err == nil && r.Phase == state.Crashed {
 		return v.Start(ctx, name)
 	}
@@ -362,33 +363,33 @@ func (v *VMs) take(m *vm, kind, note string) *snap {
 
 // SleepWith implements fleet.VMs. Of what does not persist it has copies that are told of and are nowhere, and the
 // limit, which is on the length of the text.
-func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	if err := v.asked(ctx, "sleep", name); err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	r := &m.record
-	var persisted *sandbox.Persisted
+	var persisted *control.Persisted
 	switch {
 	case r.Phase == state.Asleep:
 	case r.Phase != state.Running:
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
+		return control.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
 	case m.label.Class == lifetime.Ephemeral:
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", state.ErrMetadata, name)
+		return control.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", state.ErrMetadata, name)
 	default:
 		if persist := m.label.Persist; !persist.Empty() {
-			persisted = &sandbox.Persisted{}
+			persisted = &control.Persisted{}
 			if o.Hooks != spec.HooksSkip {
 				persisted.Promoted = v.promote(m)
 			}
 			if n := int64(len(m.state)); persist.MaxBytes > 0 {
 				if persisted.DiskBytes = n; n > persist.MaxBytes {
-					return sandbox.SleepResult{}, fmt.Errorf("putting %s to sleep: %w", name, &sandbox.PersistLimitError{Bytes: n, Max: persist.MaxBytes})
+					return control.SleepResult{}, fmt.Errorf("putting %s to sleep: %w", name, &control.PersistLimitError{Bytes: n, Max: persist.MaxBytes})
 				}
 			}
 		}
@@ -400,7 +401,7 @@ func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions
 		v.changed(m)
 		v.sweep()
 	}
-	res := sandbox.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}, Persist: persisted}
+	res := control.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}, Persist: persisted}
 	for _, s := range r.Sleeps {
 		if s.Snapshot == r.Snapshot {
 			res.BytesRaw, res.BytesStored, res.Awake, res.Asleep, res.CPUSeconds = s.Raw, s.Stored, s.Awake, s.Asleep, s.CPUSeconds
@@ -410,17 +411,17 @@ func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions
 }
 
 // promote says what the copies of a VM would be. The mutex is held.
-func (v *VMs) promote(m *vm) []sandbox.Promoted {
-	var out []sandbox.Promoted
+func (v *VMs) promote(m *vm) []control.Promoted {
+	var out []control.Promoted
 	at := v.now().Format("20060102T150405.000000000Z")
 	for _, p := range m.label.Persist.Promote {
-		out = append(out, sandbox.Promoted{Path: p.Path, At: path.Join(p.To, m.record.Spec.Name, at, p.Path), Entries: 1, Bytes: int64(len(m.state))})
+		out = append(out, control.Promoted{Path: p.Path, At: path.Join(p.To, m.record.Spec.Name, at, p.Path), Entries: 1, Bytes: int64(len(m.state))})
 	}
 	return out
 }
 
 // Promote implements fleet.VMs, as SleepWith does.
-func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+func (v *VMs) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	if err := v.asked(ctx, "promote", name); err != nil {
 		return nil, err
 	}
@@ -440,25 +441,25 @@ func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, err
 }
 
 // SnapshotWith implements fleet.VMs.
-func (v *VMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (v *VMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	if err := v.asked(ctx, "snapshot", name); err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	if m.record.Phase != state.Running {
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+		return control.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	kind := "named"
 	if o.DiskOnly {
 		kind = "disk"
 	}
 	s := v.take(m, kind, o.Note)
-	return sandbox.SleepResult{Name: name, Snapshot: s.info.ID, BytesRaw: uint64(len(m.state)), BytesStored: s.info.Stored, Stages: map[string]float64{}}, nil
+	return control.SleepResult{Name: name, Snapshot: s.info.ID, BytesRaw: uint64(len(m.state)), BytesStored: s.info.Stored, Stages: map[string]float64{}}, nil
 }
 
 // RestoreTo implements fleet.VMs.

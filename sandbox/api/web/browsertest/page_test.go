@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/web"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -61,8 +62,8 @@ func (h *host) Stats(context.Context, string) (sandbox.Stats, error) { return h.
 
 func (h *host) Policy(string) (*netpolicy.Policy, error) { return nil, sandbox.ErrNotFound }
 
-func (h *host) SetPolicy(context.Context, string, *netpolicy.Policy) (sandbox.PolicyResult, error) {
-	return sandbox.PolicyResult{}, sandbox.ErrNotFound
+func (h *host) SetPolicy(context.Context, string, *netpolicy.Policy) (control.PolicyResult, error) {
+	return control.PolicyResult{}, sandbox.ErrNotFound
 }
 
 func (h *host) NetworkFlows(_ context.Context, _ string, _ bool, fn func(netpolicy.FlowRecord) error) error {
