@@ -103,7 +103,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 func (e Env) round(ctx context.Context, names []string, pooled bool, o ConcurrentOptions) (wakes []oneWake, err error) {
 	before := map[int]time.Duration{}
 	if pooled {
-		pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{
+		pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{
 			Processes: len(names), Shapes: []spec.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: spec.DefaultVCPUs}},
 		})
 		if err != nil {
@@ -130,7 +130,7 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, o Concurren
 		return nil, err
 	}
 	for _, name := range names {
-		if _, err := e.Store.Sleep(ctx, name); err != nil {
+		if _, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return nil, err
 		}
 	}
@@ -150,7 +150,7 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 			}
 		}
 		if snap != "" {
-			err = errors.Join(err, e.Store.RemoveSnapshot(context.WithoutCancel(ctx), snap))
+			err = errors.Join(err, e.Store.State.RemoveSnapshot(context.WithoutCancel(ctx), snap))
 		}
 		return err
 	}
@@ -160,7 +160,7 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 	if err := start(ctx, first); err != nil {
 		return nil, remove, err
 	}
-	res, err := e.Store.Snapshot(ctx, first, "")
+	res, err := e.Store.Sandbox(first).Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		return nil, remove, err
 	}
@@ -169,15 +169,15 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 		name := fmt.Sprintf("%s-%d", first, i)
 		e.say("making VM %d of %d", i+1, n)
 		made = append(made, name)
-		if _, err := e.Store.Restore(ctx, e.Launcher, snap, name); err != nil {
+		if _, err := e.Store.With(e.Launcher).Restore(ctx, snap, sandbox.RestoreChanges{Name: name}); err != nil {
 			return nil, remove, err
 		}
-		if _, err := e.Store.Sleep(ctx, name); err != nil {
+		if _, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return nil, remove, err
 		}
 		names = append(names, name)
 	}
-	return names, remove, e.Store.Stop(ctx, first, true)
+	return names, remove, e.Store.Sandbox(first).Kill(ctx)
 }
 
 // oneWake is what a wake took, the processor time of its process, and what that says of it.
@@ -198,13 +198,13 @@ func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time
 		done.Go(func() {
 			standing.Done()
 			<-start
-			report, err := e.Store.Wake(ctx, e.Launcher, name)
+			report, err := e.Store.With(e.Launcher).Sandbox(name).Wake(ctx)
 			if err != nil {
 				errs[i] = err
 				return
 			}
 			wakes[i].took, wakes[i].report = time.Since(begin), report
-			r, err := e.Store.Get(name)
+			r, err := e.Store.State.Get(name)
 			if err != nil {
 				errs[i] = err
 				return

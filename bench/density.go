@@ -42,7 +42,7 @@ signal.pause()
 // together (pss_total) as stages. density_cpu is the processor time of its process, guest
 // included, in percent of a CPU, with all together (total) as a stage.
 func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
-	before, err := allocated(e.Store.Dir())
+	before, err := allocated(e.Store.State.Dir())
 	if err != nil {
 		return nil, err
 	}
@@ -53,7 +53,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	if err != nil {
 		return nil, err
 	}
-	after, err := allocated(e.Store.Dir())
+	after, err := allocated(e.Store.State.Dir())
 	if err != nil {
 		return nil, err
 	}
@@ -61,7 +61,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	asleep := newSeries()
 	processes := 0
 	for _, name := range names {
-		pids, err := holders(filepath.Dir(e.Store.VsockPath(name)))
+		pids, err := holders(filepath.Dir(e.Store.State.VsockPath(name)))
 		if err != nil {
 			return nil, err
 		}
@@ -98,7 +98,7 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 	pids := make([]int, len(names))
 	used := make([]time.Duration, len(names))
 	for i, name := range names {
-		r, err := e.Store.Get(name)
+		r, err := e.Store.State.Get(name)
 		if err != nil {
 			return nil, err
 		}

@@ -82,7 +82,7 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 	pause, ready := newSeries(), newSeries()
 	for i := range o.Warmup + o.N {
 		e.say("fork: %d MiB in use, run %d of %d", used, i, o.Warmup+o.N)
-		res, err := e.Store.Fork(ctx, e.Launcher, name, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
+		res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
 		if err != nil {
 			return nil, err
 		}
@@ -121,7 +121,7 @@ func (e Env) removeChildren(ctx context.Context, res sandbox.ForkResult) error {
 
 // python starts a program in the guest, and returns when it has written a line.
 func (e Env) python(ctx context.Context, name, program string, args ...string) (*guest.Client, error) {
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return nil, err
 	}
@@ -178,7 +178,7 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 	}
 	defer c.Close()
 	e.say("making %d children", o.Forks)
-	res, err := e.Store.Fork(ctx, e.Launcher, name, sandbox.ForkOptions{Count: o.Forks, Name: name + "-f"})
+	res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Forks, Name: name + "-f"})
 	if err != nil {
 		return nil, err
 	}
@@ -186,7 +186,7 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 	s := newSeries()
 	total := int64(0)
 	for _, child := range res.Children {
-		r, err := e.Store.Get(child.Name)
+		r, err := e.Store.State.Get(child.Name)
 		if err != nil {
 			return nil, err
 		}

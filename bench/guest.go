@@ -32,12 +32,12 @@ func (e Env) boot(ctx context.Context, name string, mib int) error {
 func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, error) {
 	e.say("booting a guest of %d MiB", spec.MemoryMiB)
 	spec.Image, spec.Kernel = e.Image, e.Kernel
-	return e.Store.Run(ctx, e.Launcher, spec)
+	return e.Store.With(e.Launcher).Create(ctx, spec, nil)
 }
 
 // remove removes a VM, running or not, also when the context has ended.
 func (e Env) remove(ctx context.Context, name string) error {
-	return e.Store.Remove(context.WithoutCancel(ctx), name, true)
+	return e.Store.Sandbox(name).Delete(context.WithoutCancel(ctx), sandbox.DeleteOptions{Force: true})
 }
 
 // started boots a VM and starts a python3 program in it. After an error nothing is left of it;

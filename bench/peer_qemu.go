@@ -107,7 +107,7 @@ func (e Env) peerKernel() (image, params string, err error) {
 		if name == "" {
 			name = string(kernel.Built)
 		}
-		k, err := kernel.Find(e.Store.KernelDir(), name)
+		k, err := kernel.Find(e.Store.State.KernelDir(), name)
 		if err != nil {
 			return "", "", err
 		}

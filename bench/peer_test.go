@@ -126,7 +126,7 @@ func TestQMP_silence_ends_with_the_context(t *testing.T) {
 
 func testEnv(t *testing.T) Env {
 	t.Helper()
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -218,12 +218,12 @@ type guestEnd struct {
 }
 
 func (g guestEnd) setPolicy(ctx context.Context, rules int) error {
-	_, err := g.env.Store.SetPolicy(ctx, g.name, policyOf(rules, netpolicy.Host))
+	_, err := g.env.Store.Sandbox(g.name).SetPolicy(ctx, policyOf(rules, netpolicy.Host))
 	return err
 }
 
 func (g guestEnd) counters(ctx context.Context) ([]netpolicy.Counter, error) {
-	st, err := g.env.Store.NetworkStats(ctx, g.name)
+	st, err := g.env.Store.Sandbox(g.name).NetworkStats(ctx)
 	return st.Counters, err
 }
 

@@ -21,7 +21,7 @@ import (
 
 // Env is what the benchmarks run in.
 type Env struct {
-	Store    *sandbox.Store
+	Store    *sandbox.Host
 	Launcher pool.Launcher
 	Image    string
 	Kernel   string // as in sandbox.Spec
@@ -238,24 +238,24 @@ func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
 // sleep puts a VM to sleep and takes down what it is restored from.
 func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	name := v.record.Spec.Name
-	res, err := e.Store.Sleep(ctx, name)
+	res, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		return err
 	}
-	v.snap = e.Store.SnapshotDir(res.Snapshot)
-	if v.record, err = e.Store.Get(name); err != nil {
+	v.snap = e.Store.State.SnapshotDir(res.Snapshot)
+	if v.record, err = e.Store.State.Get(name); err != nil {
 		return err
 	}
-	info, err := e.Store.InspectSnapshot(res.Snapshot)
+	info, err := e.Store.State.InspectSnapshot(res.Snapshot)
 	if err != nil {
 		return err
 	}
 	v.state = info.Manifest.Stats.Pages
-	st, err := e.Store.SnapshotDisk(res.Snapshot)
+	st, err := e.Store.State.SnapshotDisk(res.Snapshot)
 	if err != nil {
 		return err
 	}
-	v.parts = process.Parts(e.Store.Store, v.record, st)
+	v.parts = process.Parts(e.Store.State, v.record, st)
 	return nil
 }
 

@@ -52,7 +52,7 @@ func ResumeExec(ctx context.Context, e Env, o ResumeExecOptions) ([]Row, error) 
 
 // startShell starts a shell with a terminal, and waits until it has done a command.
 func (e Env) startShell(ctx context.Context, name string) error {
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return err
 	}

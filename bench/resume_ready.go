@@ -77,7 +77,7 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 	if err := e.startProgram(ctx, name, file, program, args...); err != nil {
 		return err
 	}
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return err
 	}
@@ -135,10 +135,10 @@ func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx con
 	}
 	for i := range depth {
 		e.say("%d MiB: sleep %d of %d", mib, i+1, depth+1)
-		if _, err := e.Store.Sleep(ctx, name); err != nil {
+		if _, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return v, err
 		}
-		if _, err := e.Store.Wake(ctx, e.Launcher, name); err != nil {
+		if _, err := e.Store.With(e.Launcher).Sandbox(name).Wake(ctx); err != nil {
 			return v, err
 		}
 	}
@@ -147,7 +147,7 @@ func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx con
 
 // startProgram starts a python3 program in a guest.
 func (e Env) startProgram(ctx context.Context, name, file, program string, args ...string) error {
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return err
 	}

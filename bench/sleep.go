@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -67,10 +68,10 @@ func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, e
 }
 
 func (e Env) sleepAndWake(ctx context.Context, name string) (control.SleepResult, error) {
-	res, err := e.Store.Sleep(ctx, name)
+	res, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		return res, err
 	}
-	_, err = e.Store.Wake(ctx, e.Launcher, name)
+	_, err = e.Store.With(e.Launcher).Sandbox(name).Wake(ctx)
 	return res, err
 }

@@ -132,7 +132,7 @@ func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
 	for {
-		c, err := guest.UnixDialer(e.Store.VsockPath(name))(ctx, programPort)
+		c, err := guest.UnixDialer(e.Store.State.VsockPath(name))(ctx, programPort)
 		if err != nil {
 			// It may not be listening yet.
 			select {
@@ -268,13 +268,13 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 
 // chain takes named snapshots of a VM, each a delta of the one before, and keeps the last.
 type chain struct {
-	store *sandbox.Store
+	store *sandbox.Host
 	vm    string
 	last  string
 }
 
 func (c *chain) next(ctx context.Context) (control.SleepResult, error) {
-	res, err := c.store.Snapshot(ctx, c.vm, "")
+	res, err := c.store.Sandbox(c.vm).Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		return res, err
 	}
@@ -282,7 +282,7 @@ func (c *chain) next(ctx context.Context) (control.SleepResult, error) {
 	before := c.last
 	c.last = res.Snapshot
 	if before != "" {
-		err = c.store.RemoveSnapshot(ctx, before)
+		err = c.store.State.RemoveSnapshot(ctx, before)
 	}
 	return res, err
 }
@@ -291,7 +291,7 @@ func (c *chain) end(ctx context.Context) error {
 	if c.last == "" {
 		return nil
 	}
-	return c.store.RemoveSnapshot(ctx, c.last)
+	return c.store.State.RemoveSnapshot(ctx, c.last)
 }
 
 // mib is the series of bytes as MiB. It has no stages.
@@ -347,9 +347,9 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	keep := map[int]string{}
 	defer func() {
 		ctx := context.WithoutCancel(ctx)
-		err = errors.Join(err, e.Store.Remove(ctx, name, true))
+		err = errors.Join(err, e.Store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true}))
 		for _, id := range keep {
-			err = errors.Join(err, e.Store.RemoveSnapshot(ctx, id))
+			err = errors.Join(err, e.Store.State.RemoveSnapshot(ctx, id))
 		}
 	}()
 	e.say("restore_depth: the guest settles for %v", o.Settle)
@@ -365,29 +365,29 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 			return nil, err
 		}
 	}
-	if err := e.Store.Stop(ctx, name, true); err != nil {
+	if err := e.Store.Sandbox(name).Kill(ctx); err != nil {
 		return nil, err
 	}
 	all := map[int]*series{}
 	vms := map[int]*sleeper{}
-	r, err := e.Store.Get(name)
+	r, err := e.Store.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
 	for _, d := range o.Depths {
-		info, err := e.Store.InspectSnapshot(keep[d])
+		info, err := e.Store.State.InspectSnapshot(keep[d])
 		if err != nil {
 			return nil, err
 		}
 		if info.Depth != d {
 			return nil, fmt.Errorf("snapshot %s is at depth %d, not %d", keep[d], info.Depth, d)
 		}
-		st, err := e.Store.SnapshotDisk(keep[d])
+		st, err := e.Store.State.SnapshotDisk(keep[d])
 		if err != nil {
 			return nil, err
 		}
 		all[d] = newSeries()
-		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.Store, r, st), snap: e.Store.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
+		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.State, r, st), snap: e.Store.State.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
 	}
 	dir, err := runsDir()
 	if err != nil {

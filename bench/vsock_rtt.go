@@ -27,7 +27,7 @@ func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	// It keeps the connection of one call for the next.
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return nil, err
 	}

@@ -163,7 +163,7 @@ func freePort() (netip.AddrPort, error) {
 
 // ready waits until the supervisor listens, and takes down the VM's address.
 func (w *wakeTouch) ready(ctx context.Context) error {
-	info, err := w.Store.Info(ctx, w.name)
+	info, err := w.Store.Sandbox(w.name).Info(ctx)
 	if err != nil {
 		return err
 	}
@@ -238,7 +238,7 @@ func finish(c *net.TCPConn) error {
 
 // once has the VM sleep, touches it, and touches it again.
 func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches) error {
-	if _, err := w.Store.Sleep(ctx, w.name); err != nil {
+	if _, err := w.Store.Sandbox(w.name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		return err
 	}
 	if err := pause(ctx, w.o.Settle); err != nil {
@@ -258,7 +258,7 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 	if touch.By != by {
 		return fmt.Errorf("the VM was woken by a %s", touch.By)
 	}
-	info, err := w.Store.Info(ctx, w.name)
+	info, err := w.Store.Sandbox(w.name).Info(ctx)
 	if err != nil {
 		return err
 	}

@@ -79,7 +79,7 @@ func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	watched := make(chan error, 1)
 	ready := make(chan struct{}, 2)
 	go func() {
-		watched <- e.Store.Watch(ctx, name, sandbox.WatchOptions{Paths: []string{"/root/watched"}, Recursive: true, Ready: func() { ready <- struct{}{} }}, events.add)
+		watched <- e.Store.Sandbox(name).Watch(ctx, sandbox.WatchOptions{Paths: []string{"/root/watched"}, Recursive: true, Ready: func() { ready <- struct{}{} }}, events.add)
 	}()
 	defer func() {
 		cancel()
@@ -229,7 +229,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	go func() {
 		var errs []error
 		for ctx.Err() == nil {
-			if err := e.Store.ForkAsked(ctx, e.Launcher, name); err != nil {
+			if err := e.Store.With(e.Launcher).Sandbox(name).ForkAsked(ctx); err != nil {
 				errs = append(errs, err)
 			}
 			time.Sleep(20 * time.Millisecond)
@@ -263,7 +263,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	if got := e.Sh(name, "cat /run/forked"); got != "0" {
 		t.Fatalf("asking has ended with %q", got)
 	}
-	child, err := e.Store.Get(e.Sh(name, "cat /run/child"))
+	child, err := e.Store.State.Get(e.Sh(name, "cat /run/child"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,7 +273,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	if got := wait(child.Spec.Name, "/run/forked"); got != "3" {
 		t.Errorf("in the child, asking has ended with %q, want 3", got)
 	}
-	if err := e.Store.Remove(t.Context(), child.Spec.Name, true); err != nil {
+	if err := e.Store.Sandbox(child.Spec.Name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Error(err)
 	}
 }
@@ -281,7 +281,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 // guestAsksItsHost has a guest ask for what it may, and for what it may not.
 func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	id := e.Sh(name, selfProgram+"snapshot 'made by me'")
-	list, err := e.Store.Snapshots()
+	list, err := e.Store.State.Snapshots()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -296,7 +296,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	}
 	if !found {
 		t.Errorf("it is told of a snapshot %q, which is not there", id)
-	} else if err := e.Store.RemoveSnapshot(t.Context(), id); err != nil {
+	} else if err := e.Store.State.RemoveSnapshot(t.Context(), id); err != nil {
 		t.Error(err)
 	}
 	guestForksItself(t, e, name)
@@ -318,7 +318,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("asking for a sleep has ended with %v: %s", err, said.String())
 	}
 	var asked []string
-	if _, err := e.Store.Audit(t.Context(), name, audit.ReadOptions{}, func(en audit.Entry) error {
+	if _, err := e.Store.State.Audit(t.Context(), name, audit.ReadOptions{}, func(en audit.Entry) error {
 		if en.Kind == audit.KindSelf {
 			asked = append(asked, strings.Join(en.Argv, " "))
 		}

@@ -20,7 +20,7 @@ import (
 
 // crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which
 // arguments it was started.
-func crashed(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, sleep string, started func() []string) {
+func crashed(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, sleep string, started func() []string) {
 	t.Helper()
 	s = tempStore(t)
 	r = sleepingVM(t, s, "a", 1)
@@ -28,7 +28,7 @@ func crashed(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, sleep st
 	sleep = diskSnapshotOf(t, s, r, state.KindSleep)
 	r.Snapshot = sleep
 	write(t, s, r, 7)
-	if err := s.Save(r); err != nil {
+	if err := s.State.Save(r); err != nil {
 		t.Fatal(err)
 	}
 	said := filepath.Join(t.TempDir(), "args")
@@ -43,13 +43,13 @@ func crashed(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, sleep st
 }
 
 // write has a VM crash after it has written a block to a new layer of its disk.
-func write(t *testing.T, s *Store, r *state.Record, word byte) {
+func write(t *testing.T, s *Host, r *state.Record, word byte) {
 	t.Helper()
-	below, err := s.Absolute(r.Disk)
+	below, err := s.State.Absolute(r.Disk)
 	if err != nil {
 		t.Fatal(err)
 	}
-	st, err := disk.Fork(filepath.Join(s.LayerDir(), r.NewLayer()), below, 0)
+	st, err := disk.Fork(filepath.Join(s.State.LayerDir(), r.NewLayer()), below, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,11 +61,11 @@ func write(t *testing.T, s *Store, r *state.Record, word byte) {
 	if err := errors.Join(err, d.Flush(), d.Close()); err != nil {
 		t.Fatal(err)
 	}
-	r.Disk, r.Phase, r.PID, r.Problem = s.Relative(st), state.Crashed, 0, "its process was killed"
+	r.Disk, r.Phase, r.PID, r.Problem = s.State.Relative(st), state.Crashed, 0, "its process was killed"
 }
 
 // wantWord reads what write has written.
-func wantWord(t *testing.T, s *Store, st disk.Stack, want byte) {
+func wantWord(t *testing.T, s *Host, st disk.Stack, want byte) {
 	t.Helper()
 	d, err := disk.Open(st, disk.Options{ReadOnly: true})
 	if err != nil {
@@ -78,9 +78,9 @@ func wantWord(t *testing.T, s *Store, st disk.Stack, want byte) {
 	}
 }
 
-func abandonedOf(t *testing.T, s *Store) (ids []string) {
+func abandonedOf(t *testing.T, s *Host) (ids []string) {
 	t.Helper()
-	list, err := s.Snapshots()
+	list, err := s.State.Snapshots()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,20 +93,20 @@ func abandonedOf(t *testing.T, s *Store) (ids []string) {
 }
 
 func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *testing.T) {
-	for name, up := range map[string]func(s *Store, l pool.Launcher) error{
-		"command over HTTP": func(s *Store, l pool.Launcher) error {
-			_, err := s.BringUp(context.Background(), l, "a")
+	for name, up := range map[string]func(s *Host, l pool.Launcher) error{
+		"command over HTTP": func(s *Host, l pool.Launcher) error {
+			_, err := s.With(l).Sandbox("a").BringUp(context.Background())
 			return err
 		},
-		"connection, packet or timer": func(s *Store, l pool.Launcher) error {
-			_, hold, err := s.WakeLocked(context.Background(), l, "a")
+		"connection, packet or timer": func(s *Host, l pool.Launcher) error {
+			_, hold, err := s.With(l).Sandbox("a").WakeWithLock(context.Background())
 			if hold != nil {
 				hold.Release()
 			}
 			return err
 		},
-		"start": func(s *Store, l pool.Launcher) error {
-			_, err := s.Start(context.Background(), l, "a")
+		"start": func(s *Host, l pool.Launcher) error {
+			_, err := s.With(l).Sandbox("a").Start(context.Background(), StartOptions{})
 			return err
 		},
 	} {
@@ -119,14 +119,14 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 			if args := started(); len(args) != 1 || strings.Contains(args[0], sleep) {
 				t.Errorf("it was started by %q, want a boot of its disk", args)
 			}
-			if _, err := s.Sweep(t.Context()); err != nil {
+			if _, err := s.State.Sweep(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			got, err := s.Load("a")
+			got, err := s.State.Load("a")
 			if err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
 				t.Fatalf("its record is %+v, %v", got, err)
 			}
-			st, err := s.Absolute(got.Disk)
+			st, err := s.State.Absolute(got.Disk)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -136,25 +136,25 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 }
 
 func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.T) {
-	for name, back := range map[string]func(s *Store, l pool.Launcher, sleep string) error{
-		"wake": func(s *Store, l pool.Launcher, _ string) error {
-			_, err := s.Wake(context.Background(), l, "a")
+	for name, back := range map[string]func(s *Host, l pool.Launcher, sleep string) error{
+		"wake": func(s *Host, l pool.Launcher, _ string) error {
+			_, err := s.With(l).Sandbox("a").Wake(context.Background())
 			return err
 		},
-		"restore": func(s *Store, _ pool.Launcher, sleep string) error {
-			_, err := s.RestoreTo(context.Background(), "a", sleep)
+		"restore": func(s *Host, _ pool.Launcher, sleep string) error {
+			_, err := s.State.RestoreTo(context.Background(), "a", sleep)
 			return err
 		},
-		"restore of one that has stopped": func(s *Store, _ pool.Launcher, sleep string) error {
-			r, err := s.Load("a")
+		"restore of one that has stopped": func(s *Host, _ pool.Launcher, sleep string) error {
+			r, err := s.State.Load("a")
 			if err != nil {
 				return err
 			}
 			r.Phase = state.Stopped
-			if err := s.Save(r); err != nil {
+			if err := s.State.Save(r); err != nil {
 				return err
 			}
-			_, err = s.RestoreTo(context.Background(), "a", sleep)
+			_, err = s.State.RestoreTo(context.Background(), "a", sleep)
 			return err
 		},
 	} {
@@ -164,18 +164,18 @@ func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.
 			if err := back(s, l, sleep); err != nil {
 				t.Fatal(err)
 			}
-			got, err := s.Load("a")
+			got, err := s.State.Load("a")
 			if err != nil || got.Phase != state.Asleep || len(got.Disk.Layers) != len(r.Disk.Layers)-1 {
 				t.Fatalf("its record is %+v, %v", got, err)
 			}
-			if _, err := s.Sweep(t.Context()); err != nil {
+			if _, err := s.State.Sweep(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			ids := abandonedOf(t, s)
 			if len(ids) != 1 {
 				t.Fatalf("%d disks are kept", len(ids))
 			}
-			st, err := s.SnapshotDisk(ids[0])
+			st, err := s.State.SnapshotDisk(ids[0])
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -184,20 +184,20 @@ func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.
 				t.Errorf("no VM can boot from it: %v", err)
 			}
 			var told struct{ Abandoned []string }
-			text, err := s.Inspect(t.Context(), "a")
+			text, err := s.Sandbox("a").Inspect(t.Context())
 			if err = errors.Join(err, json.Unmarshal(text, &told)); err != nil || !slices.Equal(told.Abandoned, ids) {
 				t.Errorf("inspect says %v, %v", told, err)
 			}
 			top := r.Disk.Layers[len(r.Disk.Layers)-1]
-			if _, err := s.TagSnapshot(ids[0], []string{"look"}); err != nil {
+			if _, err := s.State.TagSnapshot(ids[0], []string{"look"}); err != nil {
 				t.Fatal(err)
 			}
 			for _, keep := range []bool{true, false} {
-				if _, err := s.SweepAbandoned(t.Context()); err != nil {
+				if _, err := s.State.SweepAbandoned(t.Context()); err != nil {
 					t.Fatal(err)
 				}
 				wantLayers(t, s, keep, top)
-				if _, err := s.TagSnapshot(ids[0], nil); keep && err != nil {
+				if _, err := s.State.TagSnapshot(ids[0], nil); keep && err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -208,10 +208,10 @@ func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.
 
 func TestAttack_removed_vm_leaves_the_disks_that_it_had_left(t *testing.T) {
 	s, l, r, _, _ := crashed(t)
-	if _, err := s.Wake(t.Context(), l, "a"); err != nil {
+	if _, err := s.With(l).Sandbox("a").Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Remove(t.Context(), "a", true); err != nil {
+	if err := s.Sandbox("a").Delete(t.Context(), DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
 	if ids := abandonedOf(t, s); len(ids) != 0 {
@@ -223,29 +223,29 @@ func TestAttack_removed_vm_leaves_the_disks_that_it_had_left(t *testing.T) {
 func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(t *testing.T) {
 	noGrace(t)
 	s, _, r, sleep, _ := crashed(t)
-	if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: sleep}; return nil }); err != nil {
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: sleep}; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	for word := range byte(4) {
-		before, err := s.Load("a")
+		before, err := s.State.Load("a")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if word > 0 {
 			write(t, s, before, word)
 			before.Phase = state.Stopped
-			if err := s.Save(before); err != nil {
+			if err := s.State.Save(before); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if _, err := s.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, state.Rotation{To: sleep}); err != nil {
+		if _, err := s.State.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, state.Rotation{To: sleep}); err != nil {
 			t.Fatal(err)
 		}
 		if ids := abandonedOf(t, s); len(ids) != 1 {
 			t.Errorf("%d disks are kept", len(ids))
 		}
 	}
-	files, err := os.ReadDir(s.LayerDir())
+	files, err := os.ReadDir(s.State.LayerDir())
 	if err != nil || len(files) != len(r.Disk.Layers) {
 		t.Errorf("there are %d layers (%v), want %d", len(files), err, len(r.Disk.Layers))
 	}
@@ -254,16 +254,16 @@ func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(
 func TestAttack_crashed_vm_that_was_brought_up_meanwhile_is_taken_back(t *testing.T) {
 	s, l, r, _, _ := crashed(t)
 	r.Phase, r.Exit = state.Stopped, &state.ExitRecord{Reason: "powered-off", Time: time.Now()}
-	if err := s.Save(r); err != nil {
+	if err := s.State.Save(r); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.rewind(t.Context(), "a"); !errors.Is(err, ErrRunning) {
 		t.Errorf("got %v, want that it is looked at again", err)
 	}
-	if _, err := s.Wake(t.Context(), l, "a"); !errors.Is(err, ErrNotRunning) {
+	if _, err := s.With(l).Sandbox("a").Wake(t.Context()); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("got %v, want ErrNotRunning", err)
 	}
-	if got, err := s.Load("a"); err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
+	if got, err := s.State.Load("a"); err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
 		t.Errorf("its disk is %+v, %v", got, err)
 	}
 }

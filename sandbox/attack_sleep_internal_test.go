@@ -25,7 +25,7 @@ import (
 
 // falling is a VM that runs, as far as the store can tell, has slept before, and sleeps in a new snapshot when it is
 // asked to. With lost its answer is lost.
-func falling(t *testing.T, lost bool) (s *Store, r *state.Record, old string) {
+func falling(t *testing.T, lost bool) (s *Host, r *state.Record, old string) {
 	t.Helper()
 	s = tempStore(t)
 	r = sleepingVM(t, s, "a", 2)
@@ -39,14 +39,14 @@ func falling(t *testing.T, lost bool) (s *Store, r *state.Record, old string) {
 	t.Cleanup(func() { _ = cmd.Process.Kill(); <-ended })
 	r.Snapshot, r.Sleeps = old, []state.SleepRecord{{Snapshot: old, Asleep: time.Now().Add(-time.Hour)}}
 	r.Phase, r.PID = state.Running, cmd.Process.Pid
-	if err := s.Save(r); err != nil {
+	if err := s.State.Save(r); err != nil {
 		t.Fatal(err)
 	}
-	lock, err := s.Lock("a")
+	lock, err := s.State.Lock("a")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := osfile.ListenUnix(s.ControlSocket("a"))
+	l, err := osfile.ListenUnix(s.State.ControlSocket("a"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +54,7 @@ func falling(t *testing.T, lost bool) (s *Store, r *state.Record, old string) {
 		now := *r
 		now.Snapshot = diskSnapshotOf(t, s, r, state.KindSleep)
 		now.Phase, now.PID, now.Sleeps = state.Asleep, 0, append(now.Sleeps, state.SleepRecord{Snapshot: now.Snapshot, Asleep: time.Now()})
-		if err := s.Save(&now); err != nil {
+		if err := s.State.Save(&now); err != nil {
 			t.Error(err)
 		}
 		lock.Release()
@@ -72,42 +72,42 @@ func falling(t *testing.T, lost bool) (s *Store, r *state.Record, old string) {
 func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 	for name, tt := range map[string]struct {
 		lost    bool
-		harm    func(t *testing.T, s *Store)
+		harm    func(t *testing.T, s *Host)
 		problem bool
 	}{
-		"the record of another VM cannot be read": {harm: func(t *testing.T, s *Store) {
+		"the record of another VM cannot be read": {harm: func(t *testing.T, s *Host) {
 			withMetadata(t, s, "z", state.Asleep, nil)
-			if err := os.WriteFile(s.RecordPath("z"), []byte("{"), 0o600); err != nil {
+			if err := os.WriteFile(s.State.RecordPath("z"), []byte("{"), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		}},
-		"another snapshot cannot be read": {harm: func(t *testing.T, s *Store) {
-			if err := os.Mkdir(s.SnapshotDir(spec.NewID()), 0o700); err != nil {
+		"another snapshot cannot be read": {harm: func(t *testing.T, s *Host) {
+			if err := os.Mkdir(s.State.SnapshotDir(spec.NewID()), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},
-		"the store cannot be locked": {problem: true, harm: func(t *testing.T, s *Store) {
-			if err := os.MkdirAll(filepath.Join(s.Dir(), "import.lock"), 0o700); err != nil {
+		"the store cannot be locked": {problem: true, harm: func(t *testing.T, s *Host) {
+			if err := os.MkdirAll(filepath.Join(s.State.Dir(), "import.lock"), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},
-		"the answer is lost": {lost: true, harm: func(*testing.T, *Store) {}},
+		"the answer is lost": {lost: true, harm: func(*testing.T, *Host) {}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, _, old := falling(t, tt.lost)
 			tt.harm(t, s)
-			res, err := s.Sleep(t.Context(), "a")
+			res, err := s.Sandbox("a").Sleep(t.Context(), SleepOptions{})
 			if err != nil {
 				t.Fatalf("it sleeps, and the error is: %v", err)
 			}
-			r, err := s.Load("a")
+			r, err := s.State.Load("a")
 			if err != nil || r.Phase != state.Asleep || r.Snapshot != res.Snapshot {
 				t.Errorf("its record is %+v (%v), and the result %+v", r, err, res)
 			}
 			if (res.Problem != "") != tt.problem {
 				t.Errorf("the problem is %q", res.Problem)
 			}
-			if !tt.problem && !tt.lost && s.IsThere(old) {
+			if !tt.problem && !tt.lost && s.State.IsThere(old) {
 				t.Error("the sleep before is still there")
 			}
 		})
@@ -118,12 +118,12 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
 	// A pipe in place of a manifest holds up whoever reads it.
 	id := spec.NewID()
-	if err := errors.Join(os.Mkdir(s.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
+	if err := errors.Join(os.Mkdir(s.State.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.State.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.Sleep(context.Background(), "a")
+		_, err := s.Sandbox("a").Sleep(context.Background(), SleepOptions{})
 		done <- err
 	}()
 	select {
@@ -134,39 +134,39 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the sleep reads a snapshot that is none of its VM's")
 	}
-	if s.IsThere(old) {
+	if s.State.IsThere(old) {
 		t.Error("the sleep before is still there")
 	}
 }
 
 func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) {
-	for name, keep := range map[string]func(t *testing.T, s *Store, old string){
-		"a clone": func(t *testing.T, s *Store, old string) {
+	for name, keep := range map[string]func(t *testing.T, s *Host, old string){
+		"a clone": func(t *testing.T, s *Host, old string) {
 			c := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: state.Asleep, Snapshot: old, Parent: old}
-			l, err := s.Create(c)
+			l, err := s.State.Create(c)
 			if err != nil {
 				t.Fatal(err)
 			}
 			l.Release()
 		},
-		"a clone whose record cannot be read": func(t *testing.T, s *Store, old string) {
+		"a clone whose record cannot be read": func(t *testing.T, s *Host, old string) {
 			withMetadata(t, s, "c", state.Asleep, nil)
-			if err := os.WriteFile(s.RecordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
+			if err := os.WriteFile(s.State.RecordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		},
-		"a tag": func(t *testing.T, s *Store, old string) {
-			if _, err := s.TagSnapshot(old, []string{"release"}); err != nil {
+		"a tag": func(t *testing.T, s *Host, old string) {
+			if _, err := s.State.TagSnapshot(old, []string{"release"}); err != nil {
 				t.Fatal(err)
 			}
 		},
-		"its metadata": func(t *testing.T, s *Store, _ string) {
-			if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
+		"its metadata": func(t *testing.T, s *Host, _ string) {
+			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
-		"its rotation": func(t *testing.T, s *Store, old string) {
-			if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: old}; return nil }); err != nil {
+		"its rotation": func(t *testing.T, s *Host, old string) {
+			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: old}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -174,10 +174,10 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 		t.Run(name, func(t *testing.T) {
 			s, _, old := falling(t, false)
 			keep(t, s, old)
-			if res, err := s.Sleep(t.Context(), "a"); err != nil || res.Problem != "" {
+			if res, err := s.Sandbox("a").Sleep(t.Context(), SleepOptions{}); err != nil || res.Problem != "" {
 				t.Fatal(err, res.Problem)
 			}
-			if !s.IsThere(old) {
+			if !s.State.IsThere(old) {
 				t.Error("it is gone")
 			}
 		})
@@ -189,10 +189,10 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	sleeping := sleepingVM(t, s, "s", 1)
 	sleeping.Spec = r.Spec
 	sleeping.Spec.Name, sleeping.Snapshot = "s", diskSnapshotOf(t, s, sleeping, state.KindSleep)
-	if err := s.Save(sleeping); err != nil {
+	if err := s.State.Save(sleeping); err != nil {
 		t.Fatal(err)
 	}
-	unlock, err := s.LockStore(t.Context(), osfile.Exclusive, time.Second)
+	unlock, err := s.State.LockStore(t.Context(), osfile.Exclusive, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -201,7 +201,7 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.Fork(ctx, pool.Launcher{}, "s", ForkOptions{Name: "f"})
+		_, err := s.With(pool.Launcher{}).Sandbox("s").Fork(ctx, ForkOptions{Name: "f"})
 		done <- err
 	}()
 	select {
@@ -214,14 +214,14 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	}
 	// And whoever gives no end waits for a time.
 	begin := time.Now()
-	if _, err := s.LockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, state.ErrStoreBusy) || time.Since(begin) < 20*time.Millisecond {
+	if _, err := s.State.LockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, state.ErrStoreBusy) || time.Since(begin) < 20*time.Millisecond {
 		t.Errorf("got %v after %v", err, time.Since(begin))
 	}
 }
 
 // clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and
 // nobody else who has its layers.
-func clonable(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, snap string) {
+func clonable(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, snap string) {
 	t.Helper()
 	s = tempStore(t)
 	dir := t.TempDir()
@@ -230,7 +230,7 @@ func clonable(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, snap st
 	if err := errors.Join(os.Mkdir(tree, 0o700), os.WriteFile(filepath.Join(tree, "f"), nil, 0o600), os.WriteFile(l.Agent, []byte("agent"), 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	images, err := image.OpenStore(s.ImageDir())
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -244,7 +244,7 @@ func clonable(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, snap st
 		t.Fatal(err)
 	}
 	snap = diskSnapshotOf(t, s, r, state.KindNamed)
-	if err := s.Remove(t.Context(), "origin", true); err != nil {
+	if err := s.Sandbox("origin").Delete(t.Context(), DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
 	wantLayers(t, s, true, r.Disk.Layers...)
@@ -256,23 +256,23 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 	s, l, r, snap := clonable(t)
 	ways := map[string]func(ctx context.Context, name string) error{
 		"restore": func(ctx context.Context, name string) error {
-			_, err := s.RestoreWith(ctx, l, snap, RestoreChanges{Name: name})
+			_, err := s.With(l).Restore(ctx, snap, RestoreChanges{Name: name})
 			return err
 		},
 		"run-from-disk": func(ctx context.Context, name string) error {
-			_, err := s.RunFromDisk(ctx, l, Spec{Name: name, Kernel: "/dev/null"}, snap)
+			_, err := s.With(l).CreateFromDisk(ctx, Spec{Name: name, Kernel: "/dev/null"}, snap, nil)
 			return err
 		},
 		"take-back": func(ctx context.Context, name string) error {
 			other := sleepingVM(t, s, name, 1)
 			id := diskSnapshotOf(t, s, other, state.KindNamed)
-			_, err := s.RestoreTo(ctx, name, id)
+			_, err := s.State.RestoreTo(ctx, name, id)
 			return err
 		},
 	}
 	for name, do := range ways {
 		t.Run(name+" waits for a sweep", func(t *testing.T) {
-			unlock, err := s.LockStore(t.Context(), osfile.Exclusive, time.Second)
+			unlock, err := s.State.LockStore(t.Context(), osfile.Exclusive, time.Second)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -292,20 +292,20 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 		})
 	}
 	t.Run("a removal and a sweep wait for it", func(t *testing.T) {
-		unlock, err := s.Share(t.Context())
+		unlock, err := s.State.Share(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
 		free := diskSnapshotOf(t, s, r, state.KindNamed)
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		defer cancel()
-		if err := s.RemoveSnapshot(ctx, free); !errors.Is(err, context.DeadlineExceeded) {
+		if err := s.State.RemoveSnapshot(ctx, free); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("the removal: %v", err)
 		}
-		if _, err := s.Sweep(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		if _, err := s.State.Sweep(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("the sweep: %v", err)
 		}
-		if !s.IsThere(free) {
+		if !s.State.IsThere(free) {
 			t.Error("it is removed")
 		}
 		if err := unlock(); err != nil {
@@ -318,7 +318,7 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 	noGrace(t)
 	s, l, r, snap := clonable(t)
 	keep := diskSnapshotOf(t, s, r, state.KindNamed) // its layers are wanted again and again
-	if err := snapshot.Remove(s.SnapshotDir(snap)); err != nil {
+	if err := snapshot.Remove(s.State.SnapshotDir(snap)); err != nil {
 		t.Fatal(err)
 	}
 	restored, booted, removed := 0, 0, 0
@@ -329,24 +329,24 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			if i%2 == 0 {
-				_, made = s.RestoreWith(t.Context(), l, id, RestoreChanges{Name: name})
+				_, made = s.With(l).Restore(t.Context(), id, RestoreChanges{Name: name})
 				return
 			}
-			_, made = s.RunFromDisk(t.Context(), l, Spec{Name: name, Kernel: "/dev/null"}, id)
+			_, made = s.With(l).CreateFromDisk(t.Context(), Spec{Name: name, Kernel: "/dev/null"}, id, nil)
 		})
 		wg.Go(func() {
 			time.Sleep(time.Duration(i%12) * time.Millisecond)
-			gone = s.RemoveSnapshot(t.Context(), id)
+			gone = s.State.RemoveSnapshot(t.Context(), id)
 		})
-		wg.Go(func() { _, swept = s.Sweep(t.Context()) })
+		wg.Go(func() { _, swept = s.State.Sweep(t.Context()) })
 		wg.Wait()
 		if swept != nil {
 			t.Errorf("%d: the sweep: %v", i, swept)
 		}
-		got, err := s.Load(name)
+		got, err := s.State.Load(name)
 		switch {
 		case made == nil && err == nil:
-			if got.Snapshot != "" && !s.IsThere(got.Snapshot) {
+			if got.Snapshot != "" && !s.State.IsThere(got.Snapshot) {
 				t.Fatalf("%d: it was restored, and its snapshot is gone (the removal: %v)", i, gone)
 			}
 			wantLayers(t, s, true, got.Disk.Layers...)
@@ -368,7 +368,7 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 	if restored+booted == 0 || removed == 0 {
 		t.Error("nothing has met")
 	}
-	if !s.IsThere(keep) {
+	if !s.State.IsThere(keep) {
 		t.Error("a snapshot that nobody has removed is gone")
 	}
 }
@@ -379,10 +379,12 @@ func TestAttack_run_from_disk_loses_its_layers_to_the_removal_of_the_snapshot(t 
 		s, l, r, snap := clonable(t)
 		var made, gone error
 		var wg sync.WaitGroup
-		wg.Go(func() { _, made = s.RunFromDisk(t.Context(), l, spec.VM{Name: "d", Kernel: "/dev/null"}, snap) })
+		wg.Go(func() {
+			_, made = s.With(l).CreateFromDisk(t.Context(), spec.VM{Name: "d", Kernel: "/dev/null"}, snap, nil)
+		})
 		wg.Go(func() {
 			time.Sleep(time.Duration(i%10) * 500 * time.Microsecond)
-			gone = s.RemoveSnapshot(t.Context(), snap)
+			gone = s.State.RemoveSnapshot(t.Context(), snap)
 		})
 		wg.Wait()
 		if gone != nil {

@@ -16,7 +16,7 @@ func recordedInTheTrail(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("got %q", got)
 	}
 	var done []string
-	is, err := e.Store.Audit(t.Context(), name, audit.ReadOptions{}, func(entry audit.Entry) error {
+	is, err := e.Store.State.Audit(t.Context(), name, audit.ReadOptions{}, func(entry audit.Entry) error {
 		exit := -1
 		if entry.Outcome != nil && entry.Outcome.Exit != nil {
 			exit = *entry.Outcome.Exit
@@ -27,7 +27,7 @@ func recordedInTheTrail(t *testing.T, e *guesttest.Env, name string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r, err := e.Store.Get(name)
+	r, err := e.Store.State.Get(name)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,15 +31,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Run makes a VM and boots it. It returns when the agent in the guest answers. If
-// the VM does not come up, nothing is left of it but its logs in the error.
-func (s *Store) Run(ctx context.Context, l pool.Launcher, spec Spec) (control.Report, error) {
-	return s.RunWithMetadata(ctx, l, spec, nil)
-}
-
-// RunWithMetadata is Run for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunWithMetadata(ctx context.Context, l pool.Launcher, want Spec, label *state.Metadata) (control.Report, error) {
-	want, err := s.Complete(want)
+// Create makes a sandbox and boots it, with metadata if that is not nil. It returns when the agent in the guest
+// answers. If the VM does not come up, nothing is left of it but its logs in the error.
+func (s *Host) Create(ctx context.Context, want Spec, label *state.Metadata) (control.Report, error) {
+	l := s.launcher
+	want, err := s.State.Complete(want)
 	if err != nil {
 		return control.Report{}, err
 	}
@@ -47,7 +43,7 @@ func (s *Store) RunWithMetadata(ctx context.Context, l pool.Launcher, want Spec,
 	if err := r.SetMetadata(label); err != nil {
 		return control.Report{}, err
 	}
-	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.State.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return control.Report{}, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
@@ -58,37 +54,37 @@ func (s *Store) RunWithMetadata(ctx context.Context, l pool.Launcher, want Spec,
 
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
 // there is a record.
-func (s *Store) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error) (control.Report, error) {
+func (s *Host) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error) (control.Report, error) {
 	// What comes of another machine must not pass for it.
 	return s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
-	lock, err := s.Create(r)
+func (s *Host) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
+	lock, err := s.State.Create(r)
 	if err != nil {
 		return control.Report{}, err
 	}
 	lock.Release()
 	if recorded != nil {
 		if err := recorded(); err != nil {
-			return control.Report{}, errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
+			return control.Report{}, errors.Join(err, s.State.RemoveNew(context.WithoutCancel(ctx), r))
 		}
 	}
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
-		if line := control.LastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
+		if line := control.LastLine(s.State.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
-		err = errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
+		err = errors.Join(err, s.State.RemoveNew(context.WithoutCancel(ctx), r))
 	}
 	return rep, err
 }
 
 // resolve finds what the spec names.
-func (s *Store) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.BootFiles, error) {
-	images, err := image.OpenStore(s.ImageDir())
+func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.BootFiles, error) {
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		return state.BootFiles{}, err
 	}
@@ -115,14 +111,14 @@ func (s *Store) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
 		if kernel.DefaultRoot(kind) == kernel.Initramfs {
-			b.Initramfs, err = initramfs.Ensure(ctx, s.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
+			b.Initramfs, err = initramfs.Ensure(ctx, s.State.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
 			if err != nil {
 				return state.BootFiles{}, err
 			}
 		}
 	}
 	if b.Initramfs == "" {
-		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.CacheDir(), l.Agent); err != nil {
+		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.State.CacheDir(), l.Agent); err != nil {
 			return state.BootFiles{}, err
 		}
 	}
@@ -136,14 +132,14 @@ func (s *Store) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.
 	}
 	b.Cmdline = params.String() + " " + root.String()
 	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
-		*path = s.InStore(*path)
+		*path = s.State.InStore(*path)
 	}
 	return b, nil
 }
 
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
-func (s *Store) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
+func (s *Host) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
 	spec := old.Spec
 	spec.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
@@ -157,7 +153,7 @@ func (s *Store) resolveAgain(ctx context.Context, l pool.Launcher, old state.Rec
 		// The agent has been replaced since. The old one's disk is still in the
 		// cache, under the same folder as the new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
-		if _, err := os.Stat(s.BootPath(same)); err != nil {
+		if _, err := os.Stat(s.State.BootPath(same)); err != nil {
 			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
 		}
 		b.SystemDisk = same
@@ -167,9 +163,9 @@ func (s *Store) resolveAgain(ctx context.Context, l pool.Launcher, old state.Rec
 
 // findKernel finds the kernel that is named, or one for the host and for what the image needs. Either must have
 // the features of own.
-func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...string) (*kernel.Kernel, error) {
+func (s *Host) findKernel(name string, host kernel.Host, needs string, own ...string) (*kernel.Kernel, error) {
 	if name != "" {
-		k, err := kernel.Find(s.KernelDir(), name)
+		k, err := kernel.Find(s.State.KernelDir(), name)
 		if err != nil {
 			return nil, err
 		}
@@ -182,19 +178,14 @@ func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...s
 	if err != nil {
 		return nil, fmt.Errorf("label %s of the image: %w; or name a kernel with --kernel", kernel.NeedsLabel, err)
 	}
-	k, err := kernel.Choose(s.KernelDir(), host, append(features, own...))
+	k, err := kernel.Choose(s.State.KernelDir(), host, append(features, own...))
 	if err != nil {
 		return nil, fmt.Errorf("choosing a kernel: %w", err)
 	}
 	return k, nil
 }
 
-// Start boots a VM that has stopped or crashed, with its disk as it is.
-func (s *Store) Start(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
-	return s.StartWith(ctx, l, name, StartOptions{})
-}
-
-// StartOptions change a start. The zero value is Start.
+// StartOptions change a start. The zero value boots what does not sleep.
 type StartOptions struct {
 	// DiscardMemory boots a VM that sleeps as well: with the disk that it slept with, as after a loss of power. What
 	// was in its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that
@@ -202,14 +193,16 @@ type StartOptions struct {
 	DiscardMemory bool
 }
 
-// StartWith is Start with options.
-func (s *Store) StartWith(ctx context.Context, l pool.Launcher, name string, o StartOptions) (control.Report, error) {
+// Start boots a VM that has stopped or crashed, with its disk as it is.
+func (b *Sandbox) Start(ctx context.Context, o StartOptions) (control.Report, error) {
+	s, name := b.host, b.name
+	l := s.launcher
 	if o.DiscardMemory {
 		if err := s.discardMemory(ctx, name); err != nil {
 			return control.Report{}, err
 		}
 	}
-	r, err := s.Get(name)
+	r, err := s.State.Get(name)
 	if err != nil {
 		return control.Report{}, err
 	}
@@ -217,13 +210,13 @@ func (s *Store) StartWith(ctx context.Context, l pool.Launcher, name string, o S
 	case state.Running, state.Starting:
 		return control.Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
-	if _, err := s.Lasting(name); err != nil {
+	if _, err := s.State.Lasting(name); err != nil {
 		return control.Report{}, err
 	}
 	switch r.Phase {
 	case state.Asleep:
 		// Its memory is of no use if its volumes have moved on.
-		if !errors.Is(s.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
+		if !errors.Is(s.State.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
 			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
@@ -232,21 +225,21 @@ func (s *Store) StartWith(ctx context.Context, l pool.Launcher, name string, o S
 
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
 // until it sleeps again.
-func (s *Store) discardMemory(ctx context.Context, name string) error {
-	if _, err := s.Lasting(name); err != nil {
+func (s *Host) discardMemory(ctx context.Context, name string) error {
+	if _, err := s.State.Lasting(name); err != nil {
 		return err
 	}
-	l, err := s.LockSoon(ctx, name)
+	l, err := s.State.LockSoon(ctx, name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil || r.Phase != state.Asleep {
 		return err
 	}
 	r.Phase, r.Problem = state.Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
-	return s.Save(r)
+	return s.State.Save(r)
 }
 
 // unreadable adds to the error of a wake what can be done if the memory cannot be had: the disk does not depend on it.
@@ -265,19 +258,23 @@ func unreadable(name string, err error) error {
 // return when it is there. A sleep that has begun is waited for, so the VM runs in any case when Wake returns. When ctx
 // ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are
 // ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
-func (s *Store) Wake(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
+func (b *Sandbox) Wake(ctx context.Context) (control.Report, error) {
+	s, name := b.host, b.name
+	l := s.launcher
 	return s.wake(ctx, l, name, nil, true)
 }
 
 // BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
 // does, so that nothing is lost that its guest had written out.
-func (s *Store) BringUp(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
+func (b *Sandbox) BringUp(ctx context.Context) (control.Report, error) {
+	s, name := b.host, b.name
+	l := s.launcher
 	return s.wake(ctx, l, name, nil, false)
 }
 
 // wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
 // awake from its first moment on, if this call wakes it.
-func (s *Store) wake(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
+func (s *Host) wake(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
 	for {
 		rep, err := s.wakeOnce(ctx, l, name, hold, back)
 		if !errors.Is(err, state.ErrBetween) {
@@ -291,19 +288,19 @@ func (s *Store) wake(ctx context.Context, l pool.Launcher, name string, hold *os
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
-	r, err := s.Get(name)
+func (s *Host) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
+	r, err := s.State.Get(name)
 	if err != nil {
 		return control.Report{}, err
 	}
 	if r.Phase == state.Running || r.Phase == state.Starting {
 		return s.awaitRunning(ctx, name)
 	}
-	label, err := s.Lasting(name)
+	label, err := s.State.Lasting(name)
 	if err != nil {
 		return control.Report{}, err
 	}
-	if r, err = s.RotateIfDue(ctx, r, label.Rotate); err != nil {
+	if r, err = s.State.RotateIfDue(ctx, r, label.Rotate); err != nil {
 		return control.Report{}, err
 	}
 	if r.Phase == state.Crashed && !back {
@@ -317,7 +314,7 @@ func (s *Store) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold
 		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
-	if err := errors.Join(s.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
+	if err := errors.Join(s.State.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
 		return control.Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
 	if r.Phase != state.Asleep {
@@ -333,9 +330,9 @@ func (s *Store) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold
 
 // upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
 // says that it has one.
-func (s *Store) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
+func (s *Host) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
 	// The process that has put it to sleep may be on its way out.
-	lock, err := s.Lock(r.Spec.Name)
+	lock, err := s.State.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
 		return control.Report{}, state.ErrBetween
 	}
@@ -357,40 +354,40 @@ func (s *Store) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, sn
 }
 
 // rewind makes a crashed VM one that sleeps since its last snapshot.
-func (s *Store) rewind(ctx context.Context, name string) error {
-	l, err := s.Lock(name)
+func (s *Host) rewind(ctx context.Context, name string) error {
+	l, err := s.State.Lock(name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil {
 		return err
 	}
 	if r.Phase != state.Crashed {
 		return fmt.Errorf("%w: %s", ErrRunning, name) // it has run meanwhile: look again
 	}
-	m, err := s.Manifest(r.Snapshot)
+	m, err := s.State.Manifest(r.Snapshot)
 	if err != nil {
 		return err
 	}
-	if _, err := s.Abandon(ctx, r, m); err != nil {
+	if _, err := s.State.Abandon(ctx, r, m); err != nil {
 		return err
 	}
 	r.GoBack(m)
-	return s.Save(r)
+	return s.State.Save(r)
 }
 
 // awaitRunning waits until a VM that another process starts is there.
-func (s *Store) awaitRunning(ctx context.Context, name string) (control.Report, error) {
+func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, error) {
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil {
 			return control.Report{}, err
 		}
 		switch r.Phase {
 		case state.Running:
-			info, err := s.Info(ctx, name)
+			info, err := s.Sandbox(name).Info(ctx)
 			if err == nil && info.Falling {
 				break // the sleep decides
 			}
@@ -411,15 +408,8 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (control.Report, 
 	}
 }
 
-// Restore makes a new VM from a snapshot. It has the memory, processes and files of
-// the one that the snapshot is of, and an identity of its own. Its network policy is the
-// one that that VM had then.
-func (s *Store) Restore(ctx context.Context, l pool.Launcher, snapshotID, name string) (control.Report, error) {
-	return s.RestoreWith(ctx, l, snapshotID, RestoreChanges{Name: name})
-}
-
 // RestoreChanges say in what a clone differs from the VM that the snapshot is of. The zero
-// value is Restore with a random name.
+// value is a clone with a random name.
 type RestoreChanges struct {
 	// Name of the clone; empty is a random one.
 	Name string
@@ -431,16 +421,18 @@ type RestoreChanges struct {
 	Metadata *state.Metadata
 }
 
-// RestoreWith is Restore with changes.
-func (s *Store) RestoreWith(ctx context.Context, l pool.Launcher, snapshotID string, c RestoreChanges) (control.Report, error) {
+// Restore makes a new sandbox from a snapshot: a clone. It has the memory, processes and files of the one that the
+// snapshot is of, and an identity of its own. Its network policy is the one that that had then.
+func (s *Host) Restore(ctx context.Context, snapshotID string, c RestoreChanges) (control.Report, error) {
+	l := s.launcher
 	// Nobody removes the snapshot or its layers before the record names them.
-	unlock, err := s.Share(ctx)
+	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return control.Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
-	id, err := s.FindSnapshot(snapshotID)
+	id, err := s.State.FindSnapshot(snapshotID)
 	if err != nil {
 		return control.Report{}, err
 	}
@@ -464,8 +456,8 @@ func (s *Store) RestoreWith(ctx context.Context, l pool.Launcher, snapshotID str
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
-func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name string) (*state.Record, error) {
-	m, err := s.Manifest(id)
+func (s *Host) cloneRecord(ctx context.Context, l pool.Launcher, id, name string) (*state.Record, error) {
+	m, err := s.State.Manifest(id)
 	if err != nil {
 		return nil, err
 	}
@@ -486,7 +478,7 @@ func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name strin
 	if want.Policy, err = state.PolicyOf(m.Labels); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if want, err = s.Complete(want); err != nil {
+	if want, err = s.State.Complete(want); err != nil {
 		return nil, err
 	}
 	r := &state.Record{
@@ -494,7 +486,7 @@ func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name strin
 		Boot: boot, Disk: state.SnapshotStack(m), Snapshot: id, Parent: id,
 	}
 	r.Inherit(&old)
-	if err := errors.Join(s.CheckVolumes(r, id), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.State.CheckVolumes(r, id), s.findShares(want.Shares)); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return r, nil
@@ -502,35 +494,32 @@ func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name strin
 
 // launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
 // and waits for the report.
-func (s *Store) launchWith(ctx context.Context, l pool.Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
-	if rep, err = pool.Start(ctx, s.Store, l, shape, ord, files...); err != nil {
+func (s *Host) launchWith(ctx context.Context, l pool.Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
+	if rep, err = pool.Start(ctx, s.State, l, shape, ord, files...); err != nil {
 		return rep, err
 	}
 	return rep, s.handIn(ctx, l, ord.Name)
 }
 
 // Info asks a running VM how it is.
-func (s *Store) Info(ctx context.Context, name string) (info control.Info, err error) {
-	err = control.Call(ctx, s.Store, name, http.MethodGet, "/info", &info)
+func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
+	s, name := b.host, b.name
+	err = control.Call(ctx, s.State, name, http.MethodGet, "/info", &info)
 	return info, err
 }
 
-// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
-// and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
-// hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
-// deleting the sleep before, is in the result's Problem, and left to the next Sweep.
-func (s *Store) Sleep(ctx context.Context, name string) (control.SleepResult, error) {
-	return s.SleepWith(ctx, name, SleepOptions{})
-}
-
-// SleepOptions change a sleep. The zero value is Sleep.
+// SleepOptions change a sleep. The zero value goes by the VM's Spec.
 type SleepOptions struct {
 	// Hooks is what holds instead of what the VM's Spec says.
 	Hooks spec.HookPolicy
 }
 
-// SleepWith is Sleep with options.
-func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res control.SleepResult, err error) {
+// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
+// and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
+// hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
+// deleting the sleep before, is in the result's Problem, and left to the next sweep.
+func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepResult, err error) {
+	s, name := b.host, b.name
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
@@ -541,7 +530,7 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if r.Phase == state.Asleep {
 		return lastSleep(r), nil
 	}
-	if l, err := s.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
+	if l, err := s.State.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, state.ErrMetadata, name)
 	}
 	begin := time.Now()
@@ -550,9 +539,9 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	if err := control.Call(ctx, s.Store, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
+	if err := control.Call(ctx, s.State, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
-		now, gerr := s.Get(name)
+		now, gerr := s.State.Get(name)
 		if gerr != nil || !now.SleptAfter(r) {
 			return res, err
 		}
@@ -566,14 +555,14 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, nil
 	}
 	res.Stages["gone"] = control.Milliseconds(time.Since(begin))
-	res.Note(errors.Join(s.SweepSlept(ctx, name), state.SweepNetworks()))
+	res.Note(errors.Join(s.State.SweepSlept(ctx, name), state.SweepNetworks()))
 	return res, nil
 }
 
 // awaitStarted waits until a VM that is being started is there, or not.
-func (s *Store) awaitStarted(ctx context.Context, name string) (*state.Record, error) {
+func (s *Host) awaitStarted(ctx context.Context, name string) (*state.Record, error) {
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil || r.Phase != state.Starting {
 			return r, err
 		}
@@ -622,9 +611,9 @@ func zombie(pid int) bool {
 }
 
 // awaitUnlocked waits until the process of a VM is gone.
-func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
+func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 	for {
-		l, err := s.Lock(name)
+		l, err := s.State.Lock(name)
 		if err == nil {
 			l.Release()
 			return nil
@@ -640,12 +629,6 @@ func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 	}
 }
 
-// Snapshot writes a running VM to a snapshot that stays until it is removed, and
-// lets it run on. note is kept with it.
-func (s *Store) Snapshot(ctx context.Context, name, note string) (control.SleepResult, error) {
-	return s.SnapshotWith(ctx, name, SnapshotOptions{Note: note})
-}
-
 // SnapshotOptions say what a snapshot of a running VM is like.
 type SnapshotOptions struct {
 	// Note is kept with it.
@@ -657,66 +640,78 @@ type SnapshotOptions struct {
 	DiskOnly bool
 }
 
-// SnapshotWith is Snapshot with options.
-func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res control.SleepResult, err error) {
+// Snapshot writes a running VM to a snapshot that stays until it is removed, and lets it run on.
+func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res control.SleepResult, err error) {
+	s, name := b.host, b.name
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
 	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
-	err = control.Call(ctx, s.Store, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
+	err = control.Call(ctx, s.State, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err
 }
 
 // Agent connects to the agent of a running VM. Close the client when done. What is done by it
 // is recorded: see Audit.
-func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
-	r, err := s.Get(name)
+func (b *Sandbox) Agent(ctx context.Context) (*guest.Client, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
 	if r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 	}
-	if err := s.EnsureAudit(name); err != nil {
+	if err := s.State.EnsureAudit(name); err != nil {
 		return nil, err
 	}
-	return guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
+	return guest.Dial(ctx, guest.UnixDialer(s.State.VsockPath(name)))
 }
 
-// Stop ends a VM: by its own shutdown within the time that ctx gives, or, when kill
-// is set, at once as if its power were cut.
-func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
-	r, err := s.Get(name)
-	if err != nil {
-		return err
-	}
-	if r.Phase != state.Running && r.Phase != state.Starting {
-		return nil
-	}
-	if kill {
-		if err := control.Call(ctx, s.Store, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
-			// It does not answer, or is not that far yet.
-			if kerr := s.kill(ctx, name); kerr != nil {
-				return errors.Join(err, kerr)
-			}
-		}
-	} else {
-		c, err := s.Agent(ctx, name)
+// Stop has a VM shut itself down within the time that ctx gives. One that does not run is left alone.
+func (b *Sandbox) Stop(ctx context.Context) error {
+	return b.end(ctx, func() error {
+		c, err := b.Agent(ctx)
 		if err != nil {
 			return err
 		}
 		// For the event alone, so a failure is in nobody's way.
-		_ = control.Call(ctx, s.Store, name, http.MethodPost, "/ending", &struct{}{})
+		_ = control.Call(ctx, b.host.State, b.name, http.MethodPost, "/ending", &struct{}{})
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
-			return fmt.Errorf("shutting down VM %s: %w: stop it with --kill", name, err)
+			return fmt.Errorf("shutting down VM %s: %w: stop it with --kill", b.name, err)
 		}
-	}
-	if err := s.awaitUnlocked(ctx, name); err != nil {
+		return nil
+	})
+}
+
+// Kill ends a VM at once, as if its power were cut. One that does not run is left alone.
+func (b *Sandbox) Kill(ctx context.Context) error {
+	return b.end(ctx, func() error {
+		if err := control.Call(ctx, b.host.State, b.name, http.MethodPost, "/kill", &struct{}{}); err != nil {
+			// It does not answer, or is not that far yet.
+			if kerr := b.host.kill(ctx, b.name); kerr != nil {
+				return errors.Join(err, kerr)
+			}
+		}
+		return nil
+	})
+}
+
+// end ends a VM that runs by how, and waits until its process is gone.
+func (b *Sandbox) end(ctx context.Context, how func() error) error {
+	r, err := b.host.State.Get(b.name)
+	if err != nil || r.Phase != state.Running && r.Phase != state.Starting {
 		return err
 	}
-	_, err = s.Get(name)
+	if err := how(); err != nil {
+		return err
+	}
+	if err := b.host.awaitUnlocked(ctx, b.name); err != nil {
+		return err
+	}
+	_, err = b.host.State.Get(b.name)
 	return err
 }
 
@@ -725,9 +720,9 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 const makePatience = 10 * time.Second
 
 // kill kills the process of a VM: the one that holds the record's lock, and no other.
-func (s *Store) kill(ctx context.Context, name string) error {
+func (s *Host) kill(ctx context.Context, name string) error {
 	for deadline := time.Now().Add(makePatience); ; {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil || r.Phase != state.Running && r.Phase != state.Starting {
 			return err
 		}
@@ -752,13 +747,13 @@ func (s *Store) kill(ctx context.Context, name string) error {
 // killHolder kills the process that a record names if it is the VM's. A number may have
 // become another process's; who holds the lock, with this number in the record before and
 // after, is the one.
-func (s *Store) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
+func (s *Host) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	l, err := s.LockSoon(ctx, r.Spec.Name)
+	l, err := s.State.LockSoon(ctx, r.Spec.Name)
 	if err == nil {
 		l.Release()
 		return false, nil // it is gone
@@ -766,7 +761,7 @@ func (s *Store) killHolder(ctx context.Context, r *state.Record) (done bool, err
 	if !errors.Is(err, ErrRunning) {
 		return false, err
 	}
-	if again, err := s.Load(r.Spec.Name); err != nil || again.PID != r.PID {
+	if again, err := s.State.Load(r.Spec.Name); err != nil || again.PID != r.PID {
 		return false, err
 	}
 	if err := proc.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
@@ -776,8 +771,8 @@ func (s *Store) killHolder(ctx context.Context, r *state.Record) (done bool, err
 }
 
 // giveUp ends the making of a VM that never got a process.
-func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) {
-	l, err := s.LockSoon(ctx, name)
+func (s *Host) giveUp(ctx context.Context, name string) (done bool, err error) {
+	l, err := s.State.LockSoon(ctx, name)
 	if errors.Is(err, ErrRunning) {
 		return false, nil
 	}
@@ -785,32 +780,38 @@ func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) 
 		return false, err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil || r.Phase != state.Starting || r.PID != 0 {
 		return false, err
 	}
-	return true, s.Tidy(r)
+	return true, s.State.Tidy(r)
 }
 
-// Remove deletes a VM with its disk and its sleep snapshot. A running one is refused
-// with ErrRunning unless force is set.
-func (s *Store) Remove(ctx context.Context, name string, force bool) error {
-	_, err := s.RemoveFreed(ctx, name, force)
-	return err
+// DeleteOptions change a deletion. The zero value refuses a sandbox that runs, with ErrRunning, and one whose record
+// cannot be read, with ErrRecord.
+type DeleteOptions struct {
+	// Force deletes either: one that runs is killed first.
+	Force bool
+	// Freed, if not nil, gets what was freed.
+	Freed *state.Freed
 }
 
-// RemoveFreed is Remove that says what it has freed: see state.Store.Remove.
-func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (state.Freed, error) {
-	if force {
-		switch r, err := s.Get(name); {
+// Delete deletes a sandbox with its disk and the snapshots of its sleeps: state.Store.Remove.
+func (b *Sandbox) Delete(ctx context.Context, o DeleteOptions) error {
+	if o.Force {
+		switch r, err := b.host.State.Get(b.name); {
 		case errors.Is(err, ErrRecord):
 		case err != nil:
-			return state.Freed{}, err
+			return err
 		case r.Phase == state.Running || r.Phase == state.Starting:
-			if err := s.Stop(ctx, name, true); err != nil {
-				return state.Freed{}, err
+			if err := b.Kill(ctx); err != nil {
+				return err
 			}
 		}
 	}
-	return s.Store.Remove(ctx, name, force)
+	freed, err := b.host.State.Remove(ctx, b.name, o.Force)
+	if o.Freed != nil {
+		*o.Freed = freed
+	}
+	return err
 }

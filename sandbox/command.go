@@ -16,7 +16,8 @@ import (
 //
 // Nothing else is done for an image: its entrypoint is not started (see Entrypoint), and
 // `drowse cp`, hooks and guest.Client know nothing of it.
-func (s *Store) Command(name string, cmd guest.Cmd) (guest.Cmd, error) {
+func (b *Sandbox) Command(cmd guest.Cmd) (guest.Cmd, error) {
+	s, name := b.host, b.name
 	c, err := s.runConfigOf(name)
 	if err != nil {
 		return cmd, err
@@ -42,7 +43,8 @@ func MainArgv(c image.RunConfig, args []string) ([]string, error) {
 
 // Entrypoint is Command with the image's entrypoint: what cmd.Argv has are its arguments, and
 // the image's own command if that is empty. It fails with ErrNoEntrypoint.
-func (s *Store) Entrypoint(name string, cmd guest.Cmd) (guest.Cmd, error) {
+func (b *Sandbox) Entrypoint(cmd guest.Cmd) (guest.Cmd, error) {
+	s, name := b.host, b.name
 	c, err := s.runConfigOf(name)
 	if err != nil {
 		return cmd, err
@@ -54,12 +56,12 @@ func (s *Store) Entrypoint(name string, cmd guest.Cmd) (guest.Cmd, error) {
 }
 
 // runConfigOf gives what the image of a VM says about commands.
-func (s *Store) runConfigOf(name string) (image.RunConfig, error) {
-	r, err := s.Load(name)
+func (s *Host) runConfigOf(name string) (image.RunConfig, error) {
+	r, err := s.State.Load(name)
 	if err != nil {
 		return image.RunConfig{}, err
 	}
-	images, err := image.OpenStore(s.ImageDir())
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		return image.RunConfig{}, err
 	}

@@ -42,7 +42,7 @@ func TestCommand_image_fills_what_the_caller_left_out(t *testing.T) {
 }
 
 func TestCommand_reads_the_image_of_the_record(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,7 +50,7 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(tree, "f"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	images, err := image.OpenStore(s.ImageDir())
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,22 +59,22 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: state.Stopped, Boot: state.BootFiles{ImageID: img.ID}}
-	l, err := s.Create(r)
+	l, err := s.State.Create(r)
 	if err != nil {
 		t.Fatal(err)
 	}
 	l.Release()
 	cmd := guest.Cmd{Argv: []string{"true"}, Env: []string{"A=1"}}
-	if got, err := s.Command("vm", cmd); err != nil || got.User != "" || got.Dir != "" || !slices.Equal(got.Env, cmd.Env) {
+	if got, err := s.Sandbox("vm").Command(cmd); err != nil || got.User != "" || got.Dir != "" || !slices.Equal(got.Env, cmd.Env) {
 		t.Errorf("with an image that says nothing: %+v (%v)", got, err)
 	}
-	if _, err := s.Command("other", cmd); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Sandbox("other").Command(cmd); !errors.Is(err, ErrNotFound) {
 		t.Errorf("without a VM: %v", err)
 	}
 	if err := os.RemoveAll(filepath.Dir(img.Path())); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Command("vm", cmd); !errors.Is(err, image.ErrNotFound) {
+	if _, err := s.Sandbox("vm").Command(cmd); !errors.Is(err, image.ErrNotFound) {
 		t.Errorf("without the image: %v", err)
 	}
 }

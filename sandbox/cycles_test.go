@@ -153,7 +153,7 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 		for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			var conn net.Conn
-			conn, err = guest.UnixDialer(e.Store.VsockPath("busy"))(ctx, 5000)
+			conn, err = guest.UnixDialer(e.Store.State.VsockPath("busy"))(ctx, 5000)
 			cancel()
 			if err == nil {
 				if _, err = fmt.Fprint(conn, what); err == nil {
@@ -209,7 +209,7 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 			t.Logf("%d cycles in %v: %d blocks written and checked, %d MiB streamed", i+1, time.Since(begin).Round(time.Second), count, s.at>>20)
 		}
 	}
-	r, err := e.Store.Get("busy")
+	r, err := e.Store.State.Get("busy")
 	if err != nil {
 		t.Fatal(err)
 	}

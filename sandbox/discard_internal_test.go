@@ -26,7 +26,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := statetest.NewHost(t)
-			s := &Store{h.Store}
+			s := &Host{State: h.Store}
 			h.Layer(layer, "committed")
 			r := h.Record("vm", layer)
 			r.Snapshot = h.Snapshot(r, state.KindSleep, nil)
@@ -64,7 +64,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			}
 			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on
 			// if this is killed now.
-			if _, err := s.Start(t.Context(), pool.Launcher{}, "vm"); !errors.Is(err, ErrNotRunning) {
+			if _, err := s.With(pool.Launcher{}).Sandbox("vm").Start(t.Context(), StartOptions{}); !errors.Is(err, ErrNotRunning) {
 				t.Errorf("a start that does not give up the memory: %v", err)
 			}
 			if err := s.discardMemory(context.Background(), "vm"); err != nil {

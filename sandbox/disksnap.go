@@ -17,32 +17,22 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// RunFromDisk makes a VM that boots from a copy of the disk in a snapshot, of whatever
-// kind. It has that disk's files and the image below them, and nothing of the memory. The
-// disk of a snapshot with memory is as after a loss of power: what the guest had not
-// written out is not there.
-//
-// Image and size of the disk are those of the snapshot; spec may leave them out, and is
-// refused with ErrSpec if it says something else.
-func (s *Store) RunFromDisk(ctx context.Context, l pool.Launcher, spec Spec, prefix string) (control.Report, error) {
-	return s.RunFromDiskWithMetadata(ctx, l, spec, prefix, nil)
-}
-
-// RunFromDiskWithMetadata is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l pool.Launcher, spec Spec, prefix string, label *state.Metadata) (control.Report, error) {
+// CreateFromDisk is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
+func (s *Host) CreateFromDisk(ctx context.Context, spec Spec, prefix string, label *state.Metadata) (control.Report, error) {
+	l := s.launcher
 	// Nobody removes the snapshot's layers before the record names them.
-	unlock, err := s.Share(ctx)
+	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
-	id, err := s.FindSnapshot(prefix)
+	id, err := s.State.FindSnapshot(prefix)
 	if err != nil {
 		return control.Report{}, err
 	}
 	// Its memory may be damaged: the disk is not.
-	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
+	m, err := snapshot.ReadManifest(s.State.SnapshotDir(id))
 	if err != nil {
 		return control.Report{}, err
 	}
@@ -56,7 +46,7 @@ func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l pool.Launcher, sp
 	return s.launchNew(ctx, l, r, "", unlock)
 }
 
-func (s *Store) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
+func (s *Host) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {
@@ -73,11 +63,11 @@ func (s *Store) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, 
 	if want.Image == "" {
 		want.Image = m.Image
 	}
-	want, err := s.Complete(want)
+	want, err := s.State.Complete(want)
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.State.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
 	boot, err := s.resolve(ctx, l, want)
@@ -88,7 +78,7 @@ func (s *Store) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, 
 		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, want.Image, boot.ImageID)
 	}
 	st := state.SnapshotStack(m)
-	if full, err := s.Absolute(st); err != nil {
+	if full, err := s.State.Absolute(st); err != nil {
 		return nil, err
 	} else if err := disk.Verify(full); err != nil {
 		return nil, err

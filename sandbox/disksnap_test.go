@@ -83,7 +83,7 @@ func tool(t *testing.T, name string, args ...string) string {
 // and returns how many whole records are in it.
 func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 	t.Helper()
-	st, err := e.Store.SnapshotDisk(id)
+	st, err := e.Store.State.SnapshotDisk(id)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		}
 		// New records between any two of them.
 		n = said.beyond(n)
-		res, err := e.Store.SnapshotWith(t.Context(), "w", sandbox.SnapshotOptions{DiskOnly: true, Note: fmt.Sprint(i)})
+		res, err := e.Store.Sandbox("w").Snapshot(t.Context(), sandbox.SnapshotOptions{DiskOnly: true, Note: fmt.Sprint(i)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -163,7 +163,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	said.beyond(n + 1) // it goes on
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
-		r, err := e.Store.Get("w")
+		r, err := e.Store.State.Get("w")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -185,38 +185,38 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	last := all[snapshots-1]
 
-	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, state.ErrDiskOnly) {
+	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), last.id, sandbox.RestoreChanges{Name: "r"}); !errors.Is(err, state.ErrDiskOnly) {
 		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
 	}
-	if err := e.Store.VerifySnapshot(t.Context(), last.id); err != nil {
+	if err := e.Store.State.VerifySnapshot(t.Context(), last.id); err != nil {
 		t.Error(err)
 	}
-	list, err := e.Store.Snapshots()
+	list, err := e.Store.State.Snapshots()
 	if err != nil || len(list) != snapshots || list[0].Kind != "disk" || list[0].RAM != 0 {
 		t.Errorf("listed as %+v (%v)", list, err)
 	}
 	// The layers stay when nobody else needs them.
-	if err := e.Store.Remove(t.Context(), "w", true); err != nil {
+	if err := e.Store.Sandbox("w").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := e.Store.Sweep(t.Context()); err != nil {
+	if _, err := e.Store.State.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	var file bytes.Buffer
-	if err := e.Store.ExportSnapshot(t.Context(), last.id, &file); err != nil {
+	if err := e.Store.State.ExportSnapshot(t.Context(), last.id, &file); err != nil {
 		t.Fatal(err)
 	}
 	other := guesttest.New(t)
-	if _, err := other.Store.ImportSnapshot(t.Context(), &file); err != nil {
+	if _, err := other.Store.State.ImportSnapshot(t.Context(), &file); err != nil {
 		t.Fatal(err)
 	}
 	if got := checkDiskSnapshot(t, other, last.id); got < last.least {
 		t.Errorf("after export and import it has %d records of %d", got, last.least)
 	}
-	if _, err := other.Store.RunFromDisk(t.Context(), other.Launcher, sandbox.Spec{Name: "n", DiskMiB: 128}, last.id); !errors.Is(err, sandbox.ErrSpec) {
+	if _, err := other.Store.With(other.Launcher).CreateFromDisk(t.Context(), sandbox.Spec{Name: "n", DiskMiB: 128}, last.id, nil); !errors.Is(err, sandbox.ErrSpec) {
 		t.Errorf("another size of disk: %v, want ErrSpec", err)
 	}
-	if _, err := other.Store.RunFromDisk(t.Context(), other.Launcher, sandbox.Spec{Name: "n"}, last.id); err != nil {
+	if _, err := other.Store.With(other.Launcher).CreateFromDisk(t.Context(), sandbox.Spec{Name: "n"}, last.id, nil); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := strconv.Atoi(other.Sh("n", "wc -l < /root/records")); err != nil || got < last.least {

@@ -24,7 +24,7 @@ import (
 func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	begin := time.Now()
 	defer func() { t.Logf("it took %v", time.Since(begin).Round(time.Millisecond)) }()
-	db, err := records.Open(t.Context(), e.Store.Dir(), records.Options{})
+	db, err := records.Open(t.Context(), e.Store.State.Dir(), records.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -33,7 +33,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 			t.Error(err)
 		}
 	}()
-	f := fleet.New(fleet.OfStore(e.Store, e.Launcher), fleet.Options{Records: db})
+	f := fleet.New(fleet.OfHost(e.Store, e.Launcher), fleet.Options{Records: db})
 	// It is asked by its API, which promises the same.
 	c := overHTTP(t, e, f)
 
@@ -45,7 +45,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: c,
 		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
-			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Metadata: &l}); err != nil {
+			if _, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: spec.Name, Metadata: &l}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -61,7 +61,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 			return strings.TrimSpace(string(out.Stdout))
 		},
 		Kill: func(t *testing.T, name string) {
-			r, err := e.Store.Get(name)
+			r, err := e.Store.State.Get(name)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -88,7 +88,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 		t.Errorf("the history has %d commands that were run: %+v", words, h.Runs)
 	}
 	conformanceEvents(t, e)
-	if left, _ := filepath.Glob(filepath.Join(e.Store.Dir(), "vms", "conf*")); len(left) != 0 {
+	if left, _ := filepath.Glob(filepath.Join(e.Store.State.Dir(), "vms", "conf*")); len(left) != 0 {
 		t.Errorf("%v are left", left)
 	}
 }
@@ -96,14 +96,14 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 // overHTTP serves a Fleet of real VMs until the test ends.
 func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
 	t.Helper()
-	path := filepath.Join(e.Store.Dir(), api.SocketFile)
+	path := filepath.Join(e.Store.State.Dir(), api.SocketFile)
 	l, err := api.ListenUnix(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	server := api.New(api.Options{
 		Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) { return f, func() {}, nil },
-		VMs: api.OfStore(e.Store, func(ctx context.Context, name string) error {
+		VMs: api.OfHost(e.Store, func(ctx context.Context, name string) error {
 			_, err := f.Wake(ctx, name)
 			return err
 		}),
@@ -126,7 +126,7 @@ func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
 func conformanceEvents(t *testing.T, e *guesttest.Env) {
 	seen, first := map[events.Type]int{}, map[string]events.Type{}
 	woken := 0
-	if _, err := e.Store.Events().Read(t.Context(), events.ReadOptions{}, func(ev events.Event) error {
+	if _, err := e.Store.State.Events().Read(t.Context(), events.ReadOptions{}, func(ev events.Event) error {
 		if !strings.HasPrefix(ev.Sandbox, "conf") {
 			return nil
 		}
@@ -160,7 +160,7 @@ func conformanceEvents(t *testing.T, e *guesttest.Env) {
 func wakeDuringSleep(t *testing.T, e *guesttest.Env, name string) {
 	slept := make(chan error, 1)
 	go func() {
-		_, err := e.Store.Sleep(t.Context(), name)
+		_, err := e.Store.Sandbox(name).Sleep(t.Context(), sandbox.SleepOptions{})
 		slept <- err
 	}()
 	falling := false
@@ -170,15 +170,15 @@ func wakeDuringSleep(t *testing.T, e *guesttest.Env, name string) {
 			slept <- err
 			done = true
 		default:
-			info, err := e.Store.Info(t.Context(), name)
+			info, err := e.Store.Sandbox(name).Info(t.Context())
 			falling = err == nil && info.Falling
 		}
 	}
 	t.Logf("the sleep was seen: %v", falling)
-	if _, err := e.Store.Wake(t.Context(), e.Launcher, name); err != nil {
+	if _, err := e.Store.With(e.Launcher).Sandbox(name).Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Running || len(r.Sleeps) == 0 || r.Sleeps[len(r.Sleeps)-1].Snapshot != r.Snapshot {
+	if r, err := e.Store.State.Get(name); err != nil || r.Phase != state.Running || len(r.Sleeps) == 0 || r.Sleeps[len(r.Sleeps)-1].Snapshot != r.Snapshot {
 		t.Errorf("it is %+v, %v", r, err)
 	}
 	if err := <-slept; err != nil {

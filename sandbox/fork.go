@@ -74,7 +74,9 @@ type ForkResult struct {
 // When Fork fails, the VM runs on or sleeps as it did, and no child is left. There is one
 // exception: if the VM's process dies after the children run, they go on, and Durable is
 // false.
-func (s *Store) Fork(ctx context.Context, l pool.Launcher, name string, o ForkOptions) (res ForkResult, err error) {
+func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res ForkResult, err error) {
+	s, name := b.host, b.name
+	l := s.launcher
 	begin := time.Now()
 	if len(o.Children) > 0 {
 		o.Count = len(o.Children)
@@ -85,7 +87,7 @@ func (s *Store) Fork(ctx context.Context, l pool.Launcher, name string, o ForkOp
 	if o.Count < 1 || o.Count > MaxForks {
 		return res, fmt.Errorf("%w: %d forks: use 1 to %d", ErrSpec, o.Count, MaxForks)
 	}
-	r, err := s.Get(name)
+	r, err := s.State.Get(name)
 	if err != nil {
 		return res, err
 	}
@@ -103,7 +105,7 @@ func (s *Store) Fork(ctx context.Context, l pool.Launcher, name string, o ForkOp
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
 	// What children need belongs to nobody until there are records of them.
-	unlock, err := s.Share(ctx)
+	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return res, fmt.Errorf("forking %s: %w", name, err)
 	}
@@ -115,21 +117,21 @@ func (s *Store) Fork(ctx context.Context, l pool.Launcher, name string, o ForkOp
 	err = errors.Join(err, unlock())
 	if err != nil {
 		err = errors.Join(fmt.Errorf("forking %s: %w", name, err), f.removeAll(ctx))
-		_, serr := s.SweepExcept(context.WithoutCancel(ctx), state.Exempt{Owners: []string{r.ID}, Snapshots: []string{f.made}})
+		_, serr := s.State.SweepExcept(context.WithoutCancel(ctx), state.Exempt{Owners: []string{r.ID}, Snapshots: []string{f.made}})
 		return res, errors.Join(err, serr)
 	}
-	e := s.Event(ctx, r, events.Forked)
+	e := s.State.Event(ctx, r, events.Forked)
 	e.Details.Snapshot, e.Details.Milliseconds = f.res.Snapshot, f.res.Stages["ready"]
 	for _, c := range f.res.Children {
 		e.Details.Children = append(e.Details.Children, c.Name)
 	}
-	s.Announce(ctx, e)
+	s.State.Announce(ctx, e)
 	return f.res, nil
 }
 
 // forker is a fork under way, from outside of the VMs' processes.
 type forker struct {
-	store    *Store
+	store    *Host
 	launcher pool.Launcher
 	parent   *state.Record
 	specs    []Spec
@@ -145,7 +147,7 @@ type forker struct {
 // choose makes the specs of the children, and refuses what cannot be before anything is
 // done.
 func (f *forker) choose(o ForkOptions) error {
-	own, err := f.store.Metadata(f.parent.Spec.Name)
+	own, err := f.store.State.Metadata(f.parent.Spec.Name)
 	if err != nil {
 		return err
 	}
@@ -180,11 +182,11 @@ func (f *forker) choose(o ForkOptions) error {
 		if err := spec.UsePolicy(o.Policy); err != nil {
 			return err
 		}
-		spec, err := f.store.Complete(spec)
+		spec, err := f.store.State.Complete(spec)
 		if err != nil {
 			return err
 		}
-		if _, err := os.Stat(f.store.RecordPath(spec.Name)); err == nil {
+		if _, err := os.Stat(f.store.State.RecordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
 		if _, twice := f.labels[spec.Name]; twice {
@@ -202,7 +204,7 @@ func (f *forker) choose(o ForkOptions) error {
 // inherit has the children be behind the policy of their parent, and have its tags, once its memory is that of the
 // fork: what was changed before that moment, which is in the record by then, holds for them as well.
 func (f *forker) inherit() error {
-	r, err := f.store.Get(f.parent.Spec.Name)
+	r, err := f.store.State.Get(f.parent.Spec.Name)
 	if err != nil {
 		return err
 	}
@@ -240,7 +242,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 // running asks the VM's process for an image, and makes children of it.
 func (f *forker) running(ctx context.Context) error {
 	id := spec.NewID()
-	c, err := control.DialFork(ctx, f.store.Store, f.parent.Spec.Name, id, f.note())
+	c, err := control.DialFork(ctx, f.store.State, f.parent.Spec.Name, id, f.note())
 	if err != nil {
 		return err
 	}
@@ -281,7 +283,7 @@ func (f *forker) running(ctx context.Context) error {
 		return nil
 	case errors.Is(werr, control.ErrForkEnded):
 		// The children do not need their parent.
-		f.res.Durable = f.store.IsThere(id)
+		f.res.Durable = f.store.State.IsThere(id)
 		if !f.res.Durable {
 			f.res.Problem = werr.Error()
 		}
@@ -345,7 +347,7 @@ func (f *forker) removeAll(ctx context.Context) error {
 	var errs []error
 	for i, rep := range f.res.Children {
 		if rep.Name != "" && rep.Error == nil {
-			errs = append(errs, f.store.Remove(ctx, f.specs[i].Name, true))
+			errs = append(errs, f.store.Sandbox(f.specs[i].Name).Delete(ctx, DeleteOptions{Force: true}))
 		}
 	}
 	return errors.Join(errs...)

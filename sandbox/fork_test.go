@@ -27,7 +27,7 @@ import (
 
 func forks(e *guesttest.Env, parent string, o sandbox.ForkOptions) sandbox.ForkResult {
 	e.T.Helper()
-	res, err := e.Store.Fork(e.T.Context(), e.Launcher, parent, o)
+	res, err := e.Store.With(e.Launcher).Sandbox(parent).Fork(e.T.Context(), o)
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -41,11 +41,11 @@ const identity = "od -An -tx1 -N16 /dev/urandom; cat /proc/sys/kernel/random/uui
 
 // files lists what a store has of layers and snapshots, and descriptors of images that
 // this process has open.
-func files(t *testing.T, s *sandbox.Store) []string {
+func files(t *testing.T, s *sandbox.Host) []string {
 	t.Helper()
 	var out []string
 	for _, dir := range []string{"layers", "snapshots", "vms"} {
-		entries, err := os.ReadDir(filepath.Join(s.Dir(), dir))
+		entries, err := os.ReadDir(filepath.Join(s.State.Dir(), dir))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -87,7 +87,7 @@ func TestForksOfARunningVM(t *testing.T) {
 	}
 	pid := func(t *testing.T, name string) int {
 		t.Helper()
-		r, err := e.Store.Get(name)
+		r, err := e.Store.State.Get(name)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -168,11 +168,11 @@ func TestForksOfARunningVM(t *testing.T) {
 		}
 	})
 	sub("lineage is in the record, and in the snapshot", func(t *testing.T, e *guesttest.Env) {
-		p, err := e.Store.Get("parent")
+		p, err := e.Store.State.Get("parent")
 		if err != nil {
 			t.Fatal(err)
 		}
-		r, err := e.Store.Get("c-1")
+		r, err := e.Store.State.Get("c-1")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -182,17 +182,17 @@ func TestForksOfARunningVM(t *testing.T) {
 		var v struct {
 			Fork *state.Origin `json:"fork"`
 		}
-		if data, err := e.Store.Inspect(t.Context(), "c-1"); err != nil || json.Unmarshal(data, &v) != nil || v.Fork == nil || v.Fork.Parent != "parent" {
+		if data, err := e.Store.Sandbox("c-1").Inspect(t.Context()); err != nil || json.Unmarshal(data, &v) != nil || v.Fork == nil || v.Fork.Parent != "parent" {
 			t.Errorf("inspect says %+v (%v)", v, err)
 		}
-		d, err := e.Store.InspectSnapshot(first.Snapshot)
+		d, err := e.Store.State.InspectSnapshot(first.Snapshot)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if d.Kind != "fork" || d.VM != "parent" || len(d.UsedBy) != 3 {
 			t.Errorf("the snapshot of the fork is of kind %s of %s, used by %v", d.Kind, d.VM, d.UsedBy)
 		}
-		if err := e.Store.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, state.ErrSnapshotInUse) {
+		if err := e.Store.State.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, state.ErrSnapshotInUse) {
 			t.Errorf("removing it: got %v, want ErrSnapshotInUse", err)
 		}
 	})
@@ -201,26 +201,26 @@ func TestForksOfARunningVM(t *testing.T) {
 		if got := e.Sh("grandchild", ask+"; cat /run/m/memory /root/disk"); got != said+"\nc-1\nc-1" {
 			t.Errorf("the grandchild has %q", got)
 		}
-		r, err := e.Store.Get("grandchild")
+		r, err := e.Store.State.Get("grandchild")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if r.Fork == nil || r.Fork.Parent != "c-1" || r.Fork.Generation != 2 {
 			t.Errorf("its record says %+v", r.Fork)
 		}
-		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
+		if d, err := e.Store.State.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
 			t.Errorf("the snapshot of the second fork builds upon %s (%v), want that of the first, %s", d.Base, err, first.Snapshot)
 		}
-		if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
+		if err := e.Store.State.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
 			t.Error(err)
 		}
 	})
 	sub("a child sleeps and wakes with all that it has", func(t *testing.T, e *guesttest.Env) {
 		res := e.Sleep("c-2")
-		if d, err := e.Store.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
+		if d, err := e.Store.State.InspectSnapshot(res.Snapshot); err != nil || d.Base != first.Snapshot {
 			t.Errorf("its snapshot builds upon %s (%v), want that of the fork, %s", d.Base, err, first.Snapshot)
 		}
-		if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
+		if err := e.Store.State.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
 			t.Error(err)
 		}
 		e.Wake("c-2")
@@ -243,7 +243,7 @@ func TestForksOfARunningVM(t *testing.T) {
 				t.Errorf("%s has %q", name, got)
 			}
 		}
-		if err := e.Store.Remove(t.Context(), "lazy", true); err != nil {
+		if err := e.Store.Sandbox("lazy").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	})
@@ -257,7 +257,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if a != said+"\nc-2\ns-1" || b != said+"\nc-2\ns-2" {
 			t.Errorf("the clones have %q and %q", a, b)
 		}
-		r, err := e.Store.Get("s-2")
+		r, err := e.Store.State.Get("s-2")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -265,7 +265,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			t.Errorf("the record of a clone says %+v", r.Fork)
 		}
 		for _, name := range []string{"s-1", "s-2"} {
-			if err := e.Store.Remove(t.Context(), name, true); err != nil {
+			if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 				t.Error(err)
 			}
 		}
@@ -279,12 +279,12 @@ func TestForksOfARunningVM(t *testing.T) {
 				t.Errorf("%s: got %v, want %v", name, err, want)
 			}
 			// A capture that was begun has put a layer on top of the parent's disk.
-			if _, err := e.Store.Sweep(t.Context()); err != nil {
+			if _, err := e.Store.State.Sweep(t.Context()); err != nil {
 				t.Error(err)
 			}
 			// The snapshot may have been on disk before the children were given up. Then the
 			// parent's next one builds upon it.
-			parent, err := e.Store.Get("parent")
+			parent, err := e.Store.State.Get("parent")
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -301,7 +301,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			}
 		}
 		fork := func(ctx context.Context, l pool.Launcher, o sandbox.ForkOptions) error {
-			_, err := e.Store.Fork(ctx, l, "parent", o)
+			_, err := e.Store.With(l).Sandbox("parent").Fork(ctx, o)
 			return err
 		}
 		fails("a name that is taken", sandbox.ErrExists, func() error {
@@ -319,7 +319,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			return fork(ctx, e.Launcher, sandbox.ForkOptions{Name: "never"})
 		})
 		fails("no room for the snapshot", snapshot.ErrNoSpace, func() error {
-			dir := filepath.Join(e.Store.Dir(), "snapshots")
+			dir := filepath.Join(e.Store.State.Dir(), "snapshots")
 			if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
 				t.Fatal(err)
 			}
@@ -343,12 +343,12 @@ func TestForksOfARunningVM(t *testing.T) {
 		if got := e.Sh("later", ask+"; cat /run/m/memory"); got != said+"\nkept" {
 			t.Errorf("the child of the fork that worked comes back from %s with %q", res.Snapshot, got)
 		}
-		if err := e.Store.Remove(t.Context(), "later", true); err != nil {
+		if err := e.Store.Sandbox("later").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	})
 	sub("a caller that vanishes costs the parent nothing", func(t *testing.T, e *guesttest.Env) {
-		conn, err := net.Dial("unix", filepath.Join(filepath.Dir(e.Store.VsockPath("parent")), "control.sock"))
+		conn, err := net.Dial("unix", filepath.Join(filepath.Dir(e.Store.State.VsockPath("parent")), "control.sock"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -359,11 +359,11 @@ func TestForksOfARunningVM(t *testing.T) {
 			t.Fatal(err)
 		}
 		// This one has to wait until that one is over.
-		res, err := e.Store.Snapshot(t.Context(), "parent", "")
+		res, err := e.Store.Sandbox("parent").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := e.Store.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
+		if err := e.Store.State.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
 			t.Error(err)
 		}
 		if n := openImages(t, pid(t, "parent")); n != 0 {
@@ -374,13 +374,13 @@ func TestForksOfARunningVM(t *testing.T) {
 		}
 	})
 	sub("a child whose snapshot could not be written does not claim one", func(t *testing.T, e *guesttest.Env) {
-		dir := filepath.Join(e.Store.Dir(), "snapshots")
+		dir := filepath.Join(e.Store.State.Dir(), "snapshots")
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
 			t.Fatal(err)
 		}
-		res, err := e.Store.Fork(t.Context(), e.Launcher, "parent", sandbox.ForkOptions{Name: "mayfly", Early: true})
+		res, err := e.Store.With(e.Launcher).Sandbox("parent").Fork(t.Context(), sandbox.ForkOptions{Name: "mayfly", Early: true})
 		// This one waits until the first has failed.
-		_, serr := e.Store.Snapshot(t.Context(), "parent", "")
+		_, serr := e.Store.Sandbox("parent").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 		if err := unix.Unmount(dir, 0); err != nil {
 			t.Fatal(err)
 		}
@@ -390,7 +390,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if got := e.Sh("mayfly", ask); got != said || res.Durable {
 			t.Errorf("the child says %q; durable: %v", got, res.Durable)
 		}
-		r, err := e.Store.Get("mayfly")
+		r, err := e.Store.State.Get("mayfly")
 		if err != nil || r.Snapshot != "" {
 			t.Errorf("its record claims snapshot %q (%v)", r.Snapshot, err)
 		}
@@ -400,16 +400,16 @@ func TestForksOfARunningVM(t *testing.T) {
 		if r = e.WaitPhase("mayfly", state.Crashed, time.Minute); strings.Contains(r.Problem, "wake") {
 			t.Errorf("after it was killed the record says %q", r.Problem)
 		}
-		if _, err := e.Store.Wake(t.Context(), e.Launcher, "mayfly"); !errors.Is(err, sandbox.ErrNotRunning) {
+		if _, err := e.Store.With(e.Launcher).Sandbox("mayfly").Wake(t.Context()); !errors.Is(err, sandbox.ErrNotRunning) {
 			t.Errorf("waking it: got %v, want ErrNotRunning", err)
 		}
-		if err := e.Store.Remove(t.Context(), "mayfly", false); err != nil {
+		if err := e.Store.Sandbox("mayfly").Delete(t.Context(), sandbox.DeleteOptions{}); err != nil {
 			t.Error(err)
 		}
 	})
 	sub("children outlive their parent", func(t *testing.T, e *guesttest.Env) {
 		res := forks(e, "parent", sandbox.ForkOptions{Name: "orphan", Early: true})
-		if err := e.Store.Remove(t.Context(), "parent", true); err != nil {
+		if err := e.Store.Sandbox("parent").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Fatal(err)
 		}
 		for _, name := range []string{"orphan", "c-1"} {
@@ -417,11 +417,11 @@ func TestForksOfARunningVM(t *testing.T) {
 				t.Errorf("the keeper of %s says %q", name, got)
 			}
 		}
-		r, err := e.Store.Get("orphan")
+		r, err := e.Store.State.Get("orphan")
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, serr := os.Stat(filepath.Join(e.Store.SnapshotDir(res.Snapshot), snapshot.ManifestName))
+		_, serr := os.Stat(filepath.Join(e.Store.State.SnapshotDir(res.Snapshot), snapshot.ManifestName))
 		if there := serr == nil; there != (r.Snapshot == res.Snapshot) || !there && r.Snapshot != "" {
 			t.Errorf("its record says it comes back from %q; the snapshot is there: %v", r.Snapshot, there)
 		}
@@ -432,12 +432,12 @@ func TestForksOfARunningVM(t *testing.T) {
 		}
 	})
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
-		records, err := e.Store.List()
+		records, err := e.Store.State.List()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, r := range records {
-			if err := e.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
+			if err := e.Store.Sandbox(r.Spec.Name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 				t.Error(err)
 			}
 		}

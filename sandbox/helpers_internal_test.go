@@ -9,44 +9,44 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-func tempStore(t *testing.T) *Store {
+func tempStore(t *testing.T) *Host {
 	t.Helper()
-	return &Store{statetest.TempStore(t)}
+	return &Host{State: statetest.TempStore(t)}
 }
 
-func withMetadata(t *testing.T, s *Store, name string, phase state.Phase, m *state.Metadata) *state.Record {
+func withMetadata(t *testing.T, s *Host, name string, phase state.Phase, m *state.Metadata) *state.Record {
 	t.Helper()
-	return statetest.WithMetadata(t, s.Store, name, phase, m)
+	return statetest.WithMetadata(t, s.State, name, phase, m)
 }
 
-func snapshotOf(t *testing.T, s *Store, r *state.Record, kind string, at time.Time) string {
+func snapshotOf(t *testing.T, s *Host, r *state.Record, kind string, at time.Time) string {
 	t.Helper()
-	return statetest.SnapshotOf(t, s.Store, r, kind, at)
+	return statetest.SnapshotOf(t, s.State, r, kind, at)
 }
 
-func sleepingVM(t *testing.T, s *Store, name string, layers int) *state.Record {
+func sleepingVM(t *testing.T, s *Host, name string, layers int) *state.Record {
 	t.Helper()
-	return statetest.SleepingVM(t, s.Store, name, layers)
+	return statetest.SleepingVM(t, s.State, name, layers)
 }
 
-func diskSnapshotOf(t *testing.T, s *Store, r *state.Record, kind string) string {
+func diskSnapshotOf(t *testing.T, s *Host, r *state.Record, kind string) string {
 	t.Helper()
-	return statetest.DiskSnapshotOf(t, s.Store, r, kind)
+	return statetest.DiskSnapshotOf(t, s.State, r, kind)
 }
 
-func wantLayers(t *testing.T, s *Store, want bool, layers ...string) {
+func wantLayers(t *testing.T, s *Host, want bool, layers ...string) {
 	t.Helper()
-	statetest.WantLayers(t, s.Store, want, layers...)
+	statetest.WantLayers(t, s.State, want, layers...)
 }
 
-func wantTold(t *testing.T, s *Store, want ...events.Type) events.Event {
+func wantTold(t *testing.T, s *Host, want ...events.Type) events.Event {
 	t.Helper()
-	return statetest.WantTold(t, s.Store, want...)
+	return statetest.WantTold(t, s.State, want...)
 }
 
-func told(t *testing.T, s *Store) ([]events.Type, events.Event) {
+func told(t *testing.T, s *Host) ([]events.Type, events.Event) {
 	t.Helper()
-	return statetest.Told(t, s.Store)
+	return statetest.Told(t, s.State)
 }
 
 // noGrace has sweeps delete what is of today.

@@ -76,7 +76,7 @@ func TestHooksInAGuest(t *testing.T) {
 	persist.refused("h")
 	host.noted("notes", "sleep h", "wake h")
 
-	snap, err := e.Store.Snapshot(t.Context(), "h", "")
+	snap, err := e.Store.Sandbox("h").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func TestHooksInAGuest(t *testing.T) {
 	shared.alsoIn("f")
 
 	e.Sh("c", "touch /root/fail-sleep /root/fail-wake /root/fail-snapshot")
-	_, err = e.Store.Sleep(t.Context(), "c")
+	_, err = e.Store.Sandbox("c").Sleep(t.Context(), sandbox.SleepOptions{})
 	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
 		t.Errorf("a hook that fails: %v, want ErrHooks with its words", err)
 	}
@@ -105,19 +105,19 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 	host.noted("notes", "sleep c", "wake c")
-	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
+	if _, err = e.Store.Sandbox("c").Snapshot(t.Context(), sandbox.SnapshotOptions{}); !errors.Is(err, sandbox.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
-	if r, err := e.Store.Get("c"); err != nil || r.Phase != state.Running {
+	if r, err := e.Store.State.Get("c"); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusals: %v, %v", r.Phase, err)
 	}
 	notes(e, "c")
-	if _, err := e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: "maybe"}); !errors.Is(err, sandbox.ErrSpec) {
+	if _, err := e.Store.Sandbox("c").Sleep(t.Context(), sandbox.SleepOptions{Hooks: "maybe"}); !errors.Is(err, sandbox.ErrSpec) {
 		t.Errorf("an unknown policy: %v, want ErrSpec", err)
 	}
 
 	setPersist(e, "c", persist.nowhere())
-	res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: spec.HooksIgnore})
+	res, err = e.Store.Sandbox("c").Sleep(t.Context(), sandbox.SleepOptions{Hooks: spec.HooksIgnore})
 	persist.ignored(res)
 	if err != nil || len(res.Hooks) != 1 || res.Hooks[0].Problem != "exit status 3" {
 		t.Errorf("ignoring it: %v, failures %v", err, res.Hooks)
@@ -129,7 +129,7 @@ func TestHooksInAGuest(t *testing.T) {
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 
 	persist.told("c", map[events.Type]int{events.PersistFailed: 1})
-	if res, err = e.Store.SleepWith(t.Context(), "c", sandbox.SleepOptions{Hooks: spec.HooksSkip}); err != nil || len(res.Hooks) != 0 {
+	if res, err = e.Store.Sandbox("c").Sleep(t.Context(), sandbox.SleepOptions{Hooks: spec.HooksSkip}); err != nil || len(res.Hooks) != 0 {
 		t.Errorf("skipping them: %v, %v", err, res.Hooks)
 	}
 	e.Wake("c")
@@ -137,7 +137,7 @@ func TestHooksInAGuest(t *testing.T) {
 		t.Errorf("hooks that are to be skipped were run, or what was not promoted was dropped: %q", got)
 	}
 	host.noted("notes", "sleep c", "wake c", "wake c") // once it was skipped
-	if err := e.Store.Remove(t.Context(), "c", true); err != nil {
+	if err := e.Store.Sandbox("c").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
 	host.noted("notes", "remove c")

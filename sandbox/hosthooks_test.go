@@ -61,7 +61,7 @@ echo "$1 $DROWSE_SANDBOX" >>"$DROWSE_STATE/notes"
 	return h
 }
 
-func (h onHost) path(name string) string { return filepath.Join(h.e.Store.Dir(), name) }
+func (h onHost) path(name string) string { return filepath.Join(h.e.Store.State.Dir(), name) }
 
 // noted waits until hooks have noted something since the last look, in whatever order they are told of different VMs,
 // and no more, and takes it away. Hooks after a wake are not waited for by whoever has asked for it.
@@ -110,12 +110,12 @@ func (h onHost) refuses(vm string) {
 	if err := os.WriteFile(h.path("fail-sleep"), nil, 0o600); err != nil {
 		h.e.T.Fatal(err)
 	}
-	_, err := h.e.Store.Sleep(h.e.T.Context(), vm)
+	_, err := h.e.Store.Sandbox(vm).Sleep(h.e.T.Context(), sandbox.SleepOptions{})
 	var there *control.ErrorReport
 	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, sandbox.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
 		h.e.T.Errorf("a hook of the host that fails: %v, want ErrHostHooks with its words", err)
 	}
-	if r, err := h.e.Store.Get(vm); err != nil || r.Phase != state.Running {
+	if r, err := h.e.Store.State.Get(vm); err != nil || r.Phase != state.Running {
 		h.e.T.Fatalf("after a refusal by the host: %v, %v", r.Phase, err)
 	}
 	h.noted("notes", "sleep "+vm, "wake "+vm)
@@ -129,7 +129,7 @@ func (h onHost) complete() {
 	h.e.T.Helper()
 	var failed []events.Event
 	written := map[string]events.Event{}
-	if _, err := h.e.Store.Events().Read(h.e.T.Context(), events.ReadOptions{}, func(e events.Event) error {
+	if _, err := h.e.Store.State.Events().Read(h.e.T.Context(), events.ReadOptions{}, func(e events.Event) error {
 		written[e.ID] = e
 		if e.Type == events.HostHookFailed {
 			failed = append(failed, e)

@@ -15,7 +15,7 @@ import (
 // idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
 func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	const seconds = 2
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
 		t.Fatal(err)
 	}
 	// use is what a command does: a VM that sleeps is woken first.
@@ -23,7 +23,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 		t.Helper()
 		for {
 			e.Wake("i")
-			c, err := e.Store.Agent(t.Context(), "i")
+			c, err := e.Store.Sandbox("i").Agent(t.Context())
 			if err == nil {
 				return c
 			}
@@ -35,7 +35,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	staysAwake := func(why string) {
 		t.Helper()
 		time.Sleep(3 * seconds * time.Second)
-		if r, err := e.Store.Get("i"); err != nil || r.Phase != state.Running {
+		if r, err := e.Store.State.Get("i"); err != nil || r.Phase != state.Running {
 			t.Errorf("%s, and it is %v (%v)", why, r.Phase, err)
 		}
 	}
@@ -58,14 +58,14 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	use().Close()
 	r = e.WaitPhase("i", state.Asleep, 5*time.Minute)
 	// A clone that does not fall asleep between two questions.
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &spec.Idle{}}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)
 	}
 	if got := e.Sh("j", ask); got != said {
 		t.Errorf("the keeper says %q after a sleep of its own accord, want %q", got, said)
 	}
 	for _, name := range []string{"i", "j"} {
-		if err := e.Store.Remove(t.Context(), name, true); err != nil {
+		if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	}

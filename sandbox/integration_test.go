@@ -84,7 +84,7 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				if got := e.Sh("main", "sha256sum < /root/data"); got != fmt.Sprintf("%x  -", sha256.Sum256(data)) {
 					t.Fatal("the file has not arrived as it was sent")
 				}
-				r, err := e.Store.Get("main")
+				r, err := e.Store.State.Get("main")
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -105,7 +105,7 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 						break
 					}
 				}
-				if err := e.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
+				if err := e.Store.State.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
 					t.Error(err)
 				}
 				rep := e.Wake("main")
@@ -175,7 +175,7 @@ func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 // standbys are the processes that stand by for VMs of a store, and are none's yet.
 func standbys(e *guesttest.Env) (pids []int) {
 	e.T.Helper()
-	records, err := e.Store.List()
+	records, err := e.Store.State.List()
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -185,7 +185,7 @@ func standbys(e *guesttest.Env) (pids []int) {
 	}
 	for _, path := range lines {
 		line, err := os.ReadFile(path)
-		if err != nil || !bytes.Contains(line, []byte(e.Store.Dir()+"\x00--standby\x00")) {
+		if err != nil || !bytes.Contains(line, []byte(e.Store.State.Dir()+"\x00--standby\x00")) {
 			continue // it has ended
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
@@ -201,7 +201,7 @@ func standbys(e *guesttest.Env) (pids []int) {
 
 func clone(e *guesttest.Env, snap, name string) {
 	e.T.Helper()
-	if _, err := e.Store.Restore(e.T.Context(), e.Launcher, snap, name); err != nil {
+	if _, err := e.Store.With(e.Launcher).Restore(e.T.Context(), snap, sandbox.RestoreChanges{Name: name}); err != nil {
 		e.T.Fatal(err)
 	}
 }
@@ -238,34 +238,34 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	})
 	sub("an exported snapshot comes to life in another store", func(t *testing.T, e *guesttest.Env) {
 		var file bytes.Buffer
-		if err := e.Store.ExportSnapshot(t.Context(), snap, &file); err != nil {
+		if err := e.Store.State.ExportSnapshot(t.Context(), snap, &file); err != nil {
 			t.Fatal(err)
 		}
 		other := guesttest.New(t)
 		damaged := bytes.Clone(file.Bytes())
 		damaged[len(damaged)/2] ^= 1
 		for name, stream := range map[string][]byte{"damaged": damaged, "cut off": file.Bytes()[:file.Len()-1]} {
-			if _, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(stream)); !errors.Is(err, snapshot.ErrCorrupt) && !errors.Is(err, snapshot.ErrIncomplete) {
+			if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(stream)); !errors.Is(err, snapshot.ErrCorrupt) && !errors.Is(err, snapshot.ErrIncomplete) {
 				t.Errorf("%s: got %v, want a typed error", name, err)
 			}
 			for _, dir := range []string{"snapshots", "layers"} {
-				if left, err := os.ReadDir(filepath.Join(other.Store.Dir(), dir)); err != nil || len(left) != 0 {
+				if left, err := os.ReadDir(filepath.Join(other.Store.State.Dir(), dir)); err != nil || len(left) != 0 {
 					t.Errorf("%s: it has left %v in %s (%v)", name, left, dir, err)
 				}
 			}
 		}
-		info, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()))
+		info, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := other.Store.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes())); !errors.Is(err, snapshot.ErrExists) {
+		if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes())); !errors.Is(err, snapshot.ErrExists) {
 			t.Errorf("a second time: got %v, want ErrExists", err)
 		}
 		// It was one of a sleep, and nothing here sleeps in it.
-		if _, err := other.Store.Sweep(t.Context()); err != nil {
+		if _, err := other.Store.State.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if err := other.Store.VerifySnapshot(t.Context(), info.ID); err != nil {
+		if err := other.Store.State.VerifySnapshot(t.Context(), info.ID); err != nil {
 			t.Fatal(err)
 		}
 		clone(other, info.ID, "there")
@@ -275,7 +275,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	})
 	sub("a later clone finds pages decompressed, and no damaged one", func(t *testing.T, e *guesttest.Env) {
 		// What one needs is kept a while after it is awake; that of those above as well.
-		pages := filepath.Join(e.Store.Dir(), "pages")
+		pages := filepath.Join(e.Store.State.Dir(), "pages")
 		kept := func() (files []string) {
 			all, err := filepath.Glob(filepath.Join(pages, "*.pages"))
 			if err != nil {
@@ -289,14 +289,14 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 		again := func(name string) control.Report {
-			rep, err := e.Store.Restore(t.Context(), e.Launcher, snap, name)
+			rep, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: name})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if got := e.Sh(name, ask); got != said {
 				t.Errorf("the keeper says %q in the clone, %q in the original", got, said)
 			}
-			if err := e.Store.Stop(t.Context(), name, true); err != nil {
+			if err := e.Store.Sandbox(name).Kill(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			return rep
@@ -331,14 +331,14 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("poweroff is reported as such", func(t *testing.T, e *guesttest.Env) {
-		if err := e.Store.Stop(t.Context(), "a", false); err != nil {
+		if err := e.Store.Sandbox("a").Stop(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if r := e.WaitPhase("a", state.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.PoweredOff) {
 			t.Errorf("exit %+v, want powered-off", r.Exit)
 		}
 		// Waking would go back to the snapshot and drop what was written since.
-		if _, err := e.Store.Wake(t.Context(), e.Launcher, "a"); !errors.Is(err, sandbox.ErrNotRunning) {
+		if _, err := e.Store.With(e.Launcher).Sandbox("a").Wake(t.Context()); !errors.Is(err, sandbox.ErrNotRunning) {
 			t.Errorf("waking a VM that has shut down: got %v, want ErrNotRunning", err)
 		}
 	})
@@ -363,7 +363,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	})
 	sub("a killed VM leaves nothing behind and comes back as of its snapshot", func(t *testing.T, e *guesttest.Env) {
 		clone(e, snap, "d")
-		r, err := e.Store.Get("d")
+		r, err := e.Store.State.Get("d")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -375,7 +375,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if r.Problem == "" {
 			t.Error("the record does not say what has happened")
 		}
-		entries, err := os.ReadDir(filepath.Dir(e.Store.VsockPath("d")))
+		entries, err := os.ReadDir(filepath.Dir(e.Store.State.VsockPath("d")))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -393,7 +393,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
-		pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
+		pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -407,14 +407,14 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		l := pool.Launcher()
 		l.Command = []string{"/bin/false"} // what the pool does not have
 		begin := time.Now().Round(0)
-		rep, err := e.Store.Restore(t.Context(), l, snap, "p")
+		rep, err := e.Store.With(l).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "p"})
 		if err != nil {
 			t.Fatal(err)
 		}
 		if !rep.Pooled || rep.Begun.Before(begin) || rep.Begun.After(time.Now()) {
 			t.Errorf("the report of %v says that the process stood by: %v, and began at %v", begin, rep.Pooled, rep.Begun)
 		}
-		r, err := e.Store.Get("p")
+		r, err := e.Store.State.Get("p")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -430,7 +430,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if _, err := e.Store.Restore(t.Context(), pool.Launcher(), snap, "q"); err != nil {
+		if _, err := e.Store.With(pool.Launcher()).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "q"}); err != nil {
 			t.Fatal(err)
 		}
 		// Another process has them from one that serves them.
@@ -442,7 +442,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		served := make(chan error, 1)
 		go func() { served <- pool.Serve(ctx) }()
 		for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-			if _, err := os.Stat(filepath.Join(e.Store.Dir(), "pool.sock")); err == nil {
+			if _, err := os.Stat(filepath.Join(e.Store.State.Dir(), "pool.sock")); err == nil {
 				break
 			} else if time.Now().After(end) {
 				t.Fatal(err)
@@ -450,10 +450,10 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		l = e.Launcher
 		l.Supervised = true
-		if _, err := e.Store.Restore(t.Context(), l, snap, "r"); err != nil {
+		if _, err := e.Store.With(l).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "r"}); err != nil {
 			t.Fatal(err)
 		}
-		if r, err := e.Store.Get("r"); err != nil || !slices.Contains(ahead, r.PID) {
+		if r, err := e.Store.State.Get("r"); err != nil || !slices.Contains(ahead, r.PID) {
 			t.Errorf("the VM's process is %d (%v), and %v stood by", r.PID, err, ahead)
 		}
 		stop()
@@ -470,14 +470,14 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			if got := e.Sh(name, ask); got != said {
 				t.Errorf("the keeper says %q in VM %s, want %q", got, name, said)
 			}
-			if err := e.Store.Remove(t.Context(), name, true); err != nil {
+			if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 				t.Error(err)
 			}
 		}
 	})
 	sub("a snapshot of a running VM lets it run on", func(t *testing.T, e *guesttest.Env) {
 		e.Sh("d", "echo kept > /root/kept")
-		res, err := e.Store.Snapshot(t.Context(), "d", "a note")
+		res, err := e.Store.Sandbox("d").Snapshot(t.Context(), sandbox.SnapshotOptions{Note: "a note"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -492,19 +492,19 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if got := e.Sh("d", "cat /root/later"); got != "later" {
 			t.Errorf("the source has %q", got)
 		}
-		if err := e.Store.Remove(t.Context(), "e", true); err != nil {
+		if err := e.Store.Sandbox("e").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
-		if err := e.Store.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
+		if err := e.Store.State.RemoveSnapshot(t.Context(), res.Snapshot); err != nil {
 			t.Error(err)
 		}
 	})
 	sub("a full disk during sleep lets the VM run on", func(t *testing.T, e *guesttest.Env) {
-		dir := filepath.Join(e.Store.Dir(), "snapshots")
+		dir := filepath.Join(e.Store.State.Dir(), "snapshots")
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
 			t.Fatal(err)
 		}
-		_, err := e.Store.Sleep(t.Context(), "d")
+		_, err := e.Store.Sandbox("d").Sleep(t.Context(), sandbox.SleepOptions{})
 		left, derr := os.ReadDir(dir)
 		if uerr := unix.Unmount(dir, 0); uerr != nil {
 			t.Fatal(uerr)
@@ -529,7 +529,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		errs := make(chan error)
 		for range 2 {
 			go func() {
-				_, err := e.Store.Wake(t.Context(), e.Launcher, "d")
+				_, err := e.Store.With(e.Launcher).Sandbox("d").Wake(t.Context())
 				errs <- err
 			}()
 		}
@@ -546,18 +546,18 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), after)
 			called := make(chan error)
 			go func() {
-				_, err := e.Store.Wake(ctx, e.Launcher, "d")
+				_, err := e.Store.With(e.Launcher).Sandbox("d").Wake(ctx)
 				called <- err
 			}()
-			if _, err := e.Store.Wake(t.Context(), e.Launcher, "d"); err != nil {
+			if _, err := e.Store.With(e.Launcher).Sandbox("d").Wake(t.Context()); err != nil {
 				t.Errorf("beside one that is called off after %v: %v", after, err)
 			}
-			woken, werr := e.Store.Get("d")
+			woken, werr := e.Store.State.Get("d")
 			if err := <-called; err != nil && !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("called off after %v: %v", after, err)
 			}
 			cancel()
-			if r, err := e.Store.Get("d"); errors.Join(err, werr) != nil || r.Phase != state.Running || r.PID != woken.PID {
+			if r, err := e.Store.State.Get("d"); errors.Join(err, werr) != nil || r.Phase != state.Running || r.PID != woken.PID {
 				t.Errorf("called off after %v: it is %s as process %d, and was woken as process %d (%v, %v)", after, r.Phase, r.PID, woken.PID, err, werr)
 			}
 		}
@@ -569,12 +569,12 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	sub("sandboxes are what package fleet promises", func(t *testing.T, e *guesttest.Env) { sandboxesOfGuests(t, e, snap) })
 	sub("a damaged snapshot is refused or stops the VM, and gives no wrong memory", func(t *testing.T, e *guesttest.Env) {
 		e.Sleep("d")
-		r, err := e.Store.Get("d")
+		r, err := e.Store.State.Get("d")
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, file := range []string{snapshot.ManifestName, snapshot.MemoryName} {
-			path := filepath.Join(e.Store.SnapshotDir(r.Snapshot), file)
+			path := filepath.Join(e.Store.State.SnapshotDir(r.Snapshot), file)
 			good, err := os.ReadFile(path)
 			if err != nil {
 				t.Fatal(err)
@@ -587,7 +587,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Fatal(err)
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-			_, err = e.Store.Wake(ctx, e.Launcher, "d")
+			_, err = e.Store.With(e.Launcher).Sandbox("d").Wake(ctx)
 			cancel()
 			if err == nil || errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("waking from a damaged %s: got %v, want an error at once", file, err)
@@ -620,17 +620,17 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 	})
 	sub("a VM that nobody uses goes to sleep by itself", func(t *testing.T, e *guesttest.Env) { idleVM(t, e, snap, said) })
 	sub("removing all VMs leaves no layers and no snapshots", func(t *testing.T, e *guesttest.Env) {
-		records, err := e.Store.List()
+		records, err := e.Store.State.List()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, r := range records {
-			if err := e.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
+			if err := e.Store.Sandbox(r.Spec.Name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 				t.Error(err)
 			}
 		}
 		for _, sub := range []string{"layers", "vms"} {
-			left, err := os.ReadDir(filepath.Join(e.Store.Dir(), sub))
+			left, err := os.ReadDir(filepath.Join(e.Store.State.Dir(), sub))
 			// The empty file systems that disks begin with stay.
 			left = slices.DeleteFunc(left, func(f fs.DirEntry) bool { return strings.HasPrefix(f.Name(), "ext4-") || f.Name() == ".ext4.lock" })
 			if err != nil || len(left) != 0 {

@@ -10,12 +10,12 @@ import (
 )
 
 func TestKernelIsTheOneThatIsNamedOrOneForHostAndImage(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	statetest.PutKernel(t, s.Store, "built-1", kernel.Built, "CONFIG_TUN=y\n")
-	statetest.PutKernel(t, s.Store, "debian-1", kernel.Debian, "CONFIG_TUN=y\nCONFIG_SWAP=y\n")
+	statetest.PutKernel(t, s.State, "built-1", kernel.Built, "CONFIG_TUN=y\n")
+	statetest.PutKernel(t, s.State, "debian-1", kernel.Debian, "CONFIG_TUN=y\nCONFIG_SWAP=y\n")
 	for _, c := range []struct {
 		name, kernel string
 		host         kernel.Host

@@ -14,13 +14,13 @@ import (
 )
 
 // startingVM is a VM in a store of its own that has no process yet, or a made-up one.
-func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Store {
+func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Host {
 	t.Helper()
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
+	l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,9 +29,9 @@ func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Store {
 }
 
 // holder is a process that holds the lock of the VM until it is killed.
-func holder(t *testing.T, s *Store) *exec.Cmd {
+func holder(t *testing.T, s *Host) *exec.Cmd {
 	t.Helper()
-	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.VMDir("a"), "lock"))
+	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.State.VMDir("a"), "lock"))
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -55,20 +55,20 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 	t.Run("whose maker has given it up", func(t *testing.T) {
 		t.Parallel()
 		s := startingVM(t, state.Starting, 0, os.Getpid())
-		if err := s.Stop(t.Context(), "a", true); err != nil {
+		if err := s.Sandbox("a").Kill(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if r, err := s.Get("a"); err != nil || r.Phase != state.Crashed || !strings.Contains(r.Problem, "never started") {
+		if r, err := s.State.Get("a"); err != nil || r.Phase != state.Crashed || !strings.Contains(r.Problem, "never started") {
 			t.Errorf("%+v, %v", r, err)
 		}
 	})
 	t.Run("whose number another process has", func(t *testing.T) {
 		for _, phase := range []state.Phase{state.Starting, state.Running} {
 			s := startingVM(t, phase, os.Getpid(), 0)
-			if err := s.Stop(t.Context(), "a", true); err != nil {
+			if err := s.Sandbox("a").Kill(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			if r, err := s.Get("a"); err != nil || r.Phase != state.Crashed || r.PID != 0 {
+			if r, err := s.State.Get("a"); err != nil || r.Phase != state.Crashed || r.PID != 0 {
 				t.Errorf("%s: %+v, %v", phase, r, err)
 			}
 		}
@@ -76,24 +76,24 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 	t.Run("that holds the lock and does not answer", func(t *testing.T) {
 		s := startingVM(t, state.Starting, 0, os.Getpid())
 		cmd := holder(t, s)
-		r, err := s.Load("a")
+		r, err := s.State.Load("a")
 		if err != nil {
 			t.Fatal(err)
 		}
 		r.Phase, r.PID, r.Maker = state.Running, cmd.Process.Pid, 0
-		if err := s.Save(r); err != nil {
+		if err := s.State.Save(r); err != nil {
 			t.Fatal(err)
 		}
 		ended := make(chan error)
 		go func() { ended <- cmd.Wait() }()
-		if err := s.Remove(t.Context(), "a", true); err != nil {
+		if err := s.Sandbox("a").Delete(t.Context(), DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 		var exit *exec.ExitError
 		if err := <-ended; !errors.As(err, &exit) || exit.Exited() {
 			t.Errorf("the process ended with %v", err)
 		}
-		if _, err := s.Get("a"); !errors.Is(err, ErrNotFound) {
+		if _, err := s.State.Get("a"); !errors.Is(err, ErrNotFound) {
 			t.Errorf("after its removal: %v", err)
 		}
 	})
@@ -102,12 +102,12 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 func TestRemove_waits_for_who_looks_at_the_vm(t *testing.T) {
 	t.Parallel()
 	s := startingVM(t, state.Stopped, 0, 0)
-	l, err := s.Lock("a")
+	l, err := s.State.Lock("a")
 	if err != nil {
 		t.Fatal(err)
 	}
 	removed := make(chan error)
-	go func() { removed <- s.Remove(t.Context(), "a", false) }()
+	go func() { removed <- s.Sandbox("a").Delete(t.Context(), DeleteOptions{}) }()
 	l.Release()
 	if err := <-removed; err != nil {
 		t.Error(err)

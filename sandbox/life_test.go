@@ -66,8 +66,8 @@ while True:
 `
 
 // startTally starts the program in a guest, and waits until it listens.
-func startTally(ctx context.Context, s *sandbox.Store, name string) error {
-	c, err := s.Agent(ctx, name)
+func startTally(ctx context.Context, s *sandbox.Host, name string) error {
+	c, err := s.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return err
 	}
@@ -128,7 +128,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	e.Sleep("base")
 	e.Wake("base")
 	snap := e.Sleep("base").Snapshot
-	v.run = lifeRun{Store: e.Store.Dir(), Agent: e.Launcher.Agent, Snapshot: snap, Sandboxes: *lifeAsleep, Seed: *lifeSeed, Patience: *lifePatience}
+	v.run = lifeRun{Store: e.Store.State.Dir(), Agent: e.Launcher.Agent, Snapshot: snap, Sandboxes: *lifeAsleep, Seed: *lifeSeed, Patience: *lifePatience}
 	v.configure(false)
 	v.recordOthers(max(0, *lifeRecorded-*lifeAsleep))
 
@@ -138,7 +138,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	if t.Failed() {
 		return
 	}
-	list, err := e.Store.List()
+	list, err := e.Store.State.List()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,12 +211,12 @@ func (v *life) keep() {
 		if !strings.HasPrefix(what, "events") {
 			what = filepath.Join("vms", "*", what)
 		}
-		files, err := filepath.Glob(filepath.Join(v.Store.Dir(), what))
+		files, err := filepath.Glob(filepath.Join(v.Store.State.Dir(), what))
 		if err != nil {
 			v.T.Error(err)
 		}
 		for _, path := range files {
-			rel, err := filepath.Rel(v.Store.Dir(), path)
+			rel, err := filepath.Rel(v.Store.State.Dir(), path)
 			var b []byte
 			if err == nil {
 				b, err = os.ReadFile(path)
@@ -250,7 +250,7 @@ func (v *life) configure(kills bool) {
 // recordOthers records sandboxes that have stopped: each is a copy of the base's record with a name and id of its own.
 func (v *life) recordOthers(n int) {
 	v.T.Helper()
-	b, err := os.ReadFile(filepath.Join(v.Store.Dir(), "vms", "base", "vm.json"))
+	b, err := os.ReadFile(filepath.Join(v.Store.State.Dir(), "vms", "base", "vm.json"))
 	if err != nil {
 		v.T.Fatal(err)
 	}
@@ -261,7 +261,7 @@ func (v *life) recordOthers(n int) {
 		}
 		r.Spec.Name, r.ID, r.Phase, r.Snapshot, r.Sleeps = fmt.Sprintf("recorded-%d", i), fmt.Sprintf("%032x", i+1), state.Stopped, "", nil
 		r.Disk.Layers, r.NextLayer = nil, 0
-		dir := filepath.Join(v.Store.Dir(), "vms", r.Spec.Name)
+		dir := filepath.Join(v.Store.State.Dir(), "vms", r.Spec.Name)
 		out, err := json.Marshal(r)
 		if err = errors.Join(err, os.Mkdir(dir, 0o700)); err == nil {
 			err = os.WriteFile(filepath.Join(dir, "vm.json"), out, 0o600)
@@ -450,7 +450,7 @@ func (v *life) killOne() string {
 			return v.killVMM("", pids[v.rand.IntN(len(pids))])
 		}
 	}
-	list, err := v.Store.List()
+	list, err := v.Store.State.List()
 	if err != nil {
 		v.T.Error(err)
 		return ""
@@ -473,7 +473,7 @@ func (v *life) killVMM(name string, pid int) string {
 	}
 	defer fd.Release()
 	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-	if err != nil || !bytes.Contains(line, []byte(v.Store.Dir())) {
+	if err != nil || !bytes.Contains(line, []byte(v.Store.State.Dir())) {
 		return ""
 	}
 	kind, names := "VM's process", []string{name}
@@ -535,7 +535,7 @@ func (v *life) watch(ctx context.Context) {
 func (v *life) machines() map[string][]int {
 	out := map[string][]int{}
 	dirs, _ := filepath.Glob("/proc/[0-9]*/fd")
-	prefix := filepath.Join(v.Store.Dir(), "vms") + "/"
+	prefix := filepath.Join(v.Store.State.Dir(), "vms") + "/"
 	for _, dir := range dirs {
 		fds, err := os.ReadDir(dir)
 		if err != nil {
@@ -571,7 +571,7 @@ func newLifeLeft(store string) *lifeLeft {
 func (v *life) nothingLeft(snap string) {
 	t := v.T
 	t.Helper()
-	list, err := v.Store.List()
+	list, err := v.Store.State.List()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -590,7 +590,7 @@ func (v *life) nothingLeft(snap string) {
 	if left := v.machines(); len(left) != 0 {
 		t.Errorf("all sleep, and these have processes: %v", left)
 	}
-	look := newLifeLeft(v.Store.Dir())
+	look := newLifeLeft(v.Store.State.Dir())
 	for _, r := range list {
 		look.ids[r.ID] = r.Spec.Name
 	}
@@ -609,13 +609,13 @@ func (v *life) nothingLeft(snap string) {
 		}
 	}
 	for _, r := range list {
-		if err := v.Store.Remove(t.Context(), r.Spec.Name, true); err != nil {
+		if err := v.Store.Sandbox(r.Spec.Name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	}
 	// What killed processes have left is of this minute.
 	defer state.SetGraceTime(0)()
-	freed, err := v.Store.Sweep(t.Context())
+	freed, err := v.Store.State.Sweep(t.Context())
 	if err != nil {
 		t.Error(err)
 	}

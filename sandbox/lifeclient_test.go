@@ -52,7 +52,7 @@ func lifeProcess(dir, role string) int {
 		if err := json.Unmarshal(b, &run); err != nil {
 			return err
 		}
-		s, err := sandbox.OpenStore(run.Store)
+		s, err := sandbox.Open(run.Store)
 		if err != nil {
 			return err
 		}
@@ -88,7 +88,7 @@ func lifeProcess(dir, role string) int {
 
 type lifeClient struct {
 	lifeRun
-	store *sandbox.Store
+	store *sandbox.Host
 	l     pool.Launcher
 	dir   lifeFiles
 	rand  *rand.Rand
@@ -123,7 +123,7 @@ func (c *lifeClient) once() error {
 		// Whatever another client does with it at this moment.
 		ctx, cancel := context.WithTimeout(context.Background(), c.Patience)
 		defer cancel()
-		_, err := c.store.Wake(ctx, c.l, name)
+		_, err := c.store.With(c.l).Sandbox(name).Wake(ctx)
 		if err != nil && !errors.Is(err, sandbox.ErrNotFound) && !c.Kills && !c.busy(name) {
 			return fmt.Errorf("waking %s beside others: %w", name, err)
 		}
@@ -210,10 +210,10 @@ func (c *lifeClient) add(name string, m *lifeModel, one bool) error {
 		what, question = "adding", "+"
 	}
 	return c.try(what+" in "+name, func(ctx context.Context) error {
-		if _, err := c.store.Wake(ctx, c.l, name); err != nil {
+		if _, err := c.store.With(c.l).Sandbox(name).Wake(ctx); err != nil {
 			return err
 		}
-		conn, err := c.store.Agent(ctx, name)
+		conn, err := c.store.Sandbox(name).Agent(ctx)
 		if err != nil {
 			return err
 		}
@@ -312,7 +312,7 @@ func (c *lifeClient) sleep(name string, m *lifeModel) error {
 		if err := c.doing(name, m, lifeSleep); err != nil {
 			return err
 		}
-		_, serr := c.store.Sleep(ctx, name)
+		_, serr := c.store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
 		kills, err := c.dir.count(name, "kills")
 		if err != nil {
 			return err
@@ -340,7 +340,7 @@ func (c *lifeClient) fork(name string, m *lifeModel) error {
 		if err := c.remove(child); err != nil {
 			return err
 		}
-		if _, err := c.store.Wake(ctx, c.l, name); err != nil {
+		if _, err := c.store.With(c.l).Sandbox(name).Wake(ctx); err != nil {
 			return err
 		}
 		before, err := c.dir.count(name, "kills")
@@ -348,7 +348,7 @@ func (c *lifeClient) fork(name string, m *lifeModel) error {
 			return err
 		}
 		m.killed(before)
-		res, err := c.store.Fork(ctx, c.l, name, sandbox.ForkOptions{Name: child})
+		res, err := c.store.With(c.l).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Name: child})
 		if err != nil {
 			return err
 		}
@@ -384,7 +384,7 @@ func (c *lifeClient) fork(name string, m *lifeModel) error {
 
 func (c *lifeClient) remove(name string) error {
 	return c.try("removing "+name, func(ctx context.Context) error {
-		err := c.store.Remove(ctx, name, true)
+		err := c.store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true})
 		if errors.Is(err, sandbox.ErrNotFound) {
 			return nil
 		}
@@ -400,7 +400,7 @@ func (c *lifeClient) renew(name string, m *lifeModel) error {
 	if err := c.remove(name); err != nil {
 		return err
 	}
-	if _, err := c.store.Get(name); !errors.Is(err, sandbox.ErrNotFound) {
+	if _, err := c.store.State.Get(name); !errors.Is(err, sandbox.ErrNotFound) {
 		return c.wrong(fmt.Errorf("%s was removed, and is there: %w", name, err))
 	}
 	if err := errors.Join(c.dir.note("all", "deletes"), c.make(name)); err != nil {
@@ -424,7 +424,7 @@ func (c *lifeClient) make(name string) error {
 		if err := c.remove(name); err != nil {
 			return err
 		}
-		_, err := c.store.Restore(ctx, c.l, c.Snapshot, name)
+		_, err := c.store.With(c.l).Restore(ctx, c.Snapshot, sandbox.RestoreChanges{Name: name})
 		return err
 	})
 	if err != nil {

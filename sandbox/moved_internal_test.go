@@ -17,7 +17,7 @@ import (
 // agent, so a record must find them where the store is now.
 func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) {
 	h := statetest.NewHost(t)
-	s := &Store{h.Store}
+	s := &Host{State: h.Store}
 	agent := filepath.Join(t.TempDir(), "agent")
 	h.Write(agent, "a program")
 	l := pool.Launcher{Agent: agent}
@@ -45,19 +45,19 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 		t.Errorf("the record has the directory of the store in it (%v):\n%s", err, text)
 	}
 	check := func(t *testing.T, dir string) {
-		s, err := OpenStore(dir)
+		s, err := Open(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, name := range []string{"now", "before"} {
-			r, err := s.Get(name)
+			r, err := s.State.Get(name)
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := process.Parts(s.Store, r, disk.Stack{})
+			p := process.Parts(s.State, r, disk.Stack{})
 			for what, path := range map[string]string{"kernel": p.Kernel, "agent's disk": p.SystemDisk, "image": p.Image} {
-				if _, err := os.Stat(path); err != nil || !strings.HasPrefix(path, s.Dir()+"/") {
-					t.Errorf("the %s of the VM %q is %s (%v), not in %s", what, name, path, err, s.Dir())
+				if _, err := os.Stat(path); err != nil || !strings.HasPrefix(path, s.State.Dir()+"/") {
+					t.Errorf("the %s of the VM %q is %s (%v), not in %s", what, name, path, err, s.State.Dir())
 				}
 			}
 			// A clone is made of its snapshot's record.
@@ -65,7 +65,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 				t.Errorf("a clone of %q has the agent's disk %q (%v), want %q", name, b.SystemDisk, err, now.SystemDisk)
 			}
 			// One of the user's own is where it is.
-			if got := s.BootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
+			if got := s.State.BootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
 				t.Errorf("the user's kernel is %q", got)
 			}
 		}

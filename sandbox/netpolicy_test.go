@@ -304,7 +304,7 @@ type probe struct {
 
 func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
 	t.Helper()
-	c, err := e.Store.Agent(t.Context(), name)
+	c, err := e.Store.Sandbox(name).Agent(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -359,7 +359,7 @@ func event(t *testing.T, e *guesttest.Env, name, what string, is func(spec.NetEv
 	defer cancel()
 	found := errors.New("found")
 	var seen []string
-	err := e.Store.NetworkEvents(ctx, name, true, func(ev spec.NetEvent) error {
+	err := e.Store.Sandbox(name).NetworkEvents(ctx, true, func(ev spec.NetEvent) error {
 		seen = append(seen, fmt.Sprintf("%+v", ev))
 		if is(ev) {
 			return found
@@ -483,7 +483,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		if got == "ping" || time.Now().After(deadline) {
 			t.Fatalf("a new address of the host: %s", got)
 		}
-		err := e.Store.NetworkEvents(t.Context(), "pol", false, func(ev spec.NetEvent) error {
+		err := e.Store.Sandbox("pol").NetworkEvents(t.Context(), false, func(ev spec.NetEvent) error {
 			denied = denied || ev.Peer == netip.MustParseAddr("93.184.216.36") && ev.Verdict == netpolicy.Deny && ev.Reason == netpolicy.ReasonDefault
 			return nil
 		})
@@ -519,14 +519,14 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	p.expect("name evil.example", "not found")
 	p.expect("tcp 10.99.0.1 8080 "+inVain, "timeout")
-	st, err := e.Store.NetworkStats(t.Context(), "pol")
+	st, err := e.Store.Sandbox("pol").NetworkStats(t.Context())
 	if err != nil || st.DNS.Rebound == 0 || st.DNS.Refused == 0 || st.DNS.Answered == 0 || st.Address != own || st.Egress.Bytes == 0 || len(st.Counters) == 0 || st.TLS.Passed != 1 || st.TLS.Refused != 1 {
 		t.Errorf("%+v, %v", st, err)
 	}
 
 	// The flows of all that.
 	flows := map[string]netpolicy.FlowRecord{}
-	err = e.Store.NetworkFlows(t.Context(), "pol", false, func(r netpolicy.FlowRecord) error {
+	err = e.Store.Sandbox("pol").NetworkFlows(t.Context(), false, func(r netpolicy.FlowRecord) error {
 		if r.FlowInfo != nil && r.Guest == own {
 			flows[fmt.Sprintf("%s %s %v %d %s %q", r.Verdict, r.Protocol, r.Peer, r.PeerPort, r.Rule, r.Name)] = r
 		}
@@ -545,7 +545,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	var followed []netpolicy.FlowRecord
 	follower := make(chan error, 1)
 	go func() {
-		follower <- e.Store.NetworkFlows(context.Background(), "pol", true, func(r netpolicy.FlowRecord) error {
+		follower <- e.Store.Sandbox("pol").NetworkFlows(context.Background(), true, func(r netpolicy.FlowRecord) error {
 			followed = append(followed, r)
 			return nil
 		})
@@ -553,7 +553,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 
 	// A live swap cuts what it does not allow.
 	p.expect("hold 93.184.216.34 80 "+forSure, "held")
-	res, err := e.Store.SetPolicy(t.Context(), "pol", nil)
+	res, err := e.Store.Sandbox("pol").SetPolicy(t.Context(), nil)
 	if err != nil || !res.Live || res.Network.Address != own {
 		t.Fatalf("%+v, %v", res, err)
 	}
@@ -566,11 +566,11 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if o.hasGot("after-the-swap") {
 		t.Error("what was sent after the swap has arrived")
 	}
-	if got, err := e.Store.Policy("pol"); err != nil || len(got.Rules) != 0 || got.DNS != nil {
+	if got, err := e.Store.Sandbox("pol").Policy(); err != nil || len(got.Rules) != 0 || got.DNS != nil {
 		t.Errorf("%+v, %v", got, err)
 	}
 	// What cannot be is refused, and changes nothing.
-	if _, err := e.Store.SetPolicy(t.Context(), "pol", &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
+	if _, err := e.Store.Sandbox("pol").SetPolicy(t.Context(), &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
 		t.Errorf("an impossible policy: %v", err)
 	}
 
@@ -589,7 +589,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		}
 		t.Error("no record of the flow that was cut")
 	}
-	if res, err := e.Store.SetPolicy(t.Context(), "pol", policy); err != nil || res.Live {
+	if res, err := e.Store.Sandbox("pol").SetPolicy(t.Context(), policy); err != nil || res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}
 	rep = e.Wake("pol")
@@ -606,11 +606,11 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("name good.example", "93.184.216.35")
 
 	// A clone is behind the same policy, at an address of its own.
-	snap, err := e.Store.Snapshot(t.Context(), "pol", "")
+	snap, err := e.Store.Sandbox("pol").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	clone, err := e.Store.Restore(t.Context(), e.Launcher, snap.Snapshot, "pol2")
+	clone, err := e.Store.With(e.Launcher).Restore(t.Context(), snap.Snapshot, sandbox.RestoreChanges{Name: "pol2"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -624,19 +624,19 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping") // beside it
 
 	// They reach each other by their tags, which the clone has as well. Nobody listens, and the other guest says so.
-	if r, err := e.Store.Get("pol2"); err != nil || !slices.Equal(r.Spec.Tags, []string{"probe"}) {
+	if r, err := e.Store.State.Get("pol2"); err != nil || !slices.Equal(r.Spec.Tags, []string{"probe"}) {
 		t.Errorf("the clone has tags %q, %v", r.Spec.Tags, err)
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own6.String()+" 9000 "+forSure, "ECONNREFUSED")
 	// Without it they do not, in one direction and the other, and with it they do again.
-	if res, err := e.Store.SetTags(t.Context(), "pol2", []string{"other"}, []string{"probe"}); err != nil || !res.Live || !slices.Equal(res.Tags, []string{"other"}) {
+	if res, err := e.Store.Sandbox("pol2").SetTags(t.Context(), []string{"other"}, []string{"probe"}); err != nil || !res.Live || !slices.Equal(res.Tags, []string{"other"}) {
 		t.Fatalf("%+v, %v", res, err)
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+inVain, "timeout")
 	p2.expect("tcp "+own.String()+" 9000 "+inVain, "timeout")
-	if res, err := e.Store.SetTags(t.Context(), "pol2", []string{"probe"}, nil); err != nil || !slices.Equal(res.Tags, []string{"other", "probe"}) {
+	if res, err := e.Store.Sandbox("pol2").SetTags(t.Context(), []string{"probe"}, nil); err != nil || !slices.Equal(res.Tags, []string{"other", "probe"}) {
 		t.Fatalf("%+v, %v", res, err)
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
@@ -646,7 +646,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	})
 
 	// Nothing is left of a process that was killed.
-	r, err := e.Store.Get("pol")
+	r, err := e.Store.State.Get("pol")
 	if err != nil {
 		t.Fatal(err)
 	}

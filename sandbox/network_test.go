@@ -135,13 +135,13 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 
 	// A fork is behind the policy of its VM, or behind another one, at an address of its own, and has the tags of that
 	// moment.
-	if res, err := e.Store.SetTags(t.Context(), "net", []string{"db", "old"}, nil); err != nil || !res.Live {
+	if res, err := e.Store.Sandbox("net").SetTags(t.Context(), []string{"db", "old"}, nil); err != nil || !res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}
-	if res, err := e.Store.SetTags(t.Context(), "net", nil, []string{"old"}); err != nil || !res.Live {
+	if res, err := e.Store.Sandbox("net").SetTags(t.Context(), nil, []string{"old"}); err != nil || !res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}
-	forks, err := e.Store.Fork(t.Context(), e.Launcher, "net", sandbox.ForkOptions{Name: "fork"})
+	forks, err := e.Store.With(e.Launcher).Sandbox("net").Fork(t.Context(), sandbox.ForkOptions{Name: "fork"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,32 +150,32 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Errorf("the fork has %+v, its VM %+v", child.Network, rep.Network)
 	}
 	exchange("fork", "forked", child.Network.TAP)
-	if r, err := e.Store.Get("fork"); err != nil || !slices.Equal(r.Spec.Tags, []string{"db"}) {
+	if r, err := e.Store.State.Get("fork"); err != nil || !slices.Equal(r.Spec.Tags, []string{"db"}) {
 		t.Errorf("the fork has the tags %q, %v", r.Spec.Tags, err)
 	}
-	if p, err := e.Store.Policy("fork"); err != nil || len(p.Rules) != 1 {
+	if p, err := e.Store.Sandbox("fork").Policy(); err != nil || len(p.Rules) != 1 {
 		t.Errorf("the fork has the policy %+v, %v", p, err)
 	}
-	if err := e.Store.Remove(t.Context(), "fork", true); err != nil {
+	if err := e.Store.Sandbox("fork").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
-	closed, err := e.Store.Fork(t.Context(), e.Launcher, "net", sandbox.ForkOptions{Name: "closed", Policy: &netpolicy.Policy{}})
+	closed, err := e.Store.With(e.Launcher).Sandbox("net").Fork(t.Context(), sandbox.ForkOptions{Name: "closed", Policy: &netpolicy.Policy{}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p, err := e.Store.Policy("closed"); err != nil || len(p.Rules) != 0 {
+	if p, err := e.Store.Sandbox("closed").Policy(); err != nil || len(p.Rules) != 0 {
 		t.Errorf("a fork with an empty policy has %+v, %v", p, err)
 	}
 	if got := send("closed", echo(t, one(closed.Children[0], 2)), "nothing", 1, 3); got != "timed out" {
 		t.Errorf("a fork with an empty policy connects to its host: %s", got)
 	}
-	if err := e.Store.Remove(t.Context(), "closed", true); err != nil {
+	if err := e.Store.Sandbox("closed").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
 
 	publishedPortWakes(t, e, "net")
 
-	r, err := e.Store.Get("net")
+	r, err := e.Store.State.Get("net")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,15 +190,15 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if err != nil {
 		t.Fatal(err)
 	}
-	if strings.Contains(string(mounts), e.Store.Dir()) {
+	if strings.Contains(string(mounts), e.Store.State.Dir()) {
 		t.Errorf("the killed VM has left a mount: %s", mounts)
 	}
-	if sockets, err := filepath.Glob(filepath.Join(filepath.Dir(e.Store.VsockPath("net")), "*.sock")); err != nil || len(sockets) != 0 {
+	if sockets, err := filepath.Glob(filepath.Join(filepath.Dir(e.Store.State.VsockPath("net")), "*.sock")); err != nil || len(sockets) != 0 {
 		t.Errorf("the killed VM has left the sockets %v (%v)", sockets, err)
 	}
 
 	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
-	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
+	pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,10 +210,10 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if len(ahead) != before+1 {
 		t.Fatalf("with a pool of one there are the TAP devices %v", ahead)
 	}
-	if _, err := e.Store.SetPolicy(t.Context(), "net", policy); err != nil {
+	if _, err := e.Store.Sandbox("net").SetPolicy(t.Context(), policy); err != nil {
 		t.Fatal(err)
 	}
-	if rep, err = e.Store.Wake(t.Context(), pool.Launcher(), "net"); err != nil {
+	if rep, err = e.Store.With(pool.Launcher()).Sandbox("net").Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if !rep.Pooled || !slices.Contains(ahead, rep.Network.TAP) {
@@ -230,7 +230,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Error(err)
 	}
 	one(rep, 1)
-	if r, err = e.Store.Get("net"); err != nil || !strings.HasSuffix(rep.Network.TAP, r.NetworkID[:9]) {
+	if r, err = e.Store.State.Get("net"); err != nil || !strings.HasSuffix(rep.Network.TAP, r.NetworkID[:9]) {
 		t.Fatalf("its record says %q, %v", r.NetworkID, err)
 	}
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {

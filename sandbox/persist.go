@@ -11,19 +11,20 @@ import (
 
 // Promote copies what the metadata of a running VM names to the host now: guest.Client.Promote. The VM runs on, and
 // what its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
-func (s *Store) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
-	l, err := s.Metadata(name)
+func (b *Sandbox) Promote(ctx context.Context) ([]control.Promoted, error) {
+	s, name := b.host, b.name
+	l, err := s.State.Metadata(name)
 	if err != nil {
 		return nil, err
 	}
 	if len(l.Persist.Promote) == 0 {
 		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", state.ErrMetadata, name, name)
 	}
-	r, err := s.Get(name)
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
-	c, err := s.Agent(ctx, name)
+	c, err := b.Agent(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("promoting of %s: %w", name, err)
 	}
@@ -33,9 +34,9 @@ func (s *Store) Promote(ctx context.Context, name string) ([]control.Promoted, e
 		return nil, fmt.Errorf("promoting of %s: %w", name, err)
 	}
 	for _, m := range copies {
-		e := s.Event(ctx, r, events.Promoted)
+		e := s.State.Event(ctx, r, events.Promoted)
 		e.Details = control.PromotedDetails(m)
-		s.Tell(e)
+		s.State.Tell(e)
 	}
 	return copies, nil
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -21,7 +22,7 @@ import (
 // setPersist says what does not persist of a VM.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
-	if _, err := e.Store.SetMetadata(e.T.Context(), vm, func(l *state.Metadata, _ error) error {
+	if _, err := e.Store.State.SetMetadata(e.T.Context(), vm, func(l *state.Metadata, _ error) error {
 		l.Persist = p
 		return nil
 	}); err != nil {
@@ -110,7 +111,7 @@ func (p *persistence) woken(name string) {
 	if err := c.WriteFile(t.Context(), "/root/out/more", strings.NewReader("more\n"), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	copies, err := p.e.Store.Promote(t.Context(), name)
+	copies, err := p.e.Store.Sandbox(name).Promote(t.Context())
 	if err != nil || len(copies) != 2 {
 		t.Fatalf("promoted %+v, %v", copies, err)
 	}
@@ -134,7 +135,7 @@ func (p *persistence) refused(name string) {
 	t.Helper()
 	before := filesBelow(t, p.host)
 	setPersist(p.e, name, p.nowhere())
-	_, err := p.e.Store.Sleep(t.Context(), name)
+	_, err := p.e.Store.Sandbox(name).Sleep(t.Context(), sandbox.SleepOptions{})
 	if !errors.Is(err, control.ErrPromote) || !strings.Contains(err.Error(), p.host+"/none") {
 		t.Errorf("without a directory to promote to: %v, want ErrPromote", err)
 	}
@@ -142,7 +143,7 @@ func (p *persistence) refused(name string) {
 	if got := filesBelow(t, p.host); !slices.Equal(got, before) {
 		t.Errorf("on the host are %q, were %q", got, before)
 	}
-	if r, err := p.e.Store.Get(name); err != nil || r.Phase != state.Running {
+	if r, err := p.e.Store.State.Get(name); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusal: %v, %v", r.Phase, err)
 	}
 	setPersist(p.e, name, lifetime.Persist{})
@@ -162,7 +163,7 @@ func (p *persistence) told(name string, want map[events.Type]int) {
 	t.Helper()
 	got := map[events.Type]int{}
 	filter := events.Filter{Sandbox: name, Types: []string{string(events.Promoted), string(events.PersistFailed)}}
-	if _, err := p.e.Store.Events().Read(t.Context(), events.ReadOptions{Filter: filter}, func(ev events.Event) error {
+	if _, err := p.e.Store.State.Events().Read(t.Context(), events.ReadOptions{Filter: filter}, func(ev events.Event) error {
 		got[ev.Type]++
 		return nil
 	}); err != nil || !maps.Equal(got, want) {

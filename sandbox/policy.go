@@ -21,8 +21,9 @@ import (
 
 // Policy is a VM's network policy: the one that it runs with, or will when it is brought
 // back. A VM without a policy of its own has the empty one, which denies everything.
-func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
-	r, err := s.Get(name)
+func (b *Sandbox) Policy() (*netpolicy.Policy, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
@@ -39,7 +40,8 @@ func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
 // force. When it returns, no packet is judged by the old policy any more, and flows that
 // the new one would not open are cut. The size of the flow table stays until the VM is
 // brought back from a sleep or a stop. If it fails, the old policy holds.
-func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
+func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res control.PolicyResult, err error) {
+	s, name := b.host, b.name
 	if p == nil {
 		p = &netpolicy.Policy{}
 	}
@@ -54,7 +56,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		return res, fmt.Errorf("%w: it has %d bytes as JSON, at most %d are possible", netpolicy.ErrPolicy, len(text), netpolicy.MaxFileBytes)
 	}
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil {
 			return res, err
 		}
@@ -62,7 +64,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 			return res, control.NoNetwork(name)
 		}
 		if r.Phase == state.Running {
-			err = control.CallWith(ctx, s.Store, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
+			err = control.CallWith(ctx, s.State, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
 				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
 			})
 		} else {
@@ -71,7 +73,7 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 		}
 		if !passing(err) {
 			if err == nil {
-				s.Tell(s.Event(ctx, r, events.PolicyChanged))
+				s.State.Tell(s.State.Event(ctx, r, events.PolicyChanged))
 			}
 			return res, err
 		}
@@ -95,30 +97,32 @@ func passing(err error) bool {
 }
 
 // storePolicy sets the policy of a VM that has no process.
-func (s *Store) storePolicy(name string, p *netpolicy.Policy) error {
-	l, err := s.Lock(name)
+func (s *Host) storePolicy(name string, p *netpolicy.Policy) error {
+	l, err := s.State.Lock(name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil {
 		return err
 	}
 	r.Spec.Policy = p
-	return s.Save(r)
+	return s.State.Save(r)
 }
 
 // NetworkStats asks a running VM what its network has done.
-func (s *Store) NetworkStats(ctx context.Context, name string) (st spec.NetworkStats, err error) {
-	err = control.Call(ctx, s.Store, name, http.MethodGet, "/policy/stats", &st)
+func (b *Sandbox) NetworkStats(ctx context.Context) (st spec.NetworkStats, err error) {
+	s, name := b.host, b.name
+	err = control.Call(ctx, s.State, name, http.MethodGet, "/policy/stats", &st)
 	return st, err
 }
 
 // NetworkEvents calls fn for the last packets of a running VM that did not pass, the
 // oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
 // does. At most 1024 are kept. It returns what fn returns, if that is an error.
-func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn func(spec.NetEvent) error) error {
+func (b *Sandbox) NetworkEvents(ctx context.Context, follow bool, fn func(spec.NetEvent) error) error {
+	s, name := b.host, b.name
 	return watch(ctx, s, name, "/policy/events", follow, fn)
 }
 
@@ -126,14 +130,15 @@ func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn 
 // as far as they are kept, and then, if follow is set, for those that end, until ctx ends or the
 // VM's process does, which writes all; else for those that are open. Times, counts and bounds are
 // those of netpolicy.FlowLog. It returns what fn returns, if that is an error.
-func (s *Store) NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error {
+func (b *Sandbox) NetworkFlows(ctx context.Context, follow bool, fn func(netpolicy.FlowRecord) error) error {
+	s, name := b.host, b.name
 	return watch(ctx, s, name, "/policy/flows", follow, fn)
 }
 
 // watch calls fn for each line of JSON of a VM's process.
-func watch[T any](ctx context.Context, s *Store, name, path string, follow bool, fn func(T) error) error {
+func watch[T any](ctx context.Context, s *Host, name, path string, follow bool, fn func(T) error) error {
 	var stop error
-	err := control.CallWith(ctx, s.Store, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
+	err := control.CallWith(ctx, s.State, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
 		lines := bufio.NewScanner(body)
 		lines.Buffer(make([]byte, 0, 4096), control.MaxEventLine)
 		for lines.Scan() {

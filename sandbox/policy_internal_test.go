@@ -142,42 +142,42 @@ func TestSpec_tags_that_cannot_be_are_refused(t *testing.T) {
 }
 
 func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
+		l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}
 		l.Release()
 	}
 	p := hugePolicy(t)
-	if res, err := s.SetPolicy(t.Context(), "with", p); err != nil || res.Live {
+	if res, err := s.Sandbox("with").SetPolicy(t.Context(), p); err != nil || res.Live {
 		t.Fatal(res, err)
 	}
-	got, err := s.Policy("with")
+	got, err := s.Sandbox("with").Policy()
 	if err != nil || len(got.Rules) != len(p.Rules) || !reflect.DeepEqual(got.Rules[7].CIDRs, p.Rules[7].CIDRs) {
 		t.Errorf("%v, %v", got, err)
 	}
-	if _, err := s.SetPolicy(t.Context(), "with", &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
+	if _, err := s.Sandbox("with").SetPolicy(t.Context(), &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
 		t.Errorf("an invalid policy: %v", err)
 	}
-	if got, err := s.Policy("with"); err != nil || len(got.Rules) != len(p.Rules) {
+	if got, err := s.Sandbox("with").Policy(); err != nil || len(got.Rules) != len(p.Rules) {
 		t.Errorf("after that: %v, %v", got, err)
 	}
-	if _, err := s.SetPolicy(t.Context(), "without", p); !errors.Is(err, ErrSpec) {
+	if _, err := s.Sandbox("without").SetPolicy(t.Context(), p); !errors.Is(err, ErrSpec) {
 		t.Errorf("of a VM without a network: %v", err)
 	}
-	if _, err := s.Policy("without"); !errors.Is(err, ErrSpec) {
+	if _, err := s.Sandbox("without").Policy(); !errors.Is(err, ErrSpec) {
 		t.Error(err)
 	}
-	if _, err := s.SetPolicy(t.Context(), "nobody", p); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Sandbox("nobody").SetPolicy(t.Context(), p); !errors.Is(err, ErrNotFound) {
 		t.Error(err)
 	}
 	// A record whose policy has been changed into nonsense is not read.
-	path := s.VMDir("with") + "/vm.json"
+	path := s.State.VMDir("with") + "/vm.json"
 	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -185,32 +185,32 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if err := os.WriteFile(path, []byte(strings.Replace(string(text), `"direction": "egress"`, `"direktion": "egress"`, 1)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Get("with"); !errors.Is(err, ErrRecord) {
+	if _, err := s.State.Get("with"); !errors.Is(err, ErrRecord) {
 		t.Errorf("a damaged policy: %v", err)
 	}
 }
 
 func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_started(t *testing.T) {
 	for before, after := range map[state.Phase]state.Phase{state.Starting: state.Stopped, state.Asleep: state.Asleep, state.Stopped: state.Stopped} {
-		s, err := OpenStore(t.TempDir())
+		s, err := Open(t.TempDir())
 		if err != nil {
 			t.Fatal(err)
 		}
 		// As somebody may write into a record: it parses, and cannot be.
-		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
 		if err != nil {
 			t.Fatal(err)
 		}
 		l.Release()
 		var told []control.Report
-		err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = append(told, r) }})
+		err = process.Serve(t.Context(), s.State, "a", process.ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = append(told, r) }})
 		if !errors.Is(err, netpolicy.ErrPolicy) || len(told) != 1 || told[0].Error == nil || told[0].Error.Code != "policy" {
 			t.Errorf("%s: %v, %+v", before, err, told)
 		}
-		if layers, err := os.ReadDir(s.LayerDir()); err != nil || len(layers) != 0 {
+		if layers, err := os.ReadDir(s.State.LayerDir()); err != nil || len(layers) != 0 {
 			t.Errorf("%s: a disk was begun: %v, %v", before, layers, err)
 		}
-		if r, err := s.Load("a"); err != nil || r.Phase != after {
+		if r, err := s.State.Load("a"); err != nil || r.Phase != after {
 			t.Errorf("%s: it is %v now (%v), want %s", before, r, err, after)
 		}
 	}

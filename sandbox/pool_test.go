@@ -14,7 +14,7 @@ import (
 
 func TestNewPool_of_what_cannot_be_is_refused(t *testing.T) {
 	t.Parallel()
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -27,18 +27,18 @@ func TestNewPool_of_what_cannot_be_is_refused(t *testing.T) {
 		"too little RAM": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 1, VCPUs: 1}}},
 		"too many vCPUs": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1000}}},
 	} {
-		if _, err := pool.New(s.Store, l, o); !errors.Is(err, sandbox.ErrSpec) {
+		if _, err := pool.New(s.State, l, o); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	if _, err := pool.New(s.Store, pool.Launcher{}, pool.Options{Processes: 1, Shapes: []spec.Shape{fits}}); err == nil {
+	if _, err := pool.New(s.State, pool.Launcher{}, pool.Options{Processes: 1, Shapes: []spec.Shape{fits}}); err == nil {
 		t.Error("a pool without a program was made")
 	}
 }
 
 func TestPool_whose_processes_fail_says_why(t *testing.T) {
 	t.Parallel()
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func TestPool_whose_processes_fail_says_why(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}
-			p, err := pool.New(s.Store, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+			p, err := pool.New(s.State, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -70,12 +70,12 @@ func TestPool_whose_processes_fail_says_why(t *testing.T) {
 
 func TestPool_Wait_ends_with_its_context(t *testing.T) {
 	t.Parallel()
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	l := pool.Launcher{Command: []string{"/bin/sh", "-c", "read line <&3", "sh"}}
-	p, err := pool.New(s.Store, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+	p, err := pool.New(s.State, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

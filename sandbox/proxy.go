@@ -9,19 +9,20 @@ import (
 // ProxyEnvironment is what commands in a VM have to know of its proxy, as KEY=VALUE: where it is, files with
 // certificates, and the placeholders of secrets. Command and Entrypoint add it by themselves. A VM without a proxy has
 // none.
-func (s *Store) ProxyEnvironment(name string) ([]string, error) {
-	r, err := s.Load(name)
+func (b *Sandbox) ProxyEnvironment() ([]string, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Load(name)
 	if err != nil {
 		return nil, err
 	}
 	return s.proxyEnvironment(r)
 }
 
-func (s *Store) proxyEnvironment(r *state.Record) ([]string, error) {
+func (s *Host) proxyEnvironment(r *state.Record) ([]string, error) {
 	if !r.Spec.Policy.ProxyOn() {
 		return nil, nil
 	}
-	id, err := s.ProxyIdentity(r)
+	id, err := s.State.ProxyIdentity(r)
 	if err != nil {
 		return nil, err
 	}

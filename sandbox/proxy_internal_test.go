@@ -19,7 +19,7 @@ import (
 )
 
 func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -28,7 +28,7 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 	for i := range keys {
 		wg.Go(func() {
 			var err error
-			if keys[i], err = s.ProxyKey(); err != nil {
+			if keys[i], err = s.State.ProxyKey(); err != nil {
 				t.Error(err)
 			}
 		})
@@ -39,11 +39,11 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 			t.Fatalf("keys of %d and %d bytes that differ", len(k), len(keys[0]))
 		}
 	}
-	path := filepath.Join(s.Dir(), state.ProxyKeyFile)
+	path := filepath.Join(s.State.Dir(), state.ProxyKeyFile)
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", st.Mode(), err)
 	}
-	left, err := filepath.Glob(filepath.Join(s.Dir(), ".tmp-*"))
+	left, err := filepath.Glob(filepath.Join(s.State.Dir(), ".tmp-*"))
 	if err != nil || len(left) > 0 {
 		t.Errorf("%v is left, %v", left, err)
 	}
@@ -54,7 +54,7 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 		if err := errors.Join(os.WriteFile(path, keys[0], 0o600), os.Chmod(path, 0o600), spoil()); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.ProxyKey(); !errors.Is(err, ErrRecord) {
+		if _, err := s.State.ProxyKey(); !errors.Is(err, ErrRecord) {
 			t.Errorf("%s: %v, want ErrRecord", what, err)
 		}
 	}
@@ -132,14 +132,14 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 }
 
 func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	record := func(name string, p *netpolicy.Policy) *state.Record {
 		t.Helper()
 		r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
-		if err := errors.Join(os.MkdirAll(s.VMDir(name), 0o700), s.Save(r)); err != nil {
+		if err := errors.Join(os.MkdirAll(s.State.VMDir(name), 0o700), s.State.Save(r)); err != nil {
 			t.Fatal(err)
 		}
 		return r
@@ -147,7 +147,7 @@ func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
 	parent := record("a", mustParse(t, injects))
 	child := record("b", mustParse(t, injects))
 	child.Inherit(parent)
-	if err := s.Save(child); err != nil {
+	if err := s.State.Save(child); err != nil {
 		t.Fatal(err)
 	}
 	record("c", mustParse(t, injects))
@@ -155,7 +155,7 @@ func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
 	record("e", nil)
 	env := map[string][]string{}
 	for _, name := range []string{"a", "b", "c", "d", "e"} {
-		if env[name], err = s.ProxyEnvironment(name); err != nil {
+		if env[name], err = s.Sandbox(name).ProxyEnvironment(); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -119,7 +119,7 @@ func startCaller(t *testing.T, e *guesttest.Env, vm string) (holder string) {
 	if err := c.WriteFile(t.Context(), "/root/caller.py", strings.NewReader(caller), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	cmd, err := e.Store.Command(vm, guest.Cmd{Argv: []string{"/bin/sh", "-c", "mkfifo /run/call /run/called; exec python3 -S /root/caller.py"}, Detach: true})
+	cmd, err := e.Store.Sandbox(vm).Command(guest.Cmd{Argv: []string{"/bin/sh", "-c", "mkfifo /run/call /run/called; exec python3 -S /root/caller.py"}, Detach: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -143,12 +143,12 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	t.Helper()
 	begin := time.Now()
 	defer func() { t.Logf("all about keys took %v", time.Since(begin)) }()
-	if list, err := e.Store.Secrets(t.Context(), vm); err != nil || len(list) != 0 {
+	if list, err := e.Store.Sandbox(vm).Secrets(t.Context()); err != nil || len(list) != 0 {
 		t.Errorf("a clone has %+v, %v", list, err)
 	}
 	key := randomText(t, "sk-")
 	// As from a file with a line, and without a word that it is for the proxy: the policy says so.
-	if err := e.Store.SetSecrets(t.Context(), vm, spec.Secret{SecretFile: spec.SecretFile{Name: "API_KEY"}, Value: []byte(key + "\n")}); err != nil {
+	if err := e.Store.Sandbox(vm).SetSecrets(t.Context(), spec.Secret{SecretFile: spec.SecretFile{Name: "API_KEY"}, Value: []byte(key + "\n")}); err != nil {
 		t.Fatal(err)
 	}
 	// What comes back has no key either.
@@ -169,7 +169,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	}
 	pid := works("at first")
 	var injected int
-	err := e.Store.NetworkEvents(t.Context(), vm, false, func(ev spec.NetEvent) error {
+	err := e.Store.Sandbox(vm).NetworkEvents(t.Context(), false, func(ev spec.NetEvent) error {
 		if ev.Reason == netpolicy.ReasonInject && ev.Verdict == netpolicy.Allow && ev.Host == "api.example" && ev.Secret == "API_KEY" && ev.Status == 200 && ev.Rule == "api" && ev.PeerPort == 443 {
 			injected++
 		}
@@ -180,7 +180,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	}
 	search := func(what, snap string) {
 		t.Helper()
-		dir := filepath.Join(e.Store.Dir(), "snapshots", snap)
+		dir := filepath.Join(e.Store.State.Dir(), "snapshots", snap)
 		memory, states := copies(t, dir, key)
 		if files := inFiles(t, e.Store, key); memory+states+files > 0 {
 			t.Errorf("%s: the key is %d times in memory, %d in states of devices, %d in files", what, memory, states, files)
@@ -199,7 +199,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 		}
 		return []spec.Secret{{SecretFile: awaited[0], Value: []byte(key)}}, nil
 	}
-	if _, err := e.Store.Wake(t.Context(), l, vm); err != nil {
+	if _, err := e.Store.With(l).Sandbox(vm).Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if again := works("after a wake"); again != pid {

@@ -55,7 +55,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	at := free.Addr().String()
 	free.Close()
 	publish := fmt.Sprintf("publish: [{listen: %q, port: 8000, protocol: tcp}, {listen: %[1]q, port: 8001, protocol: udp}]\n", at)
-	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, publish)); err != nil {
+	if _, err := e.Store.Sandbox(name).SetPolicy(t.Context(), mustPolicy(t, publish)); err != nil {
 		t.Fatal(err)
 	}
 	agent := e.Agent(name)
@@ -113,7 +113,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	if got := ask(woken); got != "2" {
 		t.Errorf("the guest that was woken by a connection says %q, want 2", got)
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Running {
+	if r, err := e.Store.State.Get(name); err != nil || r.Phase != state.Running {
 		t.Errorf("after it has answered it is %v (%v)", r.Phase, err)
 	}
 
@@ -145,7 +145,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 
 	// Datagrams wake it as well, and none is lost. What was said of its tags meanwhile holds.
 	e.Sleep(name)
-	if res, err := e.Store.SetTags(t.Context(), name, []string{"asleep"}, nil); err != nil || res.Live {
+	if res, err := e.Store.Sandbox(name).SetTags(t.Context(), []string{"asleep"}, nil); err != nil || res.Live {
 		t.Errorf("tags of a VM that sleeps: %+v, %v", res, err)
 	}
 	u, err := net.Dial("udp4", at)
@@ -168,12 +168,12 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		}
 	}
 
-	if res, err := e.Store.SetTags(t.Context(), name, []string{"awake"}, nil); err != nil || !res.Live || !slices.Contains(res.Tags, "asleep") {
+	if res, err := e.Store.Sandbox(name).SetTags(t.Context(), []string{"awake"}, nil); err != nil || !res.Live || !slices.Contains(res.Tags, "asleep") {
 		t.Errorf("tags of the VM that was woken: %+v, %v", res, err)
 	}
 
 	// A packet to its own address wakes it as well, and nothing that the policy does not let in.
-	info, err := e.Store.Info(t.Context(), name)
+	info, err := e.Store.Sandbox(name).Info(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +183,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		c.Close()
 		t.Error("a port that the policy does not name was reached")
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Asleep {
+	if r, err := e.Store.State.Get(name); err != nil || r.Phase != state.Asleep {
 		t.Errorf("after a packet that the policy denies it is %v (%v)", r.Phase, err)
 	}
 	direct, err := net.DialTimeout("tcp4", net.JoinHostPort(own, "8000"), 2*time.Minute)
@@ -196,7 +196,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	}
 
 	// A port that is not published any more is not listened for.
-	if _, err := e.Store.SetPolicy(t.Context(), name, mustPolicy(t, "rules: []\n")); err != nil {
+	if _, err := e.Store.Sandbox(name).SetPolicy(t.Context(), mustPolicy(t, "rules: []\n")); err != nil {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {

@@ -26,7 +26,8 @@ import (
 //
 // A VM that does not run is ErrNotRunning: wake it first. If it fails, nothing has changed
 // but values of secrets that were there before.
-func (s *Store) SetSecrets(ctx context.Context, name string, list ...spec.Secret) error {
+func (b *Sandbox) SetSecrets(ctx context.Context, list ...spec.Secret) error {
+	s, name := b.host, b.name
 	for i := range list {
 		if err := control.CheckSecret(&list[i]); err != nil {
 			return err
@@ -35,7 +36,7 @@ func (s *Store) SetSecrets(ctx context.Context, name string, list ...spec.Secret
 	if len(list) == 0 {
 		return nil
 	}
-	r, err := s.Get(name)
+	r, err := s.State.Get(name)
 	if err != nil {
 		return err
 	}
@@ -48,7 +49,7 @@ func (s *Store) SetSecrets(ctx context.Context, name string, list ...spec.Secret
 	}
 	defer clear(body)
 	return s.recordSecrets(ctx, name, audit.KindSecretSet, secretNames(list), func() error {
-		return control.CallWith(ctx, s.Store, name, http.MethodPut, "/secrets", body, control.Discard)
+		return control.CallWith(ctx, s.State, name, http.MethodPut, "/secrets", body, control.Discard)
 	})
 }
 
@@ -62,15 +63,16 @@ func secretNames(list []spec.Secret) []string {
 
 // RemoveSecrets takes secrets away from a VM, which need not run: then it does not wait for
 // them any more when it is brought back. A name that it does not have is ErrNotFound.
-func (s *Store) RemoveSecrets(ctx context.Context, name string, names ...string) error {
+func (b *Sandbox) RemoveSecrets(ctx context.Context, names ...string) error {
+	s, name := b.host, b.name
 	return s.recordSecrets(ctx, name, audit.KindSecretRemove, names, func() error {
 		for {
-			r, err := s.Get(name)
+			r, err := s.State.Get(name)
 			if err != nil {
 				return err
 			}
 			if r.Phase == state.Running {
-				err = control.CallWith(ctx, s.Store, name, http.MethodDelete, "/secrets?"+url.Values{"name": names}.Encode(), nil, control.Discard)
+				err = control.CallWith(ctx, s.State, name, http.MethodDelete, "/secrets?"+url.Values{"name": names}.Encode(), nil, control.Discard)
 			} else {
 				err = s.dropSecrets(name, names)
 			}
@@ -88,14 +90,15 @@ func (s *Store) RemoveSecrets(ctx context.Context, name string, names ...string)
 
 // Secrets lists the secrets of a VM. Of one that does not run, they are those that it
 // will wait for.
-func (s *Store) Secrets(ctx context.Context, name string) ([]spec.SecretState, error) {
-	r, err := s.Get(name)
+func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
 	var out []spec.SecretState
 	if r.Phase == state.Running {
-		err = control.Call(ctx, s.Store, name, http.MethodGet, "/secrets", &out)
+		err = control.Call(ctx, s.State, name, http.MethodGet, "/secrets", &out)
 		return out, err
 	}
 	for _, f := range r.Secrets {
@@ -105,11 +108,11 @@ func (s *Store) Secrets(ctx context.Context, name string) ([]spec.SecretState, e
 }
 
 // recordSecrets does something with secrets and notes it in the VM's audit trail.
-func (s *Store) recordSecrets(ctx context.Context, name string, kind audit.Kind, names []string, do func() error) error {
-	if err := s.EnsureAudit(name); err != nil {
+func (s *Host) recordSecrets(ctx context.Context, name string, kind audit.Kind, names []string, do func() error) error {
+	if err := s.State.EnsureAudit(name); err != nil {
 		return err
 	}
-	trail := audit.Open(s.AuditPath(name))
+	trail := audit.Open(s.State.AuditPath(name))
 	var pending []*audit.Pending
 	for _, n := range names {
 		p, err := trail.Begin(ctx, audit.Action{Kind: kind, Path: guest.SecretsDir + "/" + n})
@@ -130,13 +133,13 @@ func (s *Store) recordSecrets(ctx context.Context, name string, kind audit.Kind,
 }
 
 // dropSecrets makes a VM without a process wait for fewer secrets.
-func (s *Store) dropSecrets(name string, names []string) error {
-	l, err := s.Lock(name)
+func (s *Host) dropSecrets(name string, names []string) error {
+	l, err := s.State.Lock(name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil {
 		return err
 	}
@@ -147,22 +150,22 @@ func (s *Store) dropSecrets(name string, names []string) error {
 		}
 		r.Secrets = slices.Delete(r.Secrets, i, i+1)
 	}
-	return s.Save(r)
+	return s.State.Save(r)
 }
 
 // handIn asks the launcher's owner for the secrets that a VM waits for which has just been
 // brought back.
-func (s *Store) handIn(ctx context.Context, l pool.Launcher, name string) error {
+func (s *Host) handIn(ctx context.Context, l pool.Launcher, name string) error {
 	if l.Secrets == nil {
 		return nil
 	}
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil || len(r.Secrets) == 0 {
 		return err
 	}
 	list, err := l.Secrets(ctx, name, slices.Clone(r.Secrets))
 	if err == nil {
-		err = s.SetSecrets(ctx, name, list...)
+		err = s.Sandbox(name).SetSecrets(ctx, list...)
 	}
 	if err != nil {
 		return fmt.Errorf("handing in the secrets of %s, which runs, and whose programs wait for them: %w", name, err)

@@ -105,10 +105,10 @@ func count(data []byte, text string) (n int) {
 }
 
 // inFiles counts where a text is in the files of a store, as they are.
-func inFiles(t *testing.T, s *sandbox.Store, text string) (n int) {
+func inFiles(t *testing.T, s *sandbox.Host, text string) (n int) {
 	t.Helper()
 	for _, sub := range []string{"vms", "snapshots", "layers"} {
-		err := filepath.WalkDir(filepath.Join(s.Dir(), sub), func(path string, d fs.DirEntry, err error) error {
+		err := filepath.WalkDir(filepath.Join(s.State.Dir(), sub), func(path string, d fs.DirEntry, err error) error {
 			if err != nil || !d.Type().IsRegular() {
 				return err
 			}
@@ -170,7 +170,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	set := func(vm, value string) {
 		t.Helper()
 		token := spec.Secret{SecretFile: spec.SecretFile{Name: "token"}, Value: []byte(value)}
-		if err := e.Store.SetSecrets(t.Context(), vm, token); err != nil {
+		if err := e.Store.Sandbox(vm).SetSecrets(t.Context(), token); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -190,17 +190,17 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	// says that it would be found.
 	search := func(what, snap string) {
 		t.Helper()
-		memory, states := copies(t, filepath.Join(e.Store.Dir(), "snapshots", snap), secret)
+		memory, states := copies(t, filepath.Join(e.Store.State.Dir(), "snapshots", snap), secret)
 		if files := inFiles(t, e.Store, secret); memory+states+files > 0 {
 			t.Errorf("%s: the secret is %d times in memory, %d in states of devices, %d in files", what, memory, states, files)
 		}
-		seen, _ := copies(t, filepath.Join(e.Store.Dir(), "snapshots", snap), control)
+		seen, _ := copies(t, filepath.Join(e.Store.State.Dir(), "snapshots", snap), control)
 		if files := inFiles(t, e.Store, control); seen == 0 || files == 0 {
 			t.Errorf("%s: the control string is %d times in memory, %d in files: the search does not work", what, seen, files)
 		}
 	}
 
-	snap, err := e.Store.Snapshot(t.Context(), "sec", "")
+	snap, err := e.Store.Sandbox("sec").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -209,7 +209,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	if got := e.Sh("c", ask); !strings.HasSuffix(got, " No such file or directory") {
 		t.Errorf("a clone says %q of the secret", got)
 	}
-	if list, err := e.Store.Secrets(t.Context(), "c"); err != nil || len(list) != 0 {
+	if list, err := e.Store.Sandbox("c").Secrets(t.Context()); err != nil || len(list) != 0 {
 		t.Errorf("a clone has %v, %v", list, err)
 	}
 	forks(e, "sec", sandbox.ForkOptions{Count: 1, Name: "f"})
@@ -227,11 +227,11 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 
 	res := e.Sleep("sec")
 	search("a sleep", res.Snapshot)
-	list, err := e.Store.Secrets(t.Context(), "sec")
+	list, err := e.Store.Sandbox("sec").Secrets(t.Context())
 	if err != nil || len(list) != 1 || list[0].Name != "token" || list[0].Present || !list[0].Kept {
 		t.Errorf("a VM that sleeps waits for %+v, %v", list, err)
 	}
-	if err := e.Store.SetSecrets(t.Context(), "sec", spec.Secret{SecretFile: spec.SecretFile{Name: "token"}}); !errors.Is(err, sandbox.ErrNotRunning) {
+	if err := e.Store.Sandbox("sec").SetSecrets(t.Context(), spec.Secret{SecretFile: spec.SecretFile{Name: "token"}}); !errors.Is(err, sandbox.ErrNotRunning) {
 		t.Errorf("a secret for a VM that sleeps: %v, want ErrNotRunning", err)
 	}
 
@@ -261,16 +261,16 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 		}
 		return []spec.Secret{{SecretFile: awaited[0], Value: []byte(secret)}}, nil
 	}
-	if _, err := e.Store.Wake(t.Context(), l, "sec"); err != nil {
+	if _, err := e.Store.With(l).Sandbox("sec").Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if got := e.Sh("sec", ask); got != first {
 		t.Errorf("after the second wake the program says %q, before %q", got, first)
 	}
-	if err := e.Store.RemoveSecrets(t.Context(), "sec", "token"); err != nil {
+	if err := e.Store.Sandbox("sec").RemoveSecrets(t.Context(), "token"); err != nil {
 		t.Fatal(err)
 	}
-	if err := e.Store.RemoveSecrets(t.Context(), "sec", "token"); !errors.Is(err, sandbox.ErrNotFound) {
+	if err := e.Store.Sandbox("sec").RemoveSecrets(t.Context(), "token"); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Errorf("removing it twice: %v, want ErrNotFound", err)
 	}
 	if got := e.Sh("sec", ask); !strings.HasSuffix(got, " No such file or directory") {
@@ -278,7 +278,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	}
 
 	kinds := map[audit.Kind]int{}
-	if _, err := e.Store.Audit(t.Context(), "sec", audit.ReadOptions{}, func(en audit.Entry) error {
+	if _, err := e.Store.State.Audit(t.Context(), "sec", audit.ReadOptions{}, func(en audit.Entry) error {
 		if en.Path == guest.SecretsDir+"/token" {
 			kinds[en.Kind]++
 		}

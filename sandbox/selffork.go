@@ -16,10 +16,12 @@ import (
 // ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the
 // guest told. The child has a random name and its parent's metadata, and may not ask for forks itself. What was wrong
 // with it is told to the guest, and returned.
-func (s *Store) ForkAsked(ctx context.Context, l pool.Launcher, name string) error {
+func (b *Sandbox) ForkAsked(ctx context.Context) error {
+	s, name := b.host, b.name
+	l := s.launcher
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
-	if err := s.SetSelf(ctx, name, func(l *state.Metadata) error {
+	if err := s.State.SetSelf(ctx, name, func(l *state.Metadata) error {
 		if !l.Asked.Fork.Wanted(time.Now()) {
 			return state.ErrNothingToTell
 		}
@@ -31,7 +33,7 @@ func (s *Store) ForkAsked(ctx context.Context, l pool.Launcher, name string) err
 	}
 	child, err := s.forkAsked(ctx, l, name)
 	// The guest hears of it also when whoever serves is about to end.
-	return errors.Join(err, s.SetSelf(context.WithoutCancel(ctx), name, func(l *state.Metadata) error {
+	return errors.Join(err, s.State.SetSelf(context.WithoutCancel(ctx), name, func(l *state.Metadata) error {
 		if l.Asked.Fork.ID != id {
 			return state.ErrNothingToTell
 		}
@@ -54,12 +56,12 @@ func whyNoFork(err error) string {
 	return "the fork was not made: the VM's owner finds why in what `drowse serve` writes"
 }
 
-func (s *Store) forkAsked(ctx context.Context, l pool.Launcher, name string) (child string, err error) {
-	r, err := s.Get(name)
+func (s *Host) forkAsked(ctx context.Context, l pool.Launcher, name string) (child string, err error) {
+	r, err := s.State.Get(name)
 	if err != nil {
 		return "", err
 	}
-	list, err := s.List()
+	list, err := s.State.List()
 	if err != nil {
 		return "", err
 	}
@@ -72,7 +74,7 @@ func (s *Store) forkAsked(ctx context.Context, l pool.Launcher, name string) (ch
 	if n >= may {
 		return "", fmt.Errorf("%w: it has %d children that it has asked for, and may have %d at once", control.ErrSelfLimit, n, may)
 	}
-	res, err := s.Fork(ctx, l, name, ForkOptions{asked: true})
+	res, err := s.With(l).Sandbox(name).Fork(ctx, ForkOptions{asked: true})
 	if err != nil {
 		return "", err
 	}

@@ -20,13 +20,13 @@ func TestExpired_is_neither_woken_nor_booted(t *testing.T) {
 		name := string(phase)
 		r := withMetadata(t, s, name, phase, &state.Metadata{Expires: time.Now().Add(-time.Second)})
 		r.Snapshot = snapshotOf(t, s, r, state.KindSleep, time.Now())
-		if err := s.Save(r); err != nil {
+		if err := s.State.Save(r); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.Wake(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.With(pool.Launcher{}).Sandbox(name).Wake(t.Context()); !errors.Is(err, state.ErrExpired) {
 			t.Errorf("waking one that is %s: got %v, want ErrExpired", phase, err)
 		}
-		if _, err := s.Start(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.With(pool.Launcher{}).Sandbox(name).Start(t.Context(), StartOptions{}); !errors.Is(err, state.ErrExpired) {
 			t.Errorf("booting one that is %s: got %v, want ErrExpired", phase, err)
 		}
 	}
@@ -62,9 +62,9 @@ func quickForks(t *testing.T) {
 	t.Cleanup(func() { state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = begin, all, poll })
 }
 
-func askedFork(t *testing.T, s *Store, change func(*state.AskedFork)) {
+func askedFork(t *testing.T, s *Host, change func(*state.AskedFork)) {
 	t.Helper()
-	if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
 		t.Error(err)
 	}
 }
@@ -91,14 +91,14 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 			go func() {
 				defer close(served)
 				for c.make != nil && ctx.Err() == nil {
-					if l, err := s.Metadata("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
+					if l, err := s.State.Metadata("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
 						askedFork(t, s, c.make)
 						return
 					}
 					time.Sleep(time.Millisecond)
 				}
 			}()
-			child, err := s.SelfFork(t.Context(), "a")
+			child, err := s.State.SelfFork(t.Context(), "a")
 			cancel()
 			<-served
 			if child != c.want || (err == nil) != (c.err == nil) || err != nil && !errors.Is(err, c.err) && !strings.Contains(err.Error(), c.err.Error()) {
@@ -117,7 +117,7 @@ func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		_, err := s.SelfFork(ctx, "a")
+		_, err := s.State.SelfFork(ctx, "a")
 		ended <- err
 	}()
 	for metadataOf(t, s, "a").Asked.Fork.ID == "" {
@@ -140,7 +140,7 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
 	} {
 		askedFork(t, s, func(f *state.AskedFork) { *f = a })
-		if err := s.ForkAsked(t.Context(), pool.Launcher{}, "a"); err != nil {
+		if err := s.With(pool.Launcher{}).Sandbox("a").ForkAsked(t.Context()); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 		if got := metadataOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
@@ -154,18 +154,18 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 	ask := func() (state.AskedFork, error) {
 		t.Helper()
 		askedFork(t, s, func(a *state.AskedFork) { *a = state.AskedFork{ID: spec.NewID(), At: time.Now()} })
-		err := s.ForkAsked(t.Context(), pool.Launcher{}, "a")
+		err := s.With(pool.Launcher{}).Sandbox("a").ForkAsked(t.Context())
 		return metadataOf(t, s, "a").Asked.Fork, err
 	}
 	withMetadata(t, s, "a", state.Stopped, nil)
-	r, err := s.Get("a")
+	r, err := s.State.Get("a")
 	if err != nil {
 		t.Fatal(err)
 	}
 	grant := func(allow ...string) {
 		t.Helper()
 		r.Spec.Self.Allow, r.Spec.Image = allow, "image"
-		if err := s.Save(r); err != nil {
+		if err := s.State.Save(r); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -178,12 +178,12 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 	}
 	for i, other := range []state.Origin{{ParentID: r.ID}, {ParentID: "another", Asked: true}, {ParentID: r.ID, Asked: true}} {
 		withMetadata(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], state.Stopped, nil)
-		c, err := s.Get([]string{"by-its-owner", "anothers", "its-own"}[i])
+		c, err := s.State.Get([]string{"by-its-owner", "anothers", "its-own"}[i])
 		if err != nil {
 			t.Fatal(err)
 		}
 		c.Fork = &other
-		if err := s.Save(c); err != nil {
+		if err := s.State.Save(c); err != nil {
 			t.Fatal(err)
 		}
 		want := ErrNotRunning
@@ -203,7 +203,7 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 	s := tempStore(t)
 	wake := time.Now().Add(time.Hour)
 	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team", Wake: state.Timer{At: wake}, Asked: state.Asked{Wake: wake, Expires: wake, From: wake, Fork: state.AskedFork{ID: "1", At: time.Now()}}})
-	r, err := s.Get("a")
+	r, err := s.State.Get("a")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -44,7 +44,8 @@ var ErrServiceNotReady = errors.New("the service is not ready, and will not be b
 
 // WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to
 // sleep by itself meanwhile. The error is ErrServiceNotReady when it need not be waited for.
-func (s *Store) WaitService(ctx context.Context, name, service string) (ServiceStatus, error) {
+func (b *Sandbox) WaitService(ctx context.Context, service string) (ServiceStatus, error) {
+	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
 		return ServiceStatus{}, err
@@ -99,7 +100,8 @@ func (s *ServiceStatus) is(g guest.ServiceState) {
 // runs it is started, anew if it is another than before; one that has stopped starts it when
 // it boots. One that sleeps is ErrNotRunning: wake it first. It is in the VM's record before
 // the guest is told.
-func (s *Store) SetService(ctx context.Context, name string, spec spec.Service) (ServiceStatus, error) {
+func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (ServiceStatus, error) {
+	s, name := b.host, b.name
 	if err := spec.Validate(); err != nil {
 		return ServiceStatus{}, err
 	}
@@ -111,12 +113,13 @@ func (s *Store) SetService(ctx context.Context, name string, spec spec.Service) 
 	if err != nil || !live {
 		return ServiceStatus{Service: spec}, err
 	}
-	return s.StartService(ctx, name, spec.Name, false)
+	return b.StartService(ctx, spec.Name, false)
 }
 
 // RemoveService ends a service and takes it from the VM for good.
-func (s *Store) RemoveService(ctx context.Context, name, service string) error {
-	r, err := s.Get(name)
+func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return err
 	}
@@ -124,7 +127,7 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 		return state.NoService(name, service)
 	}
 	if r.Phase == state.Running {
-		c, err := s.Agent(ctx, name)
+		c, err := b.Agent(ctx)
 		if err != nil {
 			return err
 		}
@@ -140,7 +143,8 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 
 // StartService starts a service of a running VM if it does not run, or, with restart, in any
 // case.
-func (s *Store) StartService(ctx context.Context, name, service string, restart bool) (ServiceStatus, error) {
+func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (ServiceStatus, error) {
+	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
 		return ServiceStatus{}, err
@@ -155,7 +159,8 @@ func (s *Store) StartService(ctx context.Context, name, service string, restart 
 }
 
 // StopService stops a service of a running VM, until it is started or the VM boots.
-func (s *Store) StopService(ctx context.Context, name, service string) (ServiceStatus, error) {
+func (b *Sandbox) StopService(ctx context.Context, service string) (ServiceStatus, error) {
+	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
 		return ServiceStatus{}, err
@@ -170,8 +175,8 @@ func (s *Store) StopService(ctx context.Context, name, service string) (ServiceS
 }
 
 // serviceOf returns a service of a running VM, and a client to close.
-func (s *Store) serviceOf(ctx context.Context, name, service string) (spec.Service, *guest.Client, error) {
-	r, err := s.Get(name)
+func (s *Host) serviceOf(ctx context.Context, name, service string) (spec.Service, *guest.Client, error) {
+	r, err := s.State.Get(name)
 	if err != nil {
 		return spec.Service{}, nil, err
 	}
@@ -179,14 +184,15 @@ func (s *Store) serviceOf(ctx context.Context, name, service string) (spec.Servi
 	if i < 0 {
 		return spec.Service{}, nil, state.NoService(name, service)
 	}
-	c, err := s.Agent(ctx, name)
+	c, err := s.Sandbox(name).Agent(ctx)
 	return r.Spec.Services[i], c, err
 }
 
 // Services lists the services of a VM in the order of their names. A VM that sleeps is not
 // woken.
-func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, error) {
-	r, err := s.Get(name)
+func (b *Sandbox) Services(ctx context.Context) ([]ServiceStatus, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
@@ -201,7 +207,7 @@ func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, err
 	if r.Phase != state.Running || len(out) == 0 {
 		return out, nil
 	}
-	c, err := s.Agent(ctx, name)
+	c, err := b.Agent(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -223,7 +229,8 @@ func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, err
 
 // ServiceLog writes the output of a service that its guest has kept to w, and with follow what
 // comes until ctx ends. What was dropped before it could be written is named by a line.
-func (s *Store) ServiceLog(ctx context.Context, name, service string, w io.Writer, follow bool) error {
+func (b *Sandbox) ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error {
+	s, name := b.host, b.name
 	_, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
 		return err
@@ -255,16 +262,16 @@ func (s *Store) ServiceLog(ctx context.Context, name, service string, w io.Write
 
 // changeServices changes the services in a VM's record: by its process if it runs. live says
 // that it does.
-func (s *Store) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*state.Record) error) (live bool, err error) {
+func (s *Host) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*state.Record) error) (live bool, err error) {
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil {
 			return false, err
 		}
 		switch r.Phase {
 		case state.Running:
 			live = true
-			err = control.CallWith(ctx, s.Store, name, method, path, body, control.Discard)
+			err = control.CallWith(ctx, s.State, name, method, path, body, control.Discard)
 		case state.Asleep:
 			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		default:
@@ -283,18 +290,18 @@ func (s *Store) changeServices(ctx context.Context, name, method, path string, b
 }
 
 // changeRecord changes the record of a VM without a process.
-func (s *Store) changeRecord(name string, change func(*state.Record) error) error {
-	l, err := s.Lock(name)
+func (s *Host) changeRecord(name string, change func(*state.Record) error) error {
+	l, err := s.State.Lock(name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil {
 		return err
 	}
 	if err := change(r); err != nil {
 		return err
 	}
-	return s.Save(r)
+	return s.State.Save(r)
 }

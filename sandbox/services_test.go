@@ -17,7 +17,7 @@ import (
 func service(e *guesttest.Env, vm, name, state string) sandbox.ServiceStatus {
 	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
-		list, err := e.Store.Services(e.T.Context(), vm)
+		list, err := e.Store.Sandbox(vm).Services(e.T.Context())
 		if err != nil {
 			e.T.Fatal(err)
 		}
@@ -47,7 +47,7 @@ func TestServicesOfAGuest(t *testing.T) {
 	}
 	e.Run(sandbox.Spec{Name: "sv", Services: []spec.Service{keep}})
 	first := service(e, "sv", "keep", "running")
-	if st, err := e.Store.WaitService(t.Context(), "sv", "keep"); err != nil || !st.Ready || st.PID != first.PID {
+	if st, err := e.Store.Sandbox("sv").WaitService(t.Context(), "keep"); err != nil || !st.Ready || st.PID != first.PID {
 		t.Errorf("waited for, it is %+v, %v", st, err)
 	}
 	if first.PID == 0 || first.Restarts != 0 {
@@ -55,18 +55,18 @@ func TestServicesOfAGuest(t *testing.T) {
 	}
 
 	crash := spec.Service{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}
-	if _, err := e.Store.SetService(t.Context(), "sv", crash); err != nil {
+	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), crash); err != nil {
 		t.Fatal(err)
 	}
 	if s := service(e, "sv", "crash", "failed"); s.Restarts != 1 || s.ExitCode == nil || *s.ExitCode != 1 {
 		t.Errorf("one that fails is %+v", s)
 	}
 	// Without a check it is ready as long as it runs, so only its end tells.
-	if _, err := e.Store.WaitService(t.Context(), "sv", "crash"); !errors.Is(err, sandbox.ErrServiceNotReady) {
+	if _, err := e.Store.Sandbox("sv").WaitService(t.Context(), "crash"); !errors.Is(err, sandbox.ErrServiceNotReady) {
 		t.Errorf("waiting for one that fails: %v, want ErrServiceNotReady", err)
 	}
 	var log strings.Builder
-	if err := e.Store.ServiceLog(t.Context(), "sv", "keep", &log, false); err != nil || log.String() != "begins\n" {
+	if err := e.Store.Sandbox("sv").ServiceLog(t.Context(), "keep", &log, false); err != nil || log.String() != "begins\n" {
 		t.Errorf("its log is %q, %v", log.String(), err)
 	}
 
@@ -79,11 +79,11 @@ func TestServicesOfAGuest(t *testing.T) {
 	}
 
 	e.Sleep("sv")
-	list, err := e.Store.Services(t.Context(), "sv")
+	list, err := e.Store.Sandbox("sv").Services(t.Context())
 	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != sandbox.ServiceAsleep {
 		t.Errorf("asleep they are %+v, %v", list, err)
 	}
-	if _, err := e.Store.SetService(t.Context(), "sv", keep); !errors.Is(err, sandbox.ErrNotRunning) {
+	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), keep); !errors.Is(err, sandbox.ErrNotRunning) {
 		t.Errorf("setting one of a VM that sleeps: %v, want ErrNotRunning", err)
 	}
 	e.Wake("sv")
@@ -91,28 +91,28 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Errorf("after the wake it is %+v, before %+v", s, first)
 	}
 	// What it does after a wake is told as well.
-	if _, err := e.Store.StopService(t.Context(), "sv", "keep"); err != nil {
+	if _, err := e.Store.Sandbox("sv").StopService(t.Context(), "keep"); err != nil {
 		t.Fatal(err)
 	}
-	if s, err := e.Store.StartService(t.Context(), "sv", "keep", false); err != nil || s.State != "running" || s.PID == first.PID {
+	if s, err := e.Store.Sandbox("sv").StartService(t.Context(), "keep", false); err != nil || s.State != "running" || s.PID == first.PID {
 		t.Errorf("started again it is %+v, %v", s, err)
 	}
-	if err := e.Store.RemoveService(t.Context(), "sv", "crash"); err != nil {
+	if err := e.Store.Sandbox("sv").RemoveService(t.Context(), "crash"); err != nil {
 		t.Fatal(err)
 	}
-	if err := e.Store.RemoveService(t.Context(), "sv", "crash"); !errors.Is(err, sandbox.ErrNotFound) {
+	if err := e.Store.Sandbox("sv").RemoveService(t.Context(), "crash"); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Errorf("removing it twice: %v, want ErrNotFound", err)
 	}
 
-	if err := e.Store.Stop(t.Context(), "sv", true); err != nil {
+	if err := e.Store.Sandbox("sv").Kill(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	// One that has stopped starts its services when it boots, those that it is given now too.
 	late := spec.Service{Name: "late", Argv: []string{"/no/such/program"}, Restart: guest.RestartNever}
-	if s, err := e.Store.SetService(t.Context(), "sv", late); err != nil || s.State != "" {
+	if s, err := e.Store.Sandbox("sv").SetService(t.Context(), late); err != nil || s.State != "" {
 		t.Errorf("setting one of a VM that has stopped: %+v, %v", s, err)
 	}
-	if _, err := e.Store.Start(t.Context(), e.Launcher, "sv"); err != nil {
+	if _, err := e.Store.With(e.Launcher).Sandbox("sv").Start(t.Context(), sandbox.StartOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	service(e, "sv", "keep", "running")
@@ -128,7 +128,7 @@ func TestServicesOfAGuest(t *testing.T) {
 	}
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		got := map[string]int{}
-		if _, err := e.Store.Audit(t.Context(), "sv", audit.ReadOptions{}, func(en audit.Entry) error {
+		if _, err := e.Store.State.Audit(t.Context(), "sv", audit.ReadOptions{}, func(en audit.Entry) error {
 			if en.Process != "" {
 				got[string(en.Kind)+" "+en.Process]++
 			}

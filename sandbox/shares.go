@@ -10,11 +10,11 @@ import (
 )
 
 // findShares says early what cannot be shared.
-func (s *Store) findShares(shares []spec.Share) error {
+func (s *Host) findShares(shares []spec.Share) error {
 	if len(shares) == 0 {
 		return nil
 	}
-	state, err := filepath.EvalSymlinks(s.Dir())
+	state, err := filepath.EvalSymlinks(s.State.Dir())
 	if err != nil {
 		return err
 	}
@@ -31,7 +31,7 @@ func (s *Store) findShares(shares []spec.Share) error {
 			return fmt.Errorf("%w: %w", ErrShare, err)
 		}
 		if within(source, state) || within(state, source) {
-			return fmt.Errorf("%w: %s has to do with the state directory %s, where a guest must not be: share another directory", ErrShare, sh.Source, s.Dir())
+			return fmt.Errorf("%w: %s has to do with the state directory %s, where a guest must not be: share another directory", ErrShare, sh.Source, s.State.Dir())
 		}
 	}
 	return nil

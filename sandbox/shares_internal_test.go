@@ -76,7 +76,7 @@ func TestSharesThatCannotBeAreRefused(t *testing.T) {
 func TestSharesOfWhatIsMissingOrTheStateItselfAreRefused(t *testing.T) {
 	dir := t.TempDir()
 	state := filepath.Join(dir, "state")
-	s, err := OpenStore(state)
+	s, err := Open(state)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,12 +99,12 @@ func TestSharesOfWhatIsMissingOrTheStateItselfAreRefused(t *testing.T) {
 }
 
 func TestKernelWithoutVirtiofsIsRefusedForShares(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	statetest.PutKernel(t, s.Store, "built-1", kernel.Built, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=y\n")
-	statetest.PutKernel(t, s.Store, "debian-1", kernel.Debian, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=m\n")
+	statetest.PutKernel(t, s.State, "built-1", kernel.Built, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=y\n")
+	statetest.PutKernel(t, s.State, "debian-1", kernel.Debian, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=m\n")
 	own := Spec{Shares: []spec.Share{{}}}.Features()
 	if k, err := s.findKernel("", kernel.Hardware, "", own...); err != nil || k.ID != "built-1" {
 		t.Errorf("%v, %v", k, err)

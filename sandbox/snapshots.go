@@ -9,8 +9,9 @@ import (
 )
 
 // Inspect returns everything that is known of a VM, as one JSON object.
-func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, error) {
-	r, err := s.Get(name)
+func (b *Sandbox) Inspect(ctx context.Context) (json.RawMessage, error) {
+	s, name := b.host, b.name
+	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
@@ -23,11 +24,11 @@ func (s *Store) Inspect(ctx context.Context, name string) (json.RawMessage, erro
 		Abandoned []string `json:"abandoned,omitempty"`
 	}{Record: r}
 	if r.Phase == state.Running {
-		if info, err := s.Info(ctx, name); err == nil {
+		if info, err := b.Info(ctx); err == nil {
 			out.Live = &info
 		}
 	}
-	if out.Layers, out.Abandoned, err = s.DisksOf(ctx, r); err != nil {
+	if out.Layers, out.Abandoned, err = s.State.DisksOf(ctx, r); err != nil {
 		return nil, err
 	}
 	for _, size := range out.Layers {

@@ -18,7 +18,7 @@ import (
 func waitInfo(e *guesttest.Env, name, what string, want func(control.Info) bool) {
 	e.T.Helper()
 	for deadline := time.Now().Add(3 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
-		info, err := e.Store.Info(e.T.Context(), name)
+		info, err := e.Store.Sandbox(name).Info(e.T.Context())
 		if err != nil {
 			e.T.Fatal(err)
 		}
@@ -105,7 +105,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 			t.Errorf("after all of it the guest says %q, which lacks %q", got, want)
 		}
 	}
-	if console, _ := os.ReadFile(e.Store.ConsoleLog("full")); strings.Contains(string(console), "I/O error") || strings.Contains(string(console), "Remounting filesystem read-only") {
+	if console, _ := os.ReadFile(e.Store.State.ConsoleLog("full")); strings.Contains(string(console), "I/O error") || strings.Contains(string(console), "Remounting filesystem read-only") {
 		t.Errorf("the guest's kernel has met an error:\n%s", console)
 	}
 }

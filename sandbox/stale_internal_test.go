@@ -32,22 +32,22 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 		{"a boot of one that is being made", state.Starting, os.Getpid(), "", false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s, err := OpenStore(t.TempDir())
+			s, err := Open(t.TempDir())
 			if err != nil {
 				t.Fatal(err)
 			}
 			// The kernel is not there, so that what is not refused fails before it needs KVM.
-			l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
+			l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
 			if err != nil {
 				t.Fatal(err)
 			}
 			l.Release()
-			before, err := os.ReadFile(s.RecordPath("a"))
+			before, err := os.ReadFile(s.State.RecordPath("a"))
 			if err != nil {
 				t.Fatal(err)
 			}
 			var told control.Report
-			err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = r }})
+			err = process.Serve(t.Context(), s.State, "a", process.ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = r }})
 			if late := errors.Is(err, ErrRunning); err == nil || late != c.late {
 				t.Fatalf("got %v, want it refused: %v", err, c.late)
 			}
@@ -57,7 +57,7 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 			if told.Error == nil || !errors.Is(told.Error, ErrRunning) || !strings.Contains(told.Error.Error(), "try again") {
 				t.Errorf("who has ordered it is told %v", told.Error)
 			}
-			if after, err := os.ReadFile(s.RecordPath("a")); err != nil || string(after) != string(before) {
+			if after, err := os.ReadFile(s.State.RecordPath("a")); err != nil || string(after) != string(before) {
 				t.Errorf("the record has become %s (%v)", after, err)
 			}
 		})

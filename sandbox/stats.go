@@ -57,8 +57,9 @@ const statsTime = 30 * time.Second
 // Stats measures a running VM once. A VM that sleeps is not woken: the error is
 // ErrNotRunning. A guest that does not answer within 30 s, or whose agent is older than
 // this, is no error.
-func (s *Store) Stats(ctx context.Context, name string) (Stats, error) {
-	info, err := s.Info(ctx, name)
+func (b *Sandbox) Stats(ctx context.Context) (Stats, error) {
+	s, name := b.host, b.name
+	info, err := b.Info(ctx)
 	if err != nil {
 		return Stats{}, err
 	}
@@ -87,10 +88,10 @@ func (s *Store) Stats(ctx context.Context, name string) (Stats, error) {
 	return out, nil
 }
 
-func (s *Store) guestStats(ctx context.Context, name string) (guest.Stats, error) {
+func (s *Host) guestStats(ctx context.Context, name string) (guest.Stats, error) {
 	ctx, cancel := context.WithTimeout(ctx, statsTime)
 	defer cancel()
-	c, err := guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
+	c, err := guest.Dial(ctx, guest.UnixDialer(s.State.VsockPath(name)))
 	if err != nil {
 		return guest.Stats{}, err
 	}

@@ -69,19 +69,19 @@ func TestProcessStats_sum_up_memory(t *testing.T) {
 }
 
 func TestStats_of_a_VM_that_does_not_run_are_refused(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: state.Asleep})
+	l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: state.Asleep})
 	if err != nil {
 		t.Fatal(err)
 	}
 	l.Release()
-	if _, err := s.Stats(t.Context(), "vm"); !errors.Is(err, ErrNotRunning) {
+	if _, err := s.Sandbox("vm").Stats(t.Context()); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("asleep: %v", err)
 	}
-	if _, err := s.Stats(t.Context(), "other"); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Sandbox("other").Stats(t.Context()); !errors.Is(err, ErrNotFound) {
 		t.Errorf("not there: %v", err)
 	}
 }

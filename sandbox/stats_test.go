@@ -8,11 +8,11 @@ import (
 
 // statsOfAGuest measures a clone with one vCPU and 256 MiB that has come back from a snapshot.
 func statsOfAGuest(t *testing.T, e *guesttest.Env, name string) {
-	r, err := e.Store.Get(name)
+	r, err := e.Store.State.Get(name)
 	if err != nil {
 		t.Fatal(err)
 	}
-	st, err := e.Store.Stats(t.Context(), name)
+	st, err := e.Store.Sandbox(name).Stats(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,7 +45,7 @@ func statsOfAGuest(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("its interfaces are %+v", g.Interfaces)
 	}
 	diskOfAGuest(t, e, name)
-	again, err := e.Store.Stats(t.Context(), name)
+	again, err := e.Store.Sandbox(name).Stats(t.Context())
 	if err != nil || again.Guest == nil || again.Guest.Forks <= g.Forks || again.Guest.UptimeMs <= g.UptimeMs || again.Host.CPUUserMs < h.CPUUserMs {
 		t.Errorf("after a command: %+v, %v", again, err)
 	}

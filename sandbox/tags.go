@@ -20,7 +20,8 @@ import (
 // ones any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the
 // old tags hold. Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its
 // moment. ErrSpec or netpolicy.ErrPolicy say that the VM cannot have them.
-func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) (res control.TagsResult, err error) {
+func (b *Sandbox) SetTags(ctx context.Context, add, remove []string) (res control.TagsResult, err error) {
+	s, name := b.host, b.name
 	c := spec.TagChange{Add: add, Remove: remove}
 	if err := c.Validate(); err != nil {
 		return res, err
@@ -30,7 +31,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 		return res, err
 	}
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil {
 			return res, err
 		}
@@ -38,7 +39,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 			return res, control.NoNetworkTags(name)
 		}
 		if r.Phase == state.Running {
-			err = control.CallWith(ctx, s.Store, name, http.MethodPatch, "/tags", text, func(body io.Reader) error {
+			err = control.CallWith(ctx, s.State, name, http.MethodPatch, "/tags", text, func(body io.Reader) error {
 				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
 			})
 		} else {
@@ -46,7 +47,7 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 		}
 		if !passing(err) {
 			if err == nil {
-				s.Tell(s.Event(ctx, r, events.Updated))
+				s.State.Tell(s.State.Event(ctx, r, events.Updated))
 			}
 			return res, err
 		}
@@ -59,18 +60,18 @@ func (s *Store) SetTags(ctx context.Context, name string, add, remove []string) 
 }
 
 // storeTags changes the tags of a VM that has no process.
-func (s *Store) storeTags(name string, c spec.TagChange) (control.TagsResult, error) {
-	l, err := s.Lock(name)
+func (s *Host) storeTags(name string, c spec.TagChange) (control.TagsResult, error) {
+	l, err := s.State.Lock(name)
 	if err != nil {
 		return control.TagsResult{}, err
 	}
 	defer l.Release()
-	r, err := s.Load(name)
+	r, err := s.State.Load(name)
 	if err != nil {
 		return control.TagsResult{}, err
 	}
 	if err := r.Spec.UseTags(c); err != nil {
 		return control.TagsResult{}, err
 	}
-	return control.TagsOf(r, false), s.Save(r)
+	return control.TagsOf(r, false), s.State.Save(r)
 }

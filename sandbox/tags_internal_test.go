@@ -53,12 +53,12 @@ func TestTagChange_what_tags_become(t *testing.T) {
 }
 
 func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
+		l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -71,7 +71,7 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		tag := fmt.Sprint("tag", i)
 		want = append(want, tag)
 		wg.Go(func() {
-			if res, err := s.SetTags(t.Context(), "with", []string{tag}, nil); err != nil || res.Live || !slices.Contains(res.Tags, tag) {
+			if res, err := s.Sandbox("with").SetTags(t.Context(), []string{tag}, nil); err != nil || res.Live || !slices.Contains(res.Tags, tag) {
 				t.Errorf("%+v, %v", res, err)
 			}
 		})
@@ -79,7 +79,7 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	wg.Wait()
 	tags := func() []string {
 		t.Helper()
-		r, err := s.Get("with")
+		r, err := s.State.Get("with")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -88,19 +88,19 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if got := tags(); !slices.Equal(got, want) {
 		t.Errorf("tags %q, want %q", got, want)
 	}
-	if _, err := s.SetTags(t.Context(), "with", []string{"one-more"}, nil); !errors.Is(err, ErrSpec) {
+	if _, err := s.Sandbox("with").SetTags(t.Context(), []string{"one-more"}, nil); !errors.Is(err, ErrSpec) {
 		t.Errorf("one more than there may be: %v", err)
 	}
 	if got := tags(); !slices.Equal(got, want) {
 		t.Errorf("after that: %q", got)
 	}
-	if res, err := s.SetTags(t.Context(), "with", nil, want); err != nil || res.Tags == nil || len(res.Tags) != 0 {
+	if res, err := s.Sandbox("with").SetTags(t.Context(), nil, want); err != nil || res.Tags == nil || len(res.Tags) != 0 {
 		t.Errorf("%+v, %v", res, err)
 	}
-	if _, err := s.SetTags(t.Context(), "without", []string{"db"}, nil); !errors.Is(err, ErrSpec) {
+	if _, err := s.Sandbox("without").SetTags(t.Context(), []string{"db"}, nil); !errors.Is(err, ErrSpec) {
 		t.Errorf("of a VM without a network: %v", err)
 	}
-	if _, err := s.SetTags(t.Context(), "nobody", []string{"db"}, nil); !errors.Is(err, ErrNotFound) {
+	if _, err := s.Sandbox("nobody").SetTags(t.Context(), []string{"db"}, nil); !errors.Is(err, ErrNotFound) {
 		t.Error(err)
 	}
 }

@@ -55,7 +55,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	pids := map[string]int{}
 	running := func(name string) {
 		t.Helper()
-		r, err := e.Store.Get(name)
+		r, err := e.Store.State.Get(name)
 		if err != nil || r.Phase != state.Running {
 			t.Fatalf("%s is %+v, %v", name, r, err)
 		}
@@ -67,7 +67,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	}
 	putHook(e, "refuses", "10-no", "exit 1")
 	ephemeral := state.Metadata{Class: lifetime.Ephemeral}
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
 		t.Fatal(err)
 	}
 	running("ephemeral")
@@ -82,10 +82,10 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	e.Sleep("waking")
 	woken := make(chan error, 1)
 	go func() {
-		_, err := e.Store.Wake(t.Context(), e.Launcher, "waking")
+		_, err := e.Store.With(e.Launcher).Sandbox("waking").Wake(t.Context())
 		woken <- err
 	}()
-	for r, err := e.Store.Get("waking"); pids["waking"] == 0; r, err = e.Store.Get("waking") {
+	for r, err := e.Store.State.Get("waking"); pids["waking"] == 0; r, err = e.Store.State.Get("waking") {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -98,7 +98,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		t.Logf("whoever woke it is told: %v", err) // it may have slept before it could be told of
 	}
 	for _, name := range []string{"plain", "refuses", "waking"} {
-		if r, err := e.Store.Get(name); err != nil || r.Phase != state.Asleep {
+		if r, err := e.Store.State.Get(name); err != nil || r.Phase != state.Asleep {
 			t.Errorf("%s is %+v, %v", name, r, err)
 			continue
 		}
@@ -106,11 +106,11 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		if got := e.Sh(name, ask); got != said {
 			t.Errorf("after the host has come back the keeper in %s says %q, want %q", name, got, said)
 		}
-		if err := e.Store.Remove(t.Context(), name, true); err != nil {
+		if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	}
-	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != state.Stopped {
+	if r, err := e.Store.State.Get("ephemeral"); err != nil || r.Phase != state.Stopped {
 		t.Errorf("the ephemeral one is %+v, %v", r, err)
 	}
 }
@@ -118,7 +118,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 func TestStandby_processes_end_when_they_are_told_to(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
+	pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

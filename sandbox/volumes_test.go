@@ -50,7 +50,7 @@ func TestParseVolumeMount_reads_what_run_takes(t *testing.T) {
 }
 
 func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +75,7 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 		"a parameter":        {[]spec.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
 		"a long path":        {[]spec.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
 	} {
-		if _, err := s.Run(t.Context(), pool.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
+		if _, err := s.With(pool.Launcher{}).Create(t.Context(), sandbox.Spec{Image: "none", Volumes: tt.mounts}, nil); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
@@ -100,7 +100,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	ctx := t.Context()
-	if _, err := e.Store.Volumes().Create(ctx, "v", 64<<20); err != nil {
+	if _, err := e.Store.State.Volumes().Create(ctx, "v", 64<<20); err != nil {
 		t.Fatal(err)
 	}
 	rw := []spec.VolumeMount{{Name: "v", Path: "/data"}}
@@ -108,11 +108,11 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	wantInUse := func(what string) {
 		t.Helper()
 		for _, mounts := range [][]spec.VolumeMount{rw, ro} {
-			if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: mounts}); !errors.Is(err, volume.ErrInUse) {
+			if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: mounts}, nil); !errors.Is(err, volume.ErrInUse) {
 				t.Errorf("%s, another VM with it (read-only %v): %v, want ErrInUse", what, mounts[0].ReadOnly, err)
 			}
 		}
-		if err := e.Store.RemoveVolume(ctx, "v"); !errors.Is(err, volume.ErrInUse) {
+		if err := e.Store.State.RemoveVolume(ctx, "v"); !errors.Is(err, volume.ErrInUse) {
 			t.Errorf("%s, removing it: %v, want ErrInUse", what, err)
 		}
 	}
@@ -123,7 +123,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		}
 	}
 	restore := func(id, name string) error {
-		_, err := e.Store.Restore(ctx, e.Launcher, id, name)
+		_, err := e.Store.With(e.Launcher).Restore(ctx, id, sandbox.RestoreChanges{Name: name})
 		return err
 	}
 
@@ -141,14 +141,14 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		}
 	}
 	wantLine(1)
-	if _, err := e.Store.Fork(ctx, e.Launcher, "a", sandbox.ForkOptions{Count: 1, Name: "f"}); !errors.Is(err, volume.ErrInUse) {
+	if _, err := e.Store.With(e.Launcher).Sandbox("a").Fork(ctx, sandbox.ForkOptions{Count: 1, Name: "f"}); !errors.Is(err, volume.ErrInUse) {
 		t.Errorf("a fork of a VM that writes to a volume: %v, want ErrInUse", err)
 	}
-	if _, err := e.Store.Get("f"); !errors.Is(err, sandbox.ErrNotFound) {
+	if _, err := e.Store.State.Get("f"); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Errorf("after a fork that was refused its child: %v, want ErrNotFound", err)
 	}
 	wantInUse("while it runs")
-	named, err := e.Store.Snapshot(ctx, "a", "")
+	named, err := e.Store.Sandbox("a").Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -169,7 +169,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	e.Wake("a")
 	wantLine(4)
 
-	r, err := e.Store.Get("a")
+	r, err := e.Store.State.Get("a")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -177,15 +177,15 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.WaitPhase("a", state.Crashed, time.Minute)
-	_, err = e.Store.Wake(ctx, e.Launcher, "a")
+	_, err = e.Store.With(e.Launcher).Sandbox("a").Wake(ctx)
 	wantStale("waking a VM that has written since", err)
-	if r, err := e.Store.Get("a"); err != nil || r.Phase != state.Crashed {
+	if r, err := e.Store.State.Get("a"); err != nil || r.Phase != state.Crashed {
 		t.Errorf("the refused wake has made it %s (%v)", r.Phase, err)
 	}
-	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: ro}); !errors.Is(err, volume.ErrDirty) {
+	if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: ro}, nil); !errors.Is(err, volume.ErrDirty) {
 		t.Errorf("reading a volume whose journal is full: %v, want ErrDirty", err)
 	}
-	if err := e.Store.Remove(ctx, "a", true); err != nil {
+	if err := e.Store.Sandbox("a").Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
 
@@ -195,7 +195,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	}
 	allocated := func() int64 {
 		t.Helper()
-		n, err := e.Store.Volumes().Allocated("v")
+		n, err := e.Store.State.Volumes().Allocated("v")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -213,10 +213,10 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	}
 	stop, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
-	if err := e.Store.Stop(stop, "b", false); err != nil {
+	if err := e.Store.Sandbox("b").Stop(stop); err != nil {
 		t.Fatal(err)
 	}
-	if out := tool(t, "e2fsck", "-fn", filepath.Join(e.Store.Dir(), "volumes", "v", "data")); strings.Contains(out, "journal") {
+	if out := tool(t, "e2fsck", "-fn", filepath.Join(e.Store.State.Dir(), "volumes", "v", "data")); strings.Contains(out, "journal") {
 		t.Errorf("after the shutdown e2fsck says:\n%s", out)
 	}
 
@@ -235,15 +235,15 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 			t.Errorf("%s reads %q", vm, got)
 		}
 	}
-	if _, err := e.Store.Start(ctx, e.Launcher, "b"); !errors.Is(err, volume.ErrInUse) {
+	if _, err := e.Store.With(e.Launcher).Sandbox("b").Start(ctx, sandbox.StartOptions{}); !errors.Is(err, volume.ErrInUse) {
 		t.Errorf("writing while others read: %v, want ErrInUse", err)
 	}
 	for _, vm := range []string{"b", "c", "d"} {
-		if err := e.Store.Remove(ctx, vm, true); err != nil {
+		if err := e.Store.Sandbox(vm).Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {
 			t.Error(err)
 		}
 	}
-	if err := e.Store.RemoveVolume(ctx, "v"); err != nil {
+	if err := e.Store.State.RemoveVolume(ctx, "v"); err != nil {
 		t.Error(err)
 	}
 }
@@ -271,16 +271,16 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 		}
 		t.Skip(err)
 	}
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	v, err := s.Volumes().Create(t.Context(), "v", volume.MinSize)
+	v, err := s.State.Volumes().Create(t.Context(), "v", volume.MinSize)
 	if err != nil {
 		t.Fatal(err)
 	}
 	const snap, vm = "00000000000000000000000000000001", "00000000000000000000000000000002"
-	_, err = snapshot.Create(t.Context(), s.SnapshotDir(snap), snapshot.Spec{ID: snap, VCPUs: 1, Memory: zeros{}, Labels: map[string]string{
+	_, err = snapshot.Create(t.Context(), s.State.SnapshotDir(snap), snapshot.Spec{ID: snap, VCPUs: 1, Memory: zeros{}, Labels: map[string]string{
 		"drowse.kind":    "sleep",
 		"drowse.volumes": fmt.Sprintf(`[{"name":"v","id":%q,"generation":0,"read_only":false}]`, v.ID),
 	}})
@@ -294,7 +294,7 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := filepath.Dir(s.ConsoleLog("a"))
+	dir := filepath.Dir(s.State.ConsoleLog("a"))
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -304,7 +304,7 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	// write changes the volume as a guest does, or only attaches it.
 	use := func(write bool, settle bool) {
 		t.Helper()
-		a, err := s.Volumes().Attach("v", false, nil)
+		a, err := s.State.Volumes().Attach("v", false, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -322,14 +322,14 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	ctx, none := t.Context(), pool.Launcher{}
 	check := func(what string, stale bool) {
 		t.Helper()
-		_, werr := s.Wake(ctx, none, "a")
-		_, serr := s.Start(ctx, none, "a")
+		_, werr := s.With(none).Sandbox("a").Wake(ctx)
+		_, serr := s.With(none).Sandbox("a").Start(ctx, sandbox.StartOptions{})
 		if stale != errors.Is(werr, volume.ErrStale) || stale == errors.Is(serr, sandbox.ErrNotRunning) {
 			t.Errorf("%s: wake: %v; start: %v", what, werr, serr)
 		}
 	}
 	use(false, true)
-	if _, err := s.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, volume.ErrInUse) {
+	if _, err := s.State.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, volume.ErrInUse) {
 		t.Errorf("resizing while a VM sleeps with it: %v, want ErrInUse", err)
 	}
 	check("as it slept", false)
@@ -337,14 +337,14 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	check("attached since", false)
 	use(true, false)
 	check("written since", true)
-	if err := s.Remove(ctx, "a", false); err != nil {
+	if err := s.Sandbox("a").Delete(ctx, sandbox.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	// Nobody keeps it any more. What was discarded above is its superblock.
-	if _, err := s.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, disk.ErrDamaged) {
+	if _, err := s.State.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, disk.ErrDamaged) {
 		t.Errorf("resizing what has no file system any more: %v, want ErrDamaged", err)
 	}
-	if err := s.RemoveVolume(ctx, "v"); err != nil {
+	if err := s.State.RemoveVolume(ctx, "v"); err != nil {
 		t.Error(err)
 	}
 }

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -32,9 +31,10 @@ type WakeLock struct {
 // their warnings can change. nil if it has none, or its process is one of an older drowse that does not say.
 func (h *WakeLock) Network() *spec.NetworkInfo { return h.network }
 
-// AcquireWakeLock keeps a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for
+// WakeLock keeps a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for
 // the call alone.
-func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, error) {
+func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
+	s, name := b.host, b.name
 	held, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	h := &WakeLock{cancel: cancel, done: make(chan struct{}), ended: make(chan struct{})}
 	stop := context.AfterFunc(ctx, cancel)
@@ -44,7 +44,7 @@ func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, er
 	go func() {
 		defer close(h.ended)
 		defer over()
-		err = control.CallWith(held, s.Store, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
+		err = control.CallWith(held, s.State, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
 			answer := bufio.NewReaderSize(body, control.MaxHoldLine)
 			line, err := answer.ReadSlice('\n')
 			if err != nil {
@@ -76,9 +76,11 @@ func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, er
 	return nil, err
 }
 
-// WakeLocked is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it
-// was awake, there is no lock: see AcquireWakeLock.
-func (s *Store) WakeLocked(ctx context.Context, l pool.Launcher, name string) (control.Report, *WakeLock, error) {
+// WakeWithLock is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or
+// it was awake, there is no lock: see AcquireWakeLock.
+func (b *Sandbox) WakeWithLock(ctx context.Context) (control.Report, *WakeLock, error) {
+	s, name := b.host, b.name
+	l := s.launcher
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return control.Report{}, nil, fmt.Errorf("waking %s: %w", name, err)

@@ -12,16 +12,16 @@ import (
 )
 
 // sleeper is a store with a VM that sleeps, but for a snapshot.
-func sleeper(t *testing.T, name string) *Store {
+func sleeper(t *testing.T, name string) *Host {
 	t.Helper()
-	s, err := OpenStore(t.TempDir())
+	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Mkdir(s.VMDir(name), 0o700); err != nil {
+	if err := os.Mkdir(s.State.VMDir(name), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Save(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
+	if err := s.State.Save(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Asleep, Snapshot: "x", Spec: Spec{Name: name, Image: "none"}}); err != nil {
 		t.Fatal(err)
 	}
 	return s
@@ -44,7 +44,7 @@ func TestWakeHeld(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
-			rep, h, err := s.WakeLocked(t.Context(), pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}, "a")
+			rep, h, err := s.With(pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}).Sandbox("a").WakeWithLock(t.Context())
 			if err != nil || rep.Faults != 7 {
 				t.Fatalf("%+v, %v", rep, err)
 			}
@@ -85,17 +85,17 @@ func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
-			r, err := s.Load("a")
+			r, err := s.State.Load("a")
 			if err != nil {
 				t.Fatal(err)
 			}
 			ready := *r
 			ready.Phase = state.Running
-			a, err := s.Ahead(&ready)
+			a, err := s.State.Ahead(&ready)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if there, err := s.Load("a"); err != nil || there.Phase != state.Asleep {
+			if there, err := s.State.Load("a"); err != nil || there.Phase != state.Asleep {
 				t.Fatalf("before it is committed: %+v, %v", there, err)
 			}
 			tc.change(r)
@@ -108,10 +108,10 @@ func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.
 			if tc.done {
 				want = state.Running
 			}
-			if there, err := s.Load("a"); err != nil || there.Phase != want {
+			if there, err := s.State.Load("a"); err != nil || there.Phase != want {
 				t.Errorf("%+v, %v, want %s", there, err, want)
 			}
-			if left, err := filepath.Glob(filepath.Join(s.VMDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
+			if left, err := filepath.Glob(filepath.Join(s.State.VMDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
 				t.Errorf("left: %q, %v", left, err)
 			}
 		})

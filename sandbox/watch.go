@@ -15,11 +15,12 @@ const awakePoll = 500 * time.Millisecond
 
 // AwaitAwake waits until a VM runs, and does not wake it. It fails with ErrNotRunning if it has ended, and
 // with ErrNotFound if there is none.
-func (s *Store) AwaitAwake(ctx context.Context, name string) error {
+func (b *Sandbox) AwaitAwake(ctx context.Context) error {
+	s, name := b.host, b.name
 	tick := time.NewTicker(awakePoll)
 	defer tick.Stop()
 	for {
-		r, err := s.Get(name)
+		r, err := s.State.Get(name)
 		if err != nil {
 			return err
 		}
@@ -55,13 +56,14 @@ type WatchOptions struct {
 // wakes, which it does not cause: while the VM sleeps nothing happens in it, and what happened just before and
 // just after is told when it is awake. The VM must be awake when it begins. What could not be told is told
 // as guest.WatchOverflow.
-func (s *Store) Watch(ctx context.Context, name string, o WatchOptions, f func(guest.WatchEvent) error) error {
+func (b *Sandbox) Watch(ctx context.Context, o WatchOptions, f func(guest.WatchEvent) error) error {
+	s, name := b.host, b.name
 	w := guest.NewWatch(o.Paths, o.Recursive)
-	dialer := guest.IdleDialer(s.VsockPath(name))
+	dialer := guest.IdleDialer(s.State.VsockPath(name))
 	if o.Use {
-		dialer = guest.UnixDialer(s.VsockPath(name))
+		dialer = guest.UnixDialer(s.State.VsockPath(name))
 	}
-	r, err := s.Get(name)
+	r, err := s.State.Get(name)
 	if err != nil {
 		return err
 	}
@@ -99,7 +101,7 @@ func (s *Store) Watch(ctx context.Context, name string, o WatchOptions, f func(g
 			return err
 		}
 		// It sleeps, or is about to end.
-		if err := s.AwaitAwake(ctx, name); err != nil {
+		if err := b.AwaitAwake(ctx); err != nil {
 			return err
 		}
 		// A process that has just ended may look as if it ran.

@@ -23,10 +23,10 @@ type agentAccess struct {
 	pid    int // of the VM's process that client leads to
 }
 
-func (a *app) newAgentAccess(s *sandbox.Store, name string) *agentAccess {
+func (a *app) newAgentAccess(s *sandbox.Host, name string) *agentAccess {
 	return &agentAccess{
 		name: name,
-		get:  func() (*state.Record, error) { return s.Get(name) },
+		get:  func() (*state.Record, error) { return s.State.Get(name) },
 		wake: func(ctx context.Context) (*guest.Client, error) { return a.awake(ctx, s, name) },
 	}
 }

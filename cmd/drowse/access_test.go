@@ -104,7 +104,7 @@ func TestDoor_other_errors_and_too_many_tries_end_it(t *testing.T) {
 // What ssh makes of the configuration is what was meant, whatever the paths look like.
 func TestSSHOptions_are_read_by_ssh_as_they_were_meant(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "a state's 100% dir")
-	s, err := sandbox.OpenStore(dir)
+	s, err := sandbox.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,11 +13,11 @@ import (
 
 func TestAttack_crashed_vm_is_hidden_or_shown_as_asleep(t *testing.T) {
 	status := t.TempDir()
-	s, err := sandbox.OpenStore(status)
+	s, err := sandbox.Open(status)
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := filepath.Join(s.Dir(), "vms", "a")
+	dir := filepath.Join(s.State.Dir(), "vms", "a")
 	record, err := json.Marshal(state.Record{
 		Version: 1, ID: strings.Repeat("a", 32), Spec: sandbox.Spec{Name: "a"}, Phase: state.Crashed, Snapshot: strings.Repeat("b", 32), Problem: "its process was killed",
 	})

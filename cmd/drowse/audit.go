@@ -52,7 +52,7 @@ with -o json as a line of JSON each.`,
 				return a.followAudit(cmd.Context(), s, args[0], o, paths)
 			}
 			entries := []audit.Entry{}
-			is, err := s.Audit(cmd.Context(), args[0], o, func(e audit.Entry) error {
+			is, err := s.State.Audit(cmd.Context(), args[0], o, func(e audit.Entry) error {
 				entries = append(entries, e)
 				return nil
 			})
@@ -97,10 +97,10 @@ with -o json as a line of JSON each.`,
 	return cmd
 }
 
-func (a *app) followAudit(ctx context.Context, s *sandbox.Store, name string, o audit.ReadOptions, paths bool) error {
+func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o audit.ReadOptions, paths bool) error {
 	e := json.NewEncoder(a.stdout)
 	e.SetEscapeHTML(false)
-	_, err := s.Audit(ctx, name, o, func(entry audit.Entry) error {
+	_, err := s.State.Audit(ctx, name, o, func(entry audit.Entry) error {
 		if a.json() {
 			return e.Encode(entry)
 		}

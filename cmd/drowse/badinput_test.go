@@ -16,7 +16,7 @@ func TestMain(m *testing.M) { guesttest.Main(m) }
 // What a user can get wrong ends in one line that says what to do, and leaves nothing.
 func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 	e := guesttest.New(t)
-	status := e.Store.Dir()
+	status := e.Store.State.Dir()
 	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
 	file := func(name, text string) string {
 		t.Helper()
@@ -129,7 +129,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
 		}
 		oneLine(t, stderr, "drowse rm taken")
-		if r, err := e.Store.Get("taken"); err != nil || r.Phase != state.Stopped {
+		if r, err := e.Store.State.Get("taken"); err != nil || r.Phase != state.Stopped {
 			t.Errorf("the first VM of that name is %+v (%v)", r, err)
 		}
 	})

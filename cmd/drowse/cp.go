@@ -101,7 +101,7 @@ func treeSize(path string) (total int64) {
 }
 
 // copyOn copies, and goes on when the copy is cut and the VM is awake again in time.
-func (a *app) copyOn(ctx context.Context, s *sandbox.Store, vm string, retry time.Duration, do func(c *guest.Client, again bool) (guest.CopyResult, error)) (guest.CopyResult, error) {
+func (a *app) copyOn(ctx context.Context, s *sandbox.Host, vm string, retry time.Duration, do func(c *guest.Client, again bool) (guest.CopyResult, error)) (guest.CopyResult, error) {
 	c, err := a.awake(ctx, s, vm)
 	if err != nil {
 		return guest.CopyResult{}, err
@@ -124,14 +124,14 @@ func (a *app) copyOn(ctx context.Context, s *sandbox.Store, vm string, retry tim
 }
 
 // awakeWithin connects to a VM that is awake within some time; nil if it is not.
-func awakeWithin(ctx context.Context, s *sandbox.Store, vm string, within time.Duration) *guest.Client {
+func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Duration) *guest.Client {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	for {
-		if err := s.AwaitAwake(ctx, vm); err != nil {
+		if err := s.Sandbox(vm).AwaitAwake(ctx); err != nil {
 			return nil
 		}
-		if c, err := s.Agent(ctx, vm); err == nil {
+		if c, err := s.Sandbox(vm).Agent(ctx); err == nil {
 			return c
 		}
 		select {

@@ -92,7 +92,7 @@ func (a *app) demoCommand() *cobra.Command {
 
 type demo struct {
 	app      *app
-	store    *sandbox.Store
+	store    *sandbox.Host
 	launcher pool.Launcher
 	spec     sandbox.Spec
 	vms      []string
@@ -114,12 +114,12 @@ func (d *demo) run(ctx context.Context) error {
 	d.spec.Name = name
 	d.say("booting %s", name)
 	d.vms = append(d.vms, name)
-	rep, err := d.store.Run(ctx, d.launcher, d.spec)
+	rep, err := d.store.With(d.launcher).Create(ctx, d.spec, nil)
 	if err != nil {
 		return err
 	}
 	d.stages(rep.Stages, "boot")
-	r, err := d.store.Get(name)
+	r, err := d.store.State.Get(name)
 	if err != nil {
 		return err
 	}
@@ -132,7 +132,7 @@ func (d *demo) run(ctx context.Context) error {
 	}
 
 	d.say("putting it to sleep")
-	slept, err := d.store.Sleep(ctx, name)
+	slept, err := d.store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		return err
 	}
@@ -142,7 +142,7 @@ func (d *demo) run(ctx context.Context) error {
 
 	d.say("waking it")
 	begin := time.Now()
-	rep, err = d.store.Wake(ctx, d.launcher, name)
+	rep, err = d.store.With(d.launcher).Sandbox(name).Wake(ctx)
 	if err != nil {
 		return err
 	}
@@ -171,7 +171,7 @@ func gone(pid int) bool {
 // prepare starts the program and writes a file, and returns what the program says
 // and the hash of the file.
 func (d *demo) prepare(ctx context.Context, name string) (answer, digest string, err error) {
-	c, err := d.store.Agent(ctx, name)
+	c, err := d.store.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return "", "", err
 	}
@@ -217,7 +217,7 @@ func sh(ctx context.Context, c *guest.Client, script string) (string, error) {
 
 // check compares the machine that has woken with the one that fell asleep.
 func (d *demo) check(ctx context.Context, name, before, digest string) error {
-	c, err := d.store.Agent(ctx, name)
+	c, err := d.store.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return err
 	}
@@ -247,7 +247,7 @@ func (d *demo) check(ctx context.Context, name, before, digest string) error {
 		return err
 	}
 	d.result.FilesOK = hex.EncodeToString(h.Sum(nil)) == digest
-	info, err := d.store.Info(ctx, name)
+	info, err := d.store.Sandbox(name).Info(ctx)
 	if err != nil {
 		return err
 	}
@@ -274,10 +274,10 @@ func (d *demo) clones(ctx context.Context, snapshot string) error {
 	for i := range seen {
 		name := fmt.Sprintf("demo-%d-%c", os.Getpid(), 'a'+i)
 		d.vms = append(d.vms, name)
-		if _, err := d.store.Restore(ctx, d.launcher, snapshot, name); err != nil {
+		if _, err := d.store.With(d.launcher).Restore(ctx, snapshot, sandbox.RestoreChanges{Name: name}); err != nil {
 			return err
 		}
-		c, err := d.store.Agent(ctx, name)
+		c, err := d.store.Sandbox(name).Agent(ctx)
 		if err != nil {
 			return err
 		}
@@ -302,7 +302,7 @@ func (d *demo) clones(ctx context.Context, snapshot string) error {
 func (d *demo) cleanUp(ctx context.Context) error {
 	var errs []error
 	for _, name := range d.vms {
-		if err := d.store.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		if err := d.store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 			errs = append(errs, err)
 		}
 	}

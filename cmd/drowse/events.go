@@ -33,7 +33,7 @@ event is one line, whose "cursor" is what --since takes to go on after it. At mo
 			if err != nil {
 				return err
 			}
-			j := s.Events()
+			j := s.State.Events()
 			var from time.Time
 			if d, derr := lifetime.ParseDuration(since); derr == nil && since != "" && strings.ContainsAny(since, "smhd") {
 				from = time.Now().Add(-d)

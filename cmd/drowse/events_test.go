@@ -17,11 +17,11 @@ import (
 
 func TestEventsCommand(t *testing.T) {
 	dir := t.TempDir()
-	s, err := sandbox.OpenStore(dir)
+	s, err := sandbox.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	j := s.Events()
+	j := s.State.Events()
 	first, err := j.Append(events.Event{Type: events.Woken, Sandbox: "a", Cause: events.API, Details: events.Details{Milliseconds: 12.5}})
 	if err != nil {
 		t.Fatal(err)

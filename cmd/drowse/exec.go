@@ -24,12 +24,12 @@ import (
 )
 
 // awake connects to the agent of a VM, and wakes it first if it sleeps.
-func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.Client, error) {
-	c, err := s.Agent(ctx, name)
+func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.Client, error) {
+	c, err := s.Sandbox(name).Agent(ctx)
 	if !errors.Is(err, sandbox.ErrNotRunning) {
 		return c, err
 	}
-	r, gerr := s.Get(name)
+	r, gerr := s.State.Get(name)
 	if gerr != nil {
 		return nil, gerr
 	}
@@ -41,12 +41,12 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 		return nil, err
 	}
 	// It may crash at this moment, and is not taken back then.
-	rep, err := a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.BringUp(ctx, l, name) })
+	rep, err := a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.With(l).Sandbox(name).BringUp(ctx) })
 	if err != nil {
 		return nil, err
 	}
 	a.warnHooks(name, rep.Hooks)
-	return s.Agent(ctx, name)
+	return s.Sandbox(name).Agent(ctx)
 }
 
 func (a *app) execCommand() *cobra.Command {
@@ -114,7 +114,7 @@ are root, / and the least that a program needs.`,
 			if noConfig {
 				c, err = bareCommand(s, args[0], c)
 			} else {
-				c, err = s.Command(args[0], c)
+				c, err = s.Sandbox(args[0]).Command(c)
 			}
 			if err != nil {
 				return err
@@ -154,8 +154,8 @@ are root, / and the least that a program needs.`,
 }
 
 // bareCommand completes a command by what it has to know of the VM's proxy alone.
-func bareCommand(s *sandbox.Store, name string, c guest.Cmd) (guest.Cmd, error) {
-	env, err := s.ProxyEnvironment(name)
+func bareCommand(s *sandbox.Host, name string, c guest.Cmd) (guest.Cmd, error) {
+	env, err := s.Sandbox(name).ProxyEnvironment()
 	c.Env = slices.Concat(env, c.Env)
 	return c, err
 }

@@ -52,7 +52,7 @@ sleeping. The names of the children are printed.`,
 			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			traced, vms, err := a.watched(ctx, fleet.OfStore(s, l))
+			traced, vms, err := a.watched(ctx, fleet.OfHost(s, l))
 			if err != nil {
 				return err
 			}

@@ -68,7 +68,7 @@ With --reverse, the VM listens again once something has woken it.`,
 			if err != nil {
 				return err
 			}
-			if _, err := s.Get(args[0]); err != nil {
+			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
 			d := a.newAgentAccess(s, args[0])

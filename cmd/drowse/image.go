@@ -166,7 +166,7 @@ func (a *app) images() (*image.Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	return image.OpenStore(s.ImageDir())
+	return image.OpenStore(s.State.ImageDir())
 }
 
 func (a *app) imageListCommand() *cobra.Command {
@@ -211,7 +211,7 @@ of an id. A tag of an image that has others is only taken away.`,
 			if err != nil {
 				return err
 			}
-			images, err := image.OpenStore(s.ImageDir())
+			images, err := image.OpenStore(s.State.ImageDir())
 			if err != nil {
 				return err
 			}
@@ -407,7 +407,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 				return err
 			}
 			steps, err := s.PruneSteps(cmd.Context(), func(id string) bool {
-				users, err := vms.ImageUsers(id)
+				users, err := vms.State.ImageUsers(id)
 				return err != nil || len(users) > 0
 			})
 			if err != nil {
@@ -433,13 +433,13 @@ func (a *app) imagePruneCommand() *cobra.Command {
 	}
 }
 
-func removeImage(ctx context.Context, s *sandbox.Store, images *image.Store, ref string) (image.Removal, error) {
+func removeImage(ctx context.Context, s *sandbox.Host, images *image.Store, ref string) (image.Removal, error) {
 	var (
 		users []string
 		uerr  error
 	)
 	r, err := images.Remove(ctx, ref, func(id string) bool {
-		users, uerr = s.ImageUsers(id)
+		users, uerr = s.State.ImageUsers(id)
 		return uerr != nil || len(users) > 0
 	})
 	switch {

@@ -62,7 +62,7 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 			}
 			p := a.newProgress("kernel build", downloads)
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
-				CacheDir: s.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
+				CacheDir: s.State.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
 				Update: update, Newer: p.newer,
 				Progress: p.report, Log: p.toolLog(a),
 			})
@@ -131,7 +131,7 @@ others as well. "drowse kernel inspect" says which features want which.`,
 			}
 			p := a.newProgress("kernel fetch", downloads)
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
-				CacheDir: s.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
+				CacheDir: s.State.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
 			return a.printKernel(k, err)
@@ -158,7 +158,7 @@ func (a *app) kernelListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			list, err := kernel.List(s.KernelDir())
+			list, err := kernel.List(s.State.KernelDir())
 			if err != nil {
 				return err
 			}
@@ -199,7 +199,7 @@ read and compared with its digest.`,
 			if err != nil {
 				return err
 			}
-			k, err := kernel.Find(s.KernelDir(), args[0])
+			k, err := kernel.Find(s.State.KernelDir(), args[0])
 			if err != nil {
 				return err
 			}
@@ -278,7 +278,7 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 func (a *app) completeKernel(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 	out := []string{string(kernel.Built), string(kernel.Debian)}
 	if s, err := a.store(); err == nil {
-		if list, err := kernel.List(s.KernelDir()); err == nil {
+		if list, err := kernel.List(s.State.KernelDir()); err == nil {
 			for _, k := range list {
 				out = append(out, k.ID)
 			}

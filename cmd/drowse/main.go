@@ -175,11 +175,11 @@ var makesState = map[string]string{stateAnnotation: "made"}
 
 // store opens the store of the state directory. Only commands with makesState make one: any other would find it empty,
 // and leave it where its name is misspelt.
-func (a *app) store() (*sandbox.Store, error) {
+func (a *app) store() (*sandbox.Host, error) {
 	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
 		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
 	}
-	return sandbox.OpenStore(a.state)
+	return sandbox.Open(a.state)
 }
 
 // formatAnnotation names a further output format that a command has.

@@ -172,7 +172,7 @@ func (a *app) persistOf(name string) (lifetime.Persist, error) {
 	if err != nil {
 		return lifetime.Persist{}, err
 	}
-	l, err := s.Metadata(name)
+	l, err := s.State.Metadata(name)
 	if errors.Is(err, state.ErrMetadata) {
 		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
 	}

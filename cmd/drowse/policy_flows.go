@@ -32,7 +32,7 @@ object on a line for each.`,
 				return err
 			}
 			p := a.flowPrinter(follow)
-			err = s.NetworkFlows(cmd.Context(), args[0], follow, p.print)
+			err = s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)
 			if err != nil && !(follow && errors.Is(err, context.Canceled)) { // by Ctrl-C
 				return err
 			}

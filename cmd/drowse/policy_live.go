@@ -53,7 +53,7 @@ stopped comes back with it.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
 			defer cancel()
-			res, err := s.SetPolicy(ctx, args[0], p)
+			res, err := s.Sandbox(args[0]).SetPolicy(ctx, p)
 			if err != nil {
 				return err
 			}
@@ -84,7 +84,7 @@ stopped comes back with them. A tag that is there already, or is not, is no erro
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
 			defer cancel()
-			res, err := s.SetTags(ctx, args[0], add, remove)
+			res, err := s.Sandbox(args[0]).SetTags(ctx, add, remove)
 			if err != nil {
 				return err
 			}
@@ -115,7 +115,7 @@ func (a *app) policyShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			p, err := s.Policy(args[0])
+			p, err := s.Sandbox(args[0]).Policy()
 			if err != nil {
 				return err
 			}
@@ -188,7 +188,7 @@ would remove begin with -, those that it would add with +.`,
 			if err != nil {
 				return err
 			}
-			now, err := s.Policy(args[0])
+			now, err := s.Sandbox(args[0]).Policy()
 			if err != nil {
 				return err
 			}
@@ -293,7 +293,7 @@ func (a *app) policyStatsCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			st, err := s.NetworkStats(cmd.Context(), args[0])
+			st, err := s.Sandbox(args[0]).NetworkStats(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -347,7 +347,7 @@ that come, until the VM sleeps or ends.`,
 				return err
 			}
 			e := json.NewEncoder(a.stdout)
-			err = s.NetworkEvents(cmd.Context(), args[0], follow, func(ev spec.NetEvent) error { return e.Encode(ev) })
+			err = s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) })
 			if follow && errors.Is(err, context.Canceled) {
 				return nil // by Ctrl-C
 			}

@@ -75,11 +75,11 @@ func (m *mainFlags) take(cmd *cobra.Command, args []string) ([]string, error) {
 }
 
 // check finds out before the boot that an image has nothing to run.
-func (m *mainFlags) check(s *sandbox.Store, ref string) error {
+func (m *mainFlags) check(s *sandbox.Host, ref string) error {
 	if !m.entrypoint || ref == "" {
 		return nil
 	}
-	images, err := image.OpenStore(s.ImageDir())
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		return err
 	}
@@ -92,17 +92,17 @@ func (m *mainFlags) check(s *sandbox.Store, ref string) error {
 }
 
 // runMain runs the command in a VM that has booted.
-func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep control.Report, m *mainFlags) (err error) {
+func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, m *mainFlags) (err error) {
 	if m.remove {
 		defer func() {
 			rmCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 			defer cancel()
-			if rerr := s.Remove(rmCtx, rep.Name, true); rerr != nil {
+			if rerr := s.Sandbox(rep.Name).Delete(rmCtx, sandbox.DeleteOptions{Force: true}); rerr != nil {
 				err = errors.Join(err, execError{rerr})
 			}
 		}()
 	}
-	client, err := s.Agent(ctx, rep.Name)
+	client, err := s.Sandbox(rep.Name).Agent(ctx)
 	if err != nil {
 		return execError{err}
 	}
@@ -110,9 +110,9 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep control.Report,
 	c := m.cmd
 	switch {
 	case m.entrypoint:
-		c, err = s.Entrypoint(rep.Name, c)
+		c, err = s.Sandbox(rep.Name).Entrypoint(c)
 	case !m.noConfig:
-		c, err = s.Command(rep.Name, c)
+		c, err = s.Sandbox(rep.Name).Command(c)
 	default:
 		c, err = bareCommand(s, rep.Name, c)
 	}

@@ -38,7 +38,7 @@ func shareImages(t *testing.T, state string) {
 func TestRunStartsWhatTheImageSays(t *testing.T) {
 	e := guesttest.New(t)
 	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
-	state := e.Store.Dir()
+	state := e.Store.State.Dir()
 	shareImages(t, state)
 	file := filepath.Join(t.TempDir(), "Drowsefile")
 	text := "FROM " + guesttest.ImageTag + `

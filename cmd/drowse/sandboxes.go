@@ -25,7 +25,7 @@ func (a *app) fleet(ctx context.Context, check bool) (f *fleet.Fleet, done func(
 	if err != nil {
 		return nil, nil, err
 	}
-	db, err := records.Open(ctx, s.Dir(), records.Options{Check: check})
+	db, err := records.Open(ctx, s.State.Dir(), records.Options{Check: check})
 	if ctx.Err() != nil {
 		return nil, nil, errors.Join(ctx.Err(), err)
 	}
@@ -40,7 +40,7 @@ func (a *app) fleet(ctx context.Context, check bool) (f *fleet.Fleet, done func(
 			}
 		}
 	}
-	return fleet.New(fleet.OfStoreLazily(s, a.launcher), fleet.Options{Records: db}), done, nil
+	return fleet.New(fleet.OfHostLazily(s, a.launcher), fleet.Options{Records: db}), done, nil
 }
 
 func (a *app) warnMoved(db *records.DB) {
@@ -56,7 +56,7 @@ func (a *app) bareFleet() (*fleet.Fleet, error) {
 	if err != nil {
 		return nil, err
 	}
-	return fleet.New(fleet.OfStoreLazily(s, a.launcher), fleet.Options{}), nil
+	return fleet.New(fleet.OfHostLazily(s, a.launcher), fleet.Options{}), nil
 }
 
 // metadataFlags say whose a sandbox is and how long it lasts.
@@ -403,7 +403,7 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 				if err != nil {
 					return err
 				}
-				r, err := s.Get(args[0])
+				r, err := s.State.Get(args[0])
 				if err != nil {
 					return err
 				}

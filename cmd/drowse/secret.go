@@ -65,7 +65,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
-			if err := s.SetSecrets(cmd.Context(), args[0], list...); err != nil {
+			if err := s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...); err != nil {
 				return err
 			}
 			return a.print(map[string]any{"name": args[0], "set": secretNames(list)}, func(io.Writer) {})
@@ -88,7 +88,7 @@ func (a *app) secretListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			list, err := s.Secrets(cmd.Context(), args[0])
+			list, err := s.Sandbox(args[0]).Secrets(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -129,7 +129,7 @@ func (a *app) secretRemoveCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := s.RemoveSecrets(cmd.Context(), args[0], args[1:]...); err != nil {
+			if err := s.Sandbox(args[0]).RemoveSecrets(cmd.Context(), args[1:]...); err != nil {
 				return err
 			}
 			return a.print(map[string]any{"name": args[0], "removed": args[1:]}, func(io.Writer) {})
@@ -214,7 +214,7 @@ func secretNames(list []spec.Secret) []string {
 }
 
 // wakeFor wakes a VM that sleeps.
-func (a *app) wakeFor(ctx context.Context, s *sandbox.Store, name string) error {
+func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 	c, err := a.awake(ctx, s, name)
 	if err != nil {
 		return err
@@ -224,17 +224,17 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Store, name string) error 
 
 // handIn gives secrets to VMs that run. Those that a VM has or waits for stay as they are
 // but for the value.
-func handIn(ctx context.Context, s *sandbox.Store, list []spec.Secret, names ...string) error {
+func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...string) error {
 	for _, name := range names {
 		if len(list) == 0 {
 			break
 		}
-		there, err := s.Secrets(ctx, name)
+		there, err := s.Sandbox(name).Secrets(ctx)
 		if err != nil {
 			return err
 		}
 		own, _ := asTheyAre(list, there, false)
-		if err := s.SetSecrets(ctx, name, own...); err != nil {
+		if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
 			return err
 		}
 	}
@@ -261,22 +261,22 @@ next:
 
 // lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
 // has already get the new value, and stay.
-func lendSecrets(ctx context.Context, s *sandbox.Store, name string, list []spec.Secret) (back func(), err error) {
+func lendSecrets(ctx context.Context, s *sandbox.Host, name string, list []spec.Secret) (back func(), err error) {
 	if len(list) == 0 {
 		return func() {}, nil
 	}
-	there, err := s.Secrets(ctx, name)
+	there, err := s.Sandbox(name).Secrets(ctx)
 	if err != nil {
 		return nil, err
 	}
 	own, lent := asTheyAre(list, there, true)
-	if err := s.SetSecrets(ctx, name, own...); err != nil {
+	if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
 		return nil, err
 	}
 	return func() {
 		for _, n := range lent {
 			// Each by itself. One that is gone went with a sleep meanwhile, or its VM has ended.
-			_ = s.RemoveSecrets(context.WithoutCancel(ctx), name, n)
+			_ = s.Sandbox(name).RemoveSecrets(context.WithoutCancel(ctx), n)
 		}
 	}, nil
 }

@@ -86,7 +86,7 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Store, l pool.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
+func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
 	listeners, err := web.listeners(s)
 	if err != nil {
 		return err
@@ -96,8 +96,8 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l pool.Launcher, o su
 		return err
 	}
 	o.Counters = &supervisor.Counters{}
-	bare := fleet.OfStore(s, l)
-	figures := metrics.New(bare, s, o.Counters, version())
+	bare := fleet.OfHost(s, l)
+	figures := metrics.New(bare, metrics.OfHost(s), o.Counters, version())
 	spans, err := a.traces(ctx)
 	if err != nil {
 		return err
@@ -110,19 +110,19 @@ func (a *app) serve(ctx context.Context, s *sandbox.Store, l pool.Launcher, o su
 		}
 	}
 	vms := spans.Watch(figures.Watch(bare))
-	fl := &fleets{a: a, dir: s.Dir(), vms: vms}
+	fl := &fleets{a: a, dir: s.State.Dir(), vms: vms}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
-			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.Events()), Long: true}),
-		VMs: withSpans(spans, api.OfStore(s, func(ctx context.Context, name string) error {
+			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.State.Events()), Long: true}),
+		VMs: withSpans(spans, api.OfHost(s, func(ctx context.Context, name string) error {
 			_, err := vms.BringUp(ctx, name)
 			return err
 		})),
 		Context: traceContext(spans),
 	})
-	a.log.Info("serving", "state", s.Dir(), "pool", o.Pool)
+	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)
 	group.Go(func() error { return supervisor.Run(run, s, l, o) })
 	if len(listeners) > 0 {

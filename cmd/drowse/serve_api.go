@@ -50,15 +50,15 @@ func (f *apiFlags) check() error {
 }
 
 // tokensOf are the tokens of a file, or of the state directory.
-func tokensOf(path string, s *sandbox.Store) api.Tokens {
+func tokensOf(path string, s *sandbox.Host) api.Tokens {
 	if path == "" {
-		path = filepath.Join(s.Dir(), api.TokensFile)
+		path = filepath.Join(s.State.Dir(), api.TokensFile)
 	}
 	return api.Tokens{Path: path}
 }
 
 // listeners are those of the API.
-func (f *apiFlags) listeners(s *sandbox.Store) (out []net.Listener, err error) {
+func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 	defer func() {
 		if err != nil {
 			for _, l := range out {
@@ -73,7 +73,7 @@ func (f *apiFlags) listeners(s *sandbox.Store) (out []net.Listener, err error) {
 		return out, err
 	}
 	if len(out) == 0 {
-		l, err := api.ListenUnix(filepath.Join(s.Dir(), api.SocketFile))
+		l, err := api.ListenUnix(filepath.Join(s.State.Dir(), api.SocketFile))
 		if err != nil {
 			return out, err
 		}
@@ -148,7 +148,7 @@ func (f *fleets) release() {
 }
 
 // readiness are the checks of /readyz: what a wake needs of the host.
-func readiness(s *sandbox.Store) []api.Check {
+func readiness(s *sandbox.Host) []api.Check {
 	return []api.Check{
 		{Name: "kvm", Do: func(context.Context) error {
 			f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
@@ -157,9 +157,9 @@ func readiness(s *sandbox.Store) []api.Check {
 			}
 			return f.Close()
 		}},
-		{Name: "store", Do: func(context.Context) error { return writable(s.Dir()) }},
+		{Name: "store", Do: func(context.Context) error { return writable(s.State.Dir()) }},
 		{Name: "records", Do: func(ctx context.Context) error {
-			db, err := records.Open(ctx, s.Dir(), records.Options{})
+			db, err := records.Open(ctx, s.State.Dir(), records.Options{})
 			if err != nil {
 				return err
 			}

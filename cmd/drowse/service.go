@@ -26,7 +26,7 @@ again when they end. They sleep and wake with the VM like everything else in its
 docs/guides/services.md has the rules.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	do := func(use, short string, f func(context.Context, *sandbox.Store, string, string) (sandbox.ServiceStatus, error)) *cobra.Command {
+	do := func(use, short string, f func(context.Context, *sandbox.Host, string, string) (sandbox.ServiceStatus, error)) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 			RunE: func(cmd *cobra.Command, args []string) error {
@@ -47,14 +47,14 @@ docs/guides/services.md has the rules.`,
 	}
 	cmd.AddCommand(
 		a.serviceSetCommand(), a.serviceListCommand(),
-		do("start", "Start a service that does not run", func(ctx context.Context, s *sandbox.Store, vm, name string) (sandbox.ServiceStatus, error) {
-			return s.StartService(ctx, vm, name, false)
+		do("start", "Start a service that does not run", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+			return s.Sandbox(vm).StartService(ctx, name, false)
 		}),
-		do("restart", "End a service and start it again", func(ctx context.Context, s *sandbox.Store, vm, name string) (sandbox.ServiceStatus, error) {
-			return s.StartService(ctx, vm, name, true)
+		do("restart", "End a service and start it again", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+			return s.Sandbox(vm).StartService(ctx, name, true)
 		}),
-		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Store, vm, name string) (sandbox.ServiceStatus, error) {
-			return s.StopService(ctx, vm, name)
+		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+			return s.Sandbox(vm).StopService(ctx, name)
 		}),
 		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
 	)
@@ -90,13 +90,13 @@ image says, where the flags say nothing else.`,
 				return usageError{errors.New("no command: see `drowse service set --help`")}
 			}
 			if !noConfig {
-				c, err := s.Command(args[0], guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
+				c, err := s.Sandbox(args[0]).Command(guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
 				if err != nil {
 					return err
 				}
 				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
-			r, err := s.Get(args[0])
+			r, err := s.State.Get(args[0])
 			if err != nil {
 				return err
 			}
@@ -105,7 +105,7 @@ image says, where the flags say nothing else.`,
 					return err
 				}
 			}
-			st, err := s.SetService(cmd.Context(), args[0], want)
+			st, err := s.Sandbox(args[0]).SetService(cmd.Context(), want)
 			if err != nil {
 				return err
 			}
@@ -178,7 +178,7 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			list, err := s.Services(cmd.Context(), args[0])
+			list, err := s.Sandbox(args[0]).Services(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -234,7 +234,7 @@ is woken, and does not go to sleep by itself meanwhile.`,
 				ctx, cancel = context.WithTimeout(ctx, limit)
 			}
 			defer cancel()
-			st, err := s.WaitService(ctx, args[0], args[1])
+			st, err := s.Sandbox(args[0]).WaitService(ctx, args[1])
 			if err != nil {
 				if st.CheckProblem != "" {
 					err = fmt.Errorf("%w (its check: %s)", err, printable(st.CheckProblem))
@@ -256,7 +256,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			list, err := s.Services(cmd.Context(), args[0])
+			list, err := s.Sandbox(args[0]).Services(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -309,7 +309,7 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			r, err := s.Get(args[0])
+			r, err := s.State.Get(args[0])
 			if err != nil {
 				return err
 			}
@@ -319,7 +319,7 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 				}
 			}
 			for _, name := range args[1:] {
-				if err := s.RemoveService(cmd.Context(), args[0], name); err != nil {
+				if err := s.Sandbox(args[0]).RemoveService(cmd.Context(), name); err != nil {
 					return err
 				}
 			}
@@ -341,7 +341,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 				return err
 			}
 			if !a.json() {
-				err := s.ServiceLog(cmd.Context(), args[0], args[1], a.logTo(asIs), follow)
+				err := s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow)
 				if follow && errors.Is(err, context.Canceled) {
 					return nil // by Ctrl-C
 				}
@@ -351,7 +351,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 				return usageError{errors.New("--follow has no end, and so no JSON document")}
 			}
 			var text strings.Builder
-			if err := s.ServiceLog(cmd.Context(), args[0], args[1], &text, false); err != nil {
+			if err := s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], &text, false); err != nil {
 				return err
 			}
 			return a.print(map[string]string{"name": args[0], "service": args[1], "log": text.String()}, nil)

@@ -34,7 +34,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				list, err := s.Snapshots()
+				list, err := s.State.Snapshots()
 				if err != nil {
 					return err
 				}
@@ -60,8 +60,8 @@ func (a *app) snapshotCommand() *cobra.Command {
 			},
 		},
 		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.snapshotTagCommand(), a.pruneCommand(),
-		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Store, id string) error { return s.VerifySnapshot(ctx, id) }),
-		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Store, id string) error { return s.RemoveSnapshot(ctx, id) }),
+		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Host, id string) error { return s.State.VerifySnapshot(ctx, id) }),
+		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Host, id string) error { return s.State.RemoveSnapshot(ctx, id) }),
 	)
 	return cmd
 }
@@ -85,7 +85,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 				return err
 			}
 			o.Hooks = spec.HookPolicy(hooks)
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfHost(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}
@@ -103,7 +103,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 	return cmd
 }
 
-func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sandbox.Store, string) error) *cobra.Command {
+func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sandbox.Host, string) error) *cobra.Command {
 	return &cobra.Command{
 		Use: use + " ID", Short: short, Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -161,7 +161,7 @@ func (a *app) snapshotTreeCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			list, err := s.Snapshots()
+			list, err := s.State.Snapshots()
 			if err != nil {
 				return err
 			}
@@ -179,7 +179,7 @@ func (a *app) snapshotInspectCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			d, err := s.InspectSnapshot(args[0])
+			d, err := s.State.InspectSnapshot(args[0])
 			if err != nil {
 				return err
 			}
@@ -198,7 +198,7 @@ func (a *app) snapshotCompactCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			before, after, err := s.CompactSnapshot(cmd.Context(), args[0])
+			before, after, err := s.State.CompactSnapshot(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -225,10 +225,10 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 				if isTerminal(a.stdout) {
 					return usageError{errors.New("a snapshot is not for a terminal: name a file with --to, or use a pipe")}
 				}
-				return s.ExportSnapshot(cmd.Context(), args[0], a.stdout)
+				return s.State.ExportSnapshot(cmd.Context(), args[0], a.stdout)
 			}
 			// Under its name there is never a part of it.
-			write := func(f *os.File) error { return s.ExportSnapshot(cmd.Context(), args[0], f) }
+			write := func(f *os.File) error { return s.State.ExportSnapshot(cmd.Context(), args[0], f) }
 			if err := osfile.Replace(to, 0o600, write); err != nil {
 				return err
 			}
@@ -263,7 +263,7 @@ no policy: give them one with "restore --policy". With --trust all is taken as i
 				defer f.Close()
 				in = f
 			}
-			info, err := s.ImportSnapshotWith(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
+			info, err := s.State.ImportSnapshotWith(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
 			if err != nil {
 				return err
 			}
@@ -286,14 +286,14 @@ func (a *app) restoreCommand() *cobra.Command {
 		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
-		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, id string) (control.Report, error) {
+		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, id string) (control.Report, error) {
 			if into != "" {
 				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
 					if cmd.Flags().Changed(flag) {
 						return control.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
 					}
 				}
-				if _, err := s.RestoreTo(ctx, into, id); err != nil {
+				if _, err := s.State.RestoreTo(ctx, into, id); err != nil {
 					return control.Report{}, err
 				}
 				return a.wake(ctx, s, l, into)
@@ -306,7 +306,7 @@ func (a *app) restoreCommand() *cobra.Command {
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.RestoreWith(ctx, l, id, c) })
+			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.With(l).Restore(ctx, id, c) })
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

@@ -25,14 +25,14 @@ import (
 const sshHostPrefix = "drowse-"
 
 // sshDir is where a store keeps the host key.
-func sshDir(s *sandbox.Store) string { return filepath.Join(s.Dir(), "ssh") }
+func sshDir(s *sandbox.Host) string { return filepath.Join(s.State.Dir(), "ssh") }
 
 // sshOption is one of ssh_config(5).
 type sshOption struct{ key, value string }
 
 // sshOptions are what OpenSSH's client needs to reach a VM. Values are quoted for its
 // configuration file.
-func (a *app) sshOptions(s *sandbox.Store, name string) ([]sshOption, error) {
+func (a *app) sshOptions(s *sandbox.Host, name string) ([]sshOption, error) {
 	_, known, err := sshd.LoadHostKey(sshDir(s))
 	if err != nil {
 		return nil, err
@@ -41,7 +41,7 @@ func (a *app) sshOptions(s *sandbox.Store, name string) ([]sshOption, error) {
 	if err != nil {
 		return nil, fmt.Errorf("finding this program: %w", err)
 	}
-	dir, err := filepath.Abs(s.Dir())
+	dir, err := filepath.Abs(s.State.Dir())
 	if err != nil {
 		return nil, err
 	}
@@ -102,7 +102,7 @@ is needed for it. For scp, sftp, rsync and options of ssh's, see ssh-config.`,
 			if err != nil {
 				return err
 			}
-			if _, err := s.Get(args[0]); err != nil {
+			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
 			options, err := a.sshOptions(s, args[0])
@@ -156,7 +156,7 @@ func (a *app) sshConfigCommand() *cobra.Command {
 				return err
 			}
 			if len(names) == 0 {
-				all, err := s.List()
+				all, err := s.State.List()
 				if err != nil {
 					return err
 				}
@@ -171,7 +171,7 @@ func (a *app) sshConfigCommand() *cobra.Command {
 			hosts := make([]host, 0, len(names))
 			var text strings.Builder
 			for _, name := range names {
-				if _, err := s.Get(name); err != nil {
+				if _, err := s.State.Get(name); err != nil {
 					return err
 				}
 				options, err := a.sshOptions(s, name)
@@ -211,7 +211,7 @@ func (a *app) sshProxyCommand() *cobra.Command {
 			if _, err := d.open(cmd.Context()); err != nil {
 				return err
 			}
-			env, err := s.ProxyEnvironment(args[0])
+			env, err := s.Sandbox(args[0]).ProxyEnvironment()
 			if err != nil {
 				return err
 			}

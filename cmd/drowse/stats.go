@@ -23,7 +23,7 @@ before or after. A VM that sleeps is not woken.`,
 			if err != nil {
 				return err
 			}
-			st, err := s.Stats(cmd.Context(), args[0])
+			st, err := s.Sandbox(args[0]).Stats(cmd.Context())
 			if err != nil {
 				return err
 			}

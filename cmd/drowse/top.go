@@ -19,6 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -86,7 +87,7 @@ prints one table, and ends.`,
 			}
 			out, isFile := raw(a.stdout).(*os.File)
 			live := !once && !a.json() && isFile && term.IsTerminal(int(out.Fd()))
-			t := topper{vms: fleet.OfStoreLazily(s, a.launcher), networks: s, use: processUse, now: time.Now}
+			t := topper{vms: fleet.OfHostLazily(s, a.launcher), networks: metrics.OfHost(s), use: processUse, now: time.Now}
 			err = t.run(cmd.Context(), every, func(d topDoc) error {
 				rows := len(d.Sandboxes)
 				if live {

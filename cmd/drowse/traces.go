@@ -79,8 +79,8 @@ func (a *app) bringUp(ctx context.Context, span, name string, up func() (control
 }
 
 // wake is Store.Wake, traced.
-func (a *app) wake(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
-	return a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.Wake(ctx, l, name) })
+func (a *app) wake(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
+	return a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.With(l).Sandbox(name).Wake(ctx) })
 }
 
 // traceContext is where a request of the API has the context of its trace.

@@ -134,9 +134,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			defer cancel()
 			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
 				if fromDisk != "" {
-					return s.RunFromDiskWithMetadata(ctx, l, full, fromDisk, own)
+					return s.With(l).CreateFromDisk(ctx, full, fromDisk, own)
 				}
-				return s.RunWithMetadata(ctx, l, full, own)
+				return s.With(l).Create(ctx, full, own)
 			})
 			if err != nil {
 				return err
@@ -236,7 +236,7 @@ func (a *app) printReport(rep control.Report) error {
 }
 
 // vmCommand is a command on one VM that prints a report.
-func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, pool.Launcher, string) (control.Report, error)) *cobra.Command {
+func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, pool.Launcher, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
@@ -272,8 +272,8 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
 	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
-		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
-			rep, err := a.bringUp(ctx, traces.Start, name, func() (control.Report, error) { return s.StartWith(ctx, l, name, o) })
+		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
+			rep, err := a.bringUp(ctx, traces.Start, name, func() (control.Report, error) { return s.With(l).Sandbox(name).Start(ctx, o) })
 			if err == nil && o.DiscardMemory {
 				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
 			}
@@ -285,7 +285,7 @@ func (a *app) startCommand() *cobra.Command {
 
 func (a *app) wakeCommand() *cobra.Command {
 	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
-		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
+		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
 			return a.wake(ctx, s, l, name)
 		})
 	a.timed(cmd)
@@ -308,7 +308,7 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfHost(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}
@@ -371,7 +371,11 @@ func (a *app) stopCommand() *cobra.Command {
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			if err := s.Stop(ctx, args[0], kill); err != nil {
+			stop := s.Sandbox(args[0]).Stop
+			if kill {
+				stop = s.Sandbox(args[0]).Kill
+			}
+			if err := stop(ctx); err != nil {
 				if errors.Is(err, context.DeadlineExceeded) {
 					return fmt.Errorf("%s has not shut down within %v: give it longer with --timeout, or use --kill", args[0], limit)
 				}
@@ -425,7 +429,7 @@ func (a *app) psCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			records, listErr := s.List()
+			records, listErr := s.State.List()
 			type row struct {
 				Name    string      `json:"name"`
 				Phase   state.Phase `json:"phase"`
@@ -454,7 +458,7 @@ func (a *app) psCommand() *cobra.Command {
 				}
 				if r.Phase == state.Running {
 					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
-					info, err := s.Info(ctx, r.Spec.Name)
+					info, err := s.Sandbox(r.Spec.Name).Info(ctx)
 					cancel()
 					switch {
 					case err != nil:
@@ -493,7 +497,7 @@ func (a *app) inspectCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			v, err := s.Inspect(cmd.Context(), args[0])
+			v, err := s.Sandbox(args[0]).Inspect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -512,12 +516,12 @@ func (a *app) logsCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if _, err := s.Get(args[0]); err != nil {
+			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
-			paths := []string{s.ConsoleLog(args[0]) + ".1", s.ConsoleLog(args[0])}
+			paths := []string{s.State.ConsoleLog(args[0]) + ".1", s.State.ConsoleLog(args[0])}
 			if process {
-				paths = []string{s.ProcessLog(args[0]) + ".1", s.ProcessLog(args[0])}
+				paths = []string{s.State.ProcessLog(args[0]) + ".1", s.State.ProcessLog(args[0])}
 			}
 			var text []byte
 			for _, p := range paths {
@@ -540,7 +544,7 @@ func (a *app) completeVM(cmd *cobra.Command, _ []string, _ string) ([]string, co
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
-	records, _ := s.List()
+	records, _ := s.State.List()
 	var names []string
 	for _, r := range records {
 		names = append(names, r.Spec.Name+"\t"+string(r.Phase))

@@ -42,7 +42,7 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 			if size < 0 || size > volume.MaxSize>>20 {
 				size = 0 // which is refused, and cannot overflow
 			}
-			r, err := s.Volumes().Create(cmd.Context(), args[0], size<<20)
+			r, err := s.State.Volumes().Create(cmd.Context(), args[0], size<<20)
 			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
 				return usageError{err}
 			}
@@ -64,10 +64,10 @@ func (a *app) volumeListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			records, listErr := s.Volumes().List()
+			records, listErr := s.State.Volumes().List()
 			list := []*state.VolumeInfo{}
 			for _, r := range records {
-				i, err := s.InspectVolume(r.Name)
+				i, err := s.State.InspectVolume(r.Name)
 				if err != nil {
 					listErr = errors.Join(listErr, err)
 					continue
@@ -106,7 +106,7 @@ func (a *app) volumeInspectCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			i, err := s.InspectVolume(args[0])
+			i, err := s.State.InspectVolume(args[0])
 			if err != nil {
 				return err
 			}
@@ -134,7 +134,7 @@ was or has the new size.`,
 			if mib < 0 || mib > volume.MaxSize>>20 {
 				mib = 0 // which is refused, and cannot overflow
 			}
-			r, err := s.ResizeVolume(cmd.Context(), args[0], mib<<20)
+			r, err := s.State.ResizeVolume(cmd.Context(), args[0], mib<<20)
 			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
 				return usageError{err}
 			}
@@ -154,7 +154,7 @@ func (a *app) volumeRemoveCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := s.RemoveVolume(cmd.Context(), args[0]); err != nil {
+			if err := s.State.RemoveVolume(cmd.Context(), args[0]); err != nil {
 				return err
 			}
 			return a.print(map[string]string{"removed": args[0]}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })

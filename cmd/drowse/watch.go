@@ -52,7 +52,7 @@ Watching is no use of the VM, which goes to sleep by itself when nobody else use
 			}
 			c.Close()
 			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
-			err = s.Watch(cmd.Context(), args[0], o, a.printEvent)
+			err = s.Sandbox(args[0]).Watch(cmd.Context(), o, a.printEvent)
 			if cmd.Context().Err() != nil {
 				return nil // interrupted, which is how this ends
 			}

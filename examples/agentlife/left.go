@@ -25,7 +25,7 @@ func (l *life) costs() (pids []int, ram int64, err error) {
 	}
 	for _, path := range lines {
 		line, err := os.ReadFile(path)
-		if err != nil || !bytes.Contains(line, []byte(l.store.Dir()+"\x00")) {
+		if err != nil || !bytes.Contains(line, []byte(l.store.State.Dir()+"\x00")) {
 			continue // it has ended, or is another
 		}
 		dir := filepath.Dir(path)
@@ -55,14 +55,14 @@ func (l *life) costs() (pids []int, ram int64, err error) {
 func (l *life) nothing(ctx context.Context) error {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	if _, err := l.store.Sweep(ctx); err != nil {
+	if _, err := l.store.State.Sweep(ctx); err != nil {
 		return err
 	}
 	if pids, _, err := l.costs(); err != nil || len(pids) > 0 {
 		wrong("processes %v are left (%v)", pids, err)
 	}
 	for _, sub := range []string{"vms", "snapshots", "layers", "pages"} {
-		left, err := os.ReadDir(filepath.Join(l.store.Dir(), sub))
+		left, err := os.ReadDir(filepath.Join(l.store.State.Dir(), sub))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -87,8 +87,8 @@ func (l *life) nothing(ctx context.Context) error {
 		}
 	}
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil || bytes.Contains(mounts, []byte(l.store.Dir())) {
-		wrong("there are mounts in %s (%v)", l.store.Dir(), err)
+	if err != nil || bytes.Contains(mounts, []byte(l.store.State.Dir())) {
+		wrong("there are mounts in %s (%v)", l.store.State.Dir(), err)
 	}
 	l.say("   of %d sandboxes no process, file, device, pin or mount is left", len(l.ids))
 	return errors.Join(errs...)

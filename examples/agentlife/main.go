@@ -53,17 +53,17 @@ func (l *life) run(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if l.store, err = sandbox.OpenStore(dir); err != nil {
+	if l.store, err = sandbox.Open(dir); err != nil {
 		return err
 	}
 	l.launcher = pool.Launcher{Command: []string{l.program + "-vmm"}, Agent: l.program + "-agent"}
-	l.fleet = fleet.New(fleet.OfStore(l.store, l.launcher), fleet.Options{})
+	l.fleet = fleet.New(fleet.OfHost(l.store, l.launcher), fleet.Options{})
 	ended := l.supervise(ctx)
 	defer func() {
 		// Whatever went wrong, no VM stays behind.
-		all, _ := l.store.List()
+		all, _ := l.store.State.List()
 		for _, r := range all {
-			err = errors.Join(err, l.store.Remove(context.WithoutCancel(ctx), r.Spec.Name, true))
+			err = errors.Join(err, l.store.Sandbox(r.Spec.Name).Delete(context.WithoutCancel(ctx), sandbox.DeleteOptions{Force: true}))
 		}
 		err = errors.Join(err, ended())
 	}()

@@ -35,7 +35,7 @@ type life struct {
 	begun                 time.Time
 	out                   io.Writer
 
-	store    *sandbox.Store
+	store    *sandbox.Host
 	launcher pool.Launcher
 	fleet    *fleet.Fleet
 
@@ -72,7 +72,7 @@ func (l *life) supervise(ctx context.Context) (end func() error) {
 
 // sh runs a shell command in a sandbox and returns its output; a status other than 0 is an error.
 func (l *life) sh(ctx context.Context, name, script string) (string, error) {
-	agent, err := l.store.Agent(ctx, name)
+	agent, err := l.store.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -85,7 +85,7 @@ func (l *life) sh(ctx context.Context, name, script string) (string, error) {
 }
 
 func (l *life) put(ctx context.Context, name, path string, data []byte) error {
-	agent, err := l.store.Agent(ctx, name)
+	agent, err := l.store.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return err
 	}
@@ -241,14 +241,14 @@ func (l *life) install(ctx context.Context) error {
 }
 
 func (l *life) serve(ctx context.Context) error {
-	_, err := l.store.SetService(ctx, workspace, spec.Service{
+	_, err := l.store.Sandbox(workspace).SetService(ctx, spec.Service{
 		Name: "shop", Argv: []string{"python3", "-S", "serve.py"}, Dir: "/root/shop", Env: []string{"PYTHONPATH=/root/site"},
 		Check: &spec.ServiceCheck{TCP: fmt.Sprintf("127.0.0.1:%d", port)},
 	})
 	if err != nil {
 		return err
 	}
-	st, err := l.store.WaitService(ctx, workspace, "shop")
+	st, err := l.store.Sandbox(workspace).WaitService(ctx, "shop")
 	if err != nil {
 		return err
 	}
@@ -259,7 +259,7 @@ func (l *life) serve(ctx context.Context) error {
 
 // idle waits until the workspace is asleep, and looks what it still costs.
 func (l *life) idle(ctx context.Context) error {
-	r, err := l.store.Get(workspace)
+	r, err := l.store.State.Get(workspace)
 	if err != nil {
 		return err
 	}
@@ -272,7 +272,7 @@ func (l *life) idle(ctx context.Context) error {
 	}
 	l.say("   awake it is process %d with %.1f MiB of RAM", r.PID, float64(ram)/(1<<20))
 	for {
-		if r, err = l.store.Get(workspace); err != nil {
+		if r, err = l.store.State.Get(workspace); err != nil {
 			return err
 		}
 		// The record is written before the process ends.
@@ -359,7 +359,7 @@ func (l *life) forkThree(ctx context.Context) error {
 		o.Children = append(o.Children, sandbox.ForkChild{Name: name})
 	}
 	begin := time.Now()
-	res, err := l.store.Fork(ctx, l.launcher, workspace, o)
+	res, err := l.store.With(l.launcher).Sandbox(workspace).Fork(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -371,7 +371,7 @@ func (l *life) forkThree(ctx context.Context) error {
 	var mu sync.Mutex // guards errs and passes
 	var errs []error
 	for name, text := range changes {
-		if r, err := l.store.Get(name); err == nil {
+		if r, err := l.store.State.Get(name); err == nil {
 			l.ids = append(l.ids, r.ID)
 		}
 		all.Go(func() {
@@ -430,13 +430,13 @@ func (l *life) promote(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if _, err := l.store.SetPolicy(ctx, original, &netpolicy.Policy{}); err != nil {
+	if _, err := l.store.Sandbox(original).SetPolicy(ctx, &netpolicy.Policy{}); err != nil {
 		return err
 	}
-	if _, err := l.store.SetPolicy(ctx, workspace, policy); err != nil {
+	if _, err := l.store.Sandbox(workspace).SetPolicy(ctx, policy); err != nil {
 		return err
 	}
-	full, err := l.store.Usage(ctx)
+	full, err := l.store.State.Usage(ctx)
 	if err != nil {
 		return err
 	}
@@ -448,7 +448,7 @@ func (l *life) promote(ctx context.Context) error {
 		}
 		said += freed.Bytes
 	}
-	rest, err := l.store.Usage(ctx)
+	rest, err := l.store.State.Usage(ctx)
 	if err != nil {
 		return err
 	}
@@ -522,7 +522,7 @@ func (l *life) expire(ctx context.Context) error {
 	}
 	l.say("   %d sandboxes have expired and are removed", removed)
 	// A snapshot that was asked for by name is pruned by nobody.
-	return l.store.RemoveSnapshot(ctx, l.before)
+	return l.store.State.RemoveSnapshot(ctx, l.before)
 }
 
 // expireAll lets all sandboxes expire, and prunes until there are none. now is the clock.

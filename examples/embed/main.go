@@ -27,11 +27,11 @@ func main() {
 }
 
 func run(ctx context.Context, state, program string) (err error) {
-	store, err := sandbox.OpenStore(state)
+	store, err := sandbox.Open(state)
 	if err != nil {
 		return err
 	}
-	f := fleet.New(fleet.OfStore(store, pool.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
+	f := fleet.New(fleet.OfHost(store, pool.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
 	policy, err := netpolicy.Parse([]byte("rules: [{name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24], protocols: [tcp], ports: [443]}]\n"))
 	if err != nil {
 		return err
@@ -70,8 +70,8 @@ func run(ctx context.Context, state, program string) (err error) {
 }
 
 // say runs a shell command and prints what it says.
-func say(ctx context.Context, store *sandbox.Store, name, script string) error {
-	agent, err := store.Agent(ctx, name)
+func say(ctx context.Context, store *sandbox.Host, name, script string) error {
+	agent, err := store.Sandbox(name).Agent(ctx)
 	if err != nil {
 		return err
 	}

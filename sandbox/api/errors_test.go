@@ -297,13 +297,13 @@ func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T)
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // a rest in /tmp fails no test
-	store, err := sandbox.OpenStore(dir)
+	store, err := sandbox.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	vms := fleet.OfStore(store, pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
+	vms := fleet.OfHost(store, pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
 	s := serve(t, func(o *api.Options) {
-		o.VMs = api.OfStore(store, func(ctx context.Context, name string) error {
+		o.VMs = api.OfHost(store, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)
 			return err
 		})

@@ -19,7 +19,7 @@ import (
 )
 
 // VMs are what the server asks of VMs besides what a Fleet does. Their contracts are those of the methods of
-// sandbox.Store of the same names. All methods may be called from any goroutine.
+// sandbox.Sandbox of the same names. All methods may be called from any goroutine.
 type VMs interface {
 	Stop(ctx context.Context, name string, kill bool) error
 	Stats(ctx context.Context, name string) (sandbox.Stats, error)
@@ -37,23 +37,50 @@ type VMs interface {
 	Images() ([]*image.Image, error)
 }
 
-// storeVMs are those of a store.
-type storeVMs struct {
-	*sandbox.Store
+// hostVMs are those of a host.
+type hostVMs struct {
+	host *sandbox.Host
 	wake func(ctx context.Context, name string) error
 }
 
-// OfStore are the VMs of a store. wake wakes one, for a command.
-func OfStore(s *sandbox.Store, wake func(ctx context.Context, name string) error) VMs {
-	return storeVMs{s, wake}
+// OfHost are the VMs of a host. wake wakes one, for a command.
+func OfHost(h *sandbox.Host, wake func(ctx context.Context, name string) error) VMs {
+	return hostVMs{h, wake}
+}
+
+func (v hostVMs) Stop(ctx context.Context, name string, kill bool) error {
+	if kill {
+		return v.host.Sandbox(name).Kill(ctx)
+	}
+	return v.host.Sandbox(name).Stop(ctx)
+}
+
+func (v hostVMs) Stats(ctx context.Context, name string) (sandbox.Stats, error) {
+	return v.host.Sandbox(name).Stats(ctx)
+}
+
+func (v hostVMs) Policy(name string) (*netpolicy.Policy, error) { return v.host.Sandbox(name).Policy() }
+
+func (v hostVMs) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error) {
+	return v.host.Sandbox(name).SetPolicy(ctx, p)
+}
+
+func (v hostVMs) NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error {
+	return v.host.Sandbox(name).NetworkFlows(ctx, follow, fn)
+}
+
+func (v hostVMs) Snapshots() ([]state.SnapshotInfo, error) { return v.host.State.Snapshots() }
+
+func (v hostVMs) RemoveSnapshot(ctx context.Context, prefix string) error {
+	return v.host.State.RemoveSnapshot(ctx, prefix)
 }
 
 // wakeTries bounds how often a VM is woken for one command that is put to sleep again in between.
 const wakeTries = 5
 
-func (v storeVMs) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
+func (v hostVMs) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
 	for range wakeTries {
-		client, err := v.Agent(ctx, name)
+		client, err := v.host.Sandbox(name).Agent(ctx)
 		if errors.Is(err, sandbox.ErrNotRunning) {
 			if err := v.wake(ctx, name); err != nil {
 				return nil, err
@@ -64,7 +91,7 @@ func (v storeVMs) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.Ex
 			return nil, err
 		}
 		defer client.Close()
-		if c, err = v.Command(name, c); err != nil {
+		if c, err = v.host.Sandbox(name).Command(c); err != nil {
 			return nil, err
 		}
 		st, err := client.Exec(ctx, c)
@@ -77,11 +104,11 @@ func (v storeVMs) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.Ex
 	return nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
 }
 
-func (v storeVMs) Console(name string, n int64) ([]byte, error) {
-	if _, err := v.Get(name); err != nil {
+func (v hostVMs) Console(name string, n int64) ([]byte, error) {
+	if _, err := v.host.State.Get(name); err != nil {
 		return nil, err
 	}
-	f, err := os.Open(v.ConsoleLog(name))
+	f, err := os.Open(v.host.State.ConsoleLog(name))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, nil // it has not begun
 	}
@@ -103,8 +130,8 @@ func (v storeVMs) Console(name string, n int64) ([]byte, error) {
 	return text, nil
 }
 
-func (v storeVMs) Images() ([]*image.Image, error) {
-	s, err := image.OpenStore(v.ImageDir())
+func (v hostVMs) Images() ([]*image.Image, error) {
+	s, err := image.OpenStore(v.host.State.ImageDir())
 	if err != nil {
 		return nil, err
 	}

@@ -96,7 +96,7 @@ const (
 //
 // Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
 // context, those of image.Build for the base image and of Store.Run for the VM.
-func Image(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (_ Result, err error) {
+func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
 		return Result{}, err
@@ -109,7 +109,7 @@ func Image(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (_
 	if err := b.checkVM(); err != nil {
 		return Result{}, err
 	}
-	images, err := image.OpenStore(s.ImageDir())
+	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		return Result{}, err
 	}
@@ -170,7 +170,7 @@ func Image(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (_
 
 // build is a build under way.
 type build struct {
-	s       *sandbox.Store
+	s       *sandbox.Host
 	l       pool.Launcher
 	o       Options
 	asm     *image.Assembly
@@ -345,11 +345,11 @@ func (b *build) boot(ctx context.Context) error {
 	if b.o.Progress != nil {
 		b.o.Progress(StageBoot, 0, 0)
 	}
-	if _, err := b.s.Run(ctx, b.l, b.vmSpec(b.vm, img.ID)); err != nil {
+	if _, err := b.s.With(b.l).Create(ctx, b.vmSpec(b.vm, img.ID), nil); err != nil {
 		return err
 	}
 	b.result.Boots++
-	b.client, err = b.s.Agent(ctx, b.vm)
+	b.client, err = b.s.Sandbox(b.vm).Agent(ctx)
 	return err
 }
 
@@ -430,8 +430,8 @@ func (b *build) close(ctx context.Context) error {
 }
 
 // begin names a VM for a build. The lock says that the build is under way.
-func begin(s *sandbox.Store) (name string, lock *os.File, err error) {
-	dir := filepath.Join(s.Dir(), buildsDir)
+func begin(s *sandbox.Host) (name string, lock *os.File, err error) {
+	dir := filepath.Join(s.State.Dir(), buildsDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", nil, fmt.Errorf("beginning a build: %w", err)
 	}
@@ -450,9 +450,9 @@ func begin(s *sandbox.Store) (name string, lock *os.File, err error) {
 }
 
 // end removes the VM of a build, and then its lock.
-func end(ctx context.Context, s *sandbox.Store, name string, lock *os.File) error {
+func end(ctx context.Context, s *sandbox.Host, name string, lock *os.File) error {
 	defer lock.Close()
-	if err := s.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+	if err := s.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return fmt.Errorf("removing the VM of a build: %w", err)
 	}
 	if err := os.Remove(lock.Name()); err != nil {
@@ -462,8 +462,8 @@ func end(ctx context.Context, s *sandbox.Store, name string, lock *os.File) erro
 }
 
 // Sweep removes the VMs of builds that have died.
-func Sweep(ctx context.Context, s *sandbox.Store) error {
-	dir := filepath.Join(s.Dir(), buildsDir)
+func Sweep(ctx context.Context, s *sandbox.Host) error {
+	dir := filepath.Join(s.State.Dir(), buildsDir)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

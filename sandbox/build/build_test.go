@@ -23,7 +23,7 @@ import (
 // ownImages gives a test's store an image folder of its own, with links to the images of all tests.
 func ownImages(t *testing.T, e *guesttest.Env) *image.Store {
 	t.Helper()
-	dir := filepath.Join(e.Store.Dir(), "images")
+	dir := filepath.Join(e.Store.State.Dir(), "images")
 	shared, err := os.Readlink(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -37,7 +37,7 @@ func ownImages(t *testing.T, e *guesttest.Env) *image.Store {
 			t.Fatal(err)
 		}
 	}
-	s, err := image.OpenStore(e.Store.ImageDir())
+	s, err := image.OpenStore(e.Store.State.ImageDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,14 +47,14 @@ func ownImages(t *testing.T, e *guesttest.Env) *image.Store {
 // nothingLeft fails if a build has left a VM, or an image beside the one that was there.
 func nothingLeft(t *testing.T, e *guesttest.Env, images *image.Store, want int) {
 	t.Helper()
-	if vms, err := e.Store.List(); err != nil || len(vms) != 0 {
+	if vms, err := e.Store.State.List(); err != nil || len(vms) != 0 {
 		t.Errorf("there are VMs: %v (%v)", vms, err)
 	}
 	if list, err := images.List(); err != nil || len(list) != want {
 		t.Errorf("there are %d images, want %d (%v)", len(list), want, err)
 	}
 	for _, dir := range []string{"builds", "tmp"} {
-		if entries, err := os.ReadDir(filepath.Join(e.Store.Dir(), dir)); err != nil || len(entries) != 0 {
+		if entries, err := os.ReadDir(filepath.Join(e.Store.State.Dir(), dir)); err != nil || len(entries) != 0 {
 			t.Errorf("in %s there is %v (%v)", dir, entries, err)
 		}
 	}
@@ -191,7 +191,7 @@ func filesOf(t *testing.T, images *image.Store, img *image.Image) map[string]fil
 
 // What is wrong with a build is found before a VM is booted.
 func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -222,14 +222,14 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 
 // The VM of a build that was killed is removed by the next, and that of one under way is not.
 func TestSweepBuildsLeavesThoseUnderWay(t *testing.T) {
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := build.Sweep(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}
-	dir := filepath.Join(s.Dir(), "builds")
+	dir := filepath.Join(s.State.Dir(), "builds")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}

@@ -7,7 +7,7 @@ import (
 )
 
 // Hold begins a build that is under way until the test ends, and gives its name.
-func Hold(t *testing.T, s *sandbox.Store) string {
+func Hold(t *testing.T, s *sandbox.Host) string {
 	t.Helper()
 	name, lock, err := begin(s)
 	if err != nil {

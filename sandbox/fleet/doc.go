@@ -1,7 +1,7 @@
 // Package fleet makes VMs into sandboxes that products are built on: whose they are, how long they last, what has been
 // done in them, and operations that may be repeated and called at once.
 //
-// A [Fleet] works on [VMs]: those of a [sandbox.Store] by [OfStore], or those in memory of package fleettest, for tests
+// A [Fleet] works on [VMs]: those of a [sandbox.Store] by [OfHost], or those in memory of package fleettest, for tests
 // of programs that embed it and have no /dev/kvm. What is true is in the files of the store; the database of package
 // records is an index and a history, and the Fleet works without it: see
 // docs/adr/0041-records-are-an-index-beside-the-files.md.

@@ -47,58 +47,73 @@ type VMs interface {
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
 }
 
-// storeVMs are the VMs of a store, with what their processes are started by.
-type storeVMs struct {
-	*sandbox.Store
+// hostVMs are the VMs of a host.
+type hostVMs struct {
+	*state.Store
+	host     *sandbox.Host
 	launcher func() (pool.Launcher, error)
 }
 
-// OfStore are the VMs of a store. l is how their processes are started.
-func OfStore(s *sandbox.Store, l pool.Launcher) VMs {
-	return storeVMs{s, func() (pool.Launcher, error) { return l, nil }}
+// OfHost are the VMs of a host. l is how their processes are started.
+func OfHost(h *sandbox.Host, l pool.Launcher) VMs {
+	return OfHostLazily(h, func() (pool.Launcher, error) { return l, nil })
 }
 
-// OfStoreLazily is OfStore for callers that may never start a VM: launcher is called when one is to be started.
-func OfStoreLazily(s *sandbox.Store, launcher func() (pool.Launcher, error)) VMs {
-	return storeVMs{s, launcher}
+// OfHostLazily is OfHost for callers that may never start a VM: launcher is called when one is to be started.
+func OfHostLazily(h *sandbox.Host, launcher func() (pool.Launcher, error)) VMs {
+	return hostVMs{h.State, h, launcher}
 }
 
-func (v storeVMs) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error) {
+// start does what starts a VM.
+func start[T any](v hostVMs, name string, do func(*sandbox.Sandbox) (T, error)) (none T, err error) {
+	l, err := v.launcher()
+	if err != nil {
+		return none, err
+	}
+	return do(v.host.With(l).Sandbox(name))
+}
+
+func (v hostVMs) Run(ctx context.Context, spec sandbox.Spec, m state.Metadata) (control.Report, error) {
 	l, err := v.launcher()
 	if err != nil {
 		return control.Report{}, err
 	}
-	return v.RunWithMetadata(ctx, l, spec, &label)
+	return v.host.With(l).Create(ctx, spec, &m)
 }
 
-func (v storeVMs) Start(ctx context.Context, name string) (control.Report, error) {
-	l, err := v.launcher()
-	if err != nil {
-		return control.Report{}, err
-	}
-	return v.Store.Start(ctx, l, name)
+func (v hostVMs) Start(ctx context.Context, name string) (control.Report, error) {
+	return start(v, name, func(b *sandbox.Sandbox) (control.Report, error) { return b.Start(ctx, sandbox.StartOptions{}) })
 }
 
-func (v storeVMs) Wake(ctx context.Context, name string) (control.Report, error) {
-	l, err := v.launcher()
-	if err != nil {
-		return control.Report{}, err
-	}
-	return v.Store.Wake(ctx, l, name)
+func (v hostVMs) Wake(ctx context.Context, name string) (control.Report, error) {
+	return start(v, name, func(b *sandbox.Sandbox) (control.Report, error) { return b.Wake(ctx) })
 }
 
-func (v storeVMs) BringUp(ctx context.Context, name string) (control.Report, error) {
-	l, err := v.launcher()
-	if err != nil {
-		return control.Report{}, err
-	}
-	return v.Store.BringUp(ctx, l, name)
+func (v hostVMs) BringUp(ctx context.Context, name string) (control.Report, error) {
+	return start(v, name, func(b *sandbox.Sandbox) (control.Report, error) { return b.BringUp(ctx) })
 }
 
-func (v storeVMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
-	l, err := v.launcher()
-	if err != nil {
-		return sandbox.ForkResult{}, err
-	}
-	return v.Store.Fork(ctx, l, name, o)
+func (v hostVMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
+	return start(v, name, func(b *sandbox.Sandbox) (sandbox.ForkResult, error) { return b.Fork(ctx, o) })
+}
+
+func (v hostVMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
+	return v.host.Sandbox(name).Sleep(ctx, o)
+}
+
+func (v hostVMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
+	return v.host.Sandbox(name).Snapshot(ctx, o)
+}
+
+func (v hostVMs) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
+	return v.host.Sandbox(name).Promote(ctx)
+}
+
+func (v hostVMs) RemoveFreed(ctx context.Context, name string, force bool) (freed state.Freed, err error) {
+	err = v.host.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: force, Freed: &freed})
+	return freed, err
+}
+
+func (v hostVMs) SetSpec(ctx context.Context, name string, c spec.Changes) error {
+	return v.host.Sandbox(name).SetSpec(ctx, c)
 }

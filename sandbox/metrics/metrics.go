@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
@@ -42,11 +43,23 @@ type Metrics struct {
 	stages     *prometheus.HistogramVec
 }
 
-// Store is what is asked besides VMs: sandbox.Store. Its methods may be called from several goroutines.
+// Store is what is asked besides VMs: OfHost. Its methods may be called from several goroutines.
 type Store interface {
 	Networks
 	// Usage is what the store takes on disk.
 	Usage(ctx context.Context) (state.Usage, error)
+}
+
+// OfHost asks a host.
+func OfHost(h *sandbox.Host) Store { return hostStore{h.State, h} }
+
+type hostStore struct {
+	*state.Store
+	host *sandbox.Host
+}
+
+func (s hostStore) NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error) {
+	return s.host.Sandbox(name).NetworkStats(ctx)
 }
 
 // New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked

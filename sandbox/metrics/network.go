@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Networks says what the network of a running VM has done: Store.NetworkStats.
+// Networks says what the network of a running VM has done: sandbox.Sandbox.NetworkStats.
 type Networks interface {
 	NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error)
 }

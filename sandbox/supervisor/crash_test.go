@@ -17,7 +17,7 @@ import (
 )
 
 func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -26,7 +26,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	dir := filepath.Join(s.Dir(), "vms", "a")
+	dir := filepath.Join(s.State.Dir(), "vms", "a")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -50,7 +50,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	v := &supervisor{
-		store: s, stamps: noticed[map[string]time.Time]{read: s.Stamps}, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
+		store: s, stamps: noticed[map[string]time.Time]{read: s.State.Stamps}, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
 		listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	crashes := func() (n int) {
@@ -58,7 +58,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 		if err := v.look(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
+		if _, err := s.State.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
 			if e.Type == events.Crashed && e.Sandbox == "a" && e.Cause == events.Killed {
 				n++
 			}

@@ -115,7 +115,7 @@ func TestPublished_are_ports_of_VMs_with_a_network(t *testing.T) {
 }
 
 func TestRun_ends_with_its_context(t *testing.T) {
-	s, err := sandbox.OpenStore(t.TempDir())
+	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -55,13 +55,13 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 	all := now.Sub(k.gathered) >= gatherEvery
 	if !all {
 		// In nearly every minute there is nothing to do.
-		due, err := fleet.New(fleet.OfStore(s, k.v.launcher), fleet.Options{}).Due()
+		due, err := fleet.New(fleet.OfHost(s, k.v.launcher), fleet.Options{}).Due()
 		if err != nil || !due {
 			return err
 		}
 	}
 	check := now.Sub(k.checked) >= checkEvery
-	db, err := records.Open(ctx, s.Dir(), records.Options{Check: check})
+	db, err := records.Open(ctx, s.State.Dir(), records.Options{Check: check})
 	if err != nil {
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -78,7 +78,7 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 				"put_aside", m.To, "cause", m.Cause)
 		}
 	}
-	f := fleet.New(fleet.OfStore(s, k.v.launcher), fleet.Options{Records: db})
+	f := fleet.New(fleet.OfHost(s, k.v.launcher), fleet.Options{Records: db})
 	p, err := f.Keep(ctx)
 	for _, step := range p.Sleep {
 		log.Info("put to sleep", "sandbox", step.Name, "why", step.Why)
@@ -96,7 +96,7 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 		return err
 	}
 	k.gathered = now
-	if err := s.Events().Trim(); err != nil {
+	if err := s.State.Events().Trim(); err != nil {
 		log.Warn("old events stay", "error", err)
 	}
 	if db == nil {

@@ -131,16 +131,16 @@ func TestNoticed_reads_each_time_without_a_notice_and_after_an_error(t *testing.
 
 // What one look for timers costs with 1,000 sandboxes, four of which there are each second.
 func BenchmarkTimers_look(b *testing.B) {
-	s, err := sandbox.OpenStore(b.TempDir())
+	s, err := sandbox.Open(b.TempDir())
 	if err != nil {
 		b.Fatal(err)
 	}
 	for i := range 1000 {
-		dir := filepath.Join(s.Dir(), "vms", fmt.Sprintf("vm-%d", i))
+		dir := filepath.Join(s.State.Dir(), "vms", fmt.Sprintf("vm-%d", i))
 		replace(b, filepath.Join(dir, "vm.json"))
 		replace(b, filepath.Join(dir, "sandbox.json"))
 	}
-	n, err := newNotice(filepath.Join(s.Dir(), "vms"))
+	n, err := newNotice(filepath.Join(s.State.Dir(), "vms"))
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func BenchmarkTimers_look(b *testing.B) {
 	time.Sleep(3 * settleTime)
 	for name, watch := range map[string]*notice{"each time": nil, "when noticed": n} {
 		b.Run(name, func(b *testing.B) {
-			t := newTimers(launchedVMs{Store: s, stamps: &noticed[map[string]string]{read: s.FileStamps, n: watch}}, func(string, ...any) {})
+			t := newTimers(launchedVMs{Store: s.State, stamps: &noticed[map[string]string]{read: s.State.FileStamps, n: watch}}, func(string, ...any) {})
 			for b.Loop() {
 				if err := t.look(b.Context(), time.Now()); err != nil {
 					b.Fatal(err)

@@ -101,7 +101,7 @@ type port struct {
 
 // supervisor is a Run under way.
 type supervisor struct {
-	store    *sandbox.Store
+	store    *sandbox.Host
 	launcher pool.Launcher
 	o        Options
 	log      *slog.Logger
@@ -125,7 +125,7 @@ type supervisor struct {
 
 // Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
 // supervisor with a pool: another one ends with sandbox.ErrServed.
-func Run(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (err error) {
+func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err error) {
 	if o.MaxConns < 0 {
 		return fmt.Errorf("%w: %d connections at once: use 1 or more", sandbox.ErrSpec, o.MaxConns)
 	}
@@ -144,15 +144,15 @@ func Run(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (err
 		store: s, launcher: l, o: o, log: o.Log,
 		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
-	watch, err := newNotice(filepath.Join(s.Dir(), "vms"))
+	watch, err := newNotice(filepath.Join(s.State.Dir(), "vms"))
 	if err != nil {
 		o.Log.Warn("all VMs are looked at again and again", "cause", err)
 	} else {
 		defer watch.close()
 	}
-	v.stamps = noticed[map[string]time.Time]{read: s.Stamps, n: watch}
+	v.stamps = noticed[map[string]time.Time]{read: s.State.Stamps, n: watch}
 	if o.Pool > 0 {
-		p, err := pool.New(s.Store, l, pool.Options{Processes: o.Pool, Follow: true, Log: o.Log})
+		p, err := pool.New(s.State, l, pool.Options{Processes: o.Pool, Follow: true, Log: o.Log})
 		if err != nil {
 			return err
 		}
@@ -172,7 +172,7 @@ func Run(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (err
 	if len(o.Webhooks) > 0 {
 		delivered := make(chan error, 1)
 		go func() {
-			err := events.DeliverAll(ctx, s.Events(), filepath.Join(s.Dir(), "webhooks"), o.Webhooks, o.Log)
+			err := events.DeliverAll(ctx, s.State.Events(), filepath.Join(s.State.Dir(), "webhooks"), o.Webhooks, o.Log)
 			if err != nil {
 				cancel(err)
 			}
@@ -183,7 +183,7 @@ func Run(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (err
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s, v.wake, v.launcher, &noticed[map[string]string]{read: s.FileStamps, n: watch}}, v.log.Warn)
+	timed := newTimers(launchedVMs{s.State, s, v.wake, v.launcher, &noticed[map[string]string]{read: s.State.FileStamps, n: watch}}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
@@ -247,7 +247,7 @@ func (v *supervisor) look(ctx context.Context) error {
 		if v.seen[name].Equal(stamp) && !v.ended(name) {
 			continue
 		}
-		r, err := v.store.Get(name)
+		r, err := v.store.State.Get(name)
 		if errors.Is(err, sandbox.ErrNotFound) {
 			continue // removed just now
 		}
@@ -335,7 +335,7 @@ func (v *supervisor) open(ctx context.Context) {
 // awake sees to it that a VM is awake and stays so until the hold is released.
 func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock, *spec.NetworkInfo, error) {
 	for range wakeTries {
-		hold, err := v.store.AcquireWakeLock(ctx, name)
+		hold, err := v.store.Sandbox(name).WakeLock(ctx)
 		if errors.Is(err, sandbox.ErrNotRunning) {
 			if hold, err = v.wakeHeld(ctx, name); err != nil {
 				return nil, nil, err
@@ -350,7 +350,7 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock,
 		if n := hold.Network(); n != nil && n.Address.IsValid() {
 			return hold, n, nil
 		}
-		info, err := v.store.Info(ctx, name)
+		info, err := v.store.Sandbox(name).Info(ctx)
 		switch {
 		case err != nil:
 		case info.Network == nil || !info.Network.Address.IsValid():
@@ -378,7 +378,7 @@ func (v *supervisor) wake(ctx context.Context, name string) error {
 // wakeHeld is wake with a hold on the VM; nil if it was woken by somebody else.
 func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLock, error) {
 	begin := time.Now()
-	rep, hold, err := v.store.WakeLocked(ctx, v.launcher, name)
+	rep, hold, err := v.store.With(v.launcher).Sandbox(name).WakeWithLock(ctx)
 	if v.o.Woken != nil {
 		v.o.Woken(ctx, Wake{VM: name, Begun: begin, Took: time.Since(begin), Report: rep, Err: err})
 	}

@@ -36,7 +36,8 @@ type timerVMs interface {
 }
 
 type launchedVMs struct {
-	*sandbox.Store
+	*state.Store
+	host     *sandbox.Host
 	up       func(ctx context.Context, name string) error
 	launcher pool.Launcher
 	stamps   *noticed[map[string]string]
@@ -48,7 +49,7 @@ func (v launchedVMs) FileStamps() (map[string]string, error) { return v.stamps.g
 func (v launchedVMs) wake(ctx context.Context, name string) error { return v.up(ctx, name) }
 
 func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
-	return v.ForkAsked(ctx, v.launcher, name)
+	return v.host.With(v.launcher).Sandbox(name).ForkAsked(ctx)
 }
 
 // timers wakes sandboxes at the times that their metadata say, and makes the forks that their guests have asked for,

@@ -60,7 +60,7 @@ func serve(args []string) int {
 // Env is a store of a test's own.
 type Env struct {
 	T        testing.TB
-	Store    *sandbox.Store
+	Store    *sandbox.Host
 	Launcher pool.Launcher
 }
 
@@ -104,7 +104,7 @@ func New(t testing.TB) *Env {
 			t.Fatal(err)
 		}
 	}
-	s, err := sandbox.OpenStore(dir)
+	s, err := sandbox.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -153,18 +153,18 @@ func agent(t testing.TB) string {
 func (e *Env) cleanUp() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	records, err := e.Store.List()
+	records, err := e.Store.State.List()
 	if err != nil {
 		e.T.Error(err)
 	}
 	for _, r := range records {
 		name := r.Spec.Name
 		if e.T.Failed() {
-			log, _ := os.ReadFile(e.Store.ProcessLog(name))
-			console, _ := os.ReadFile(e.Store.ConsoleLog(name))
+			log, _ := os.ReadFile(e.Store.State.ProcessLog(name))
+			console, _ := os.ReadFile(e.Store.State.ConsoleLog(name))
 			e.T.Logf("VM %s is %s\nits process says:\n%s\nits console says:\n%s", name, r.Phase, tail(log), tail(console))
 		}
-		if err := e.Store.Remove(ctx, name, true); err != nil {
+		if err := e.Store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {
 			e.T.Error(err)
 		}
 	}
@@ -188,7 +188,7 @@ func (e *Env) Run(spec sandbox.Spec) control.Report {
 		spec.Image = ImageTag
 	}
 	begin := time.Now()
-	rep, err := e.Store.Run(e.T.Context(), e.Launcher, spec)
+	rep, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, nil)
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -210,7 +210,7 @@ func (e *Env) took(what string) func() {
 func (e *Env) Sleep(name string) control.SleepResult {
 	e.T.Helper()
 	defer e.took("sleep of " + name)()
-	res, err := e.Store.Sleep(e.T.Context(), name)
+	res, err := e.Store.Sandbox(name).Sleep(e.T.Context(), sandbox.SleepOptions{})
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -221,7 +221,7 @@ func (e *Env) Sleep(name string) control.SleepResult {
 func (e *Env) Wake(name string) control.Report {
 	e.T.Helper()
 	defer e.took("wake of " + name)()
-	rep, err := e.Store.Wake(e.T.Context(), e.Launcher, name)
+	rep, err := e.Store.With(e.Launcher).Sandbox(name).Wake(e.T.Context())
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -231,7 +231,7 @@ func (e *Env) Wake(name string) control.Report {
 // Agent connects to the agent of a VM until the test ends.
 func (e *Env) Agent(name string) *guest.Client {
 	e.T.Helper()
-	c, err := e.Store.Agent(e.T.Context(), name)
+	c, err := e.Store.Sandbox(name).Agent(e.T.Context())
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -243,7 +243,7 @@ func (e *Env) Agent(name string) *guest.Client {
 func (e *Env) Sh(name, script string) string {
 	e.T.Helper()
 	defer e.took(name + ": " + script)()
-	c, err := e.Store.Agent(e.T.Context(), name)
+	c, err := e.Store.Sandbox(name).Agent(e.T.Context())
 	if err != nil {
 		e.T.Fatal(err)
 	}
@@ -262,7 +262,7 @@ func (e *Env) WaitPhase(name string, want state.Phase, limit time.Duration) *sta
 	e.T.Helper()
 	deadline := time.Now().Add(limit)
 	for {
-		r, err := e.Store.Get(name)
+		r, err := e.Store.State.Get(name)
 		if err != nil {
 			e.T.Fatal(err)
 		}

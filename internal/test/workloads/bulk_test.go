@@ -84,11 +84,11 @@ func TestAgentOfAGuestCarriesInBulk(t *testing.T) {
 	size := *bulkMiB << 20
 	e.Run(sandbox.Spec{Name: bulkVM, MemoryMiB: 512, DiskMiB: int(*bulkMiB) + 4096})
 	res := e.Sleep(bulkVM)
-	if _, err := e.Store.Restore(t.Context(), e.Launcher, res.Snapshot, neighbour); err != nil {
+	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), res.Snapshot, sandbox.RestoreChanges{Name: neighbour}); err != nil {
 		t.Fatal(err)
 	}
 	e.Wake(bulkVM)
-	r, err := e.Store.Get(bulkVM)
+	r, err := e.Store.State.Get(bulkVM)
 	if err != nil {
 		t.Fatal(err)
 	}

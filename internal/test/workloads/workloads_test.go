@@ -243,7 +243,7 @@ publish:
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := w.Store.Volumes().Create(t.Context(), "containers", 4<<30); err != nil {
+	if _, err := w.Store.State.Volumes().Create(t.Context(), "containers", 4<<30); err != nil {
 		t.Fatal(err)
 	}
 	rep := w.Run(sandbox.Spec{
@@ -286,7 +286,7 @@ publish:
 
 // sleep puts the VM to sleep, and waits until its process is gone.
 func (w *work) sleep(t *testing.T) {
-	r, err := w.Store.Get(vm)
+	r, err := w.Store.State.Get(vm)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -304,10 +304,10 @@ func (w *work) sleep(t *testing.T) {
 			t.Fatal("the process of the sleeping VM is still there")
 		}
 	}
-	if r, err := w.Store.Get(vm); err != nil || r.Phase != state.Asleep || r.PID != 0 {
+	if r, err := w.Store.State.Get(vm); err != nil || r.Phase != state.Asleep || r.PID != 0 {
 		t.Fatalf("it is %+v, %v", r, err)
 	}
-	if err := w.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
+	if err := w.Store.State.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
 		t.Error(err)
 	}
 }
@@ -357,7 +357,7 @@ func (w *work) wakeByPort() {
 	w.T.Logf("answered after %v", time.Since(begin).Round(time.Millisecond))
 	counted(w.T, "the web server", web, after)
 	web = after
-	if r, err := w.Store.Get(vm); err != nil || r.Phase != state.Running {
+	if r, err := w.Store.State.Get(vm); err != nil || r.Phase != state.Running {
 		w.T.Fatalf("after an answer it is %+v, %v", r, err)
 	}
 }
@@ -911,7 +911,7 @@ func podmanWorkload() workload {
 			counted(w.T, "the container by its published port", after, byPort)
 			counted(w.T, "the container by its published port and the guest's", byPort, w.askHost(w.container, ""))
 			// The link of the VM is another device on the host now.
-			info, err := w.Store.Info(w.T.Context(), vm)
+			info, err := w.Store.Sandbox(vm).Info(w.T.Context())
 			if err != nil || info.Report.Network == nil {
 				w.T.Fatalf("the VM's network: %+v, %v", info.Report.Network, err)
 			}

@@ -43,10 +43,10 @@ func TestPageOfDrowseServeWithAGuest(t *testing.T) {
 	at := free.Addr().String()
 	free.Close()
 	h := &host{events: true, url: "http://" + at}
-	if h.writes, err = (api.Tokens{Path: filepath.Join(e.Store.Dir(), api.TokensFile)}).Create("writer", api.ScopeWrite); err != nil {
+	if h.writes, err = (api.Tokens{Path: filepath.Join(e.Store.State.Dir(), api.TokensFile)}).Create("writer", api.ScopeWrite); err != nil {
 		t.Fatal(err)
 	}
-	serve := exec.Command(program, "--state", e.Store.Dir(), "serve", "--pool", "1", "--listen", at)
+	serve := exec.Command(program, "--state", e.Store.State.Dir(), "serve", "--pool", "1", "--listen", at)
 	serve.Stdout, serve.Stderr = os.Stderr, os.Stderr
 	if err := serve.Start(); err != nil {
 		t.Fatal(err)

@@ -1,0 +1,83 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+
+	"github.com/drowse-vm/drowse/guest"
+)
+
+// wakeTries bounds how often a VM is woken for one use that is put to sleep again in between.
+const wakeTries = 5
+
+// Connect connects to the agent of the guest, as Agent does, and wakes a VM that sleeps first: BringUp. Files of the
+// guest are read, written and copied by the client. Close it when done.
+func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
+	for range wakeTries {
+		c, err := b.Agent(ctx)
+		if !errors.Is(err, ErrNotRunning) {
+			return c, err
+		}
+		if _, err := b.BringUp(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", ErrNotRunning, b.name, wakeTries)
+}
+
+// Exec runs a command with the user, directory and variables of the image where it names none (see Command), and wakes
+// a VM that sleeps. A command that fails is a *guest.ExitError.
+func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (*guest.ExitStatus, error) {
+	c, err := b.Connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	if cmd, err = b.Command(cmd); err != nil {
+		return nil, err
+	}
+	return c.Exec(ctx, cmd)
+}
+
+// Dial connects to an address as the guest sees it, such as "tcp" and "127.0.0.1:8080", and wakes a VM that sleeps.
+// Closing the connection is all that is to be done.
+func (b *Sandbox) Dial(ctx context.Context, network, address string) (net.Conn, error) {
+	c, err := b.Connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	conn, err := c.Dial(ctx, network, address)
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return dialed{conn, c}, nil
+}
+
+// dialed is a connection that has a client of its own.
+type dialed struct {
+	net.Conn
+	client *guest.Client
+}
+
+// Close implements net.Conn.
+func (d dialed) Close() error { return errors.Join(d.Conn.Close(), d.client.Close()) }
+
+// Get is the sandbox of a name that there is; ErrNotFound says that there is none.
+func (h *Host) Get(name string) (*Sandbox, error) {
+	if _, err := h.State.Get(name); err != nil {
+		return nil, err
+	}
+	return h.Sandbox(name), nil
+}
+
+// List are all sandboxes, by name. Those whose records cannot be read are in the error, and the others are there.
+func (h *Host) List() ([]*Sandbox, error) {
+	records, err := h.State.List()
+	list := make([]*Sandbox, len(records))
+	for i, r := range records {
+		list[i] = h.Sandbox(r.Spec.Name)
+	}
+	return list, err
+}
