@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -95,7 +96,7 @@ const (
 //
 // Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
 // context, those of image.Build for the base image and of Store.Run for the VM.
-func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (_ Result, err error) {
+func Image(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
 		return Result{}, err
@@ -170,7 +171,7 @@ func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options)
 // build is a build under way.
 type build struct {
 	s       *sandbox.Store
-	l       sandbox.Launcher
+	l       pool.Launcher
 	o       Options
 	asm     *image.Assembly
 	context *os.Root
