@@ -351,7 +351,7 @@ The same image gives the same bytes.`,
 			}
 			p := a.newProgress("image export", func(string) bool { return true })
 			write := func(w io.Writer) error {
-				return s.Export(cmd.Context(), img, image.Format(format), w, func(done, total int64) { p.report("write", done, total) })
+				return image.Export(cmd.Context(), s, img, image.Format(format), w, func(done, total int64) { p.report("write", done, total) })
 			}
 			if args[1] == "-" {
 				err = write(a.stdout)
@@ -402,11 +402,11 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			freed, err := s.PruneBlobs(cmd.Context())
+			freed, err := image.PruneBlobs(s)
 			if err != nil {
 				return err
 			}
-			steps, err := s.PruneSteps(cmd.Context(), func(id string) bool {
+			steps, err := image.PruneSteps(cmd.Context(), s, func(id string) bool {
 				users, err := vms.ImageUsers(id)
 				return err != nil || len(users) > 0
 			})
@@ -425,7 +425,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 				Steps  int   `json:"steps"`
 				Bytes  int64 `json:"bytes"`
 				Busy   bool  `json:"busy"`
-			}{n, freed.Blobs, steps.Steps, freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
+			}{n, len(freed.Names), len(steps.Names), freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
 			return a.print(out, func(w io.Writer) {
 				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
 			})

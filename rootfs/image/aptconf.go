@@ -2,13 +2,13 @@ package image
 
 import (
 	"fmt"
-	"io"
-	"io/fs"
 	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // What a build takes from the host's apt: where the packages come from (mirrors), which keys sign them (trust), and how
@@ -42,7 +42,7 @@ func readAptSources(dir string) ([]aptSource, error) {
 	}
 	var out []aptSource
 	for _, name := range files {
-		b, err := readBounded(name, maxSourceBytes)
+		b, err := artifact.ReadFile(name, maxSourceBytes)
 		if os.IsNotExist(err) {
 			continue
 		}
@@ -50,28 +50,12 @@ func readAptSources(dir string) ([]aptSource, error) {
 			return nil, fmt.Errorf("read the host's apt sources: %w", err)
 		}
 		if strings.HasSuffix(name, ".sources") {
-			out = append(out, parseDeb822Sources(b)...)
+			out = append(out, parseDeb822Sources(string(b))...)
 		} else {
-			out = append(out, parseListSources(b)...)
+			out = append(out, parseListSources(string(b))...)
 		}
 	}
 	return out, nil
-}
-
-func readBounded(name string, limit int64) (string, error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = f.Close() }() // only read
-	b, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err != nil {
-		return "", err
-	}
-	if int64(len(b)) > limit {
-		return "", &fs.PathError{Op: "read", Path: name, Err: fmt.Errorf("it has more than %d bytes", limit)}
-	}
-	return string(b), nil
 }
 
 // parseListSources reads the one-line style: deb [ option=value ... ] URI SUITE COMPONENT...
@@ -253,6 +237,19 @@ func withoutCredentials(uri string) string {
 	}
 	u.User = nil
 	return u.String()
+}
+
+// parseMirrors reads Options.Mirrors.
+func parseMirrors(mirrors []string, suite string) ([]aptSource, error) {
+	var out []aptSource
+	for _, m := range mirrors {
+		s, err := parseMirror(m, suite)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, s)
+	}
+	return out, nil
 }
 
 // parseMirror reads one item of Options.Mirrors: a URL, or a line as in sources.list(5).

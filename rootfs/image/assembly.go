@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -18,13 +17,13 @@ import (
 	"strings"
 	"time"
 
-	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/klauspost/compress/zstd"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // AssemblyOptions say what steps are put on. Store is needed, the rest may be zero.
@@ -36,7 +35,7 @@ type AssemblyOptions struct {
 	MaxBytes int64
 	MaxFiles int
 	// Progress is as in Options.
-	Progress func(stage string, done, total int64)
+	Progress Progress
 }
 
 // Assembly is an image that is made of steps: a base, and layers over it. What a step makes is kept in the store under
@@ -46,7 +45,7 @@ type Assembly struct {
 	base   *Image
 	file   *os.File // of the base; nil without one
 	lock   *os.File // keeps steps from being pruned
-	tmp    *temp
+	tmp    *Temp
 	layers []Layer
 	keys   []string // of the steps so far
 	spools []*os.File
@@ -86,19 +85,19 @@ func NewAssembly(ctx context.Context, o AssemblyOptions) (_ *Assembly, err error
 			err = errors.Join(err, a.Close())
 		}
 	}()
-	if err := os.MkdirAll(filepath.Join(o.Store.dir, stepsDir), 0o755); err != nil {
+	if err := os.MkdirAll(filepath.Join(o.Store.Dir(), stepsDir), 0o755); err != nil {
 		return nil, fmt.Errorf("open the image store: %w", err)
 	}
-	if a.lock, err = lock(ctx, filepath.Join(o.Store.dir, locksDir, stepsDir), osfile.Shared); err != nil {
-		return nil, fmt.Errorf("lock the steps of the image store %s: %w", o.Store.dir, err)
+	if a.lock, err = o.Store.Lock(ctx, stepsDir, osfile.Shared); err != nil {
+		return nil, err
 	}
 	if _, err := o.Store.Prune(ctx); err != nil {
 		return nil, err
 	}
-	if a.tmp, err = b.newTemp(ctx); err != nil {
+	if a.tmp, err = b.Store.NewTemp(ctx, "build-"); err != nil {
 		return nil, err
 	}
-	a.nonce = filepath.Base(a.tmp.dir) + time.Now().UTC().Format(time.RFC3339Nano)
+	a.nonce = filepath.Base(a.tmp.Dir) + time.Now().UTC().Format(time.RFC3339Nano)
 	if o.Base != nil {
 		if err := o.Store.Check(o.Base); err != nil {
 			return nil, err
@@ -123,7 +122,7 @@ func (a *Assembly) Close() error {
 	}
 	a.made = nil
 	if a.tmp != nil {
-		errs = append(errs, a.tmp.remove())
+		errs = append(errs, a.tmp.Remove())
 	}
 	if a.lock != nil {
 		errs = append(errs, a.lock.Close())
@@ -169,21 +168,23 @@ func (a *Assembly) Key(what any) (string, error) {
 // Layers is how many layers lie over the base.
 func (a *Assembly) Layers() int { return len(a.layers) }
 
-func (s *Store) stepPath(key string) string { return filepath.Join(s.dir, stepsDir, key+".json") }
+func stepPath(s *Store, key string) string { return filepath.Join(s.Dir(), stepsDir, key+".json") }
 
-func (s *Store) layerPath(diff string) string { return filepath.Join(s.dir, stepsDir, layerFile(diff)) }
+func layerPath(s *Store, diff string) string {
+	return filepath.Join(s.Dir(), stepsDir, layerFile(diff))
+}
 
 // layerFile is the name of the file of a layer whose tar stream has a digest.
 func layerFile(diff string) string { return strings.ReplaceAll(diff, ":", "-") + ".tar.zst" }
 
 // Use takes the result of a step from the store, if it is there whole.
 func (a *Assembly) Use(key string) bool {
-	r, err := a.b.Store.readStep(key)
+	r, err := readStep(a.b.Store, key)
 	if err != nil {
 		return false
 	}
 	for _, l := range r.Layers {
-		st, err := os.Lstat(a.b.Store.layerPath(l.DiffID))
+		st, err := os.Lstat(layerPath(a.b.Store, l.DiffID))
 		if err != nil || !st.Mode().IsRegular() || st.Size() != l.Size {
 			return false
 		}
@@ -192,20 +193,20 @@ func (a *Assembly) Use(key string) bool {
 	return true
 }
 
-func (s *Store) readStep(key string) (*stepRecord, error) {
-	text, err := readBounded(s.stepPath(key), maxStepRecord)
+func readStep(s *Store, key string) (*stepRecord, error) {
+	text, err := artifact.ReadFile(stepPath(s, key), maxStepRecord)
 	if err != nil {
 		return nil, err
 	}
 	var r stepRecord
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
+	if err := json.Unmarshal(text, &r); err != nil {
 		return nil, err
 	}
 	if r.Version != stepRecipe || len(r.Layers) > maxLayers {
 		return nil, fmt.Errorf("%w: record of a step", ErrCorrupt)
 	}
 	for _, l := range r.Layers {
-		if !digestRE.MatchString(l.DiffID) {
+		if !IsDigest(l.DiffID) {
 			return nil, fmt.Errorf("%w: record of a step", ErrCorrupt)
 		}
 	}
@@ -225,7 +226,7 @@ func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream 
 
 // Keep notes that a step changes nothing.
 func (a *Assembly) Keep(key, text string) error {
-	if err := a.b.Store.writeStep(key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}); err != nil {
+	if err := writeStep(a.b.Store, key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}); err != nil {
 		return err
 	}
 	a.keys = append(a.keys, key)
@@ -237,7 +238,7 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 	if below+1 > maxLayers {
 		return fmt.Errorf("%w: the steps make more than %d layers", ErrTooLarge, maxLayers)
 	}
-	f, err := os.CreateTemp(a.tmp.dir, "layer-")
+	f, err := os.CreateTemp(a.tmp.Dir, "layer-")
 	if err != nil {
 		return fmt.Errorf("%w: %w", errSpool, err)
 	}
@@ -249,10 +250,10 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 		return errors.Join(err, os.Remove(f.Name()))
 	}
 	stack := append(slices.Clone(a.layers[:below]), l)
-	if err := os.Rename(f.Name(), a.b.Store.layerPath(l.DiffID)); err != nil {
+	if err := os.Rename(f.Name(), layerPath(a.b.Store, l.DiffID)); err != nil {
 		return fmt.Errorf("keep a layer in the image store: %w", err)
 	}
-	if err := osfile.SyncDir(filepath.Join(a.b.Store.dir, stepsDir)); err != nil {
+	if err := osfile.SyncDir(filepath.Join(a.b.Store.Dir(), stepsDir)); err != nil {
 		return err
 	}
 	old := a.layers
@@ -268,12 +269,11 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 // writeLayer writes a compressed tar stream.
 func writeLayer(f *os.File, write func(*tar.Writer) error) (Layer, error) {
 	buffered := bufio.NewWriterSize(markWriteErrors{f}, sparse.BufBytes)
-	packed := &countingWriter{w: buffered}
-	z, err := zstd.NewWriter(packed, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
+	z, err := zstd.NewWriter(buffered, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
 	if err != nil {
 		return Layer{}, err
 	}
-	plain := &hashedWriter{w: z, h: newHash()}
+	plain := &hashedWriter{w: z, h: sha256.New()}
 	tw := tar.NewWriter(plain)
 	if err := write(tw); err != nil {
 		return Layer{}, errors.Join(err, z.Close())
@@ -281,7 +281,11 @@ func writeLayer(f *os.File, write func(*tar.Writer) error) (Layer, error) {
 	if err := errors.Join(tw.Close(), z.Close(), buffered.Flush(), f.Chmod(0o444), f.Sync()); err != nil {
 		return Layer{}, err
 	}
-	return Layer{DiffID: plain.digest().String(), Size: packed.n}, nil
+	st, err := f.Stat()
+	if err != nil {
+		return Layer{}, err
+	}
+	return Layer{DiffID: plain.digest(), Size: st.Size()}, nil
 }
 
 // overlayXattr begins the attributes in which an overlay keeps its books: in an image they would be taken for those of
@@ -290,17 +294,17 @@ const overlayXattr = "trusted.overlay."
 
 // copyLayer writes a tar stream anew.
 func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budget, drop []string) error {
-	src := &watchedReader{ctx: ctx, r: io.LimitReader(stream, lim.maxBytes+maxTarOverhead)}
+	src := artifact.NewReader(ctx, io.LimitReader(stream, lim.maxBytes+maxTarOverhead))
 	tr := tar.NewReader(src)
-	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
+	data := artifact.NewReader(ctx, tr) // holes of sparse files are given without a look at src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
 			break
 		}
 		if err != nil {
-			if src.err != nil {
-				return src.err
+			if src.Err != nil {
+				return src.Err
 			}
 			return fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
 		}
@@ -309,8 +313,8 @@ func copyLayer(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *budge
 		}
 		if err := copyEntry(tw, h, data, drop); err != nil {
 			switch cause := context.Cause(ctx); {
-			case src.err != nil:
-				return src.err
+			case src.Err != nil:
+				return src.Err
 			case cause != nil:
 				return cause
 			case errors.Is(err, errSpool):
@@ -366,8 +370,8 @@ func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) err
 }
 
 // writeStep keeps the record of a step, after its layers.
-func (s *Store) writeStep(key string, r *stepRecord) error {
-	if !idRE.MatchString(key) {
+func writeStep(s *Store, key string, r *stepRecord) error {
+	if !IsDigest("sha256:" + key) {
 		return fmt.Errorf("%w: %.80q is no key of a step", ErrInvalidOption, key)
 	}
 	j, err := json.Marshal(r)
@@ -378,7 +382,7 @@ func (s *Store) writeStep(key string, r *stepRecord) error {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
 	// PruneSteps takes what a crash leaves beside it.
-	if err := osfile.WriteFile(s.stepPath(key), j, 0o644); err != nil {
+	if err := osfile.WriteFile(stepPath(s, key), j, 0o644); err != nil {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
 	return nil
@@ -391,20 +395,20 @@ func (a *Assembly) tree(ctx context.Context) (*merger, error) {
 	if a.file != nil {
 		t, err := erofs.Read(ctx, a.file)
 		if err != nil {
-			return nil, fmt.Errorf("read the base image %s: %w", a.base.name(), err)
+			return nil, fmt.Errorf("read the base image %s: %w", a.base.Name(), err)
 		}
 		m.t = t
 	}
 	for i, l := range a.layers {
 		// Cumulative layers say much again, so each has a budget of its own.
 		lim := a.b.newBudget()
-		spool, err := newSpool(a.tmp.dir)
+		spool, err := newSpool(a.tmp.Dir)
 		if err != nil {
 			return nil, err
 		}
 		a.spools = append(a.spools, spool)
-		src := layerSource{Layer: Layer{DiffID: l.DiffID, Size: l.Size}, open: func(context.Context) (io.ReadCloser, error) {
-			return openRegular(a.b.Store.layerPath(l.DiffID))
+		src := LayerSource{Layer: Layer{DiffID: l.DiffID, Size: l.Size}, Open: func(context.Context) (io.ReadCloser, error) {
+			return openRegular(layerPath(a.b.Store, l.DiffID))
 		}}
 		read, err := src.read(ctx, spool, lim)
 		if err == nil {
@@ -414,7 +418,7 @@ func (a *Assembly) tree(ctx context.Context) (*merger, error) {
 			return nil, cause
 		}
 		if errors.Is(err, ErrDigest) || errors.Is(err, ErrBadArchive) {
-			err = errors.Join(err, removeIfThere(a.b.Store.layerPath(l.DiffID)))
+			err = errors.Join(err, os.Remove(layerPath(a.b.Store, l.DiffID)))
 			if l.DiffID != a.fresh { // it could be read when it was kept
 				err = fmt.Errorf("%w: %w; it was damaged in the image store: build again, which makes it anew", ErrDigest, err)
 			}
@@ -436,7 +440,7 @@ func (a *Assembly) Boot(ctx context.Context) (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := a.b.Store.publish(ctx, img, ""); err != nil {
+	if err := a.b.Store.Publish(ctx, img, ""); err != nil {
 		return nil, err
 	}
 	a.made = append(a.made, img)
@@ -450,10 +454,10 @@ func (a *Assembly) Finish(ctx context.Context, run RunConfig, tag string) (*Imag
 		return nil, err
 	}
 	// Held to the limits of a configuration from elsewhere.
-	if run, err = runConfig(run.oci()); err != nil {
+	if run, err = run.Checked(); err != nil {
 		return nil, err
 	}
-	config, err := run.canonical()
+	config, err := run.Canonical()
 	if err != nil {
 		return nil, err
 	}
@@ -461,8 +465,7 @@ func (a *Assembly) Finish(ctx context.Context, run RunConfig, tag string) (*Imag
 	if err != nil {
 		return nil, err
 	}
-	a.b.tag = tag
-	if img, err := a.b.cached(ctx, spec, 0); err != nil || img != nil {
+	if img, err := a.b.Store.Reuse(ctx, spec, 0, tag); err != nil || img != nil {
 		return img, err
 	}
 	img, err := a.write(ctx, &Image{RunConfig: run, Spec: spec, Base: a.baseID(), Steps: a.keys, Layers: a.layers}, config)
@@ -476,7 +479,7 @@ func (a *Assembly) Finish(ctx context.Context, run RunConfig, tag string) (*Imag
 		}
 		return a.b.Store.ByID(img.ID)
 	}
-	return img, a.b.Store.publish(ctx, img, tag)
+	return img, a.b.Store.Publish(ctx, img, tag)
 }
 
 // write makes the file of an image.
@@ -490,100 +493,48 @@ func (a *Assembly) write(ctx context.Context, img *Image, config []byte) (*Image
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
 	t.Config = config
-	img.Version, img.Source, img.Architecture = RecordVersion, "steps:scratch", runtime.GOARCH
+	img.Source, img.Architecture = "steps:scratch", runtime.GOARCH
 	if a.base != nil {
 		img.Source, img.Architecture, img.Platform = "steps:"+a.base.ShortID(), a.base.Architecture, a.base.Platform
 	}
-	dir, err := os.MkdirTemp(a.tmp.dir, "image-")
+	dir, err := os.MkdirTemp(a.tmp.Dir, "image-")
 	if err != nil {
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
-	img.dir = filepath.Join(dir, "image")
 	if err := describePackages(t, img); err != nil {
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
-	if err := a.b.write(ctx, t, img); err != nil {
+	if err := a.b.Store.Write(ctx, t, img, filepath.Join(dir, "image"), a.b.progress); err != nil {
 		return nil, fmt.Errorf("make an image of steps: %w", err)
 	}
-	img.Skipped, img.Inodes, img.Content, img.Created = t.Skipped, t.Inodes, t.Bytes, time.Now().UTC()
 	a.b.progress(StagePublish, 0, 0)
 	return img, nil
 }
 
 // PruneSteps removes results of steps that belong to no image, and images to boot from that a build has left that died.
 // Nothing is removed while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
-func (s *Store) PruneSteps(ctx context.Context, inUse func(id string) bool) (Freed, error) {
-	var out Freed
-	dir := filepath.Join(s.dir, stepsDir)
-	mine, err := tryLock(filepath.Join(s.dir, locksDir, stepsDir))
-	if errors.Is(err, osfile.ErrLocked) {
-		out.Busy = true
-		return out, nil
-	}
-	if err != nil {
-		return out, fmt.Errorf("prune the steps of the image store: %w", err)
-	}
-	defer mine.Close()
-	images, err := s.List()
-	if err != nil {
-		return out, fmt.Errorf("prune the steps of the image store: %w", err)
-	}
-	var errs []error
-	keys := map[string]bool{}
-	for _, img := range images {
-		for _, k := range img.Steps {
-			keys[k] = true
-		}
-		if img.Passing && len(img.Tags) == 0 {
-			if _, err := s.Remove(ctx, img.ID, inUse); err != nil && !errors.Is(err, ErrInUse) {
-				errs = append(errs, err)
+func PruneSteps(ctx context.Context, s *Store, inUse func(id string) bool) (Freed, error) {
+	out, err := s.PruneFolder(stepsDir, func(images []*Image) (func(string) bool, error) {
+		var errs []error
+		needed := map[string]bool{}
+		for _, img := range images {
+			for _, key := range img.Steps {
+				if r, err := readStep(s, key); err == nil {
+					needed[key+".json"] = true
+					for _, l := range r.Layers {
+						needed[layerFile(l.DiffID)] = true
+					}
+				}
+			}
+			if img.Passing && len(img.Tags) == 0 {
+				if _, err := s.Remove(ctx, img.ID, inUse); err != nil && !errors.Is(err, ErrInUse) {
+					errs = append(errs, err)
+				}
 			}
 		}
-	}
-	entries, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return out, errors.Join(errs...)
-	}
-	if err != nil {
-		return out, fmt.Errorf("prune the steps of the image store: %w", errors.Join(append(errs, err)...))
-	}
-	needed := map[string]bool{}
-	for key := range keys {
-		if r, err := s.readStep(key); err == nil {
-			needed[key+".json"] = true
-			for _, l := range r.Layers {
-				needed[layerFile(l.DiffID)] = true
-			}
-		}
-	}
-	for _, e := range entries {
-		if needed[e.Name()] {
-			continue
-		}
-		var size int64
-		if st, err := e.Info(); err == nil {
-			size = st.Size()
-		}
-		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
-			errs = append(errs, fmt.Errorf("prune the steps of the image store: %w", err))
-			continue
-		}
-		out.Bytes += size
-		if strings.HasSuffix(e.Name(), ".json") {
-			out.Steps++
-		}
-	}
-	return out, errors.Join(errs...)
-}
-
-// oci is the configuration in the form of the OCI image specification.
-func (c RunConfig) oci() v1.Config {
-	out := v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels}
-	for _, p := range c.ExposedPorts {
-		if out.ExposedPorts == nil {
-			out.ExposedPorts = map[string]struct{}{}
-		}
-		out.ExposedPorts[p] = struct{}{}
-	}
-	return out
+		return func(name string) bool { return needed[name] }, errors.Join(errs...)
+	})
+	// Layers of steps are parts of their results.
+	out.Names = slices.DeleteFunc(out.Names, func(name string) bool { return !strings.HasSuffix(name, ".json") })
+	return out, err
 }

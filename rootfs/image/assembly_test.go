@@ -287,13 +287,13 @@ func TestSteps_are_known_by_their_content(t *testing.T) {
 		}
 	}
 	under := assemble(t, s, base)
-	if freed, err := s.PruneSteps(t.Context(), nil); err != nil || !freed.Busy || freed.Steps != 0 {
+	if freed, err := PruneSteps(t.Context(), s, nil); err != nil || !freed.Busy || len(freed.Names) != 0 {
 		t.Errorf("pruning during a build: %+v (%v)", freed, err)
 	}
 	if err := under.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if freed, err := s.PruneSteps(t.Context(), nil); err != nil || freed.Busy || freed.Steps != 1 || freed.Bytes == 0 {
+	if freed, err := PruneSteps(t.Context(), s, nil); err != nil || freed.Busy || len(freed.Names) != 1 || freed.Bytes == 0 {
 		t.Errorf("pruning: %+v (%v)", freed, err)
 	}
 	if _, made, copied = build("five", c, false); !made || !copied {
@@ -440,13 +440,13 @@ func TestBoot_makes_an_image_that_is_gone_afterwards(t *testing.T) {
 	if err := b.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.PruneSteps(t.Context(), func(string) bool { return true }); err != nil {
+	if _, err := PruneSteps(t.Context(), s, func(string) bool { return true }); err != nil {
 		t.Error(err)
 	}
 	if _, err := s.ByID(img.ID); err != nil {
 		t.Errorf("one that a VM uses: %v", err)
 	}
-	if _, err := s.PruneSteps(t.Context(), nil); err != nil {
+	if _, err := PruneSteps(t.Context(), s, nil); err != nil {
 		t.Error(err)
 	}
 	if _, err := s.ByID(img.ID); !errors.Is(err, ErrNotFound) {
@@ -462,7 +462,7 @@ func TestDamagedLayerOfAStepIsToldAndMadeAnew(t *testing.T) {
 	if _, err := a.Copy(t.Context(), in, "", false); err != nil {
 		t.Fatal(err)
 	}
-	name := s.layerPath(a.layers[0].DiffID)
+	name := layerPath(s, a.layers[0].DiffID)
 	data, err := os.ReadFile(name)
 	if err != nil {
 		t.Fatal(err)

@@ -192,9 +192,9 @@ func TestDpkgStatus_of_somebody_else_is_bounded(t *testing.T) {
 			}
 			// What is taken can be read again from the record, whatever JSON makes of its bytes.
 			img := &Image{Version: RecordVersion, ID: strings.Repeat("a", 64), Packages: got, dir: filepath.Join(t.TempDir(), strings.Repeat("a", 64))}
-			must(0, os.Mkdir(img.dir, 0o755))
+			must(0, os.Mkdir(filepath.Dir(img.Path()), 0o755))
 			must(0, writeRecord(img))
-			if again, err := readRecord(img.dir); err != nil || len(again.Packages) != c.n {
+			if again, err := readRecord(filepath.Dir(img.Path())); err != nil || len(again.Packages) != c.n {
 				t.Errorf("the record cannot be read: %v", err)
 			}
 		})
@@ -206,7 +206,7 @@ func TestWriteRecord_that_nobody_could_read_is_refused(t *testing.T) {
 	if err := writeRecord(img); !errors.Is(err, ErrTooLarge) {
 		t.Errorf("got %v", err)
 	}
-	if left := must(os.ReadDir(img.dir)); len(left) != 0 {
+	if left := must(os.ReadDir(filepath.Dir(img.Path()))); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }

@@ -7,36 +7,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"runtime"
-	"strings"
 	"sync"
 	"time"
 
-	v1 "github.com/google/go-containerregistry/pkg/v1"
-
 	"github.com/drowse-vm/drowse/internal/osfile"
-	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
-)
-
-// Stages of a build, in their order, as Options.Progress is told them. A stage that has nothing to do is left out.
-const (
-	StageWait     = "wait"     // another build of the same spec is under way
-	StageDeps     = "deps"     // installing the build tool
-	StageResolve  = "resolve"  // reading the manifest of an image
-	StagePrepare  = "prepare"  // starting the build tool
-	StageIndex    = "index"    // fetching the package index
-	StageDownload = "download" // downloading packages, or layers: bytes of them
-	StageInstall  = "install"  // unpacking and configuring packages
-	StageRead     = "read"     // reading the root filesystem; bytes of content, total unknown (0)
-	StageWrite    = "write"    // writing the image; bytes of content
-	StageHash     = "hash"     // computing the id; bytes of the image
-	StagePublish  = "publish"  // putting the image into the store
 )
 
 // Defaults of Options.
@@ -87,7 +66,7 @@ type Options struct {
 	MaxFiles int
 	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is
 	// called often, from several goroutines but never from two at once, and must return quickly.
-	Progress func(stage string, done, total int64)
+	Progress Progress
 	// Log takes the messages of the build tool. It need not be safe for concurrent use.
 	Log io.Writer
 
@@ -101,8 +80,8 @@ type buildOptions struct {
 	source   Source
 	packages []string
 	tag      string
-	platform v1.Platform
-	progress func(stage string, done, total int64)
+	platform Platform
+	progress Progress
 }
 
 func checkOptions(o Options) (*buildOptions, error) {
@@ -126,10 +105,8 @@ func checkOptions(o Options) (*buildOptions, error) {
 	if b.platform, err = parsePlatform(o.Platform); err != nil {
 		return nil, err
 	}
-	for _, m := range o.Mirrors {
-		if _, err := parseMirror(m, b.source.Suite); err != nil {
-			return nil, err
-		}
+	if _, err := parseMirrors(o.Mirrors, b.source.Suite); err != nil {
+		return nil, err
 	}
 	tag := o.Tag
 	if tag == "" {
@@ -146,9 +123,6 @@ func checkOptions(o Options) (*buildOptions, error) {
 	}
 	if b.MaxFiles == 0 {
 		b.MaxFiles = DefaultMaxFiles
-	}
-	if b.pause == nil {
-		b.pause = sleep
 	}
 	if b.MaxAge == 0 {
 		b.MaxAge = DefaultMaxAge
@@ -190,8 +164,6 @@ func (b *buildOptions) spec(content string) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-func newHash() hash.Hash { return sha256.New() }
-
 // Build makes an image and puts it into the store, or finds a recent one of the same spec there (see Options.MaxAge),
 // and gives it the tag. A tag that another image has moves. When ctx ends, all processes of the build are killed, what
 // it wrote is removed, and the context's cause is in the error.
@@ -220,7 +192,7 @@ func Build(ctx context.Context, opts Options) (*Image, error) {
 			return nil, err
 		}
 		defer l.Close()
-		img, err := o.cached(ctx, spec, o.MaxAge)
+		img, err := o.Store.Reuse(ctx, spec, o.MaxAge, o.tag)
 		if err != nil || img != nil {
 			return img, err
 		}
@@ -230,11 +202,11 @@ func Build(ctx context.Context, opts Options) (*Image, error) {
 
 // lockSpec waits for other builds of the same spec.
 func (b *buildOptions) lockSpec(ctx context.Context, spec string) (*os.File, error) {
-	name := filepath.Join(b.Store.dir, locksDir, "spec-"+spec[:16])
-	l, err := tryLock(name)
+	name := "spec-" + spec[:16]
+	l, err := b.Store.TryLock(name)
 	if errors.Is(err, osfile.ErrLocked) {
 		b.progress(StageWait, 0, 0)
-		l, err = lock(ctx, name, osfile.Exclusive)
+		l, err = b.Store.Lock(ctx, name, osfile.Exclusive)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("wait for another build of %s: %w", b.source, err)
@@ -247,81 +219,42 @@ func (b *buildOptions) inTemp(ctx context.Context, build func(ctx context.Contex
 	if _, err := b.Store.Prune(ctx); err != nil {
 		return nil, err
 	}
-	tmp, err := b.newTemp(ctx)
+	tmp, err := b.Store.NewTemp(ctx, "build-")
 	if err != nil {
 		return nil, err
 	}
-	img, err := build(ctx, tmp.dir)
+	img, err := build(ctx, tmp.Dir)
 	if err != nil {
-		return nil, errors.Join(err, tmp.remove())
+		return nil, errors.Join(err, tmp.Remove())
 	}
-	if err := tmp.remove(); err != nil {
-		return nil, fmt.Errorf("image %s is built, but not all temporary files could be removed: %w", img.name(), err)
+	if err := tmp.Remove(); err != nil {
+		return nil, fmt.Errorf("image %s is built, but not all temporary files could be removed: %w", img.Name(), err)
 	}
 	return img, nil
 }
 
-func (b *buildOptions) newTemp(ctx context.Context) (*temp, error) {
-	l, err := b.Store.lock(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer l.Close()
-	return b.Store.newTemp("build-")
-}
-
-// cached gives the newest image of the spec that is not too old and passes the cheap check, with the tag given to it;
-// nil if there is none. With maxAge 0, none is too old.
-func (b *buildOptions) cached(ctx context.Context, spec string, maxAge time.Duration) (*Image, error) {
-	l, err := b.Store.lock(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer l.Close()
-	all, _ := b.Store.List() // damaged records are no candidates
-	for _, img := range all {
-		age := time.Since(img.Created)
-		if img.Spec != spec || maxAge > 0 && (age > maxAge || age < 0) || checkFile(img) != nil {
-			continue
-		}
-		if err := b.Store.tag(img, b.tag); err != nil {
-			return nil, err
-		}
-		img.Cached = true
-		return img, nil
-	}
-	return nil, nil
-}
-
 // build does the work in the folder tmp, which the caller removes.
 func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*Image, error) {
+	spool, err := newSpool(tmp)
+	if err != nil {
+		return nil, fmt.Errorf("build from %s: %w", b.source, err)
+	}
+	defer func() { _ = spool.Close() }() // thrown away
 	var t *fstree.Tree
-	var err error
 	switch b.source.Kind {
 	case KindDebian:
-		spool, err := os.OpenFile(filepath.Join(tmp, "spool"), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-		if err != nil {
-			return nil, fmt.Errorf("build from %s: %w", b.source, err)
-		}
-		defer func() { _ = spool.Close() }() // thrown away
-		if t, err = debianBuild(ctx, b, tmp, spool); err != nil {
-			return nil, err
-		}
+		t, err = debianBuild(ctx, debianOptions{
+			Suite: b.source.Suite, Packages: b.packages, Mirrors: b.Mirrors, NoDocs: b.NoDocs, InstallDeps: b.InstallDeps, Progress: b.progress, Log: b.Log,
+		}, tmp, func(r io.Reader) (*fstree.Tree, error) { return readTree(ctx, r, spool, b.newBudget()) })
 	case KindDir:
-		if t, err = readDir(ctx, b.source.Path, b.MaxBytes, func(n int64) { b.progress(StageRead, n, 0) }); err != nil {
-			return nil, fmt.Errorf("build from %s: %w", b.source, err)
-		}
+		t, err = readDir(ctx, b.source.Path, b.MaxBytes, func(n int64) { b.progress(StageRead, n, 0) })
 	case KindTar:
-		spool, err := newSpool(tmp)
-		if err != nil {
-			return nil, fmt.Errorf("build from %s: %w", b.source, err)
-		}
-		defer func() { _ = spool.Close() }() // thrown away
-		if t, err = b.readTarball(ctx, spool); err != nil {
-			return nil, fmt.Errorf("build from %s: %w", b.source, err)
-		}
+		t, err = b.readTarball(ctx, spool)
 	default:
-		return nil, fmt.Errorf("%w: kind %q", ErrUnsupportedSource, b.source.Kind)
+		err = fmt.Errorf("%w: kind %q", ErrUnsupportedSource, b.source.Kind)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
 	return b.finish(ctx, t, &Image{Architecture: runtime.GOARCH}, spec, tmp)
 }
@@ -331,124 +264,16 @@ func (b *buildOptions) finish(ctx context.Context, t *fstree.Tree, img *Image, s
 	if err := addVMFiles(t, b.source.Kind == KindDebian); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	img.Version, img.Source, img.Spec, img.Include = RecordVersion, b.source.String(), spec, b.packages
-	img.Skipped, img.dir = t.Skipped, filepath.Join(tmp, "image")
+	img.Source, img.Spec, img.Include = b.source.String(), spec, b.packages
 	if err := describePackages(t, img); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	if err := b.write(ctx, t, img); err != nil {
+	if err := b.Store.Write(ctx, t, img, filepath.Join(tmp, "image"), b.progress); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	img.Inodes, img.Content = t.Inodes, t.Bytes
 	b.progress(StagePublish, 0, 0)
-	img.Created = time.Now().UTC()
-	if err := b.Store.publish(ctx, img, b.tag); err != nil {
+	if err := b.Store.Publish(ctx, img, b.tag); err != nil {
 		return nil, err
 	}
 	return img, nil
-}
-
-// write makes the image file and its id.
-func (b *buildOptions) write(ctx context.Context, t *fstree.Tree, img *Image) error {
-	if err := os.Mkdir(img.dir, 0o755); err != nil {
-		return err
-	}
-	f, err := os.OpenFile(img.Path(), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o444)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = f.Close() }() // synced before, errors would have come then
-	if err := erofs.Write(ctx, t, f, func(done, total int64) { b.progress(StageWrite, done, total) }); err != nil {
-		return err
-	}
-	st, err := f.Stat()
-	if err != nil {
-		return err
-	}
-	img.Size = st.Size()
-	if img.ID, err = hashFile(ctx, f, func(done, total int64) { b.progress(StageHash, done, total) }); err != nil {
-		return fmt.Errorf("hash the image: %w", err)
-	}
-	return nil
-}
-
-// Limits of dpkg's database, which anybody may have written. The record of an image must stay below maxRecordBytes with
-// what is taken from it; Debian's whole archive has 65,000 packages, and no system a tenth of them.
-const (
-	maxStatusBytes   = 32 << 20 // it is read into memory
-	maxInstalled     = 32 << 10 // packages
-	maxInstalledText = 1 << 20  // bytes of their names, versions and architectures
-)
-
-var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
-
-// describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it
-// has one.
-func describePackages(t *fstree.Tree, img *Image) error {
-	status, err := t.ReadText("var/lib/dpkg/status", maxStatusBytes)
-	if err != nil {
-		return err
-	}
-	if img.Packages, err = parseDpkgStatus(status); err != nil {
-		return err
-	}
-	arch, err := t.ReadText("var/lib/dpkg/arch", maxStatusBytes)
-	if err != nil {
-		return err
-	}
-	// The configuration of an image of layers has said for what it is.
-	if native, _, _ := strings.Cut(strings.TrimSpace(arch), "\n"); img.Platform == "" && archRE.MatchString(native) {
-		img.Architecture = native
-	}
-	return nil
-}
-
-// parseDpkgStatus gives the installed packages of a dpkg status file, in its order.
-func parseDpkgStatus(text string) ([]Package, error) {
-	var (
-		out    []Package
-		cur    Package
-		status string
-		total  int
-	)
-	flush := func() error {
-		p := cur
-		installed := status == "install ok installed" || status == "hold ok installed"
-		cur, status = Package{}, ""
-		if !installed {
-			return nil
-		}
-		total += len(p.Name) + len(p.Version) + len(p.Architecture)
-		if len(out) >= maxInstalled || total > maxInstalledText {
-			return fmt.Errorf("%w: its dpkg database names more than %d packages, or has more than %d bytes of names", ErrTooLarge, maxInstalled, maxInstalledText)
-		}
-		// Not as pieces of the text, which would stay.
-		out = append(out, Package{strings.Clone(p.Name), strings.Clone(p.Version), strings.Clone(p.Architecture)})
-		return nil
-	}
-	for line := range strings.Lines(text) {
-		line = strings.TrimSuffix(line, "\n")
-		if strings.TrimSpace(line) == "" {
-			if err := flush(); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		k, v, ok := strings.Cut(line, ":")
-		if !ok || line[0] == ' ' || line[0] == '\t' || line[0] == '#' {
-			continue // a further line of a field, or a comment
-		}
-		v = strings.TrimSpace(v)
-		switch strings.ToLower(strings.TrimSpace(k)) {
-		case "package":
-			cur.Name = v
-		case "version":
-			cur.Version = v
-		case "architecture":
-			cur.Architecture = v
-		case "status":
-			status = v
-		}
-	}
-	return out, flush()
 }

@@ -4,13 +4,13 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"hash"
 	"io"
 	"io/fs"
-	"maps"
 	"os"
 	"path"
 	"slices"
@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // Limits of a copy from a context. Those of a tree and of Options hold as well.
@@ -87,7 +88,7 @@ func (a *Assembly) pick(ctx context.Context, c *CopyIn) (list []picked, dir bool
 		}
 	}
 	for _, f := range c.Inline {
-		h := newHash()
+		h := sha256.New()
 		_, _ = io.WriteString(h, f.Text) // never fails
 		p.list = append(p.list, picked{base: f.Name, mode: 0o644, size: int64(len(f.Text)), text: f.Text, mtime: time.Unix(0, 0), sum: hex.EncodeToString(h.Sum(nil))})
 	}
@@ -241,8 +242,8 @@ func (p *picker) file(name, to string, st fs.FileInfo) error {
 			return vanished("open", name, err)
 		}
 		defer func() { _ = r.Close() }() // only read
-		h := newHash()
-		n, err := io.Copy(h, &watchedReader{ctx: p.ctx, r: r})
+		h := sha256.New()
+		n, err := io.Copy(h, artifact.NewReader(p.ctx, r))
 		if err != nil {
 			return err
 		}
@@ -502,12 +503,12 @@ func (w *copyWriter) archive(f picked, dest string) error {
 		return err
 	}
 	defer func() { _ = r.Close() }() // only read
-	u, err := unpack(&watchedReader{ctx: w.ctx, r: r}, true, w.a.b.MaxBytes+maxTarOverhead)
+	u, err := unpack(artifact.NewReader(w.ctx, r), true, w.a.b.MaxBytes+maxTarOverhead)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = u.Close() }() // only read
-	spool, err := newSpool(w.a.tmp.dir)
+	spool, err := newSpool(w.a.tmp.Dir)
 	if err != nil {
 		return err
 	}
@@ -551,7 +552,7 @@ func (c contextContent) Open() (io.ReadCloser, error) {
 	if err != nil {
 		return nil, vanished("open", c.f.src, err)
 	}
-	return &sameReader{r: r, h: newHash(), f: c.f}, nil
+	return &sameReader{r: r, h: sha256.New(), f: c.f}, nil
 }
 
 type sameReader struct {
@@ -579,58 +580,14 @@ func (w *copyWriter) write(tw *tar.Writer) error {
 		if err := context.Cause(w.ctx); err != nil {
 			return err
 		}
+		if isWhiteout(e.path) {
+			return fmt.Errorf("/%s: %w: the name would be a whiteout in a layer", e.path, ErrUnsupportedSource)
+		}
 		if err := writeEntry(w.ctx, tw, e); err != nil {
 			return fmt.Errorf("/%s: %w", e.path, err)
 		}
 	}
 	return nil
-}
-
-func writeEntry(ctx context.Context, tw *tar.Writer, e layerEntry) error {
-	if strings.HasPrefix(path.Base(e.path), whiteoutPrefix) {
-		return fmt.Errorf("%w: the name would be a whiteout in a layer", ErrUnsupportedSource)
-	}
-	n := e.n
-	h := &tar.Header{Name: e.path, Uid: int(n.UID), Gid: int(n.GID), ModTime: n.Mtime, Format: tar.FormatPAX, Mode: int64(n.Mode.Perm())}
-	for bit, mode := range map[int64]fs.FileMode{0o4000: fs.ModeSetuid, 0o2000: fs.ModeSetgid, 0o1000: fs.ModeSticky} {
-		if n.Mode&mode != 0 {
-			h.Mode |= bit
-		}
-	}
-	for _, k := range slices.Sorted(maps.Keys(n.Xattrs)) {
-		if h.PAXRecords == nil {
-			h.PAXRecords = map[string]string{}
-		}
-		h.PAXRecords[paxXattr+k] = n.Xattrs[k]
-	}
-	switch {
-	case e.link != "":
-		h.Typeflag, h.Linkname = tar.TypeLink, e.link
-		return tw.WriteHeader(h)
-	case n.IsDir():
-		h.Typeflag, h.Name = tar.TypeDir, e.path+"/"
-	case n.Mode.Type() == fs.ModeSymlink:
-		h.Typeflag, h.Linkname = tar.TypeSymlink, n.Target
-	case n.Mode.Type() == fs.ModeNamedPipe:
-		h.Typeflag = tar.TypeFifo
-	case n.Mode&fs.ModeDevice != 0:
-		h.Typeflag = tar.TypeBlock
-		if n.Mode&fs.ModeCharDevice != 0 {
-			h.Typeflag = tar.TypeChar
-		}
-		h.Devmajor, h.Devminor = int64(n.Rdev>>8&0xfff), int64(n.Rdev&0xff|n.Rdev>>12&0xfff00)
-	default:
-		h.Typeflag, h.Size = tar.TypeReg, n.Size
-	}
-	if err := tw.WriteHeader(h); err != nil || h.Size == 0 {
-		return err
-	}
-	r, err := n.Data.Open()
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(tw, &watchedReader{ctx: ctx, r: r})
-	return errors.Join(err, r.Close())
 }
 
 // account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git: mmdebstrap 22
@@ -52,12 +53,22 @@ func toolEnv(extra ...string) []string {
 	return append(env, extra...)
 }
 
+// debianOptions says which Debian root to make, as the options of a build of the same names do.
+type debianOptions struct {
+	Suite       string
+	Packages    []string // as NormalizePackages gives them
+	Mirrors     []string
+	NoDocs      bool
+	InstallDeps bool
+	Progress    Progress
+	Log         io.Writer
+}
+
 // debianBuild makes the tree of a Debian root. tmp is an empty directory for everything temporary; the caller removes
-// it.
-func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.File) (*fstree.Tree, error) {
+// it. read makes a tree of the tar stream of a root filesystem.
+func debianBuild(ctx context.Context, o debianOptions, tmp string, read func(io.Reader) (*fstree.Tree, error)) (*fstree.Tree, error) {
 	if os.Geteuid() != 0 {
-		return nil, fmt.Errorf("build from %s: %w: its files have many owners and its package scripts run in a chroot; run as root",
-			o.source, ErrNotRoot)
+		return nil, fmt.Errorf("%w: its files have many owners and its package scripts run in a chroot; run as root", ErrNotRoot)
 	}
 	sources, err := debianSources(o)
 	if err != nil {
@@ -96,16 +107,16 @@ func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.Fil
 	if conf != "" {
 		args = append(args, "--aptopt="+confFile)
 	}
-	if len(o.packages) > 0 {
-		args = append(args, "--include="+strings.Join(o.packages, ","),
+	if len(o.Packages) > 0 {
+		args = append(args, "--include="+strings.Join(o.Packages, ","),
 			// Ask apt whether the packages can be had before a minute goes into what comes first. The names have been
 			// checked (packageRE), nothing in them means anything to the shell.
 			`--extract-hook=APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" apt-get --simulate --quiet=2 install `+
-				strings.Join(o.packages, " ")+` >/dev/null`)
+				strings.Join(o.Packages, " ")+` >/dev/null`)
 	}
 	// The sources go in by standard input: they may carry passwords, and a command line is public.
-	args = append(args, o.source.Suite, "-", "-")
-	t, err := runTarTool(ctx, o, tmp, spool, args, strings.Join(lines, "\n")+"\n")
+	args = append(args, o.Suite, "-", "-")
+	t, err := runTarTool(ctx, o, tmp, args, read, strings.Join(lines, "\n")+"\n")
 	if err != nil {
 		return nil, err
 	}
@@ -118,29 +129,21 @@ func debianBuild(ctx context.Context, o *buildOptions, tmp string, spool *os.Fil
 
 // debianSources gives the repositories of a build: those of the caller, or those of the host's apt that serve the
 // suite.
-func debianSources(o *buildOptions) ([]aptSource, error) {
-	var out []aptSource
-	for _, m := range o.Mirrors {
-		s, err := parseMirror(m, o.source.Suite)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, s)
-	}
-	if len(out) > 0 {
-		return out, nil
+func debianSources(o debianOptions) ([]aptSource, error) {
+	out, err := parseMirrors(o.Mirrors, o.Suite)
+	if err != nil || len(out) > 0 {
+		return out, err
 	}
 	all, err := readAptSources(aptDir)
 	if err != nil {
 		return nil, err
 	}
-	release, err := readBounded("/etc/os-release", maxSourceBytes)
+	release, err := artifact.ReadFile("/etc/os-release", maxSourceBytes)
 	if err != nil && !os.IsNotExist(err) {
 		return nil, fmt.Errorf("find out the host's release: %w", err)
 	}
-	if out = mirrorsFor(o.source.Suite, hostSuite(release), all); len(out) == 0 {
-		return nil, fmt.Errorf("build from %s: %w: the apt sources in %s name no Debian archive for it; give a mirror URL",
-			o.source, ErrNoMirror, aptDir)
+	if out = mirrorsFor(o.Suite, hostSuite(string(release)), all); len(out) == 0 {
+		return nil, fmt.Errorf("%w: the apt sources in %s name no Debian archive for it; give a mirror URL", ErrNoMirror, aptDir)
 	}
 	return out, nil
 }
@@ -171,17 +174,17 @@ func hostAptConf(ctx context.Context) (string, error) {
 }
 
 // ensureTool checks that the tools are there, and installs the missing ones when the caller wishes it.
-func ensureTool(ctx context.Context, o *buildOptions) error {
+func ensureTool(ctx context.Context, o debianOptions) error {
 	if _, err := exec.LookPath(unshareTool); err != nil {
-		return fmt.Errorf("build from %s: %w: %s; run: apt-get install util-linux", o.source, ErrToolMissing, unshareTool)
+		return fmt.Errorf("%w: %s; run: apt-get install util-linux", ErrToolMissing, unshareTool)
 	}
 	if _, err := exec.LookPath(debianTool); err == nil {
 		return nil
 	}
 	if !o.InstallDeps {
-		return fmt.Errorf("build from %s: %w: %s; run: %s", o.source, ErrToolMissing, debianTool, debianToolGet)
+		return fmt.Errorf("%w: %s; run: %s", ErrToolMissing, debianTool, debianToolGet)
 	}
-	o.progress(StageDeps, 0, 0)
+	o.Progress(StageDeps, 0, 0)
 	install := []string{"install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=120", debianTool}
 	err := runQuiet(ctx, o.Log, "apt-get", install...)
 	if err != nil && ctx.Err() == nil {
@@ -223,7 +226,7 @@ func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) e
 // The tool runs in a PID namespace of its own (unshare --kill-child), so that killing one process kills all that it
 // started, package scripts and daemons among them, whatever process group they moved to; and in a mount namespace of
 // its own, so that no mount is left. Its temporary tree lies in tmp.
-func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File, args []string, stdin string) (*fstree.Tree, error) {
+func runTarTool(ctx context.Context, o debianOptions, tmp string, args []string, read func(io.Reader) (*fstree.Tree, error), stdin string) (*fstree.Tree, error) {
 	work := filepath.Join(tmp, "work")
 	// The tool's apt drops privileges to a user that must be able to pass.
 	if err := os.Mkdir(work, 0o755); err != nil {
@@ -241,7 +244,7 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 	cmd.Dir = "/"
 	cmd.Stdin = strings.NewReader(stdin)
 	cmd.Stdout = pw
-	msgs := &messages{log: o.Log, progress: o.progress}
+	msgs := &messages{log: o.Log, progress: o.Progress}
 	cmd.Stderr = msgs
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 
@@ -256,7 +259,7 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 			waited <- cmd.Wait()
 		}
 	}()
-	o.progress(StagePrepare, 0, 0)
+	o.Progress(StagePrepare, 0, 0)
 	if err := <-started; err != nil {
 		return nil, fmt.Errorf("start %s: %w", debianTool, err)
 	}
@@ -270,10 +273,10 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 	})
 	defer stop()
 
-	t, readErr := readTar(ctx, pr, spool, o.MaxBytes, func(n int64) { o.progress(StageRead, n, 0) })
+	t, readErr := read(artifact.NewReader(ctx, pr))
 	if readErr == nil {
 		// Past the end marker of the archive comes padding at most. It must be read, or the tool dies of a closed pipe.
-		_, readErr = io.Copy(io.Discard, &watchedReader{ctx: ctx, r: pr})
+		_, readErr = io.Copy(io.Discard, artifact.NewReader(ctx, pr))
 	}
 	// A stream that ends too early is the tool's failure, which it tells itself. On any other error it is of no use any
 	// more.
@@ -283,15 +286,15 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 	}
 	waitErr := <-waited
 	if cause := context.Cause(ctx); cause != nil {
-		return nil, fmt.Errorf("build from %s: %w", o.source, cause)
+		return nil, cause
 	}
 	switch {
 	case killed:
-		return nil, fmt.Errorf("build from %s: read the output of %s: %w", o.source, debianTool, readErr)
+		return nil, fmt.Errorf("read the output of %s: %w", debianTool, readErr)
 	case waitErr != nil:
-		return nil, fmt.Errorf("build from %s: %w: %s: %w: %s", o.source, ErrBuildTool, debianTool, waitErr, msgs.last())
+		return nil, fmt.Errorf("%w: %s: %w: %s", ErrBuildTool, debianTool, waitErr, msgs.last())
 	case readErr != nil:
-		return nil, fmt.Errorf("build from %s: read the output of %s: %w", o.source, debianTool, readErr)
+		return nil, fmt.Errorf("read the output of %s: %w", debianTool, readErr)
 	}
 	return t, nil
 }
@@ -299,7 +302,7 @@ func runTarTool(ctx context.Context, o *buildOptions, tmp string, spool *os.File
 // messages collects what a tool says, line by line: passes it on, keeps the last complaints, and tells stages from it.
 type messages struct {
 	log      io.Writer
-	progress func(stage string, done, total int64)
+	progress Progress
 
 	mu    sync.Mutex // guards what follows
 	part  []byte
@@ -423,33 +426,28 @@ func debianTrim(t *fstree.Tree, noDocs bool) {
 	}
 }
 
-// addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except
-// for the machine id: all VMs share the image, so it is emptied, which systemd and dbus take as "make one at the first
-// boot" (machine-id(5)). In Debian images host name and resolver configuration are those of the build host, and are
-// replaced.
-func addVMFiles(t *fstree.Tree, replace bool) error {
-	for _, d := range []struct {
-		name string
-		perm fs.FileMode
-	}{
-		{"dev", 0o755}, {"proc", 0o555}, {"sys", 0o555}, {"run", 0o755}, {"tmp", 0o777 | fs.ModeSticky},
-	} {
-		if t.Lookup(d.name) != nil {
-			continue
-		}
-		if err := t.Add(d.name, &fstree.Inode{Mode: fs.ModeDir | d.perm, Mtime: t.Root.Mtime}); err != nil {
-			return fmt.Errorf("add /%s: %w", d.name, err)
-		}
-	}
-	if n := t.Lookup("etc"); n != nil && !n.IsDir() {
-		return nil // not a root filesystem that we could complete
-	}
-	for _, f := range []struct{ name, text string }{{"etc/hostname", "localhost\n"}, {"etc/resolv.conf", ""}} {
-		if replace || t.Lookup(f.name) == nil {
-			if err := t.SetFile(f.name, f.text); err != nil {
-				return err
+// packageRE is of Debian policy 5.6.1 (Package), plus an optional architecture, and an optional version or suite as
+// apt-get takes them.
+var packageRE = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
+
+// maxPackages bounds the list of packages of one spec.
+const maxPackages = 1000
+
+// normalizePackages splits items at commas and blanks, checks each name, sorts, and drops repetitions.
+func normalizePackages(include []string) ([]string, error) {
+	var out []string
+	for _, item := range include {
+		for _, p := range strings.FieldsFunc(item, func(r rune) bool { return r == ',' || r == ' ' || r == '\t' || r == '\n' }) {
+			if !packageRE.MatchString(p) {
+				return nil, fmt.Errorf("%w: %q is not a Debian package name", ErrInvalidOption, p)
 			}
+			out = append(out, p)
 		}
 	}
-	return t.SetFile("etc/machine-id", "")
+	slices.Sort(out)
+	out = slices.Compact(out)
+	if len(out) > maxPackages {
+		return nil, fmt.Errorf("%w: %d packages are listed, at most %d are possible", ErrInvalidOption, len(out), maxPackages)
+	}
+	return out, nil
 }

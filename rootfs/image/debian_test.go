@@ -103,7 +103,7 @@ func TestDebianBuildCompletesWhatTheToolMade(t *testing.T) {
 		func(s string) bool { return s == StageIndex }), want) {
 		t.Errorf("stages %v, want %v", stages, want)
 	}
-	if left := must(os.ReadDir(filepath.Join(s.dir, tmpDir))); len(left) != 0 {
+	if left := must(os.ReadDir(filepath.Join(s.Dir(), "tmp"))); len(left) != 0 {
 		t.Errorf("left in tmp: %v", left)
 	}
 }
@@ -291,7 +291,7 @@ wait`)
 	if pids := processesWith(t, "987654"); len(pids) > 0 {
 		t.Errorf("processes %v are left", pids)
 	}
-	if m := string(must(os.ReadFile("/proc/self/mounts"))); strings.Contains(m, s.dir) {
+	if m := string(must(os.ReadFile("/proc/self/mounts"))); strings.Contains(m, s.Dir()) {
 		t.Error("a mount is left")
 	}
 }

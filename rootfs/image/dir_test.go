@@ -184,8 +184,8 @@ func TestFileThatChangesWhileReadIsAnError(t *testing.T) {
 // wantEmpty fails when the store holds an image or garbage.
 func wantEmpty(t *testing.T, s *Store) {
 	t.Helper()
-	for _, d := range []string{imagesDir, tmpDir} {
-		entries, err := os.ReadDir(filepath.Join(s.dir, d))
+	for _, d := range []string{"images", "tmp"} {
+		entries, err := os.ReadDir(filepath.Join(s.Dir(), d))
 		if err != nil {
 			t.Fatal(err)
 		}

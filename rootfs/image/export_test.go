@@ -13,10 +13,10 @@ import (
 // export gives an image of a store of its own in a format.
 func export(t *testing.T, img *Image, f Format) []byte {
 	t.Helper()
-	s := must(OpenStore(filepath.Dir(filepath.Dir(img.dir))))
+	s := must(OpenStore(filepath.Dir(filepath.Dir(filepath.Dir(img.Path())))))
 	var out bytes.Buffer
 	var last, all int64
-	if err := s.Export(t.Context(), img, f, &out, func(done, total int64) { last, all = done, total }); err != nil {
+	if err := Export(t.Context(), s, img, f, &out, func(done, total int64) { last, all = done, total }); err != nil {
 		t.Fatal(err)
 	}
 	if last != all || all == 0 {
@@ -64,7 +64,7 @@ func TestExport_refuses(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "x.tar")
 	write(t, file, string(layerOf(t, reg("d/.wh.f=1"))))
 	img := buildTarFile(t, file, nil)
-	s := must(OpenStore(filepath.Dir(filepath.Dir(img.dir))))
+	s := must(OpenStore(filepath.Dir(filepath.Dir(filepath.Dir(img.Path())))))
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cause := errors.New("enough")
 	cancel(cause)
@@ -78,17 +78,17 @@ func TestExport_refuses(t *testing.T) {
 		"what was cancelled":           {ctx, FormatTar, cause},
 		"what was cancelled, as erofs": {ctx, FormatEROFS, cause},
 	} {
-		if err := s.Export(c.ctx, img, c.format, &bytes.Buffer{}, nil); !errors.Is(err, c.want) {
+		if err := Export(c.ctx, s, img, c.format, &bytes.Buffer{}, nil); !errors.Is(err, c.want) {
 			t.Errorf("%s: got %v, want %v", name, err, c.want)
 		}
 	}
 	if err := os.Truncate(img.Path(), img.Size-1); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Export(t.Context(), img, FormatTar, &bytes.Buffer{}, nil); !errors.Is(err, ErrTruncated) {
+	if err := Export(t.Context(), s, img, FormatTar, &bytes.Buffer{}, nil); !errors.Is(err, ErrTruncated) {
 		t.Errorf("a cut image: %v", err)
 	}
-	if left := must(os.ReadDir(filepath.Join(s.dir, tmpDir))); len(left) != 0 {
+	if left := must(os.ReadDir(filepath.Join(s.Dir(), "tmp"))); len(left) != 0 {
 		t.Errorf("left in tmp: %v", left)
 	}
 }

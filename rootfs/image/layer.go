@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those
@@ -114,25 +115,25 @@ type whiteout struct{ dir, name string }
 func readLayer(ctx context.Context, r io.Reader, spool *os.File, b *budget, whiteouts bool) (*layer, error) {
 	l := &layer{}
 	w := sparse.NewWriter(spool)
-	src := &watchedReader{ctx: ctx, r: r}
+	src := artifact.NewReader(ctx, r)
 	tr := tar.NewReader(src)
-	data := &watchedReader{ctx: ctx, r: tr} // holes of sparse files are given without a look at src
+	data := artifact.NewReader(ctx, tr) // holes of sparse files are given without a look at src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
 			break
 		}
 		if err != nil {
-			if src.err != nil {
-				return nil, src.err
+			if src.Err != nil {
+				return nil, src.Err
 			}
 			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
 		}
 		if err := l.addTar(h, data, w, spool, b, whiteouts); err != nil {
 			cause := context.Cause(ctx)
 			switch {
-			case src.err != nil:
-				return nil, src.err
+			case src.Err != nil:
+				return nil, src.Err
 			case cause != nil:
 				return nil, cause
 			case errors.Is(err, ErrTooLarge), errors.Is(err, errSpool):
@@ -166,7 +167,7 @@ func (l *layer) addTar(h *tar.Header, data io.Reader, w *sparse.Writer, spool *o
 			return errors.Join(err, b.take(h, 0))
 		}
 	}
-	n, err := headerInode(h, &l.skipped, true)
+	n, err := headerInode(h, &l.skipped)
 	if err != nil {
 		return err
 	}

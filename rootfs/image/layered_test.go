@@ -225,9 +225,7 @@ func TestBuild_unchanged_image_is_not_built_again(t *testing.T) {
 		t.Fatal(err)
 	}
 	first.Created = first.Created.Add(-1000 * time.Hour) // the age is of no matter
-	if err := writeRecord(first); err != nil {
-		t.Fatal(err)
-	}
+	rewriteRecord(t, first)
 	o.Tag = "two"
 	again, err := Build(t.Context(), o)
 	if err != nil || !again.Cached || again.ID != first.ID || !slices.Equal(again.Tags, []string{"one:latest", "two:latest"}) {
@@ -250,7 +248,7 @@ func TestBuild_unchanged_image_is_not_built_again(t *testing.T) {
 // nothingLeft fails if a failed build has left something in a store, or anything has appeared beside it.
 func nothingLeft(t *testing.T, s *Store, outside string) {
 	t.Helper()
-	for _, dir := range []string{imagesDir, tmpDir} {
+	for _, dir := range []string{"images", "tmp"} {
 		entries, err := os.ReadDir(filepath.Join(s.Dir(), dir))
 		if err != nil {
 			t.Fatal(err)

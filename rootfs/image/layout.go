@@ -19,6 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // Limits of image archives and layout directories.
@@ -293,7 +294,7 @@ func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, erro
 	}
 	out.config = h.String()
 	// The file's name is the digest of its content, in all versions of this format.
-	if base := strings.TrimSuffix(path.Base(doc.Config), ".json"); idRE.MatchString(base) && base != h.Hex {
+	if base := strings.TrimSuffix(path.Base(doc.Config), ".json"); IsDigest("sha256:"+base) && base != h.Hex {
 		return nil, fmt.Errorf("%w: the configuration %s has the digest %s", ErrDigest, doc.Config, h)
 	}
 	if len(diffs) != len(doc.Layers) {
@@ -301,10 +302,10 @@ func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, erro
 	}
 	for i, file := range doc.Layers {
 		l := Layer{DiffID: diffs[i].String(), Size: -1}
-		if hex, ok := strings.CutPrefix(file, "blobs/sha256/"); ok && idRE.MatchString(hex) {
+		if hex, ok := strings.CutPrefix(file, "blobs/sha256/"); ok && IsDigest("sha256:"+hex) {
 			l.Digest = "sha256:" + hex
 		}
-		out.layers = append(out.layers, layerSource{Layer: l, open: func(context.Context) (io.ReadCloser, error) {
+		out.layers = append(out.layers, LayerSource{Layer: l, Open: func(context.Context) (io.ReadCloser, error) {
 			r, _, err := m.open(file)
 			return r, missingBlob("a layer", err)
 		}})
@@ -345,67 +346,25 @@ func sameTag(a, b string) bool {
 	return err == nil && x.Name() == y.Name()
 }
 
-// spoolArchive puts a stream, or a compressed archive, into an uncompressed file of the folder tmp, which can be read
-// anywhere in it. The file has no name any more.
-func spoolArchive(ctx context.Context, r io.Reader, tmp string, maxBytes int64, onRead func(int64)) (*os.File, error) {
-	u, err := unpack(&watchedReader{ctx: ctx, r: r}, true, maxBytes+maxTarOverhead)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = u.Close() }() // only read
-	f, err := os.CreateTemp(tmp, "archive-")
-	if err != nil {
-		return nil, err
-	}
-	if err := os.Remove(f.Name()); err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	w := sparse.NewWriter(f)
-	_, err = io.Copy(io.MultiWriter(markWriteErrors{w}, progressWriter(onRead)), u)
-	if err == nil {
-		err = w.Finish()
-	}
-	if err == nil {
-		_, err = f.Seek(0, io.SeekStart)
-	}
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return f, nil
+// Archive is an image archive, compressed or not.
+type Archive struct {
+	File     string
+	Stdin    io.Reader // in place of File, if it is set
+	Tmp      string    // folder for what has to be unpacked
+	MaxBytes int64
+	OnRead   func(n int64) // may be nil; told the bytes unpacked so far
 }
 
-// progressWriter tells how much was written to it altogether.
-func progressWriter(tell func(int64)) io.Writer {
-	var n int64
-	return writerFunc(func(p []byte) (int, error) {
-		if n += int64(len(p)); tell != nil {
-			tell(n)
-		}
-		return len(p), nil
-	})
-}
-
-type writerFunc func(p []byte) (int, error)
-
-func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
-
-// openArchive opens an image archive for reading anywhere in it. file "-" is stdin.
-func openArchive(ctx context.Context, file string, stdin io.Reader, tmp string, maxBytes int64, onRead func(int64)) (members, error) {
-	if file == stdinPath {
-		if stdin == nil {
-			return nil, fmt.Errorf("%w: there is no standard input to read", ErrInvalidOption)
-		}
-		f, err := spoolArchive(ctx, stdin, tmp, maxBytes, onRead)
-		if err != nil {
-			return nil, err
-		}
-		return openTarMembers(ctx, f)
+// openArchive opens an image archive for reading anywhere in it.
+func openArchive(ctx context.Context, a Archive) (members, error) {
+	if a.Stdin != nil {
+		return spoolArchive(ctx, a, a.Stdin)
 	}
-	f, err := openRegular(file)
+	f, err := openRegular(a.File)
 	if err != nil {
 		return nil, err
 	}
-	u, err := unpack(f, true, maxBytes)
+	u, err := unpack(f, true, a.MaxBytes)
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -417,25 +376,32 @@ func openArchive(ctx context.Context, file string, stdin io.Reader, tmp string, 
 	if !packed {
 		return openTarMembers(ctx, f)
 	}
-	plain, err := spoolArchive(ctx, f, tmp, maxBytes, onRead)
-	if err = errors.Join(err, f.Close()); err != nil {
-		return nil, err
-	}
-	return openTarMembers(ctx, plain)
+	m, err := spoolArchive(ctx, a, f)
+	return m, errors.Join(err, f.Close())
 }
 
-// openRegular opens a regular file of the host.
-func openRegular(name string) (*os.File, error) {
-	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+// spoolArchive puts a stream, or a compressed archive, into an uncompressed file without a name, which can be read
+// anywhere in it.
+func spoolArchive(ctx context.Context, a Archive, r io.Reader) (members, error) {
+	u, err := unpack(artifact.NewReader(ctx, r), true, a.MaxBytes+maxTarOverhead)
 	if err != nil {
 		return nil, err
 	}
-	st, err := f.Stat()
-	if err == nil && !st.Mode().IsRegular() {
-		err = fmt.Errorf("%w: %s is no regular file; use - for standard input", ErrUnsupportedSource, name)
+	defer func() { _ = u.Close() }() // only read
+	f, err := newSpool(a.Tmp)
+	if err != nil {
+		return nil, err
+	}
+	w := sparse.NewWriter(f)
+	_, err = io.Copy(io.MultiWriter(markWriteErrors{w}, progressWriter(a.OnRead)), u)
+	if err == nil {
+		err = w.Finish()
+	}
+	if err == nil {
+		_, err = f.Seek(0, io.SeekStart)
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return f, nil
+	return openTarMembers(ctx, f)
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"runtime"
 	"slices"
 	"strings"
@@ -22,19 +23,8 @@ const (
 	maxIndexDepth    = 4 // indexes in indexes
 )
 
-// Layer is a layer of the source that an image was made from.
-type Layer struct {
-	Digest    string `json:"digest,omitempty"` // of the layer as it is stored, compressed or not; "" where the source has none
-	DiffID    string `json:"diff_id"`          // of its tar stream
-	MediaType string `json:"media_type,omitempty"`
-	Size      int64  `json:"size"` // as it is stored, in bytes; -1 when the source does not say before it is read
-}
-
-// layerSource is a layer and where its bytes are. open may be called several times, and at once.
-type layerSource struct {
-	Layer
-	open func(ctx context.Context) (io.ReadCloser, error)
-}
+// Platform says what an image runs on.
+type Platform = v1.Platform
 
 // manifest is what the documents of one image say, checked.
 type manifest struct {
@@ -43,11 +33,11 @@ type manifest struct {
 	platform string
 	arch     string
 	run      RunConfig
-	layers   []layerSource // the lowest first
+	layers   []LayerSource // the lowest first
 }
 
-// identity names all that decides the content of the image.
-func (m *manifest) identity() string { return m.digest + " " + m.config }
+// Identity names all that decides the content of the image.
+func (m *manifest) Identity() string { return m.digest + " " + m.config }
 
 // fetcher gives a document that a descriptor names, unchecked.
 type fetcher func(v1.Descriptor) ([]byte, error)
@@ -65,19 +55,12 @@ func (get fetcher) document(d v1.Descriptor) ([]byte, error) {
 	if int64(len(b)) != d.Size {
 		return nil, fmt.Errorf("%w: %s has %d bytes, its descriptor says %d", ErrDigest, d.Digest, len(b), d.Size)
 	}
-	return b, checkDigest(b, d.Digest)
-}
-
-func checkDigest(b []byte, want v1.Hash) error {
-	h, err := v1.Hasher(want.Algorithm)
+	v, err := newVerifier(d.Digest.String())
 	if err != nil {
-		return fmt.Errorf("%w: digest %q: %w", ErrBadManifest, want, err)
+		return nil, err
 	}
-	h.Write(b)
-	if got := fmt.Sprintf("%x", h.Sum(nil)); got != want.Hex {
-		return fmt.Errorf("%w: %s has the digest %s:%s", ErrDigest, want, want.Algorithm, got)
-	}
-	return nil
+	v.Write(b)
+	return b, v.check()
 }
 
 // parsePlatform reads OS/ARCH or OS/ARCH/VARIANT; "" is what this program runs on.
@@ -271,9 +254,9 @@ func (get fetcher) image(d v1.Descriptor, want v1.Platform, blob func(context.Co
 		if l.Size < 0 {
 			return nil, fmt.Errorf("%w: a layer has %d bytes", ErrBadManifest, l.Size)
 		}
-		m.layers = append(m.layers, layerSource{
+		m.layers = append(m.layers, LayerSource{
 			Layer: Layer{Digest: l.Digest.String(), DiffID: diffs[i].String(), MediaType: string(l.MediaType), Size: l.Size},
-			open:  func(ctx context.Context) (io.ReadCloser, error) { return blob(ctx, l) },
+			Open:  func(ctx context.Context) (io.ReadCloser, error) { return blob(ctx, l) },
 		})
 	}
 	return m, nil
@@ -301,4 +284,24 @@ func parseConfig(b []byte, want v1.Platform) (*manifest, []v1.Hash, error) {
 		return nil, nil, err
 	}
 	return &manifest{platform: platformText(have), arch: c.Architecture, run: run}, c.RootFS.DiffIDs, nil
+}
+
+// runConfig takes over what a configuration says.
+func runConfig(c v1.Config) (RunConfig, error) {
+	return RunConfig{
+		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
+		ExposedPorts: slices.Collect(maps.Keys(c.ExposedPorts)),
+	}.Checked()
+}
+
+// configOf is the configuration in the form of the OCI image specification.
+func configOf(c RunConfig) v1.Config {
+	out := v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels}
+	for _, p := range c.ExposedPorts {
+		if out.ExposedPorts == nil {
+			out.ExposedPorts = map[string]struct{}{}
+		}
+		out.ExposedPorts[p] = struct{}{}
+	}
+	return out
 }

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
+	"os"
 	"slices"
 	"strings"
 
@@ -238,4 +240,21 @@ func (m *merger) ensureDir(p string) error {
 	}
 	_, err = m.find(slices.Clip(parts), true, nil)
 	return err
+}
+
+// readTree reads the tar stream of a whole root filesystem into a tree, whose contents are in the spool. Names with the
+// prefix .wh. are names like others there.
+func readTree(ctx context.Context, r io.Reader, spool *os.File, b *budget) (*fstree.Tree, error) {
+	l, err := readLayer(ctx, r, spool, b, false)
+	if err != nil {
+		return nil, err
+	}
+	if len(l.entries) == 0 {
+		return nil, fmt.Errorf("%w: it has no entries: %w", ErrBadArchive, io.ErrUnexpectedEOF)
+	}
+	m := newMerger(int(b.maxFiles))
+	if err := m.apply(ctx, l); err != nil {
+		return nil, err
+	}
+	return m.t, nil
 }

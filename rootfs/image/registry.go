@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"math"
 	"net"
@@ -64,9 +63,35 @@ func parseReference(s string, plainHTTP bool) (name.Reference, error) {
 	return name.ParseReference(s, o...)
 }
 
+// fullName is a reference with all that it leaves out: docker.io/library/debian:latest for debian.
+func fullName(ref string) (string, error) {
+	r, err := parseReference(ref, false)
+	if err != nil {
+		return "", err
+	}
+	return r.Name(), nil
+}
+
+// shortName is the repository of a reference, without its registry and docker's "library/", and its tag; "latest" when
+// it has a digest.
+func shortName(ref string) string {
+	r, err := parseReference(ref, false)
+	if err != nil {
+		return ""
+	}
+	version := "latest"
+	if t, ok := r.(name.Tag); ok {
+		version = t.TagStr()
+	}
+	return strings.TrimPrefix(r.Context().RepositoryStr(), "library/") + ":" + version
+}
+
 // newRegistry prepares for a reference. Credentials come from docker's configuration ($DOCKER_CONFIG,
 // ~/.docker/config.json, its helpers), or podman's. Close must be called.
 func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Duration) error) (*registry, error) {
+	if pause == nil {
+		pause = sleep
+	}
 	r := &registry{pause: pause}
 	var err error
 	if r.ref, err = parseReference(ref, plainHTTP); err != nil {
@@ -163,7 +188,7 @@ func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string,
 		if err != nil {
 			return fmt.Errorf("%w: digest %.100q: %w", ErrBadManifest, l.Digest, err)
 		}
-		l.open = func(context.Context) (io.ReadCloser, error) { return openRegular(s.blobPath(h)) }
+		l.Open = func(context.Context) (io.ReadCloser, error) { return openRegular(blobPath(s, l.Digest)) }
 		if size, ok := seen[h]; ok {
 			if size != l.Size {
 				return fmt.Errorf("%w: %s has %d and %d bytes", ErrBadManifest, h, size, l.Size)
@@ -171,7 +196,7 @@ func (r *registry) fetch(ctx context.Context, m *manifest, s *Store, tmp string,
 			continue
 		}
 		seen[h] = l.Size
-		if s.hasBlob(h, l.Size) {
+		if hasBlob(s, l.Digest, l.Size) {
 			continue
 		}
 		if total += l.Size; l.Size > most || total > most {
@@ -198,7 +223,7 @@ func (r *registry) fetchOne(ctx context.Context, d v1.Descriptor, s *Store, tmp 
 	wait := firstPause
 	for try := 1; ; try++ {
 		var got int64
-		err := s.putBlob(d.Digest, d.Size, tmp, func(w io.Writer) error {
+		err := putBlob(s, d.Digest.String(), d.Size, tmp, func(w io.Writer) error {
 			return r.copyBlob(ctx, d, w, func(n int64) { got += n; tell(n) })
 		})
 		if err == nil {
@@ -348,11 +373,7 @@ func (p *patient) once(req *http.Request) (*http.Response, error) {
 	case kind == "blobs":
 		a.left = math.MaxInt64 // who reads it knows how long it is
 	case kind == "manifests":
-		if h, err := v1.NewHash(last); err == nil {
-			if hash, err := v1.Hasher(h.Algorithm); err == nil {
-				a.want, a.hash = h, hash
-			}
-		}
+		a.v, _ = newVerifier(last) // a tag has nothing to compare
 	}
 	resp.Body = a
 	return resp, nil
@@ -365,8 +386,7 @@ type answer struct {
 	cancel context.CancelCauseFunc
 	stall  time.Duration
 	left   int64
-	want   v1.Hash
-	hash   hash.Hash // nil: nothing to compare
+	v      *verifier // nil: nothing to compare
 }
 
 func (a *answer) Read(p []byte) (int, error) {
@@ -378,11 +398,11 @@ func (a *answer) Read(p []byte) (int, error) {
 	if a.left -= int64(n); a.left < 0 {
 		return 0, fmt.Errorf("%w: an answer of the registry has more than %d bytes", ErrBadManifest, maxManifestBytes)
 	}
-	if a.hash != nil {
-		a.hash.Write(p[:n])
+	if a.v != nil {
+		a.v.Write(p[:n])
 		if errors.Is(err, io.EOF) {
-			if got := fmt.Sprintf("%x", a.hash.Sum(nil)); got != a.want.Hex {
-				return n, fmt.Errorf("%w: the manifest %s has the digest %s:%s", ErrDigest, a.want, a.want.Algorithm, got)
+			if derr := a.v.check(); derr != nil {
+				return n, derr
 			}
 		}
 	}

@@ -221,22 +221,22 @@ func TestPruneBlobs_removes_what_no_image_names(t *testing.T) {
 	if n := blobs(); n != 4 {
 		t.Errorf("%d layers are kept, want the 2 that both have, and 2", n)
 	}
-	if f, err := s.PruneBlobs(t.Context()); err != nil || f.Blobs != 0 || blobs() != 4 {
+	if f, err := PruneBlobs(s); err != nil || len(f.Names) != 0 || blobs() != 4 {
 		t.Errorf("with both images: %+v (%v)", f, err)
 	}
 	if _, err := s.Remove(t.Context(), "b", nil); err != nil {
 		t.Fatal(err)
 	}
-	busy, err := s.shareBlobs(t.Context())
+	busy, err := shareBlobs(t.Context(), s)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if f, err := s.PruneBlobs(t.Context()); err != nil || !f.Busy || blobs() != 4 {
+	if f, err := PruneBlobs(s); err != nil || !f.Busy || blobs() != 4 {
 		t.Errorf("while a build is under way: %+v (%v)", f, err)
 	}
 	busy.Close()
 	size := int64(len(pack(t, "zstd", b.layers[2])))
-	if f, err := s.PruneBlobs(t.Context()); err != nil || f.Blobs != 1 || f.Bytes != size || blobs() != 3 {
+	if f, err := PruneBlobs(s); err != nil || len(f.Names) != 1 || f.Bytes != size || blobs() != 3 {
 		t.Errorf("without the second: %+v (%v), %d are left", f, err, blobs())
 	}
 }

@@ -4,10 +4,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
-
-	"github.com/google/go-containerregistry/pkg/name"
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
@@ -66,12 +63,7 @@ func (s Source) String() string {
 const supportedSources = `supported are "debian:SUITE" (such as debian:bookworm), "dir:PATH", "tar:FILE", "oci:PATH[:NAME]", ` +
 	`"oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]" and "docker://REFERENCE"`
 
-var (
-	suiteRE = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
-	// Debian policy 5.6.1 (Package), plus an optional architecture, and an optional version or suite as apt-get takes
-	// them.
-	packageRE = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
-)
+var suiteRE = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
 
 // ParseSource reads a --from string: "debian:SUITE", "dir:PATH", "tar:FILE", "oci:PATH[:NAME]",
 // "oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]", where "@DIGEST" may stand in place of ":NAME", or
@@ -100,15 +92,15 @@ func ParseSource(from string) (Source, error) {
 		if !ok && s.Kind == KindRegistry {
 			return Source{}, fmt.Errorf("%w %q: two slashes are missing; use docker://REFERENCE", ErrUnsupportedSource, from)
 		}
-		r, err := parseReference(ref, false)
+		full, err := fullName(ref)
 		if err != nil {
 			return Source{}, fmt.Errorf("%w %q: %w", ErrUnsupportedSource, from, err)
 		}
-		return Source{Kind: KindRegistry, Ref: r.Name()}, nil
+		return Source{Kind: KindRegistry, Ref: full}, nil
 	case KindDir, KindTar:
 		s.Path = rest
 	case KindOCI, KindOCIArchive, KindDockerArchive:
-		if at := strings.LastIndex(rest, "@sha"); at >= 0 && digestRE.MatchString(rest[at+1:]) && s.Kind != KindDockerArchive {
+		if at := strings.LastIndex(rest, "@sha"); at >= 0 && IsDigest(rest[at+1:]) && s.Kind != KindDockerArchive {
 			s.Path, s.Ref = rest[:at], rest[at:]
 			break
 		}
@@ -133,52 +125,10 @@ func ParseSource(from string) (Source, error) {
 	return s, nil
 }
 
-var digestRE = regexp.MustCompile(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
-
-// maxPackages bounds the list of packages of one spec.
-const maxPackages = 1000
-
-// normalizePackages splits items at commas and blanks, checks each name, sorts, and drops repetitions.
-func normalizePackages(include []string) ([]string, error) {
-	var out []string
-	for _, item := range include {
-		for _, p := range strings.FieldsFunc(item, func(r rune) bool { return r == ',' || r == ' ' || r == '\t' || r == '\n' }) {
-			if !packageRE.MatchString(p) {
-				return nil, fmt.Errorf("%w: %q is not a Debian package name", ErrInvalidOption, p)
-			}
-			out = append(out, p)
-		}
-	}
-	slices.Sort(out)
-	out = slices.Compact(out)
-	if len(out) > maxPackages {
-		return nil, fmt.Errorf("%w: %d packages are listed, at most %d are possible", ErrInvalidOption, len(out), maxPackages)
-	}
-	return out, nil
-}
-
 var (
-	tagNameRE     = regexp.MustCompile(`^[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$`)
-	tagVersionRE  = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$`)
 	notTagNameRE  = regexp.MustCompile(`[^a-z0-9]+`)
 	trailingVerRE = regexp.MustCompile(`[0-9.]+$`)
 )
-
-const maxTagName = 200
-
-// NormalizeTag checks a tag and completes it: "name" becomes "name:latest". Names are lower-case letters, digits and
-// single separators (. _ - /), as docker has them.
-func NormalizeTag(tag string) (string, error) {
-	name, version, ok := strings.Cut(tag, ":")
-	if !ok {
-		version = "latest"
-	}
-	if len(name) > maxTagName || !tagNameRE.MatchString(name) || !tagVersionRE.MatchString(version) {
-		return "", fmt.Errorf("%w: %q is not a tag; use NAME or NAME:VERSION with lower-case letters, digits and . _ - / in NAME",
-			ErrInvalidOption, tag)
-	}
-	return name + ":" + version, nil
-}
 
 // defaultTag derives the tag of an image from what it is made of: "debian:latest" without packages, else
 // "debian-PACKAGE:latest" with the package that the caller named first, its version digits cut off (python3 gives
@@ -188,7 +138,7 @@ func defaultTag(s Source, include []string) string {
 	name, first, version := "debian", "", "latest"
 	switch s.Kind {
 	case KindRegistry:
-		if tag := registryTag(s.Ref); tag != "" {
+		if tag, err := NormalizeTag(shortName(s.Ref)); err == nil {
 			return tag
 		}
 		name = "image"
@@ -196,7 +146,7 @@ func defaultTag(s Source, include []string) string {
 		if tag, err := NormalizeTag(s.Ref); err == nil && s.Kind == KindDockerArchive {
 			return tag
 		}
-		if tagVersionRE.MatchString(s.Ref) {
+		if _, err := NormalizeTag("x:" + s.Ref); err == nil {
 			version = s.Ref
 		}
 		name = "image"
@@ -208,7 +158,7 @@ func defaultTag(s Source, include []string) string {
 			base = strings.TrimSuffix(base, suffix)
 		}
 		if base = strings.Trim(notTagNameRE.ReplaceAllString(base, "-"), "-"); base != "" {
-			name = base[:min(len(base), maxTagName/2)]
+			name = base[:min(len(base), MaxTagName/2)]
 			name = strings.Trim(name, "-")
 		}
 	case KindDir:
@@ -229,29 +179,11 @@ func defaultTag(s Source, include []string) string {
 		}
 	}
 	first = strings.Trim(notTagNameRE.ReplaceAllString(first, "-"), "-")
-	if len(first) > maxTagName/2 {
-		first = strings.Trim(first[:maxTagName/2], "-")
+	if len(first) > MaxTagName/2 {
+		first = strings.Trim(first[:MaxTagName/2], "-")
 	}
 	if first != "" {
 		name += "-" + first
 	}
 	return name + ":" + version
-}
-
-// registryTag is the repository of a reference, without its registry and docker's "library/", and its tag; "latest"
-// when it has a digest. It is "" when that makes no tag.
-func registryTag(ref string) string {
-	r, err := parseReference(ref, false)
-	if err != nil {
-		return ""
-	}
-	version := "latest"
-	if t, ok := r.(name.Tag); ok {
-		version = t.TagStr()
-	}
-	tag, err := NormalizeTag(strings.TrimPrefix(r.Context().RepositoryStr(), "library/") + ":" + version)
-	if err != nil {
-		return ""
-	}
-	return tag
 }

@@ -2,6 +2,7 @@ package image
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -14,6 +15,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
@@ -34,6 +36,21 @@ func buildDir(t *testing.T, s *Store, text, tag string) *Image {
 		t.Fatal(err)
 	}
 	return img
+}
+
+// rewriteRecord writes the record of an image as it is.
+func rewriteRecord(t *testing.T, img *Image) {
+	t.Helper()
+	j, err := json.Marshal(img)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(filepath.Dir(img.Path()), "image.json"), string(j))
+}
+
+func there(name string) bool {
+	_, err := os.Lstat(name)
+	return err == nil
 }
 
 func TestFindByTagIdAndPrefix(t *testing.T) {
@@ -61,13 +78,7 @@ func TestFindByTagIdAndPrefix(t *testing.T) {
 func TestPrefixOfTwoIdsIsAmbiguous(t *testing.T) {
 	s := testStore(t)
 	for _, id := range []string{"abcd" + strings.Repeat("0", 60), "abcd" + strings.Repeat("1", 60)} {
-		img := &Image{Version: RecordVersion, ID: id, dir: filepath.Join(s.dir, imagesDir, id)}
-		if err := os.Mkdir(img.dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := writeRecord(img); err != nil {
-			t.Fatal(err)
-		}
+		write(t, filepath.Join(s.Dir(), "images", id, "image.json"), fmt.Sprintf(`{"version": %d, "id": %q}`, RecordVersion, id))
 	}
 	if _, err := s.Find("abcd"); !errors.Is(err, ErrAmbiguous) || !strings.Contains(err.Error(), "abcd11111111") {
 		t.Errorf("got %v, want ErrAmbiguous that lists the ids", err)
@@ -94,9 +105,7 @@ func TestTagMovesToTheNewImage(t *testing.T) {
 	}
 	// As after a crash between the two records: both hold the tag, the later one has it.
 	b.Tags, b.Tagged = []string{"x:latest"}, time.Now().Add(time.Minute)
-	if err := writeRecord(b); err != nil {
-		t.Fatal(err)
-	}
+	rewriteRecord(t, b)
 	all, err := s.List()
 	if err != nil {
 		t.Fatal(err)
@@ -214,7 +223,7 @@ func TestDamagedRecordIsToldAndCanBeRemoved(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := testStore(t)
 			good, bad := buildDir(t, s, "good", "good"), buildDir(t, s, "bad", "bad")
-			if err := os.WriteFile(filepath.Join(bad.dir, recordName), []byte(c.text), 0o644); err != nil {
+			if err := os.WriteFile(filepath.Join(filepath.Dir(bad.Path()), "image.json"), []byte(c.text), 0o644); err != nil {
 				t.Fatal(err)
 			}
 			all, err := s.List()
@@ -239,29 +248,21 @@ func TestDamagedRecordIsToldAndCanBeRemoved(t *testing.T) {
 
 func TestGarbageOfDeadBuildsIsPrunedAndLivingOnesAreKept(t *testing.T) {
 	s := testStore(t)
-	l, err := s.lock(t.Context())
+	living, err := s.NewTemp(t.Context(), "build-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	living, err := s.newTemp("build-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	dead, err := s.newTemp("build-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	l.Close()
-	write(t, filepath.Join(dead.dir, "work/root/etc/x"), "left behind")
-	dead.lock.Close() // as the death of its process does
-	write(t, filepath.Join(s.dir, tmpDir, "stray"), "file")
+	dead := filepath.Join(s.Dir(), "tmp", "build-dead") // nobody has its lock, as after the death of its process
+	write(t, filepath.Join(dead, "work/root/etc/x"), "left behind")
+	write(t, filepath.Join(dead, "lock"), "")
+	write(t, filepath.Join(s.Dir(), "tmp", "stray"), "file")
 
 	buildDir(t, s, "x", "x") // prunes
-	if exists(dead.dir) || exists(filepath.Join(s.dir, tmpDir, "stray")) || !exists(living.dir) {
+	if there(dead) || there(filepath.Join(s.Dir(), "tmp", "stray")) || !there(living.Dir) {
 		t.Errorf("dead is there: %v, stray: %v, living: %v; want only the living",
-			exists(dead.dir), exists(filepath.Join(s.dir, tmpDir, "stray")), exists(living.dir))
+			there(dead), there(filepath.Join(s.Dir(), "tmp", "stray")), there(living.Dir))
 	}
-	if err := living.remove(); err != nil {
+	if err := living.Remove(); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := s.Prune(t.Context()); n != 0 || err != nil {
@@ -297,7 +298,7 @@ func TestConcurrentBuildsOfOneDirectoryGiveOneImage(t *testing.T) {
 
 func TestWaitForALockEndsWithTheContext(t *testing.T) {
 	s := testStore(t)
-	l, err := s.lock(t.Context())
+	l, err := s.Lock(t.Context(), "store", osfile.Exclusive)
 	if err != nil {
 		t.Fatal(err)
 	}

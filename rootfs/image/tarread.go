@@ -2,7 +2,6 @@ package image
 
 import (
 	"archive/tar"
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -19,59 +18,16 @@ import (
 // paxXattr is the prefix of PAX records that carry extended attributes, as star, GNU tar and libarchive write them.
 const paxXattr = "SCHILY.xattr."
 
-// readTar reads a whole tar stream into a tree. The contents of regular files go to the spool, which must be an empty
-// file and must stay open as long as the tree is used. onRead is told the number of content bytes so far.
-//
-// Read errors of r are passed on as they are; a damaged archive, and an entry that has no place in a root filesystem,
-// is ErrBadArchive.
-func readTar(ctx context.Context, r io.Reader, spool *os.File, maxBytes int64, onRead func(int64)) (*fstree.Tree, error) {
-	t := fstree.New()
-	w := sparse.NewWriter(spool)
-	src := &watchedReader{ctx: ctx, r: r}
-	tr := tar.NewReader(src)
-	for {
-		h, err := tr.Next()
-		if err == io.EOF {
-			break
-		}
-		if err != nil {
-			if src.err != nil {
-				return nil, src.err
-			}
-			return nil, fmt.Errorf("%w: read the next entry: %w", ErrBadArchive, err)
-		}
-		if err := addTar(t, h, tr, w, spool, maxBytes); err != nil {
-			switch {
-			case src.err != nil:
-				return nil, src.err
-			case errors.Is(err, ErrTooLarge), errors.Is(err, errSpool):
-				return nil, err
-			}
-			return nil, fmt.Errorf("%w: entry %q: %w", ErrBadArchive, h.Name, err)
-		}
-		if onRead != nil {
-			onRead(t.Bytes)
-		}
-	}
-	if err := w.Finish(); err != nil {
-		return nil, fmt.Errorf("%w: %w", errSpool, err)
-	}
-	return t, nil
-}
-
 var errSpool = errors.New("write the spool file (is the disk of the image store full?)")
 
 // headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It
-// counts in skipped what cannot be kept. Times that EROFS cannot hold are an error, or are clamped and counted.
-func headerInode(h *tar.Header, skipped *fstree.Skipped, clampTimes bool) (*fstree.Inode, error) {
+// counts in skipped what cannot be kept; of times that EROFS cannot hold, the nearest is taken.
+func headerInode(h *tar.Header, skipped *fstree.Skipped) (*fstree.Inode, error) {
 	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
 		return nil, fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
 	}
 	n := &fstree.Inode{Mode: h.FileInfo().Mode(), UID: uint32(h.Uid), GID: uint32(h.Gid), Mtime: h.ModTime}
-	if sec := h.ModTime.Unix(); sec < 0 || clampTimes && sec > maxSeconds {
-		if !clampTimes {
-			return nil, fmt.Errorf("modification time %v is before 1970, which EROFS cannot hold", h.ModTime)
-		}
+	if sec := h.ModTime.Unix(); sec < 0 || sec > maxSeconds {
 		skipped.Times++
 		n.Mtime = time.Unix(min(max(sec, 0), maxSeconds), 0)
 	}
@@ -154,33 +110,6 @@ func spoolFile(n *fstree.Inode, data io.Reader, w *sparse.Writer, spool *os.File
 	return nil
 }
 
-// addTar puts an entry of a tar stream on the tree.
-func addTar(t *fstree.Tree, h *tar.Header, data io.Reader, w *sparse.Writer, spool *os.File, maxBytes int64) error {
-	if h.Typeflag == tar.TypeXGlobalHeader {
-		return nil
-	}
-	n, err := headerInode(h, &t.Skipped, false)
-	if err != nil {
-		return err
-	}
-	if n.Mode.IsRegular() && h.Typeflag != tar.TypeLink {
-		if t.Bytes += n.Size; t.Bytes > maxBytes {
-			return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes (--max-size) to take it", ErrTooLarge, maxBytes)
-		}
-		if err := spoolFile(n, data, w, spool); err != nil {
-			return err
-		}
-	}
-	if h.Typeflag == tar.TypeLink {
-		to := t.Lookup(h.Linkname)
-		if to == nil || to.IsDir() {
-			return fmt.Errorf("hard link to %q, which no earlier entry made a file", h.Linkname)
-		}
-		n = to
-	}
-	return t.Add(h.Name, n)
-}
-
 // markWriteErrors tells failures of the spool apart from failures of the stream.
 type markWriteErrors struct{ w io.Writer }
 
@@ -188,25 +117,6 @@ func (m markWriteErrors) Write(p []byte) (int, error) {
 	n, err := m.w.Write(p)
 	if err != nil {
 		err = fmt.Errorf("%w: %w", errSpool, err)
-	}
-	return n, err
-}
-
-// watchedReader ends at the cancellation of a context and remembers the error of the reader below it.
-type watchedReader struct {
-	ctx context.Context
-	r   io.Reader
-	err error
-}
-
-func (w *watchedReader) Read(p []byte) (int, error) {
-	if err := context.Cause(w.ctx); err != nil {
-		w.err = err
-		return 0, err
-	}
-	n, err := w.r.Read(p)
-	if err != nil && err != io.EOF {
-		w.err = err
 	}
 	return n, err
 }

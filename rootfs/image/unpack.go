@@ -4,10 +4,14 @@ import (
 	"bufio"
 	"bytes"
 	"compress/bzip2"
+	"crypto/sha256"
+	"crypto/sha512"
 	"errors"
 	"fmt"
 	"hash"
 	"io"
+	"regexp"
+	"strings"
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
@@ -134,19 +138,63 @@ func (c *countedReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// digestRE is of the digests that the OCI image specification registers.
+var digestRE = regexp.MustCompile(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
+
+// IsDigest says whether a text is a digest that can be checked.
+func IsDigest(s string) bool { return digestRE.MatchString(s) }
+
+// verifier is a hash that compares itself with a digest when all has been written to it.
+type verifier struct {
+	hash.Hash
+	want string
+}
+
+func newVerifier(digest string) (*verifier, error) {
+	switch {
+	case !IsDigest(digest):
+		return nil, fmt.Errorf("%w: digest %.100q", ErrBadManifest, digest)
+	case strings.HasPrefix(digest, "sha512:"):
+		return &verifier{sha512.New(), digest}, nil
+	}
+	return &verifier{sha256.New(), digest}, nil
+}
+
+// check is ErrDigest if the digest is another one.
+func (v *verifier) check() error {
+	algorithm, want, _ := strings.Cut(v.want, ":")
+	if got := fmt.Sprintf("%x", v.Sum(nil)); got != want {
+		return fmt.Errorf("%w: %s has the digest %s:%s", ErrDigest, v.want, algorithm, got)
+	}
+	return nil
+}
+
 // digester hashes what is read through it and knows how long that should be.
 type digester struct {
 	r    io.Reader
-	h    hash.Hash
+	v    *verifier // nil: nothing to compare
 	n    int64
 	size int64 // expected; -1 when nobody has said
 }
 
 func (d *digester) Read(p []byte) (int, error) {
 	n, err := d.r.Read(p)
-	d.h.Write(p[:n])
+	if d.v != nil {
+		d.v.Write(p[:n])
+	}
 	if d.n += int64(n); d.size >= 0 && d.n > d.size {
 		return 0, fmt.Errorf("%w: it is longer than the %d bytes that its descriptor says", ErrDigest, d.size)
 	}
 	return n, err
+}
+
+// check compares when all has been read.
+func (d *digester) check() error {
+	if d.size >= 0 && d.n != d.size {
+		return fmt.Errorf("%w: it has %d bytes, its descriptor says %d", ErrDigest, d.n, d.size)
+	}
+	if d.v == nil {
+		return nil
+	}
+	return d.v.check()
 }

@@ -168,7 +168,7 @@ type fileOf struct {
 func filesOf(t *testing.T, images *image.Store, img *image.Image) map[string]fileOf {
 	t.Helper()
 	r, w := io.Pipe()
-	go func() { w.CloseWithError(images.Export(t.Context(), img, image.FormatTar, w, nil)) }()
+	go func() { w.CloseWithError(image.Export(t.Context(), images, img, image.FormatTar, w, nil)) }()
 	out := map[string]fileOf{}
 	for tr := tar.NewReader(r); ; {
 		h, err := tr.Next()
