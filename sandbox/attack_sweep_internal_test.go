@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -69,7 +70,7 @@ func clonable(t *testing.T) (s *Store, l Launcher, r *Record, snap string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := image.Build(t.Context(), image.Options{Store: images, From: "dir:" + tree})
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,12 +17,13 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
-	"golang.org/x/sys/unix"
 )
 
 const (
