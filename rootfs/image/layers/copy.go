@@ -6,7 +6,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
-	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -47,41 +46,18 @@ func Write(f *os.File, write func(*tar.Writer) error) (image.Layer, error) {
 // the VM's.
 const overlayXattr = "trusted.overlay."
 
-// Copy writes a tar stream anew.
+// Copy writes a tar stream anew, without the names of the drop list.
 func Copy(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *Budget, drop []string) error {
 	src := artifact.NewReader(ctx, io.LimitReader(stream, lim.MaxBytes+MaxTarOverhead))
-	tr := tar.NewReader(src)
-	data := artifact.NewReader(ctx, tr) // holes of sparse files are given without a look at src
-	for {
-		h, err := tr.Next()
-		if err == io.EOF {
-			break
-		}
-		if err != nil {
-			if src.Err != nil {
-				return src.Err
-			}
-			return fmt.Errorf("%w: read the next entry: %w", image.ErrBadArchive, err)
-		}
+	err := eachEntry(ctx, src, lim, func(h *tar.Header, data io.Reader) error {
 		if err := lim.Take(h, max(h.Size, 0)); err != nil {
 			return err
 		}
-		if err := copyEntry(tw, h, data, drop); err != nil {
-			switch cause := context.Cause(ctx); {
-			case src.Err != nil:
-				return src.Err
-			case cause != nil:
-				return cause
-			case errors.Is(err, ErrSpool):
-				return err
-			}
-			return fmt.Errorf("%w: entry %.200q: %w", image.ErrBadArchive, h.Name, err)
-		}
-		if lim.OnRead != nil {
-			lim.OnRead(lim.bytes.Load())
-		}
+		return copyEntry(tw, h, data, drop)
+	})
+	if err == nil {
+		_, err = io.Copy(io.Discard, src)
 	}
-	_, err := io.Copy(io.Discard, src)
 	return err
 }
 

@@ -107,44 +107,50 @@ type Entry struct {
 // whiteout hides something of the layers below: one name of a directory, or with name "" all that it has.
 type whiteout struct{ dir, name string }
 
-// Read reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as
-// the layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image
-// specification.
+// eachEntry calls do for each entry of a tar stream.
 //
-// Errors of r are passed on as they are, and so is ErrTooLarge; a damaged archive, and an entry that has no place in a
-// root filesystem, is ErrBadArchive.
-func Read(ctx context.Context, r io.Reader, spool *os.File, b *Budget, whiteouts bool) (*Layer, error) {
-	l := &Layer{}
-	w := sparse.NewWriter(spool)
+// Errors of r are passed on as they are, and so are ErrTooLarge and ErrSpool; a damaged archive, and an entry that do
+// refuses, is ErrBadArchive.
+func eachEntry(ctx context.Context, r io.Reader, b *Budget, do func(h *tar.Header, data io.Reader) error) error {
 	src := artifact.NewReader(ctx, r)
 	tr := tar.NewReader(src)
 	data := artifact.NewReader(ctx, tr) // holes of sparse files are given without a look at src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
-			break
+			return nil
 		}
-		if err != nil {
-			if src.Err != nil {
-				return nil, src.Err
-			}
-			return nil, fmt.Errorf("%w: read the next entry: %w", image.ErrBadArchive, err)
+		what := "read the next entry"
+		if err == nil {
+			what = fmt.Sprintf("entry %.200q", h.Name)
+			err = do(h, data)
 		}
-		if err := l.addTar(h, data, w, spool, b, whiteouts); err != nil {
-			cause := context.Cause(ctx)
-			switch {
-			case src.Err != nil:
-				return nil, src.Err
-			case cause != nil:
-				return nil, cause
-			case errors.Is(err, image.ErrTooLarge), errors.Is(err, ErrSpool):
-				return nil, err
-			}
-			return nil, fmt.Errorf("%w: entry %.200q: %w", image.ErrBadArchive, h.Name, err)
+		switch cause := context.Cause(ctx); {
+		case err == nil:
+		case src.Err != nil:
+			return src.Err
+		case cause != nil:
+			return cause
+		case errors.Is(err, image.ErrTooLarge), errors.Is(err, ErrSpool):
+			return err
+		default:
+			return fmt.Errorf("%w: %s: %w", image.ErrBadArchive, what, err)
 		}
 		if b.OnRead != nil {
 			b.OnRead(b.bytes.Load())
 		}
+	}
+}
+
+// Read reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as the
+// layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image specification.
+// Its errors are those of eachEntry.
+func Read(ctx context.Context, r io.Reader, spool *os.File, b *Budget, whiteouts bool) (*Layer, error) {
+	l := &Layer{}
+	w := sparse.NewWriter(spool)
+	err := eachEntry(ctx, r, b, func(h *tar.Header, data io.Reader) error { return l.addTar(h, data, w, spool, b, whiteouts) })
+	if err != nil {
+		return nil, err
 	}
 	if err := w.Finish(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSpool, err)
