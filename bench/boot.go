@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -67,7 +68,7 @@ func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
 }
 
 // boot records a boot by what its VM's process says of it, and what the whole call took.
-func (s *series) boot(report sandbox.Report, call time.Duration) error {
+func (s *series) boot(report control.Report, call time.Duration) error {
 	total, ok := report.Stages["boot"]
 	if !ok || total <= 0 {
 		return errors.New("the VM's process does not say how long the boot took")

@@ -4,13 +4,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 func TestBoot_reports_give_a_row_whose_stages_are_the_whole(t *testing.T) {
 	s := newSeries()
 	for range 3 {
-		report := sandbox.Report{Stages: map[string]float64{
+		report := control.Report{Stages: map[string]float64{
 			"boot": 2000, "create_vm": 7, "memory": 8, "shell": 1, "devices": 2, "load": 30, "entry": 4, "network": 50,
 		}}
 		if err := s.boot(report, 2100*time.Millisecond); err != nil {
@@ -39,7 +39,7 @@ func near(got, want float64) bool { return got >= want*0.998 && got <= want*1.00
 func TestBoot_report_without_a_boot_gives_error(t *testing.T) {
 	for name, stages := range map[string]map[string]float64{"no stages": nil, "of a restore": {"resume_ready": 12}, "no time": {"boot": 0}} {
 		s := newSeries()
-		if err := s.boot(sandbox.Report{Stages: stages}, time.Second); err == nil || s.total.TotalCount() != 0 {
+		if err := s.boot(control.Report{Stages: stages}, time.Second); err == nil || s.total.TotalCount() != 0 {
 			t.Errorf("%s: %v, %d runs", name, err, s.total.TotalCount())
 		}
 	}

@@ -12,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -101,7 +103,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 func (e Env) round(ctx context.Context, names []string, pooled bool, o ConcurrentOptions) (wakes []oneWake, err error) {
 	before := map[int]time.Duration{}
 	if pooled {
-		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{
+		pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{
 			Processes: len(names), Shapes: []spec.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: spec.DefaultVCPUs}},
 		})
 		if err != nil {
@@ -181,7 +183,7 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 // oneWake is what a wake took, the processor time of its process, and what that says of it.
 type oneWake struct {
 	took, cpu time.Duration
-	report    sandbox.Report
+	report    control.Report
 }
 
 // wakeAtOnce wakes VMs at the same moment. The result is by time. before is the processor

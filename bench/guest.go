@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 // vmName is the name of a VM of this process, and of no other. What tells VMs of one
@@ -28,7 +29,7 @@ func (e Env) boot(ctx context.Context, name string, mib int) error {
 }
 
 // bootSpec is boot for more than a size, with what the VM's process says of it.
-func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (sandbox.Report, error) {
+func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, error) {
 	e.say("booting a guest of %d MiB", spec.MemoryMiB)
 	spec.Image, spec.Kernel = e.Image, e.Kernel
 	return e.Store.Run(ctx, e.Launcher, spec)

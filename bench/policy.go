@@ -21,7 +21,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/process"
 )
 
 // MaxRules bounds the rules of a policy that is measured.
@@ -634,7 +634,7 @@ func attachElsewhere(ctx context.Context, a *attached, o PolicyAttachOptions) (t
 
 // PolicyAttachHelper is such a process: it prints two times in nanoseconds as JSON, of Attach and of Up.
 func PolicyAttachHelper(root, name string, rules int) ([]time.Duration, error) {
-	sandbox.PrepareProcess() // as a VM's process is
+	process.PrepareProcess() // as a VM's process is
 	spec, err := rulesOf(rules)
 	if err != nil {
 		return nil, err

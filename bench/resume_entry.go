@@ -13,13 +13,16 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Env is what the benchmarks run in.
 type Env struct {
 	Store    *sandbox.Store
-	Launcher sandbox.Launcher
+	Launcher pool.Launcher
 	Image    string
 	Kernel   string // as in sandbox.Spec
 	// PeerGuest is the path of drowse-peer-guest, which the guests of other monitors run.
@@ -47,7 +50,7 @@ type ResumeEntryOptions struct {
 
 // sleeper is a VM that sleeps, to be restored again and again.
 type sleeper struct {
-	record *sandbox.Record
+	record *state.Record
 	parts  instance.Parts
 	snap   string
 	series map[variant]*series
@@ -228,7 +231,7 @@ func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
+	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
 	return v, e.sleep(ctx, v)
 }
 
@@ -252,7 +255,7 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	if err != nil {
 		return err
 	}
-	v.parts = e.Store.Parts(v.record, st)
+	v.parts = process.Parts(e.Store.Store, v.record, st)
 	return nil
 }
 
@@ -282,9 +285,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		}
 	}
 	// As in a process of the VM's own.
-	sandbox.PrepareProcess()
+	process.PrepareProcess()
 	runtime.GC()
-	resume := sandbox.PauseGC()
+	resume := process.PauseGC()
 	defer resume()
 	begin := time.Now()
 	in, err := instance.Restore(ctx, p, v.snap, o)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // ResumeReadyOptions say how resume_ready is measured.
@@ -125,7 +126,7 @@ func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error
 // as is said, and to sleep once more.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
 	name := vmName(mib)
-	v := &sleeper{record: &sandbox.Record{Spec: sandbox.Spec{Name: name}}}
+	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -66,7 +66,7 @@ func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, e
 	return rows, nil
 }
 
-func (e Env) sleepAndWake(ctx context.Context, name string) (sandbox.SleepResult, error) {
+func (e Env) sleepAndWake(ctx context.Context, name string) (control.SleepResult, error) {
 	res, err := e.Store.Sleep(ctx, name)
 	if err != nil {
 		return res, err

@@ -14,7 +14,9 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -271,7 +273,7 @@ type chain struct {
 	last  string
 }
 
-func (c *chain) next(ctx context.Context) (sandbox.SleepResult, error) {
+func (c *chain) next(ctx context.Context) (control.SleepResult, error) {
 	res, err := c.store.Snapshot(ctx, c.vm, "")
 	if err != nil {
 		return res, err
@@ -385,7 +387,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 			return nil, err
 		}
 		all[d] = newSeries()
-		vms[d] = &sleeper{record: r, parts: e.Store.Parts(r, st), snap: e.Store.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
+		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.Store, r, st), snap: e.Store.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
 	}
 	dir, err := runsDir()
 	if err != nil {

@@ -20,6 +20,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // selfProgram is how root in a guest asks the host.
@@ -251,11 +253,11 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 			}
 		}
 	}
-	if again, why := wait(name, "/run/again"), e.Sh(name, "cat /run/why"); again != "1" || !strings.Contains(why, sandbox.ErrSelfLimit.Error()) {
+	if again, why := wait(name, "/run/again"), e.Sh(name, "cat /run/why"); again != "1" || !strings.Contains(why, control.ErrSelfLimit.Error()) {
 		t.Errorf("asking again has ended with %q: %s", again, why)
 	}
 	stop()
-	if errs := <-served; len(errs) != 1 || !errors.Is(errs[0], sandbox.ErrSelfLimit) {
+	if errs := <-served; len(errs) != 1 || !errors.Is(errs[0], control.ErrSelfLimit) {
 		t.Errorf("serving two requests: %v", errs)
 	}
 	if got := e.Sh(name, "cat /run/forked"); got != "0" {
@@ -306,7 +308,7 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 		t.Fatal(err)
 	}
 	_, _ = s.Wait() // it is cut
-	e.WaitPhase(name, sandbox.Asleep, 5*time.Minute)
+	e.WaitPhase(name, state.Asleep, 5*time.Minute)
 	e.Wake(name)
 	var said bytes.Buffer
 	if s, err = e.Agent(name).Attach(t.Context(), "asks", 0, guest.IO{Stdout: &said, Stderr: &said}); err != nil {

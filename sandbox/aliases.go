@@ -1,6 +1,9 @@
 package sandbox
 
-import "github.com/drowse-vm/drowse/sandbox/spec"
+import (
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
 
 // Spec says what a VM is: see spec.VM.
 type Spec = spec.VM
@@ -19,3 +22,20 @@ var (
 	ErrShare      = spec.ErrShare
 	ErrSecrets    = spec.ErrSecrets
 )
+
+// Store is a directory with the VMs of a host, and what can be done with them: the verbs over a state.Store.
+type Store struct{ *state.Store }
+
+// OpenStore opens or makes a store: state.OpenStore.
+func OpenStore(dir string) (*Store, error) {
+	s, err := state.OpenStore(dir)
+	if err != nil {
+		return nil, err
+	}
+	return &Store{s}, nil
+}
+
+// WithHostHooks is the store with hooks of the embedding program: state.Store.WithHostHooks.
+func (s *Store) WithHostHooks(list ...state.HostHook) *Store {
+	return &Store{s.Store.WithHostHooks(list...)}
+}

@@ -14,23 +14,25 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which
 // arguments it was started.
-func crashed(t *testing.T) (s *Store, l Launcher, r *Record, sleep string, started func() []string) {
+func crashed(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, sleep string, started func() []string) {
 	t.Helper()
 	s = tempStore(t)
 	r = sleepingVM(t, s, "a", 1)
 	r.Spec.DiskMiB, r.Spec.VCPUs, r.Spec.MemoryMiB = 64, 1, 256
-	sleep = diskSnapshotOf(t, s, r, kindSleep)
+	sleep = diskSnapshotOf(t, s, r, state.KindSleep)
 	r.Snapshot = sleep
 	write(t, s, r, 7)
-	if err := s.save(r); err != nil {
+	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
 	said := filepath.Join(t.TempDir(), "args")
-	l = Launcher{Command: []string{"/bin/sh", "-c", `echo "$@" >> ` + said + `; printf '{"name":"a"}' >&3`, "sh"}}
+	l = pool.Launcher{Command: []string{"/bin/sh", "-c", `echo "$@" >> ` + said + `; printf '{"name":"a"}' >&3`, "sh"}}
 	return s, l, r, sleep, func() []string {
 		text, err := os.ReadFile(said)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -41,13 +43,13 @@ func crashed(t *testing.T) (s *Store, l Launcher, r *Record, sleep string, start
 }
 
 // write has a VM crash after it has written a block to a new layer of its disk.
-func write(t *testing.T, s *Store, r *Record, word byte) {
+func write(t *testing.T, s *Store, r *state.Record, word byte) {
 	t.Helper()
-	below, err := s.absolute(r.Disk)
+	below, err := s.Absolute(r.Disk)
 	if err != nil {
 		t.Fatal(err)
 	}
-	st, err := disk.Fork(filepath.Join(s.layerDir(), r.newLayer()), below, 0)
+	st, err := disk.Fork(filepath.Join(s.LayerDir(), r.NewLayer()), below, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +61,7 @@ func write(t *testing.T, s *Store, r *Record, word byte) {
 	if err := errors.Join(err, d.Flush(), d.Close()); err != nil {
 		t.Fatal(err)
 	}
-	r.Disk, r.Phase, r.PID, r.Problem = s.relative(st), Crashed, 0, "its process was killed"
+	r.Disk, r.Phase, r.PID, r.Problem = s.Relative(st), state.Crashed, 0, "its process was killed"
 }
 
 // wantWord reads what write has written.
@@ -83,7 +85,7 @@ func abandonedOf(t *testing.T, s *Store) (ids []string) {
 		t.Fatal(err)
 	}
 	for _, i := range list {
-		if i.Kind == kindAbandoned {
+		if i.Kind == state.KindAbandoned {
 			ids = append(ids, i.ID)
 		}
 	}
@@ -91,19 +93,19 @@ func abandonedOf(t *testing.T, s *Store) (ids []string) {
 }
 
 func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *testing.T) {
-	for name, up := range map[string]func(s *Store, l Launcher) error{
-		"command over HTTP": func(s *Store, l Launcher) error {
+	for name, up := range map[string]func(s *Store, l pool.Launcher) error{
+		"command over HTTP": func(s *Store, l pool.Launcher) error {
 			_, err := s.BringUp(context.Background(), l, "a")
 			return err
 		},
-		"connection, packet or timer": func(s *Store, l Launcher) error {
+		"connection, packet or timer": func(s *Store, l pool.Launcher) error {
 			_, hold, err := s.WakeLocked(context.Background(), l, "a")
 			if hold != nil {
 				hold.Release()
 			}
 			return err
 		},
-		"start": func(s *Store, l Launcher) error {
+		"start": func(s *Store, l pool.Launcher) error {
 			_, err := s.Start(context.Background(), l, "a")
 			return err
 		},
@@ -120,11 +122,11 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 			if _, err := s.Sweep(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			got, err := s.load("a")
+			got, err := s.Load("a")
 			if err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
 				t.Fatalf("its record is %+v, %v", got, err)
 			}
-			st, err := s.absolute(got.Disk)
+			st, err := s.Absolute(got.Disk)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -134,19 +136,22 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 }
 
 func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.T) {
-	for name, back := range map[string]func(s *Store, l Launcher, sleep string) error{
-		"wake": func(s *Store, l Launcher, _ string) error { _, err := s.Wake(context.Background(), l, "a"); return err },
-		"restore": func(s *Store, _ Launcher, sleep string) error {
+	for name, back := range map[string]func(s *Store, l pool.Launcher, sleep string) error{
+		"wake": func(s *Store, l pool.Launcher, _ string) error {
+			_, err := s.Wake(context.Background(), l, "a")
+			return err
+		},
+		"restore": func(s *Store, _ pool.Launcher, sleep string) error {
 			_, err := s.RestoreTo(context.Background(), "a", sleep)
 			return err
 		},
-		"restore of one that has stopped": func(s *Store, _ Launcher, sleep string) error {
-			r, err := s.load("a")
+		"restore of one that has stopped": func(s *Store, _ pool.Launcher, sleep string) error {
+			r, err := s.Load("a")
 			if err != nil {
 				return err
 			}
-			r.Phase = Stopped
-			if err := s.save(r); err != nil {
+			r.Phase = state.Stopped
+			if err := s.Save(r); err != nil {
 				return err
 			}
 			_, err = s.RestoreTo(context.Background(), "a", sleep)
@@ -159,8 +164,8 @@ func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.
 			if err := back(s, l, sleep); err != nil {
 				t.Fatal(err)
 			}
-			got, err := s.load("a")
-			if err != nil || got.Phase != Asleep || len(got.Disk.Layers) != len(r.Disk.Layers)-1 {
+			got, err := s.Load("a")
+			if err != nil || got.Phase != state.Asleep || len(got.Disk.Layers) != len(r.Disk.Layers)-1 {
 				t.Fatalf("its record is %+v, %v", got, err)
 			}
 			if _, err := s.Sweep(t.Context()); err != nil {
@@ -218,29 +223,29 @@ func TestAttack_removed_vm_leaves_the_disks_that_it_had_left(t *testing.T) {
 func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(t *testing.T) {
 	noGrace(t)
 	s, _, r, sleep, _ := crashed(t)
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Rotate = Rotation{To: sleep}; return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: sleep}; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	for word := range byte(4) {
-		before, err := s.load("a")
+		before, err := s.Load("a")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if word > 0 {
 			write(t, s, before, word)
-			before.Phase = Stopped
-			if err := s.save(before); err != nil {
+			before.Phase = state.Stopped
+			if err := s.Save(before); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if _, err := s.rotate(events.WithCause(t.Context(), events.Packet), before, Rotation{To: sleep}); err != nil {
+		if _, err := s.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, state.Rotation{To: sleep}); err != nil {
 			t.Fatal(err)
 		}
 		if ids := abandonedOf(t, s); len(ids) != 1 {
 			t.Errorf("%d disks are kept", len(ids))
 		}
 	}
-	files, err := os.ReadDir(s.layerDir())
+	files, err := os.ReadDir(s.LayerDir())
 	if err != nil || len(files) != len(r.Disk.Layers) {
 		t.Errorf("there are %d layers (%v), want %d", len(files), err, len(r.Disk.Layers))
 	}
@@ -248,8 +253,8 @@ func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(
 
 func TestAttack_crashed_vm_that_was_brought_up_meanwhile_is_taken_back(t *testing.T) {
 	s, l, r, _, _ := crashed(t)
-	r.Phase, r.Exit = Stopped, &ExitRecord{Reason: "powered-off", Time: time.Now()}
-	if err := s.save(r); err != nil {
+	r.Phase, r.Exit = state.Stopped, &state.ExitRecord{Reason: "powered-off", Time: time.Now()}
+	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.rewind(t.Context(), "a"); !errors.Is(err, ErrRunning) {
@@ -258,7 +263,7 @@ func TestAttack_crashed_vm_that_was_brought_up_meanwhile_is_taken_back(t *testin
 	if _, err := s.Wake(t.Context(), l, "a"); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("got %v, want ErrNotRunning", err)
 	}
-	if got, err := s.load("a"); err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
+	if got, err := s.Load("a"); err != nil || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
 		t.Errorf("its disk is %+v, %v", got, err)
 	}
 }

@@ -3,28 +3,34 @@ package sandbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // falling is a VM that runs, as far as the store can tell, has slept before, and sleeps in a new snapshot when it is
 // asked to. With lost its answer is lost.
-func falling(t *testing.T, lost bool) (s *Store, r *Record, old string) {
+func falling(t *testing.T, lost bool) (s *Store, r *state.Record, old string) {
 	t.Helper()
 	s = tempStore(t)
 	r = sleepingVM(t, s, "a", 2)
-	old = diskSnapshotOf(t, s, r, kindSleep)
+	old = diskSnapshotOf(t, s, r, state.KindSleep)
 	cmd := exec.Command("sleep", "1000")
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -32,27 +38,27 @@ func falling(t *testing.T, lost bool) (s *Store, r *Record, old string) {
 	ended := make(chan struct{})
 	go func() { _ = cmd.Wait(); close(ended) }()
 	t.Cleanup(func() { _ = cmd.Process.Kill(); <-ended })
-	r.Snapshot, r.Sleeps = old, []SleepRecord{{Snapshot: old, Asleep: time.Now().Add(-time.Hour)}}
-	r.Phase, r.PID = Running, cmd.Process.Pid
-	if err := s.save(r); err != nil {
+	r.Snapshot, r.Sleeps = old, []state.SleepRecord{{Snapshot: old, Asleep: time.Now().Add(-time.Hour)}}
+	r.Phase, r.PID = state.Running, cmd.Process.Pid
+	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
-	lock, err := s.lock("a")
+	lock, err := s.Lock("a")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := osfile.ListenUnix(s.controlSocket("a"))
+	l, err := osfile.ListenUnix(s.ControlSocket("a"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	srv := &http.Server{ReadHeaderTimeout: time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		now := *r
-		now.Snapshot = diskSnapshotOf(t, s, r, kindSleep)
-		now.Phase, now.PID, now.Sleeps = Asleep, 0, append(now.Sleeps, SleepRecord{Snapshot: now.Snapshot, Asleep: time.Now()})
-		if err := s.save(&now); err != nil {
+		now.Snapshot = diskSnapshotOf(t, s, r, state.KindSleep)
+		now.Phase, now.PID, now.Sleeps = state.Asleep, 0, append(now.Sleeps, state.SleepRecord{Snapshot: now.Snapshot, Asleep: time.Now()})
+		if err := s.Save(&now); err != nil {
 			t.Error(err)
 		}
-		lock.release()
+		lock.Release()
 		_ = cmd.Process.Kill()
 		if lost {
 			panic(http.ErrAbortHandler)
@@ -71,13 +77,13 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 		problem bool
 	}{
 		"the record of another VM cannot be read": {harm: func(t *testing.T, s *Store) {
-			labelled(t, s, "z", Asleep, nil)
-			if err := os.WriteFile(s.recordPath("z"), []byte("{"), 0o600); err != nil {
+			withMetadata(t, s, "z", state.Asleep, nil)
+			if err := os.WriteFile(s.RecordPath("z"), []byte("{"), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		}},
 		"another snapshot cannot be read": {harm: func(t *testing.T, s *Store) {
-			if err := os.Mkdir(s.snapshotDir(spec.NewID()), 0o700); err != nil {
+			if err := os.Mkdir(s.SnapshotDir(spec.NewID()), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}},
@@ -95,14 +101,14 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 			if err != nil {
 				t.Fatalf("it sleeps, and the error is: %v", err)
 			}
-			r, err := s.load("a")
-			if err != nil || r.Phase != Asleep || r.Snapshot != res.Snapshot {
+			r, err := s.Load("a")
+			if err != nil || r.Phase != state.Asleep || r.Snapshot != res.Snapshot {
 				t.Errorf("its record is %+v (%v), and the result %+v", r, err, res)
 			}
 			if (res.Problem != "") != tt.problem {
 				t.Errorf("the problem is %q", res.Problem)
 			}
-			if !tt.problem && !tt.lost && s.isThere(old) {
+			if !tt.problem && !tt.lost && s.IsThere(old) {
 				t.Error("the sleep before is still there")
 			}
 		})
@@ -113,7 +119,7 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
 	// A pipe in place of a manifest holds up whoever reads it.
 	id := spec.NewID()
-	if err := errors.Join(os.Mkdir(s.snapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.snapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
+	if err := errors.Join(os.Mkdir(s.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
@@ -129,7 +135,7 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the sleep reads a snapshot that is none of its VM's")
 	}
-	if s.isThere(old) {
+	if s.IsThere(old) {
 		t.Error("the sleep before is still there")
 	}
 }
@@ -137,16 +143,16 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) {
 	for name, keep := range map[string]func(t *testing.T, s *Store, old string){
 		"a clone": func(t *testing.T, s *Store, old string) {
-			c := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: Asleep, Snapshot: old, Parent: old}
-			l, err := s.create(c)
+			c := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: state.Asleep, Snapshot: old, Parent: old}
+			l, err := s.Create(c)
 			if err != nil {
 				t.Fatal(err)
 			}
-			l.release()
+			l.Release()
 		},
 		"a clone whose record cannot be read": func(t *testing.T, s *Store, old string) {
-			labelled(t, s, "c", Asleep, nil)
-			if err := os.WriteFile(s.recordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
+			withMetadata(t, s, "c", state.Asleep, nil)
+			if err := os.WriteFile(s.RecordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -155,13 +161,13 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 				t.Fatal(err)
 			}
 		},
-		"its label": func(t *testing.T, s *Store, _ string) {
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
+		"its metadata": func(t *testing.T, s *Store, _ string) {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
 		"its rotation": func(t *testing.T, s *Store, old string) {
-			if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { l.Rotate = Rotation{To: old}; return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: old}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -172,7 +178,7 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 			if res, err := s.Sleep(t.Context(), "a"); err != nil || res.Problem != "" {
 				t.Fatal(err, res.Problem)
 			}
-			if !s.isThere(old) {
+			if !s.IsThere(old) {
 				t.Error("it is gone")
 			}
 		})
@@ -183,11 +189,11 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	s, _, r, _ := clonable(t)
 	sleeping := sleepingVM(t, s, "s", 1)
 	sleeping.Spec = r.Spec
-	sleeping.Spec.Name, sleeping.Snapshot = "s", diskSnapshotOf(t, s, sleeping, kindSleep)
-	if err := s.save(sleeping); err != nil {
+	sleeping.Spec.Name, sleeping.Snapshot = "s", diskSnapshotOf(t, s, sleeping, state.KindSleep)
+	if err := s.Save(sleeping); err != nil {
 		t.Fatal(err)
 	}
-	unlock, err := s.lockStore(t.Context(), osfile.Exclusive, time.Second)
+	unlock, err := s.LockStore(t.Context(), osfile.Exclusive, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,7 +202,7 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.Fork(ctx, Launcher{}, "s", ForkOptions{Name: "f"})
+		_, err := s.Fork(ctx, pool.Launcher{}, "s", ForkOptions{Name: "f"})
 		done <- err
 	}()
 	select {
@@ -209,7 +215,184 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	}
 	// And whoever gives no end waits for a time.
 	begin := time.Now()
-	if _, err := s.lockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, errStoreBusy) || time.Since(begin) < 20*time.Millisecond {
+	if _, err := s.LockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, state.ErrStoreBusy) || time.Since(begin) < 20*time.Millisecond {
 		t.Errorf("got %v after %v", err, time.Since(begin))
+	}
+}
+
+// clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and
+// nobody else who has its layers.
+func clonable(t *testing.T) (s *Store, l pool.Launcher, r *state.Record, snap string) {
+	t.Helper()
+	s = tempStore(t)
+	dir := t.TempDir()
+	l = pool.Launcher{Command: []string{"/bin/sh", "-c", `printf '{"name":"x"}' >&3`}, Agent: filepath.Join(dir, "agent")}
+	tree := filepath.Join(dir, "tree")
+	if err := errors.Join(os.Mkdir(tree, 0o700), os.WriteFile(filepath.Join(tree, "f"), nil, 0o600), os.WriteFile(l.Agent, []byte("agent"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	images, err := image.OpenStore(s.ImageDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r = sleepingVM(t, s, "origin", 2)
+	r.Spec.Image, r.Spec.Kernel, r.Boot.ImageID = img.ID, "/dev/null", img.ID
+	if r.Spec, err = r.Spec.WithDefaults(); err != nil {
+		t.Fatal(err)
+	}
+	snap = diskSnapshotOf(t, s, r, state.KindNamed)
+	if err := s.Remove(t.Context(), "origin", true); err != nil {
+		t.Fatal(err)
+	}
+	wantLayers(t, s, true, r.Disk.Layers...)
+	return s, l, r, snap
+}
+
+// Whoever names what another one names keeps those who delete out, and waits for them no longer than its context lasts.
+func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) {
+	s, l, r, snap := clonable(t)
+	ways := map[string]func(ctx context.Context, name string) error{
+		"restore": func(ctx context.Context, name string) error {
+			_, err := s.RestoreWith(ctx, l, snap, RestoreChanges{Name: name})
+			return err
+		},
+		"run-from-disk": func(ctx context.Context, name string) error {
+			_, err := s.RunFromDisk(ctx, l, Spec{Name: name, Kernel: "/dev/null"}, snap)
+			return err
+		},
+		"take-back": func(ctx context.Context, name string) error {
+			other := sleepingVM(t, s, name, 1)
+			id := diskSnapshotOf(t, s, other, state.KindNamed)
+			_, err := s.RestoreTo(ctx, name, id)
+			return err
+		},
+	}
+	for name, do := range ways {
+		t.Run(name+" waits for a sweep", func(t *testing.T) {
+			unlock, err := s.LockStore(t.Context(), osfile.Exclusive, time.Second)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			defer cancel()
+			if err := do(ctx, "w-"+name); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("got %v, want that it waits", err)
+			}
+			if err := unlock(); err != nil {
+				t.Fatal(err)
+			}
+		})
+		t.Run(name+" is done without one", func(t *testing.T) {
+			if err := do(t.Context(), "d-"+name); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+	t.Run("a removal and a sweep wait for it", func(t *testing.T) {
+		unlock, err := s.Share(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		free := diskSnapshotOf(t, s, r, state.KindNamed)
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		if err := s.RemoveSnapshot(ctx, free); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("the removal: %v", err)
+		}
+		if _, err := s.Sweep(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("the sweep: %v", err)
+		}
+		if !s.IsThere(free) {
+			t.Error("it is removed")
+		}
+		if err := unlock(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
+	noGrace(t)
+	s, l, r, snap := clonable(t)
+	keep := diskSnapshotOf(t, s, r, state.KindNamed) // its layers are wanted again and again
+	if err := snapshot.Remove(s.SnapshotDir(snap)); err != nil {
+		t.Fatal(err)
+	}
+	restored, booted, removed := 0, 0, 0
+	for i := range 60 {
+		id := diskSnapshotOf(t, s, r, state.KindNamed)
+		name := fmt.Sprint("vm-", i)
+		var made, gone, swept error
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			if i%2 == 0 {
+				_, made = s.RestoreWith(t.Context(), l, id, RestoreChanges{Name: name})
+				return
+			}
+			_, made = s.RunFromDisk(t.Context(), l, Spec{Name: name, Kernel: "/dev/null"}, id)
+		})
+		wg.Go(func() {
+			time.Sleep(time.Duration(i%12) * time.Millisecond)
+			gone = s.RemoveSnapshot(t.Context(), id)
+		})
+		wg.Go(func() { _, swept = s.Sweep(t.Context()) })
+		wg.Wait()
+		if swept != nil {
+			t.Errorf("%d: the sweep: %v", i, swept)
+		}
+		got, err := s.Load(name)
+		switch {
+		case made == nil && err == nil:
+			if got.Snapshot != "" && !s.IsThere(got.Snapshot) {
+				t.Fatalf("%d: it was restored, and its snapshot is gone (the removal: %v)", i, gone)
+			}
+			wantLayers(t, s, true, got.Disk.Layers...)
+			if i%2 == 0 {
+				restored++
+			} else {
+				booted++
+			}
+		case !errors.Is(made, snapshot.ErrNotFound):
+			t.Fatalf("%d: %v, and its record: %v", i, made, err)
+		}
+		if gone == nil {
+			removed++
+		} else if !errors.Is(gone, state.ErrSnapshotInUse) {
+			t.Fatalf("%d: the removal: %v", i, gone)
+		}
+	}
+	t.Logf("%d restored, %d booted, %d removed", restored, booted, removed)
+	if restored+booted == 0 || removed == 0 {
+		t.Error("nothing has met")
+	}
+	if !s.IsThere(keep) {
+		t.Error("a snapshot that nobody has removed is gone")
+	}
+}
+
+func TestAttack_run_from_disk_loses_its_layers_to_the_removal_of_the_snapshot(t *testing.T) {
+	noGrace(t)
+	for i := range 20 {
+		s, l, r, snap := clonable(t)
+		var made, gone error
+		var wg sync.WaitGroup
+		wg.Go(func() { _, made = s.RunFromDisk(t.Context(), l, spec.VM{Name: "d", Kernel: "/dev/null"}, snap) })
+		wg.Go(func() {
+			time.Sleep(time.Duration(i%10) * 500 * time.Microsecond)
+			gone = s.RemoveSnapshot(t.Context(), snap)
+		})
+		wg.Wait()
+		if gone != nil {
+			t.Fatalf("the removal: %v", gone)
+		}
+		if made == nil {
+			wantLayers(t, s, true, r.Disk.Layers...)
+		} else if !errors.Is(made, snapshot.ErrNotFound) {
+			t.Fatal(made)
+		}
 	}
 }

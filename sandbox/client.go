@@ -1,18 +1,13 @@
 package sandbox
 
 import (
-	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -22,132 +17,89 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/rootfs/sysdisk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
-	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Launcher says how a Store starts the processes of VMs.
-type Launcher struct {
-	// Command is the program with its first arguments; it is called with more after
-	// them, and must give those to ServeProcess.
-	Command []string
-	// Agent is the path of the guest's agent, a static program.
-	Agent string
-	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
-	Pool *Pool
-	// Supervised takes such processes from another process that serves a pool for the store
-	// (Pool.Serve), if there is one and Pool is nil.
-	Supervised bool
-	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
-	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
-	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
-}
-
 // Run makes a VM and boots it. It returns when the agent in the guest answers. If
 // the VM does not come up, nothing is left of it but its logs in the error.
-func (s *Store) Run(ctx context.Context, l Launcher, spec Spec) (Report, error) {
-	return s.RunLabelled(ctx, l, spec, nil)
+func (s *Store) Run(ctx context.Context, l pool.Launcher, spec Spec) (control.Report, error) {
+	return s.RunWithMetadata(ctx, l, spec, nil)
 }
 
-// RunLabelled is Run for a sandbox that has a label, if that is not nil, from its first moment on.
-func (s *Store) RunLabelled(ctx context.Context, l Launcher, want Spec, label *Label) (Report, error) {
-	want, err := s.complete(want)
+// RunWithMetadata is Run for a sandbox that has metadata, if that is not nil, from its first moment on.
+func (s *Store) RunWithMetadata(ctx context.Context, l pool.Launcher, want Spec, label *state.Metadata) (control.Report, error) {
+	want, err := s.Complete(want)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid()}
-	if err := r.setLabel(label); err != nil {
-		return Report{}, err
+	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid()}
+	if err := r.SetMetadata(label); err != nil {
+		return control.Report{}, err
 	}
-	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
-		return Report{}, err
+	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+		return control.Report{}, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", nil)
 }
 
-// maxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
-const maxSocketPath = 107
-
-// complete fills in what a Spec leaves open, its name as well, and checks that this host and store can have such a VM.
-func (s *Store) complete(want Spec) (Spec, error) {
-	if want.Name == "" {
-		want.Name = "vm-" + spec.NewID()[:8]
-	}
-	want, err := want.WithDefaults()
-	if err != nil {
-		return want, err
-	}
-	if err := vmm.CheckHostMemory(want.Memory()); err != nil {
-		return want, fmt.Errorf("%w: %w", ErrSpec, err)
-	}
-	return want, s.checkPaths(want.Name)
-}
-
-// checkPaths refuses a name whose sockets would have paths that are too long.
-func (s *Store) checkPaths(name string) error {
-	if n := len(guest.ReadyPath(s.VsockPath(name))); n > maxSocketPath {
-		return fmt.Errorf("%w: the paths of its sockets have %d bytes, and %d are possible: use a shorter name or state directory", ErrSpec, n, maxSocketPath)
-	}
-	return nil
-}
-
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
 // there is a record.
-func (s *Store) launchNew(ctx context.Context, l Launcher, r *Record, snapshotID string, recorded func() error) (Report, error) {
+func (s *Store) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error) (control.Report, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
+	return s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Store) launchNewWith(ctx context.Context, l Launcher, r *Record, ord order, recorded func() error, files ...*os.File) (Report, error) {
-	lock, err := s.create(r)
+func (s *Store) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
+	lock, err := s.Create(r)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
-	lock.release()
+	lock.Release()
 	if recorded != nil {
 		if err := recorded(); err != nil {
-			return Report{}, errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+			return control.Report{}, errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
 		}
 	}
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
-		if line := lastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
+		if line := control.LastLine(s.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
-		err = errors.Join(err, s.removeNew(context.WithoutCancel(ctx), r))
+		err = errors.Join(err, s.RemoveNew(context.WithoutCancel(ctx), r))
 	}
 	return rep, err
 }
 
 // resolve finds what the spec names.
-func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, error) {
+func (s *Store) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.BootFiles, error) {
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	img, err := images.Find(spec.Image)
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	if err := images.Check(img); err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
-	b := BootFiles{ImageID: img.ID, Image: img.Path()}
+	b := state.BootFiles{ImageID: img.ID, Image: img.Path()}
 	host := kernel.Hardware
 	if vmm.SoftKVM() {
 		host = kernel.Soft
@@ -159,39 +111,39 @@ func (s *Store) resolve(ctx context.Context, l Launcher, spec Spec) (BootFiles, 
 	} else {
 		k, err := s.findKernel(spec.Kernel, host, img.Labels[kernel.NeedsLabel], spec.Features()...)
 		if err != nil {
-			return BootFiles{}, err
+			return state.BootFiles{}, err
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
 		if kernel.DefaultRoot(kind) == kernel.Initramfs {
 			b.Initramfs, err = initramfs.Ensure(ctx, s.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
 			if err != nil {
-				return BootFiles{}, err
+				return state.BootFiles{}, err
 			}
 		}
 	}
 	if b.Initramfs == "" {
 		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.CacheDir(), l.Agent); err != nil {
-			return BootFiles{}, err
+			return state.BootFiles{}, err
 		}
 	}
 	params, err := kernel.DefaultParams(kind, host)
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	root, err := kernel.RootParams(kernel.DefaultRoot(kind))
 	if err != nil {
-		return BootFiles{}, err
+		return state.BootFiles{}, err
 	}
 	b.Cmdline = params.String() + " " + root.String()
 	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
-		*path = s.inStore(*path)
+		*path = s.InStore(*path)
 	}
 	return b, nil
 }
 
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
-func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootFiles, error) {
+func (s *Store) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
 	spec := old.Spec
 	spec.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
@@ -205,7 +157,7 @@ func (s *Store) resolveAgain(ctx context.Context, l Launcher, old Record) (BootF
 		// The agent has been replaced since. The old one's disk is still in the
 		// cache, under the same folder as the new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
-		if _, err := os.Stat(s.bootPath(same)); err != nil {
+		if _, err := os.Stat(s.BootPath(same)); err != nil {
 			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
 		}
 		b.SystemDisk = same
@@ -238,7 +190,7 @@ func (s *Store) findKernel(name string, host kernel.Host, needs string, own ...s
 }
 
 // Start boots a VM that has stopped or crashed, with its disk as it is.
-func (s *Store) Start(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) Start(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.StartWith(ctx, l, name, StartOptions{})
 }
 
@@ -251,50 +203,50 @@ type StartOptions struct {
 }
 
 // StartWith is Start with options.
-func (s *Store) StartWith(ctx context.Context, l Launcher, name string, o StartOptions) (Report, error) {
+func (s *Store) StartWith(ctx context.Context, l pool.Launcher, name string, o StartOptions) (control.Report, error) {
 	if o.DiscardMemory {
 		if err := s.discardMemory(ctx, name); err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 	}
 	r, err := s.Get(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	switch r.Phase {
-	case Running, Starting:
-		return Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
+	case state.Running, state.Starting:
+		return control.Report{}, fmt.Errorf("%w: %s", ErrRunning, name)
 	}
-	if _, err := s.lasting(name); err != nil {
-		return Report{}, err
+	if _, err := s.Lasting(name); err != nil {
+		return control.Report{}, err
 	}
 	switch r.Phase {
-	case Asleep:
+	case state.Asleep:
 		// Its memory is of no use if its volumes have moved on.
-		if !errors.Is(s.checkVolumes(r, r.Snapshot), volume.ErrStale) {
-			return Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+		if !errors.Is(s.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
+			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		}
 	}
-	return s.launchWith(ctx, l, r.Spec.Shape(), order{Name: r.Spec.Name, Shared: true})
+	return s.launchWith(ctx, l, r.Spec.Shape(), control.Order{Name: r.Spec.Name, Shared: true})
 }
 
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
 // until it sleeps again.
 func (s *Store) discardMemory(ctx context.Context, name string) error {
-	if _, err := s.lasting(name); err != nil {
+	if _, err := s.Lasting(name); err != nil {
 		return err
 	}
-	l, err := s.lockSoon(ctx, name)
+	l, err := s.LockSoon(ctx, name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
-	if err != nil || r.Phase != Asleep {
+	defer l.Release()
+	r, err := s.Load(name)
+	if err != nil || r.Phase != state.Asleep {
 		return err
 	}
-	r.Phase, r.Problem = Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
-	return s.save(r)
+	r.Phase, r.Problem = state.Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
+	return s.Save(r)
 }
 
 // unreadable adds to the error of a wake what can be done if the memory cannot be had: the disk does not depend on it.
@@ -307,76 +259,73 @@ func unreadable(name string, err error) error {
 	return err
 }
 
-// errBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
-var errBetween = errors.New("the VM is falling asleep or being woken")
-
 // Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose
 // process was killed is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the
 // disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at once one does, and all
 // return when it is there. A sleep that has begun is waited for, so the VM runs in any case when Wake returns. When ctx
 // ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are
 // ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
-func (s *Store) Wake(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) Wake(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.wake(ctx, l, name, nil, true)
 }
 
 // BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
 // does, so that nothing is lost that its guest had written out.
-func (s *Store) BringUp(ctx context.Context, l Launcher, name string) (Report, error) {
+func (s *Store) BringUp(ctx context.Context, l pool.Launcher, name string) (control.Report, error) {
 	return s.wake(ctx, l, name, nil, false)
 }
 
 // wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
 // awake from its first moment on, if this call wakes it.
-func (s *Store) wake(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
+func (s *Store) wake(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
 	for {
 		rep, err := s.wakeOnce(ctx, l, name, hold, back)
-		if !errors.Is(err, errBetween) {
+		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
 		select {
 		case <-ctx.Done():
-			return Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
+			return control.Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
 		case <-time.After(2 * time.Millisecond):
 		}
 	}
 }
 
-func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.File, back bool) (Report, error) {
+func (s *Store) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
 	r, err := s.Get(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
-	if r.Phase == Running || r.Phase == Starting {
+	if r.Phase == state.Running || r.Phase == state.Starting {
 		return s.awaitRunning(ctx, name)
 	}
-	label, err := s.lasting(name)
+	label, err := s.Lasting(name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
-	if r, err = s.rotate(ctx, r, label.Rotate); err != nil {
-		return Report{}, err
+	if r, err = s.RotateIfDue(ctx, r, label.Rotate); err != nil {
+		return control.Report{}, err
 	}
-	if r.Phase == Crashed && !back {
+	if r.Phase == state.Crashed && !back {
 		return s.upOnce(ctx, l, r, "", hold)
 	}
 	if r.Snapshot == "" {
-		return Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
+		return control.Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
 	}
-	if r.Phase == Stopped {
+	if r.Phase == state.Stopped {
 		// It has ended by itself, with all that it wrote on its disk.
-		return Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
+		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
-	if err := errors.Join(s.checkVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
-		return Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
+	if err := errors.Join(s.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
+		return control.Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
-	if r.Phase != Asleep {
+	if r.Phase != state.Asleep {
 		// Back to the disk as it was then; what was written since is kept aside.
 		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
-			return Report{}, errBetween
+			return control.Report{}, state.ErrBetween
 		} else if err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 	}
 	return s.upOnce(ctx, l, r, r.Snapshot, hold)
@@ -384,17 +333,17 @@ func (s *Store) wakeOnce(ctx context.Context, l Launcher, name string, hold *os.
 
 // upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
 // says that it has one.
-func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID string, hold *os.File) (Report, error) {
+func (s *Store) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
 	// The process that has put it to sleep may be on its way out.
-	lock, err := s.lock(r.Spec.Name)
+	lock, err := s.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
-		return Report{}, errBetween
+		return control.Report{}, state.ErrBetween
 	}
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
-	lock.release()
-	ord := order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
+	lock.Release()
+	ord := control.Order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}
@@ -402,75 +351,45 @@ func (s *Store) upOnce(ctx context.Context, l Launcher, r *Record, snapshotID st
 	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
-		return Report{}, errBetween
+		return control.Report{}, state.ErrBetween
 	}
 	return rep, unreadable(r.Spec.Name, err)
 }
 
 // rewind makes a crashed VM one that sleeps since its last snapshot.
 func (s *Store) rewind(ctx context.Context, name string) error {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
-	if r.Phase != Crashed {
+	if r.Phase != state.Crashed {
 		return fmt.Errorf("%w: %s", ErrRunning, name) // it has run meanwhile: look again
 	}
-	m, err := s.manifest(r.Snapshot)
+	m, err := s.Manifest(r.Snapshot)
 	if err != nil {
 		return err
 	}
-	if _, err := s.abandon(ctx, r, m); err != nil {
+	if _, err := s.Abandon(ctx, r, m); err != nil {
 		return err
 	}
-	r.goBack(m)
-	return s.save(r)
-}
-
-// goBack makes a VM without a process one that sleeps in a snapshot.
-func (r *Record) goBack(m *snapshot.Manifest) {
-	r.Disk = snapshotDisk(m)
-	var then Record
-	if json.Unmarshal([]byte(m.Labels[labelRecord]), &then) == nil && then.Version == recordVersion {
-		// Those that its memory has.
-		r.Spec.Services = then.Spec.Services
-		r.Spec.VCPUs, r.Spec.MemoryMiB = then.Spec.VCPUs, then.Spec.MemoryMiB
-	}
-	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
-}
-
-func snapshotDisk(m *snapshot.Manifest) disk.Stack {
-	for _, d := range m.Disks {
-		if d.Name == instance.DeviceDisk {
-			return disk.Stack{Layers: d.Layers}
-		}
-	}
-	return disk.Stack{}
-}
-
-func (s *Store) manifest(id string) (*snapshot.Manifest, error) {
-	snap, err := snapshot.Open(s.snapshotDir(id))
-	if err != nil {
-		return nil, err
-	}
-	m := snap.Manifest()
-	return m, snap.Close()
+	r.GoBack(m)
+	return s.Save(r)
 }
 
 // awaitRunning waits until a VM that another process starts is there.
-func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
+func (s *Store) awaitRunning(ctx context.Context, name string) (control.Report, error) {
 	for {
 		r, err := s.Get(name)
 		if err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 		switch r.Phase {
-		case Running:
+		case state.Running:
 			info, err := s.Info(ctx, name)
 			if err == nil && info.Falling {
 				break // the sleep decides
@@ -478,15 +397,15 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 			if err == nil || !passing(err) {
 				return info.Report, err
 			}
-		case Starting:
-		case Asleep:
-			return Report{}, errBetween
+		case state.Starting:
+		case state.Asleep:
+			return control.Report{}, state.ErrBetween
 		default:
-			return Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+			return control.Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
 		select {
 		case <-ctx.Done():
-			return Report{}, ctx.Err()
+			return control.Report{}, ctx.Err()
 		case <-time.After(5 * time.Millisecond):
 		}
 	}
@@ -495,7 +414,7 @@ func (s *Store) awaitRunning(ctx context.Context, name string) (Report, error) {
 // Restore makes a new VM from a snapshot. It has the memory, processes and files of
 // the one that the snapshot is of, and an identity of its own. Its network policy is the
 // one that that VM had then.
-func (s *Store) Restore(ctx context.Context, l Launcher, snapshotID, name string) (Report, error) {
+func (s *Store) Restore(ctx context.Context, l pool.Launcher, snapshotID, name string) (control.Report, error) {
 	return s.RestoreWith(ctx, l, snapshotID, RestoreChanges{Name: name})
 }
 
@@ -508,53 +427,53 @@ type RestoreChanges struct {
 	Policy *netpolicy.Policy
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
 	Idle *spec.Idle
-	// Label is the clone's; nil is none, whatever the VM has that the snapshot is of.
-	Label *Label
+	// Metadata is the clone's; nil is none, whatever the VM has that the snapshot is of.
+	Metadata *state.Metadata
 }
 
 // RestoreWith is Restore with changes.
-func (s *Store) RestoreWith(ctx context.Context, l Launcher, snapshotID string, c RestoreChanges) (Report, error) {
+func (s *Store) RestoreWith(ctx context.Context, l pool.Launcher, snapshotID string, c RestoreChanges) (control.Report, error) {
 	// Nobody removes the snapshot or its layers before the record names them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
-		return Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
+		return control.Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	r, err := s.cloneRecord(ctx, l, id, c.Name)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if err := r.Spec.UsePolicy(c.Policy); err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	if c.Idle != nil {
 		if err := c.Idle.Validate(); err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
 		r.Spec.Idle = *c.Idle
 	}
-	if err := r.setLabel(c.Label); err != nil {
-		return Report{}, err
+	if err := r.SetMetadata(c.Metadata); err != nil {
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, id, unlock)
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
-func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*Record, error) {
-	m, err := s.manifest(id)
+func (s *Store) cloneRecord(ctx context.Context, l pool.Launcher, id, name string) (*state.Record, error) {
+	m, err := s.Manifest(id)
 	if err != nil {
 		return nil, err
 	}
-	if diskOnly(m) {
-		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, ErrDiskOnly, id)
+	if state.DiskOnly(m) {
+		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, state.ErrDiskOnly, id)
 	}
-	var old Record
-	if err := json.Unmarshal([]byte(m.Labels[labelRecord]), &old); err != nil {
+	var old state.Record
+	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
 	}
 	// What it says of files is not taken over: a snapshot may come from elsewhere.
@@ -564,18 +483,18 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 	}
 	want := old.Spec
 	want.Name, want.Hostname = name, ""
-	if want.Policy, err = policyOf(m.Labels); err != nil {
+	if want.Policy, err = state.PolicyOf(m.Labels); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if want, err = s.complete(want); err != nil {
+	if want, err = s.Complete(want); err != nil {
 		return nil, err
 	}
-	r := &Record{
-		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
-		Boot: boot, Disk: snapshotDisk(m), Snapshot: id, Parent: id,
+	r := &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
+		Boot: boot, Disk: state.SnapshotStack(m), Snapshot: id, Parent: id,
 	}
-	r.inherit(&old)
-	if err := errors.Join(s.checkVolumes(r, id), s.findShares(want.Shares)); err != nil {
+	r.Inherit(&old)
+	if err := errors.Join(s.CheckVolumes(r, id), s.findShares(want.Shares)); err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", id, err)
 	}
 	return r, nil
@@ -583,153 +502,16 @@ func (s *Store) cloneRecord(ctx context.Context, l Launcher, id, name string) (*
 
 // launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
 // and waits for the report.
-func (s *Store) launchWith(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
-	if rep, err = s.launchOnly(ctx, l, shape, ord, files...); err != nil {
+func (s *Store) launchWith(ctx context.Context, l pool.Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
+	if rep, err = pool.Start(ctx, s.Store, l, shape, ord, files...); err != nil {
 		return rep, err
 	}
 	return rep, s.handIn(ctx, l, ord.Name)
 }
 
-// launchOnly is launchWith without what the VM waits for then.
-func (s *Store) launchOnly(ctx context.Context, l Launcher, shape spec.Shape, ord order, files ...*os.File) (rep Report, err error) {
-	ord.Cause = cmp.Or(ord.Cause, events.CauseOf(ctx))
-	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
-	if err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
-	}
-	defer log.Close()
-	if err := s.ensureAudit(ord.Name); err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
-	}
-	if ord.ahead() {
-		from, done := s.standbys(l)
-		defer done()
-		for ready := from(shape); ready != nil; ready = from(shape) {
-			rep, err := s.launchBy(ctx, ord, log, files, ready.start)
-			// It may have been killed as it stood by: then nobody has the order.
-			again := (errors.Is(err, ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
-			ready.close()
-			if !again {
-				rep.Pooled = true
-				return rep, err
-			}
-		}
-	}
-	return s.launchBy(ctx, ord, log, files, func(ord order, files []*os.File) (vmProcess, error) {
-		return s.startProcess(l, ord, files)
-	})
-}
-
-// launchBy gives an order to a process by start, which gets the files of the order: the log,
-// that for the report, and those that follow. It waits for the report.
-func (s *Store) launchBy(ctx context.Context, ord order, log *os.File, files []*os.File,
-	start func(order, []*os.File) (vmProcess, error)) (rep Report, err error) {
-	name := ord.Name
-	r, w, err := os.Pipe()
-	if err != nil {
-		return rep, fmt.Errorf("starting VM %s: %w", name, err)
-	}
-	defer r.Close()
-	proc, err := start(ord, append([]*os.File{log, w}, files...))
-	w.Close()
-	if err != nil {
-		return rep, fmt.Errorf("starting the process of VM %s: %w", name, err)
-	}
-	stop := context.AfterFunc(ctx, func() {
-		if !ord.Shared {
-			proc.kill()
-		}
-		r.Close()
-	})
-	defer stop()
-	err = json.NewDecoder(io.LimitReader(r, 1<<20)).Decode(&rep)
-	switch {
-	case ctx.Err() != nil:
-		s.canceled(proc, name)
-		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
-	case err != nil:
-		// What does not report as it should is not left to itself.
-		proc.kill()
-		proc.wait(0)
-		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, ErrCrashed, lastLine(s.ProcessLog(name)))
-	case rep.Error != nil:
-		proc.wait(0)
-		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
-	}
-	return rep, nil
-}
-
-// startProcess starts a process with an order. files begin with its log.
-func (s *Store) startProcess(l Launcher, ord order, files []*os.File) (vmProcess, error) {
-	if len(l.Command) == 0 {
-		return nil, errors.New("no program is configured for it")
-	}
-	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), ord.args(s.Dir())...)...)
-	cmd.Env = vmEnvironment()
-	cmd.Stdout, cmd.Stderr = files[0], files[0]
-	cmd.ExtraFiles = files[1:] // reportFD and up
-	return startChild(cmd, nil)
-}
-
-// call asks a VM's process for something.
-func (s *Store) call(ctx context.Context, name, method, path string, out any) error {
-	return s.callWith(ctx, name, method, path, nil, func(body io.Reader) error {
-		return json.NewDecoder(io.LimitReader(body, 16<<20)).Decode(out)
-	})
-}
-
-// callWith is call with a body, and with what reads the answer.
-func (s *Store) callWith(ctx context.Context, name, method, path string, send []byte, read func(io.Reader) error) error {
-	r, err := s.Get(name)
-	if err != nil {
-		return err
-	}
-	if r.Phase == Starting {
-		return fmt.Errorf("%w: %s is starting", ErrNotRunning, name)
-	}
-	if r.Phase != Running {
-		return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
-	}
-	client := &http.Client{Transport: &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", s.controlSocket(name))
-		},
-		DisableKeepAlives: true,
-	}}
-	req, err := http.NewRequestWithContext(ctx, method, "http://vm"+path, bytes.NewReader(send))
-	if err != nil {
-		return err
-	}
-	req.Header.Set(causeHeader, string(events.CauseOf(ctx)))
-	resp, err := client.Do(req)
-	var ue *url.Error
-	if errors.As(err, &ue) {
-		err = ue.Err
-	}
-	if errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ECONNREFUSED) {
-		return fmt.Errorf("%w: %s: its process does not answer", ErrNotRunning, name)
-	}
-	if err != nil {
-		return fmt.Errorf("asking the process of VM %s: %w", name, err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		var e ErrorReport
-		if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(&e); err != nil || e.Message == "" {
-			return fmt.Errorf("asking the process of VM %s: it answered %s", name, resp.Status)
-		}
-		return &e
-	}
-	if err := read(resp.Body); err != nil {
-		return fmt.Errorf("asking the process of VM %s: %w", name, err)
-	}
-	return nil
-}
-
 // Info asks a running VM how it is.
-func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
-	err = s.call(ctx, name, http.MethodGet, "/info", &info)
+func (s *Store) Info(ctx context.Context, name string) (info control.Info, err error) {
+	err = control.Call(ctx, s.Store, name, http.MethodGet, "/info", &info)
 	return info, err
 }
 
@@ -737,7 +519,7 @@ func (s *Store) Info(ctx context.Context, name string) (info Info, err error) {
 // and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
 // hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
 // deleting the sleep before, is in the result's Problem, and left to the next Sweep.
-func (s *Store) Sleep(ctx context.Context, name string) (SleepResult, error) {
+func (s *Store) Sleep(ctx context.Context, name string) (control.SleepResult, error) {
 	return s.SleepWith(ctx, name, SleepOptions{})
 }
 
@@ -748,7 +530,7 @@ type SleepOptions struct {
 }
 
 // SleepWith is Sleep with options.
-func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res SleepResult, err error) {
+func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res control.SleepResult, err error) {
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
@@ -756,11 +538,11 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 	if err != nil {
 		return res, err
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		return lastSleep(r), nil
 	}
-	if l, err := s.Label(name); err == nil && l.Class == lifetime.Ephemeral {
-		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, ErrLabel, name)
+	if l, err := s.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, state.ErrMetadata, name)
 	}
 	begin := time.Now()
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
@@ -768,31 +550,31 @@ func (s *Store) SleepWith(ctx context.Context, name string, o SleepOptions) (res
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	if err := s.call(ctx, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
+	if err := control.Call(ctx, s.Store, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
 		now, gerr := s.Get(name)
-		if gerr != nil || !now.sleptAfter(r) {
+		if gerr != nil || !now.SleptAfter(r) {
 			return res, err
 		}
 		res = lastSleep(now)
-		res.note(awaitExit(ctx, proc))
+		res.Note(awaitExit(ctx, proc))
 		return res, nil
 	}
 	// From here on it sleeps, whatever else fails.
 	if err := awaitExit(ctx, proc); err != nil {
-		res.note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
+		res.Note(fmt.Errorf("waiting for the process of VM %s to end: %w", name, err))
 		return res, nil
 	}
-	res.Stages["gone"] = ms(time.Since(begin))
-	res.note(errors.Join(s.sweepSlept(ctx, name), sweepNetworks()))
+	res.Stages["gone"] = control.Milliseconds(time.Since(begin))
+	res.Note(errors.Join(s.SweepSlept(ctx, name), state.SweepNetworks()))
 	return res, nil
 }
 
 // awaitStarted waits until a VM that is being started is there, or not.
-func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) {
+func (s *Store) awaitStarted(ctx context.Context, name string) (*state.Record, error) {
 	for {
 		r, err := s.Get(name)
-		if err != nil || r.Phase != Starting {
+		if err != nil || r.Phase != state.Starting {
 			return r, err
 		}
 		select {
@@ -804,20 +586,14 @@ func (s *Store) awaitStarted(ctx context.Context, name string) (*Record, error) 
 }
 
 // lastSleep is what the last sleep of a VM that sleeps has done.
-func lastSleep(r *Record) SleepResult {
-	res := SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+func lastSleep(r *state.Record) control.SleepResult {
+	res := control.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {
-			res.take(sl)
+			res.Take(sl)
 		}
 	}
 	return res
-}
-
-// sleptAfter says whether a VM has slept since an earlier look at its record.
-func (r *Record) sleptAfter(before *Record) bool {
-	n := len(r.Sleeps)
-	return n > 0 && r.Sleeps[n-1].Snapshot == r.Snapshot && r.Snapshot != before.Snapshot && r.ID == before.ID
 }
 
 // awaitExit waits until a process, of whatever parent, has ended.
@@ -848,9 +624,9 @@ func zombie(pid int) bool {
 // awaitUnlocked waits until the process of a VM is gone.
 func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 	for {
-		l, err := s.lock(name)
+		l, err := s.Lock(name)
 		if err == nil {
-			l.release()
+			l.Release()
 			return nil
 		}
 		if !errors.Is(err, ErrRunning) {
@@ -866,7 +642,7 @@ func (s *Store) awaitUnlocked(ctx context.Context, name string) error {
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and
 // lets it run on. note is kept with it.
-func (s *Store) Snapshot(ctx context.Context, name, note string) (SleepResult, error) {
+func (s *Store) Snapshot(ctx context.Context, name, note string) (control.SleepResult, error) {
 	return s.SnapshotWith(ctx, name, SnapshotOptions{Note: note})
 }
 
@@ -882,12 +658,12 @@ type SnapshotOptions struct {
 }
 
 // SnapshotWith is Snapshot with options.
-func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res SleepResult, err error) {
+func (s *Store) SnapshotWith(ctx context.Context, name string, o SnapshotOptions) (res control.SleepResult, err error) {
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
 	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
-	err = s.call(ctx, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
+	err = control.Call(ctx, s.Store, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
 	return res, err
 }
 
@@ -898,10 +674,10 @@ func (s *Store) Agent(ctx context.Context, name string) (*guest.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.Phase != Running {
+	if r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 	}
-	if err := s.ensureAudit(name); err != nil {
+	if err := s.EnsureAudit(name); err != nil {
 		return nil, err
 	}
 	return guest.Dial(ctx, guest.UnixDialer(s.VsockPath(name)))
@@ -914,11 +690,11 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase != Running && r.Phase != Starting {
+	if r.Phase != state.Running && r.Phase != state.Starting {
 		return nil
 	}
 	if kill {
-		if err := s.call(ctx, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
+		if err := control.Call(ctx, s.Store, name, http.MethodPost, "/kill", &struct{}{}); err != nil {
 			// It does not answer, or is not that far yet.
 			if kerr := s.kill(ctx, name); kerr != nil {
 				return errors.Join(err, kerr)
@@ -930,7 +706,7 @@ func (s *Store) Stop(ctx context.Context, name string, kill bool) error {
 			return err
 		}
 		// For the event alone, so a failure is in nobody's way.
-		_ = s.call(ctx, name, http.MethodPost, "/ending", &struct{}{})
+		_ = control.Call(ctx, s.Store, name, http.MethodPost, "/ending", &struct{}{})
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
@@ -952,7 +728,7 @@ const makePatience = 10 * time.Second
 func (s *Store) kill(ctx context.Context, name string) error {
 	for deadline := time.Now().Add(makePatience); ; {
 		r, err := s.Get(name)
-		if err != nil || r.Phase != Running && r.Phase != Starting {
+		if err != nil || r.Phase != state.Running && r.Phase != state.Starting {
 			return err
 		}
 		done, err := false, error(nil)
@@ -976,21 +752,21 @@ func (s *Store) kill(ctx context.Context, name string) error {
 // killHolder kills the process that a record names if it is the VM's. A number may have
 // become another process's; who holds the lock, with this number in the record before and
 // after, is the one.
-func (s *Store) killHolder(ctx context.Context, r *Record) (done bool, err error) {
+func (s *Store) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
 	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
 	}
 	defer func() { _ = proc.Release() }() // it only gives back the pidfd
-	l, err := s.lockSoon(ctx, r.Spec.Name)
+	l, err := s.LockSoon(ctx, r.Spec.Name)
 	if err == nil {
-		l.release()
+		l.Release()
 		return false, nil // it is gone
 	}
 	if !errors.Is(err, ErrRunning) {
 		return false, err
 	}
-	if again, err := s.load(r.Spec.Name); err != nil || again.PID != r.PID {
+	if again, err := s.Load(r.Spec.Name); err != nil || again.PID != r.PID {
 		return false, err
 	}
 	if err := proc.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
@@ -1001,19 +777,19 @@ func (s *Store) killHolder(ctx context.Context, r *Record) (done bool, err error
 
 // giveUp ends the making of a VM that never got a process.
 func (s *Store) giveUp(ctx context.Context, name string) (done bool, err error) {
-	l, err := s.lockSoon(ctx, name)
+	l, err := s.LockSoon(ctx, name)
 	if errors.Is(err, ErrRunning) {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	defer l.release()
-	r, err := s.load(name)
-	if err != nil || r.Phase != Starting || r.PID != 0 {
+	defer l.Release()
+	r, err := s.Load(name)
+	if err != nil || r.Phase != state.Starting || r.PID != 0 {
 		return false, err
 	}
-	return true, s.tidy(r)
+	return true, s.Tidy(r)
 }
 
 // Remove deletes a VM with its disk and its sleep snapshot. A running one is refused
@@ -1023,33 +799,18 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) error {
 	return err
 }
 
-// RemoveFreed is Remove that says what it has freed. The VM may be gone although there is an error: then what only it
-// needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
-func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (Freed, error) {
-	r, err := s.Get(name)
-	switch {
-	case errors.Is(err, ErrRecord) && force:
-		freed, gone, err := s.removeFreed(ctx, name)
-		if gone {
-			s.announce(ctx, events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx), Details: events.Details{Bytes: freed.Bytes}})
-		}
-		return freed, err
-	case err != nil:
-		return Freed{}, err
-	case r.Phase == Running || r.Phase == Starting:
-		if !force {
-			return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", ErrRunning, name)
-		}
-		if err := s.Stop(ctx, name, true); err != nil {
-			return Freed{}, err
+// RemoveFreed is Remove that says what it has freed: see state.Store.Remove.
+func (s *Store) RemoveFreed(ctx context.Context, name string, force bool) (state.Freed, error) {
+	if force {
+		switch r, err := s.Get(name); {
+		case errors.Is(err, ErrRecord):
+		case err != nil:
+			return state.Freed{}, err
+		case r.Phase == state.Running || r.Phase == state.Starting:
+			if err := s.Stop(ctx, name, true); err != nil {
+				return state.Freed{}, err
+			}
 		}
 	}
-	// Its label goes with it.
-	e := s.event(ctx, r, events.Removed)
-	freed, gone, err := s.removeFreed(ctx, name)
-	if gone {
-		e.Details.Bytes = freed.Bytes
-		s.announce(ctx, e)
-	}
-	return freed, err
+	return s.Store.Remove(ctx, name, force)
 }

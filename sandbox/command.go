@@ -55,7 +55,7 @@ func (s *Store) Entrypoint(name string, cmd guest.Cmd) (guest.Cmd, error) {
 
 // runConfigOf gives what the image of a VM says about commands.
 func (s *Store) runConfigOf(name string) (image.RunConfig, error) {
-	r, err := s.load(name)
+	r, err := s.Load(name)
 	if err != nil {
 		return image.RunConfig{}, err
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestCommand_image_fills_what_the_caller_left_out(t *testing.T) {
@@ -58,12 +59,12 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: Stopped, Boot: BootFiles{ImageID: img.ID}}
-	l, err := s.create(r)
+	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: state.Stopped, Boot: state.BootFiles{ImageID: img.ID}}
+	l, err := s.Create(r)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.release()
+	l.Release()
 	cmd := guest.Cmd{Argv: []string{"true"}, Env: []string{"A=1"}}
 	if got, err := s.Command("vm", cmd); err != nil || got.User != "" || got.Dir != "" || !slices.Equal(got.Env, cmd.Env) {
 		t.Errorf("with an image that says nothing: %+v (%v)", got, err)

@@ -9,6 +9,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -22,19 +25,20 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := newHost(t)
-			h.layer(layer, "committed")
-			r := h.record("vm", layer)
-			r.Snapshot = h.snapshot(r, kindSleep, nil)
-			l, err := h.create(r)
+			h := statetest.NewHost(t)
+			s := &Store{h.Store}
+			h.Layer(layer, "committed")
+			r := h.Record("vm", layer)
+			r.Snapshot = h.Snapshot(r, state.KindSleep, nil)
+			l, err := h.Create(r)
 			if err != nil {
 				t.Fatal(err)
 			}
-			l.release()
-			if err := damage(filepath.Join(h.snapshotDir(r.Snapshot), snapshot.MemoryName)); err != nil {
+			l.Release()
+			if err := damage(filepath.Join(h.SnapshotDir(r.Snapshot), snapshot.MemoryName)); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := snapshot.Open(h.snapshotDir(r.Snapshot)); err == nil {
+			if _, err := snapshot.Open(h.SnapshotDir(r.Snapshot)); err == nil {
 				t.Fatal("its memory is not damaged")
 			} else if err := unreadable("vm", err); !strings.Contains(err.Error(), "drowse start --discard-memory vm") {
 				t.Errorf("a wake says %v", err)
@@ -46,36 +50,32 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			if d, err := h.InspectSnapshot(r.Snapshot); err != nil || d.Problem == "" || d.VM != "vm" || !slices.Equal(d.UsedBy, []string{"vm"}) {
 				t.Errorf("looked at it is %+v (%v)", d, err)
 			}
-			if list, err := h.Snapshots(); err != nil || len(list) != 1 || list[0].Problem == "" || list[0].VM != "vm" || list[0].Kind != kindSleep {
+			if list, err := h.Snapshots(); err != nil || len(list) != 1 || list[0].Problem == "" || list[0].VM != "vm" || list[0].Kind != state.KindSleep {
 				t.Errorf("listed it is %+v (%v)", list, err)
 			}
-			m, err := snapshot.ReadManifest(h.snapshotDir(r.Snapshot))
+			m, err := snapshot.ReadManifest(h.SnapshotDir(r.Snapshot))
 			if err != nil {
 				t.Fatal(err)
 			}
 			agent := filepath.Join(t.TempDir(), "agent")
-			h.write(agent, "a program")
-			if made, err := h.recordFromDisk(t.Context(), Launcher{Agent: agent}, Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
+			h.Write(agent, "a program")
+			if made, err := s.recordFromDisk(t.Context(), pool.Launcher{Agent: agent}, Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
 				t.Errorf("another VM of its disk is %+v (%v)", made, err)
 			}
 			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on
 			// if this is killed now.
-			if _, err := h.Start(t.Context(), Launcher{}, "vm"); !errors.Is(err, ErrNotRunning) {
+			if _, err := s.Start(t.Context(), pool.Launcher{}, "vm"); !errors.Is(err, ErrNotRunning) {
 				t.Errorf("a start that does not give up the memory: %v", err)
 			}
-			if err := h.discardMemory(context.Background(), "vm"); err != nil {
+			if err := s.discardMemory(context.Background(), "vm"); err != nil {
 				t.Fatal(err)
 			}
 			got, err := h.Get("vm")
-			if err != nil || got.Phase != Stopped || got.Snapshot != r.Snapshot || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
+			if err != nil || got.Phase != state.Stopped || got.Snapshot != r.Snapshot || !slices.Equal(got.Disk.Layers, r.Disk.Layers) {
 				t.Errorf("it is %+v (%v)", got, err)
 			}
-			if got := h.word(got.Disk.Layers...); got != "committed" {
+			if got := h.Word(got.Disk.Layers...); got != "committed" {
 				t.Errorf("its disk begins with %q", got)
-			}
-			p := &process{r: got}
-			if err := p.stillMeant(ServeOptions{}); err != nil {
-				t.Errorf("its process refuses: %v", err)
 			}
 		})
 	}

@@ -2,156 +2,20 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
-	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
-
-// A snapshot of the disk alone is a snapshot whose RAM is one page of zeros and that has
-// no states: all that knows snapshots knows it (see docs/adr/0019).
-
-// kindDisk marks such a snapshot.
-const kindDisk = "disk"
-
-// ErrDiskOnly says that a snapshot has no memory to go on with.
-var ErrDiskOnly = errors.New("the snapshot is of a disk only")
-
-// kindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
-// deletes it, or whoever removes it or its VM.
-const kindAbandoned = "abandoned"
-
-func diskOnly(m *snapshot.Manifest) bool {
-	return m.Labels[labelKind] == kindDisk || m.Labels[labelKind] == kindAbandoned
-}
-
-// abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id
-// of what it is kept as. It is empty if nothing is left. The VM's lock is held.
-func (s *Store) abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
-	if slices.Equal(r.Disk.Layers, snapshotDisk(to).Layers) {
-		return "", nil
-	}
-	fail := func(err error) (string, error) {
-		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: `drowse start %s` boots it with that disk", r.Spec.Name, err, r.Spec.Name)
-	}
-	st, err := s.absolute(r.Disk)
-	if err != nil {
-		return fail(err)
-	}
-	// Sealed it can be booted from. One that is damaged is kept as it is.
-	d, err := disk.Open(st, disk.Options{})
-	if err == nil {
-		err = d.CloseSealed()
-	}
-	note := fmt.Sprintf("what %s had on its disk when it was taken back to %.12s", r.Spec.Name, to.ID)
-	if err != nil && !errors.Is(err, disk.ErrSealed) {
-		if ctx.Err() != nil || errors.Is(err, disk.ErrInUse) {
-			return fail(err)
-		}
-		note += "; it is damaged"
-	}
-	labels, err := r.labels(kindAbandoned)
-	if err != nil {
-		return fail(err)
-	}
-	labels[labelNote] = note
-	id = spec.NewID()
-	if _, err := snapshot.Create(ctx, s.snapshotDir(id), snapshot.Spec{
-		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
-		Labels: labels, Memory: noMemory{},
-	}); err != nil {
-		return fail(err)
-	}
-	return id, nil
-}
-
-// noMemory is the RAM of a snapshot without any.
-type noMemory struct{}
-
-// Slots implements snapshot.MemorySource.
-func (noMemory) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
-
-// NextData implements snapshot.MemorySource: there is nothing but zeros.
-func (noMemory) NextData(page uint64) (first, end uint64, err error) { return page, page, nil }
-
-// ReadPages implements snapshot.MemorySource.
-func (noMemory) ReadPages(_ uint64, p []byte) error {
-	clear(p)
-	return nil
-}
-
-// diskSnapshot takes a snapshot of the disk.
-func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res SleepResult, err error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return SleepResult{}, err
-	}
-	defer p.in.KeepRunning()()
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
-		}
-	}()
-	defer p.shortenDisk()
-	begin := time.Now()
-	policy := p.r.Spec.Hooks.Effective(over)
-	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
-	limits.Skip = policy == spec.HooksSkip
-	id := spec.NewID()
-	labels, err := p.r.labels(kindDisk)
-	if err != nil {
-		return res, err
-	}
-	newTop, err := p.newLayer()
-	if err != nil {
-		return res, err
-	}
-	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
-	res = SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": ms(frozen)}}
-	if err != nil {
-		p.tellRefusal(ctx, err)
-		return res, err
-	}
-	if err := p.in.Disk().Flush(); err != nil {
-		return res, fmt.Errorf("flushing the disk: %w", err)
-	}
-	facts, err := json.Marshal(p.in.Machine().Facts())
-	if err != nil {
-		return res, fmt.Errorf("describing the host: %w", err)
-	}
-	if note != "" {
-		labels[labelNote] = note
-	}
-	if err := p.in.LabelVolumes(labels); err != nil {
-		return res, err
-	}
-	info, err := snapshot.Create(ctx, p.store.snapshotDir(id), snapshot.Spec{
-		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
-		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.relative(st).Layers}},
-		Host:   map[string]string{instance.FactsKey: string(facts)},
-		Labels: labels, Memory: noMemory{},
-	})
-	if err != nil {
-		return res, err
-	}
-	res.BytesStored = info.SizeBytes
-	res.Stages["snapshot"] = ms(time.Since(begin))
-	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: id, Bytes: res.BytesStored, Milliseconds: res.Stages["frozen"]})
-	p.tellHooks(ctx, res.Hooks)
-	return res, nil
-}
 
 // RunFromDisk makes a VM that boots from a copy of the disk in a snapshot, of whatever
 // kind. It has that disk's files and the image below them, and nothing of the memory. The
@@ -160,39 +24,39 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 //
 // Image and size of the disk are those of the snapshot; spec may leave them out, and is
 // refused with ErrSpec if it says something else.
-func (s *Store) RunFromDisk(ctx context.Context, l Launcher, spec Spec, prefix string) (Report, error) {
-	return s.RunFromDiskLabelled(ctx, l, spec, prefix, nil)
+func (s *Store) RunFromDisk(ctx context.Context, l pool.Launcher, spec Spec, prefix string) (control.Report, error) {
+	return s.RunFromDiskWithMetadata(ctx, l, spec, prefix, nil)
 }
 
-// RunFromDiskLabelled is RunFromDisk for a sandbox that has a label, if that is not nil, from its first moment on.
-func (s *Store) RunFromDiskLabelled(ctx context.Context, l Launcher, spec Spec, prefix string, label *Label) (Report, error) {
+// RunFromDiskWithMetadata is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
+func (s *Store) RunFromDiskWithMetadata(ctx context.Context, l pool.Launcher, spec Spec, prefix string, label *state.Metadata) (control.Report, error) {
 	// Nobody removes the snapshot's layers before the record names them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
-		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
+		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	// Its memory may be damaged: the disk is not.
-	m, err := snapshot.ReadManifest(s.snapshotDir(id))
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
-		return Report{}, err
+		return control.Report{}, err
 	}
 	r, err := s.recordFromDisk(ctx, l, spec, m)
 	if err != nil {
-		return Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
+		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
-	if err := r.setLabel(label); err != nil {
-		return Report{}, err
+	if err := r.SetMetadata(label); err != nil {
+		return control.Report{}, err
 	}
 	return s.launchNew(ctx, l, r, "", unlock)
 }
 
-func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *snapshot.Manifest) (*Record, error) {
+func (s *Store) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {
@@ -209,11 +73,11 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *sn
 	if want.Image == "" {
 		want.Image = m.Image
 	}
-	want, err := s.complete(want)
+	want, err := s.Complete(want)
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(s.findVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
+	if err := errors.Join(s.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
 	boot, err := s.resolve(ctx, l, want)
@@ -223,14 +87,14 @@ func (s *Store) recordFromDisk(ctx context.Context, l Launcher, want Spec, m *sn
 	if boot.ImageID != m.Image {
 		return nil, fmt.Errorf("%w: its files lie over image %.12s, and cannot lie over %s (%.12s)", ErrSpec, m.Image, want.Image, boot.ImageID)
 	}
-	st := snapshotDisk(m)
-	if full, err := s.absolute(st); err != nil {
+	st := state.SnapshotStack(m)
+	if full, err := s.Absolute(st); err != nil {
 		return nil, err
 	} else if err := disk.Verify(full); err != nil {
 		return nil, err
 	}
-	return &Record{
-		Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+	return &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
 		Boot: boot, Disk: st, Parent: m.ID,
 	}, nil
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // recorder appends records to a file and says which is durable.
@@ -166,11 +167,11 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(r.Disk.Layers) <= sandbox.MaxStackOfTests {
+		if len(r.Disk.Layers) <= maxStackOfTests {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("after %d snapshots the disk has %d layers, want %d at most", snapshots, len(r.Disk.Layers), sandbox.MaxStackOfTests)
+			t.Fatalf("after %d snapshots the disk has %d layers, want %d at most", snapshots, len(r.Disk.Layers), maxStackOfTests)
 		}
 	}
 	wantNotes(e, "w", "10-a freeze", "10-a thaw freeze")
@@ -184,7 +185,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	last := all[snapshots-1]
 
-	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, sandbox.ErrDiskOnly) {
+	if _, err := e.Store.Restore(t.Context(), e.Launcher, last.id, "r"); !errors.Is(err, state.ErrDiskOnly) {
 		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
 	}
 	if err := e.Store.VerifySnapshot(t.Context(), last.id); err != nil {

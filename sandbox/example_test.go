@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
 // A program that makes a VM, runs a command in it, puts it to sleep and wakes it. It
@@ -21,7 +22,7 @@ func Example() {
 	}
 	// Each VM gets a process of its own, which outlives this program. drowse-vmm is
 	// its program; one whose main calls ServeProcess is another.
-	launcher := sandbox.Launcher{
+	launcher := pool.Launcher{
 		Command: []string{"/usr/local/bin/drowse-vmm"},
 		Agent:   "/usr/local/bin/drowse-agent",
 	}

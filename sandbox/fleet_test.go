@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // sandboxesOfGuests has what package fleet promises shown by real guests, which are clones.
@@ -43,8 +44,8 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	}
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: c,
-		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
-			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Label: &l}); err != nil {
+		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
+			if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: spec.Name, Metadata: &l}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -64,13 +65,13 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if r.Phase != sandbox.Running {
+			if r.Phase != state.Running {
 				return
 			}
 			if err := syscall.Kill(r.PID, syscall.SIGKILL); err != nil {
 				t.Fatal(err)
 			}
-			in(t).WaitPhase(name, sandbox.Crashed, 30*time.Second)
+			in(t).WaitPhase(name, state.Crashed, 30*time.Second)
 		},
 	})
 	h, err := f.History(t.Context(), "conf-later", records.Span{})
@@ -177,7 +178,7 @@ func wakeDuringSleep(t *testing.T, e *guesttest.Env, name string) {
 	if _, err := e.Store.Wake(t.Context(), e.Launcher, name); err != nil {
 		t.Fatal(err)
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Running || len(r.Sleeps) == 0 || r.Sleeps[len(r.Sleeps)-1].Snapshot != r.Snapshot {
+	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Running || len(r.Sleeps) == 0 || r.Sleeps[len(r.Sleeps)-1].Snapshot != r.Snapshot {
 		t.Errorf("it is %+v, %v", r, err)
 	}
 	if err := <-slept; err != nil {

@@ -1,70 +1,26 @@
 package sandbox
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
-	"net/url"
 	"os"
-	"path/filepath"
-	"regexp"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // MaxForks is the most children of one fork.
 const MaxForks = 64
-
-// Origin says of which VM another one is a fork. The snapshot of the fork is
-// Record.Parent.
-type Origin struct {
-	// Parent is the name that the other had, and ParentID its id.
-	Parent   string `json:"parent"`
-	ParentID string `json:"parent_id"`
-	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
-	Generation int       `json:"generation"`
-	Time       time.Time `json:"time"`
-	// Asked says that the guest of the other has asked for it: spec.Self.
-	Asked bool `json:"asked,omitempty"`
-}
-
-// origin is that of a fork of r.
-func (r *Record) origin() *Origin {
-	o := &Origin{Parent: r.Spec.Name, ParentID: r.ID, Generation: 1, Time: time.Now().UTC()}
-	if r.Fork != nil {
-		o.Generation += r.Fork.Generation
-	}
-	return o
-}
-
-// adoptFork makes the snapshot of its fork what a VM comes back from that has not slept,
-// as soon as that snapshot is on disk, which its parent's process sees to. Until then
-// there is nothing that the VM could come back from, and its record says so.
-func (s *Store) adoptFork(r *Record) {
-	if r.Fork == nil || r.Snapshot != "" || r.Parent == "" {
-		return
-	}
-	if _, err := os.Stat(filepath.Join(s.snapshotDir(r.Parent), snapshot.ManifestName)); err == nil {
-		r.Snapshot = r.Parent
-	}
-}
 
 // ForkOptions of Store.Fork.
 type ForkOptions struct {
@@ -89,16 +45,16 @@ type ForkOptions struct {
 type ForkChild struct {
 	// Name is random if it is empty.
 	Name string
-	// Label is the child's; nil is that of the VM.
-	Label *Label
+	// Metadata is the child's; nil is that of the VM.
+	Metadata *state.Metadata
 }
 
 // ForkResult says what a fork has done.
 type ForkResult struct {
 	Parent string `json:"parent"`
 	// Snapshot is that of the fork: what the children come back from.
-	Snapshot string   `json:"snapshot"`
-	Children []Report `json:"children"`
+	Snapshot string           `json:"snapshot"`
+	Children []control.Report `json:"children"`
 	// Durable says that the snapshot is on disk, and Problem why not.
 	Durable bool   `json:"durable"`
 	Problem string `json:"problem,omitempty"`
@@ -118,7 +74,7 @@ type ForkResult struct {
 // When Fork fails, the VM runs on or sleeps as it did, and no child is left. There is one
 // exception: if the VM's process dies after the children run, they go on, and Durable is
 // false.
-func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions) (res ForkResult, err error) {
+func (s *Store) Fork(ctx context.Context, l pool.Launcher, name string, o ForkOptions) (res ForkResult, err error) {
 	begin := time.Now()
 	if len(o.Children) > 0 {
 		o.Count = len(o.Children)
@@ -134,7 +90,7 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 		return res, err
 	}
 	f := &forker{store: s, launcher: l, parent: r, early: o.Early, asked: o.asked, policy: o.Policy != nil, begin: begin}
-	f.res = ForkResult{Parent: name, Children: make([]Report, o.Count), Stages: map[string]float64{}}
+	f.res = ForkResult{Parent: name, Children: make([]control.Report, o.Count), Stages: map[string]float64{}}
 	if err := f.choose(o); err != nil {
 		return res, err
 	}
@@ -143,15 +99,15 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 			return res, fmt.Errorf("forking %s: %w: it writes to volume %s, which only one VM can: detach it, or attach it read-only", name, volume.ErrInUse, m.Name)
 		}
 	}
-	if r.Phase != Running && r.Phase != Asleep {
+	if r.Phase != state.Running && r.Phase != state.Asleep {
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
 	// What children need belongs to nobody until there are records of them.
-	unlock, err := s.share(ctx)
+	unlock, err := s.Share(ctx)
 	if err != nil {
 		return res, fmt.Errorf("forking %s: %w", name, err)
 	}
-	if r.Phase == Asleep {
+	if r.Phase == state.Asleep {
 		err = f.sleeping(ctx)
 	} else {
 		err = f.running(ctx)
@@ -159,26 +115,26 @@ func (s *Store) Fork(ctx context.Context, l Launcher, name string, o ForkOptions
 	err = errors.Join(err, unlock())
 	if err != nil {
 		err = errors.Join(fmt.Errorf("forking %s: %w", name, err), f.removeAll(ctx))
-		_, serr := s.sweep(context.WithoutCancel(ctx), exempt{owners: []string{r.ID}, snapshots: []string{f.made}})
+		_, serr := s.SweepExcept(context.WithoutCancel(ctx), state.Exempt{Owners: []string{r.ID}, Snapshots: []string{f.made}})
 		return res, errors.Join(err, serr)
 	}
-	e := s.event(ctx, r, events.Forked)
+	e := s.Event(ctx, r, events.Forked)
 	e.Details.Snapshot, e.Details.Milliseconds = f.res.Snapshot, f.res.Stages["ready"]
 	for _, c := range f.res.Children {
 		e.Details.Children = append(e.Details.Children, c.Name)
 	}
-	s.announce(ctx, e)
+	s.Announce(ctx, e)
 	return f.res, nil
 }
 
 // forker is a fork under way, from outside of the VMs' processes.
 type forker struct {
 	store    *Store
-	launcher Launcher
-	parent   *Record
+	launcher pool.Launcher
+	parent   *state.Record
 	specs    []Spec
-	policy   bool              // the children have another policy than their parent
-	labels   map[string]*Label // by name
+	policy   bool                       // the children have another policy than their parent
+	labels   map[string]*state.Metadata // by name
 	early    bool
 	asked    bool // by the guest
 	begin    time.Time
@@ -189,12 +145,12 @@ type forker struct {
 // choose makes the specs of the children, and refuses what cannot be before anything is
 // done.
 func (f *forker) choose(o ForkOptions) error {
-	own, err := f.store.Label(f.parent.Spec.Name)
+	own, err := f.store.Metadata(f.parent.Spec.Name)
 	if err != nil {
 		return err
 	}
 	own = own.ForChild()
-	f.labels = make(map[string]*Label, o.Count)
+	f.labels = make(map[string]*state.Metadata, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""
@@ -202,13 +158,13 @@ func (f *forker) choose(o ForkOptions) error {
 			spec.Self = spec.Self.Childless()
 		}
 		label := &own
-		if own.empty() {
+		if own.Empty() {
 			label = nil // there is no file to wait for the disk for
 		}
 		if len(o.Children) > 0 {
 			o.Name = ""
-			if c := o.Children[i]; c.Label != nil {
-				label = c.Label
+			if c := o.Children[i]; c.Metadata != nil {
+				label = c.Metadata
 			}
 		}
 		switch {
@@ -224,17 +180,17 @@ func (f *forker) choose(o ForkOptions) error {
 		if err := spec.UsePolicy(o.Policy); err != nil {
 			return err
 		}
-		spec, err := f.store.complete(spec)
+		spec, err := f.store.Complete(spec)
 		if err != nil {
 			return err
 		}
-		if _, err := os.Stat(f.store.recordPath(spec.Name)); err == nil {
+		if _, err := os.Stat(f.store.RecordPath(spec.Name)); err == nil {
 			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
 		}
 		if _, twice := f.labels[spec.Name]; twice {
 			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
 		}
-		if err := (&Record{Spec: spec}).setLabel(label); err != nil {
+		if err := (&state.Record{Spec: spec}).SetMetadata(label); err != nil {
 			return err
 		}
 		f.labels[spec.Name] = label
@@ -265,17 +221,17 @@ func (f *forker) sleeping(ctx context.Context) error {
 		return err
 	}
 	f.res.Snapshot, f.res.Durable = f.parent.Snapshot, true
-	return f.startAll(ctx, func(ctx context.Context, spec Spec) (Report, error) {
+	return f.startAll(ctx, func(ctx context.Context, spec Spec) (control.Report, error) {
 		r, err := f.store.cloneRecord(ctx, f.launcher, f.parent.Snapshot, spec.Name)
 		if err != nil {
-			return Report{}, err
+			return control.Report{}, err
 		}
-		r.Fork = f.parent.origin()
+		r.Fork = f.parent.Origin()
 		r.Fork.Asked = f.asked
 		// These may have been changed while the VM sleeps.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
-		if err := r.setLabel(f.labels[spec.Name]); err != nil {
-			return Report{}, err
+		if err := r.SetMetadata(f.labels[spec.Name]); err != nil {
+			return control.Report{}, err
 		}
 		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil)
 	})
@@ -284,61 +240,55 @@ func (f *forker) sleeping(ctx context.Context) error {
 // running asks the VM's process for an image, and makes children of it.
 func (f *forker) running(ctx context.Context) error {
 	id := spec.NewID()
-	c, err := f.store.dialFork(ctx, f.parent.Spec.Name, id, f.note())
+	c, err := control.DialFork(ctx, f.store.Store, f.parent.Spec.Name, id, f.note())
 	if err != nil {
 		return err
 	}
-	defer c.close()
+	defer c.Close()
 	f.made = id
-	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.first.Pages, c.first.Stages
-	origin := f.parent.origin()
+	f.res.Snapshot, f.res.Pages, f.res.Stages = id, c.First.Pages, c.First.Stages
+	origin := f.parent.Origin()
 	origin.Asked = f.asked
 	if err := f.inherit(); err != nil {
-		c.abort()
+		c.Abort()
 		return err
 	}
-	err = f.startAll(ctx, func(ctx context.Context, want Spec) (Report, error) {
-		r := &Record{
-			Version: recordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: Starting, Maker: os.Getpid(),
+	err = f.startAll(ctx, func(ctx context.Context, want Spec) (control.Report, error) {
+		r := &state.Record{
+			Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid(),
 			Boot: f.parent.Boot, Parent: id, Fork: origin,
 		}
-		r.inherit(f.parent)
-		r.Disk.Layers = c.first.Layers
-		if err := r.setLabel(f.labels[want.Name]); err != nil {
-			return Report{}, err
+		r.Inherit(f.parent)
+		r.Disk.Layers = c.First.Layers
+		if err := r.SetMetadata(f.labels[want.Name]); err != nil {
+			return control.Report{}, err
 		}
-		return f.store.launchNewWith(ctx, f.launcher, r, order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.image)
+		return f.store.launchNewWith(ctx, f.launcher, r, control.Order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.Image)
 	})
 	if err == nil && f.early {
 		return nil
 	}
 	if err != nil {
-		c.abort()
+		c.Abort()
 	}
-	res, werr := c.wait(ctx)
+	res, werr := c.Wait(ctx)
 	switch {
 	case err != nil:
 		return err
 	case werr == nil:
 		f.res.Durable, f.res.Stages["save"] = true, res.Stages["save"]
-		f.res.Stages["durable"] = ms(time.Since(f.begin))
+		f.res.Stages["durable"] = control.Milliseconds(time.Since(f.begin))
 		return nil
-	case errors.Is(werr, errForkEnded):
+	case errors.Is(werr, control.ErrForkEnded):
 		// The children do not need their parent.
-		f.res.Durable = f.store.isThere(id)
+		f.res.Durable = f.store.IsThere(id)
 		if !f.res.Durable {
 			f.res.Problem = werr.Error()
 		}
 		return nil
 	}
-	c.abort()
+	c.Abort()
 	return werr
-}
-
-// isThere says whether a snapshot is on disk.
-func (s *Store) isThere(id string) bool {
-	m, err := s.manifest(id)
-	return err == nil && m.ID == id
 }
 
 // note is what the snapshot of the fork is remembered by.
@@ -351,7 +301,7 @@ func (f *forker) note() string {
 }
 
 // startAll starts the children, several at once. If one does not start, those that have are for removeAll.
-func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec) (Report, error)) error {
+func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec) (control.Report, error)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
@@ -371,7 +321,7 @@ func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec)
 	if cause := firstCause(errs); cause != nil {
 		return cause
 	}
-	f.res.Stages["ready"] = ms(time.Since(f.begin))
+	f.res.Stages["ready"] = control.Milliseconds(time.Since(f.begin))
 	return nil
 }
 
@@ -399,265 +349,4 @@ func (f *forker) removeAll(ctx context.Context) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// How a VM's process answers POST /fork: a line of JSON with the image attached to its
-// first byte (SCM_RIGHTS, unix(7)) when children can be made of it, and one when the
-// snapshot is on disk or cannot be. The caller may send forkAbort in between.
-type forkLine struct {
-	Error  *ErrorReport       `json:"error,omitempty"`
-	Layers []string           `json:"layers,omitempty"`
-	Pages  uint64             `json:"pages,omitempty"`
-	Stages map[string]float64 `json:"stages_ms,omitempty"`
-	Result *SleepResult       `json:"result,omitempty"`
-}
-
-const (
-	forkAbort = "abort\n"
-	// maxForkLine bounds such a line, in bytes.
-	maxForkLine = 1 << 20
-)
-
-// errForkEnded: the parent's process has ended without a word on the snapshot.
-var errForkEnded = errors.New("the parent's process ended before the snapshot of the fork was on disk")
-
-// forkConn is the caller's end.
-type forkConn struct {
-	conn  *net.UnixConn
-	resp  *http.Response
-	in    *bufio.Reader
-	first forkLine
-	image *os.File
-}
-
-// rights reads from a socket and keeps the first descriptor that comes along.
-type rights struct {
-	conn *net.UnixConn
-	file *os.File
-}
-
-func (r *rights) Read(p []byte) (int, error) {
-	oob := make([]byte, unix.CmsgSpace(4*4))
-	n, oobn, _, _, err := r.conn.ReadMsgUnix(p, oob)
-	if err != nil {
-		return max(n, 0), err
-	}
-	if n == 0 {
-		err = io.EOF
-	}
-	msgs, perr := unix.ParseSocketControlMessage(oob[:oobn])
-	if perr != nil {
-		return n, errors.Join(err, perr)
-	}
-	for i := range msgs {
-		fds, perr := unix.ParseUnixRights(&msgs[i])
-		if perr != nil {
-			continue
-		}
-		for _, fd := range fds {
-			if r.file != nil {
-				unix.Close(fd)
-				continue
-			}
-			r.file = os.NewFile(uintptr(fd), "fork")
-		}
-	}
-	return n, err
-}
-
-// dialFork asks the process of a running VM for the image of a fork.
-func (s *Store) dialFork(ctx context.Context, name, id, note string) (c *forkConn, err error) {
-	var d net.Dialer
-	conn, err := d.DialContext(ctx, "unix", s.controlSocket(name))
-	if err != nil && ctx.Err() != nil {
-		return nil, fmt.Errorf("asking the process of VM %s: %w", name, ctx.Err())
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%w: %s: its process does not answer: %w", ErrNotRunning, name, err)
-	}
-	c = &forkConn{conn: conn.(*net.UnixConn)}
-	defer func() {
-		if err != nil {
-			c.close()
-			c = nil
-		}
-	}()
-	stop := context.AfterFunc(ctx, func() { c.conn.Close() })
-	defer stop()
-	q := url.Values{"id": {id}, "note": {note}}
-	if _, err := fmt.Fprintf(c.conn, "POST /fork?%s HTTP/1.1\r\nHost: vm\r\n\r\n", q.Encode()); err != nil {
-		return c, fmt.Errorf("asking the process of VM %s: %w", name, errors.Join(ctx.Err(), err))
-	}
-	r := &rights{conn: c.conn}
-	in := bufio.NewReader(r)
-	resp, err := http.ReadResponse(in, nil) //nolint:bodyclose // close does
-	if err == nil {
-		c.resp = resp
-		if resp.StatusCode != http.StatusOK {
-			err = fmt.Errorf("it answered %s", resp.Status)
-		}
-	}
-	if err == nil {
-		c.in = bufio.NewReader(io.LimitReader(resp.Body, 2*maxForkLine))
-		c.first, err = c.line()
-	}
-	c.image = r.file
-	switch {
-	case ctx.Err() != nil:
-		return c, fmt.Errorf("asking the process of VM %s: %w", name, ctx.Err())
-	case err != nil:
-		return c, fmt.Errorf("asking the process of VM %s: %w", name, err)
-	case c.first.Error != nil:
-		return c, c.first.Error
-	case c.image == nil:
-		return c, fmt.Errorf("asking the process of VM %s: it has sent no image", name)
-	}
-	return c, nil
-}
-
-func (c *forkConn) line() (l forkLine, err error) {
-	text, err := c.in.ReadBytes('\n')
-	if err != nil {
-		return l, fmt.Errorf("%w: %w", errForkEnded, err)
-	}
-	return l, json.Unmarshal(text, &l)
-}
-
-// wait returns when the snapshot is on disk, or will never be.
-func (c *forkConn) wait(ctx context.Context) (SleepResult, error) {
-	stop := context.AfterFunc(ctx, func() { c.abort() })
-	defer stop()
-	l, err := c.line()
-	switch {
-	case err != nil:
-		return SleepResult{}, err
-	case l.Error != nil:
-		return SleepResult{}, errors.Join(l.Error, ctx.Err())
-	case l.Result == nil:
-		return SleepResult{}, fmt.Errorf("%w: it has sent no result", errForkEnded)
-	}
-	return *l.Result, nil
-}
-
-// abort tells the process that the snapshot is not needed.
-func (c *forkConn) abort() { _, _ = io.WriteString(c.conn, forkAbort) }
-
-func (c *forkConn) close() {
-	c.conn.Close()
-	if c.resp != nil {
-		c.resp.Body.Close()
-	}
-	if c.image != nil {
-		c.image.Close()
-	}
-}
-
-var idRE = regexp.MustCompile(`^[0-9a-f]{32}$`)
-
-// errForkGivenUp: who wanted the fork has gone, or said so.
-var errForkGivenUp = errors.New("whoever wanted the fork has given it up")
-
-// serveFork answers POST /fork. The request becomes a plain connection, since a
-// descriptor is to go over it.
-func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
-	q := req.URL.Query()
-	id, note := q.Get("id"), q.Get("note")
-	conn, rw, err := http.NewResponseController(w).Hijack()
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	defer conn.Close()
-	_ = conn.SetDeadline(time.Time{})
-	uc, ok := conn.(*net.UnixConn)
-	if !ok || !idRE.MatchString(id) {
-		_, _ = io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-		return
-	}
-	if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"); err != nil {
-		return
-	}
-	ctx, cancel := context.WithCancelCause(context.Background())
-	defer cancel(nil)
-	var delivered atomic.Bool
-	go func() {
-		// Until there is an image nobody needs the rest if the caller has gone.
-		// Afterwards its children may need it, unless it says otherwise.
-		text, err := rw.ReadString('\n')
-		if text == forkAbort || err != nil && !delivered.Load() {
-			cancel(errForkGivenUp)
-		}
-	}()
-	res, err := p.fork(ctx, id, note, func(image *os.File, l forkLine) error {
-		delivered.Store(true)
-		return sendLine(uc, l, image)
-	})
-	l := forkLine{Result: &res}
-	if err != nil {
-		l = forkLine{Error: reportError(err)}
-	}
-	if err := sendLine(uc, l, nil); err != nil {
-		p.log.Info("nobody has waited for the end of a fork", "error", err)
-	}
-}
-
-// sendLine sends a line, with a file attached to its first byte if there is one.
-func sendLine(c *net.UnixConn, l forkLine, f *os.File) error {
-	text, err := json.Marshal(l)
-	if err != nil {
-		return err
-	}
-	text = append(text, '\n')
-	var oob []byte
-	if f != nil {
-		oob = unix.UnixRights(int(f.Fd()))
-	}
-	n, _, err := c.WriteMsgUnix(text, oob, nil)
-	if err == nil && n < len(text) {
-		_, err = c.Write(text[n:])
-	}
-	return err
-}
-
-// fork makes an image for children and lets the VM run on; then it writes the snapshot
-// that they come back from.
-func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, forkLine) error) (SleepResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return SleepResult{}, err
-	}
-	defer p.in.KeepRunning()()
-	defer p.shortenDisk()
-	// Children find themselves between these hooks and their counterparts.
-	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, "")
-	if err != nil {
-		return SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
-	}
-	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, kindFork, note, func(o *instance.CaptureOptions) {
-		o.ID, o.Dir = id, p.store.snapshotDir(id)
-		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
-		o.Fork = func(image *os.File, c *instance.Capture) error {
-			return deliver(image, forkLine{
-				Layers: o.Names(c.Disk), Pages: c.Shareable,
-				Stages: map[string]float64{"ahead": ms(c.Ahead), "pause": ms(c.Pause), "fill": ms(c.Fill)},
-			})
-		}
-	})
-	after.Wait()
-	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
-	res.Hooks = hooks.Failed()
-	if err != nil {
-		if cause := context.Cause(ctx); cause != nil {
-			err = errors.Join(cause, err)
-		}
-		return res, fmt.Errorf("taking the snapshot of a fork: %w: %s runs on", err, p.r.Spec.Name)
-	}
-	// The next snapshot builds upon this one, even if no child is left.
-	p.r.Base = id
-	if err := p.store.save(p.r); err != nil {
-		p.log.Warn("the next snapshot may have all of RAM", "error", err)
-	}
-	return res, nil
 }

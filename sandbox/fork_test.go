@@ -20,6 +20,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -178,7 +180,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			t.Errorf("the record of a child says %+v, made from %s, comes back from %s", r.Fork, r.Parent, r.Snapshot)
 		}
 		var v struct {
-			Fork *sandbox.Origin `json:"fork"`
+			Fork *state.Origin `json:"fork"`
 		}
 		if data, err := e.Store.Inspect(t.Context(), "c-1"); err != nil || json.Unmarshal(data, &v) != nil || v.Fork == nil || v.Fork.Parent != "parent" {
 			t.Errorf("inspect says %+v (%v)", v, err)
@@ -190,7 +192,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if d.Kind != "fork" || d.VM != "parent" || len(d.UsedBy) != 3 {
 			t.Errorf("the snapshot of the fork is of kind %s of %s, used by %v", d.Kind, d.VM, d.UsedBy)
 		}
-		if err := e.Store.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, sandbox.ErrSnapshotInUse) {
+		if err := e.Store.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, state.ErrSnapshotInUse) {
 			t.Errorf("removing it: got %v, want ErrSnapshotInUse", err)
 		}
 	})
@@ -230,7 +232,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if err := unix.Kill(pid(t, "c-3"), unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		if r := e.WaitPhase("c-3", sandbox.Crashed, time.Minute); !strings.Contains(r.Problem, "as of the fork") {
+		if r := e.WaitPhase("c-3", state.Crashed, time.Minute); !strings.Contains(r.Problem, "as of the fork") {
 			t.Errorf("its record says %q", r.Problem)
 		}
 		e.Wake("c-3")
@@ -248,7 +250,7 @@ func TestForksOfARunningVM(t *testing.T) {
 	sub("a fork of a sleeping VM leaves it asleep", func(t *testing.T, e *guesttest.Env) {
 		e.Sleep("c-2")
 		res := forks(e, "c-2", sandbox.ForkOptions{Count: 2, Name: "s"})
-		if r := e.WaitPhase("c-2", sandbox.Asleep, time.Minute); r.Snapshot != res.Snapshot || !res.Durable {
+		if r := e.WaitPhase("c-2", state.Asleep, time.Minute); r.Snapshot != res.Snapshot || !res.Durable {
 			t.Errorf("it sleeps in %s, the fork is of %s", r.Snapshot, res.Snapshot)
 		}
 		a, b := e.Sh("s-1", ask+"; cat /run/m/memory; hostname"), e.Sh("s-2", ask+"; cat /run/m/memory; hostname")
@@ -298,7 +300,7 @@ func TestForksOfARunningVM(t *testing.T) {
 				t.Errorf("%s: %d images are still open", name, n)
 			}
 		}
-		fork := func(ctx context.Context, l sandbox.Launcher, o sandbox.ForkOptions) error {
+		fork := func(ctx context.Context, l pool.Launcher, o sandbox.ForkOptions) error {
 			_, err := e.Store.Fork(ctx, l, "parent", o)
 			return err
 		}
@@ -309,7 +311,7 @@ func TestForksOfARunningVM(t *testing.T) {
 			return fork(t.Context(), e.Launcher, sandbox.ForkOptions{Count: sandbox.MaxForks + 1})
 		})
 		fails("children that do not start", sandbox.ErrCrashed, func() error {
-			return fork(t.Context(), sandbox.Launcher{Command: []string{"/bin/false"}, Agent: e.Launcher.Agent}, sandbox.ForkOptions{Count: 2, Name: "never"})
+			return fork(t.Context(), pool.Launcher{Command: []string{"/bin/false"}, Agent: e.Launcher.Agent}, sandbox.ForkOptions{Count: 2, Name: "never"})
 		})
 		fails("a caller that gives up", context.Canceled, func() error {
 			ctx, cancel := context.WithCancel(t.Context())
@@ -336,7 +338,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if err := unix.Kill(pid(t, "later"), unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		e.WaitPhase("later", sandbox.Crashed, time.Minute)
+		e.WaitPhase("later", state.Crashed, time.Minute)
 		e.Wake("later")
 		if got := e.Sh("later", ask+"; cat /run/m/memory"); got != said+"\nkept" {
 			t.Errorf("the child of the fork that worked comes back from %s with %q", res.Snapshot, got)
@@ -395,7 +397,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		if r = e.WaitPhase("mayfly", sandbox.Crashed, time.Minute); strings.Contains(r.Problem, "wake") {
+		if r = e.WaitPhase("mayfly", state.Crashed, time.Minute); strings.Contains(r.Problem, "wake") {
 			t.Errorf("after it was killed the record says %q", r.Problem)
 		}
 		if _, err := e.Store.Wake(t.Context(), e.Launcher, "mayfly"); !errors.Is(err, sandbox.ErrNotRunning) {

@@ -9,9 +9,11 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
@@ -97,7 +99,7 @@ func TestHooksInAGuest(t *testing.T) {
 	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
 		t.Errorf("a hook that fails: %v, want ErrHooks with its words", err)
 	}
-	var told *sandbox.ErrorReport
+	var told *control.ErrorReport
 	if !errors.As(err, &told) || len(told.Hooks) != 2 || told.Hooks[0].Name != "20-b" || told.Hooks[1].Event != guest.HookWake {
 		t.Errorf("failures %+v", told)
 	}
@@ -106,7 +108,7 @@ func TestHooksInAGuest(t *testing.T) {
 	if _, err = e.Store.Snapshot(t.Context(), "c", ""); !errors.Is(err, sandbox.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
-	if r, err := e.Store.Get("c"); err != nil || r.Phase != sandbox.Running {
+	if r, err := e.Store.Get("c"); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusals: %v, %v", r.Phase, err)
 	}
 	notes(e, "c")

@@ -12,7 +12,9 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // stateArg is the store that the process of a VM is of.
@@ -109,11 +111,11 @@ func (h onHost) refuses(vm string) {
 		h.e.T.Fatal(err)
 	}
 	_, err := h.e.Store.Sleep(h.e.T.Context(), vm)
-	var there *sandbox.ErrorReport
-	if !errors.Is(err, sandbox.ErrHostHooks) || errors.Is(err, sandbox.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
+	var there *control.ErrorReport
+	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, sandbox.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
 		h.e.T.Errorf("a hook of the host that fails: %v, want ErrHostHooks with its words", err)
 	}
-	if r, err := h.e.Store.Get(vm); err != nil || r.Phase != sandbox.Running {
+	if r, err := h.e.Store.Get(vm); err != nil || r.Phase != state.Running {
 		h.e.T.Fatalf("after a refusal by the host: %v, %v", r.Phase, err)
 	}
 	h.noted("notes", "sleep "+vm, "wake "+vm)

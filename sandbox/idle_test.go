@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
@@ -34,7 +35,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	staysAwake := func(why string) {
 		t.Helper()
 		time.Sleep(3 * seconds * time.Second)
-		if r, err := e.Store.Get("i"); err != nil || r.Phase != sandbox.Running {
+		if r, err := e.Store.Get("i"); err != nil || r.Phase != state.Running {
 			t.Errorf("%s, and it is %v (%v)", why, r.Phase, err)
 		}
 	}
@@ -50,12 +51,12 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 		t.Fatal(err)
 	}
 	c.Close()
-	r := e.WaitPhase("i", sandbox.Asleep, 5*time.Minute)
+	r := e.WaitPhase("i", state.Asleep, 5*time.Minute)
 	if r.PID != 0 || r.Snapshot == snap {
 		t.Errorf("it sleeps with process %d and snapshot %s", r.PID, r.Snapshot)
 	}
 	use().Close()
-	r = e.WaitPhase("i", sandbox.Asleep, 5*time.Minute)
+	r = e.WaitPhase("i", state.Asleep, 5*time.Minute)
 	// A clone that does not fall asleep between two questions.
 	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)

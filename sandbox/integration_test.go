@@ -22,7 +22,10 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -189,7 +192,7 @@ func standbys(e *guesttest.Env) (pids []int) {
 		if err != nil {
 			e.T.Fatal(err)
 		}
-		if !slices.ContainsFunc(records, func(r *sandbox.Record) bool { return r.PID == pid }) {
+		if !slices.ContainsFunc(records, func(r *state.Record) bool { return r.PID == pid }) {
 			pids = append(pids, pid)
 		}
 	}
@@ -285,7 +288,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Fatal("no pages were kept")
 			}
 		}
-		again := func(name string) sandbox.Report {
+		again := func(name string) control.Report {
 			rep, err := e.Store.Restore(t.Context(), e.Launcher, snap, name)
 			if err != nil {
 				t.Fatal(err)
@@ -331,7 +334,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err := e.Store.Stop(t.Context(), "a", false); err != nil {
 			t.Fatal(err)
 		}
-		if r := e.WaitPhase("a", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.PoweredOff) {
+		if r := e.WaitPhase("a", state.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.PoweredOff) {
 			t.Errorf("exit %+v, want powered-off", r.Exit)
 		}
 		// Waking would go back to the snapshot and drop what was written since.
@@ -343,7 +346,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err := e.Agent("b").Shutdown(t.Context(), guest.Shutdown{Reboot: true}); err != nil {
 			t.Fatal(err)
 		}
-		if r := e.WaitPhase("b", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Rebooted) {
+		if r := e.WaitPhase("b", state.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Rebooted) {
 			t.Errorf("exit %+v, want rebooted", r.Exit)
 		}
 	})
@@ -354,7 +357,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.Close()
-		if r := e.WaitPhase("c", sandbox.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Panicked) {
+		if r := e.WaitPhase("c", state.Stopped, time.Minute); r.Exit == nil || r.Exit.Reason != string(vmm.Panicked) {
 			t.Errorf("exit %+v, want panicked", r.Exit)
 		}
 	})
@@ -368,7 +371,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		r = e.WaitPhase("d", sandbox.Crashed, 10*time.Second)
+		r = e.WaitPhase("d", state.Crashed, 10*time.Second)
 		if r.Problem == "" {
 			t.Error("the record does not say what has happened")
 		}
@@ -390,7 +393,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("processes that were made ahead become those of VMs", func(t *testing.T, e *guesttest.Env) {
-		pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
+		pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 2, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -554,7 +557,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Errorf("called off after %v: %v", after, err)
 			}
 			cancel()
-			if r, err := e.Store.Get("d"); errors.Join(err, werr) != nil || r.Phase != sandbox.Running || r.PID != woken.PID {
+			if r, err := e.Store.Get("d"); errors.Join(err, werr) != nil || r.Phase != state.Running || r.PID != woken.PID {
 				t.Errorf("called off after %v: it is %s as process %d, and was woken as process %d (%v, %v)", after, r.Phase, r.PID, woken.PID, err, werr)
 			}
 		}

@@ -1,45 +1,21 @@
 package sandbox
 
 import (
-	"encoding/json"
 	"errors"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
-
-// putKernel puts a kernel with a configuration into a store.
-func putKernel(t *testing.T, s *Store, id string, kind kernel.Kind, config string) {
-	t.Helper()
-	dir := filepath.Join(s.KernelDir(), "kernels", id)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	record, err := json.Marshal(map[string]any{
-		"format_version": 1, "id": id, "kind": kind, "version": "6.1", "arch": "amd64", "image": "vmlinux", "image_size": 1,
-		"config": "config", "created": time.Unix(1e9, 0),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name, text := range map[string]string{"kernel.json": string(record), "vmlinux": "x", "config": config} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-}
 
 func TestKernelIsTheOneThatIsNamedOrOneForHostAndImage(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	putKernel(t, s, "built-1", kernel.Built, "CONFIG_TUN=y\n")
-	putKernel(t, s, "debian-1", kernel.Debian, "CONFIG_TUN=y\nCONFIG_SWAP=y\n")
+	statetest.PutKernel(t, s.Store, "built-1", kernel.Built, "CONFIG_TUN=y\n")
+	statetest.PutKernel(t, s.Store, "debian-1", kernel.Debian, "CONFIG_TUN=y\nCONFIG_SWAP=y\n")
 	for _, c := range []struct {
 		name, kernel string
 		host         kernel.Host

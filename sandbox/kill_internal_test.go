@@ -10,27 +10,28 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // startingVM is a VM in a store of its own that has no process yet, or a made-up one.
-func startingVM(t *testing.T, phase Phase, pid, maker int) *Store {
+func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Store {
 	t.Helper()
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
+	l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: phase, PID: pid, Maker: maker})
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.release()
+	l.Release()
 	return s
 }
 
 // holder is a process that holds the lock of the VM until it is killed.
 func holder(t *testing.T, s *Store) *exec.Cmd {
 	t.Helper()
-	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.vmDir("a"), "lock"))
+	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.VMDir("a"), "lock"))
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -53,34 +54,34 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 	t.Parallel()
 	t.Run("whose maker has given it up", func(t *testing.T) {
 		t.Parallel()
-		s := startingVM(t, Starting, 0, os.Getpid())
+		s := startingVM(t, state.Starting, 0, os.Getpid())
 		if err := s.Stop(t.Context(), "a", true); err != nil {
 			t.Fatal(err)
 		}
-		if r, err := s.Get("a"); err != nil || r.Phase != Crashed || !strings.Contains(r.Problem, "never started") {
+		if r, err := s.Get("a"); err != nil || r.Phase != state.Crashed || !strings.Contains(r.Problem, "never started") {
 			t.Errorf("%+v, %v", r, err)
 		}
 	})
 	t.Run("whose number another process has", func(t *testing.T) {
-		for _, phase := range []Phase{Starting, Running} {
+		for _, phase := range []state.Phase{state.Starting, state.Running} {
 			s := startingVM(t, phase, os.Getpid(), 0)
 			if err := s.Stop(t.Context(), "a", true); err != nil {
 				t.Fatal(err)
 			}
-			if r, err := s.Get("a"); err != nil || r.Phase != Crashed || r.PID != 0 {
+			if r, err := s.Get("a"); err != nil || r.Phase != state.Crashed || r.PID != 0 {
 				t.Errorf("%s: %+v, %v", phase, r, err)
 			}
 		}
 	})
 	t.Run("that holds the lock and does not answer", func(t *testing.T) {
-		s := startingVM(t, Starting, 0, os.Getpid())
+		s := startingVM(t, state.Starting, 0, os.Getpid())
 		cmd := holder(t, s)
-		r, err := s.load("a")
+		r, err := s.Load("a")
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Phase, r.PID, r.Maker = Running, cmd.Process.Pid, 0
-		if err := s.save(r); err != nil {
+		r.Phase, r.PID, r.Maker = state.Running, cmd.Process.Pid, 0
+		if err := s.Save(r); err != nil {
 			t.Fatal(err)
 		}
 		ended := make(chan error)
@@ -100,14 +101,14 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 
 func TestRemove_waits_for_who_looks_at_the_vm(t *testing.T) {
 	t.Parallel()
-	s := startingVM(t, Stopped, 0, 0)
-	l, err := s.lock("a")
+	s := startingVM(t, state.Stopped, 0, 0)
+	l, err := s.Lock("a")
 	if err != nil {
 		t.Fatal(err)
 	}
 	removed := make(chan error)
 	go func() { removed <- s.Remove(t.Context(), "a", false) }()
-	l.release()
+	l.Release()
 	if err := <-removed; err != nil {
 		t.Error(err)
 	}

@@ -28,6 +28,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 var (
@@ -143,7 +144,7 @@ func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
 	}
 	asleep := 0
 	for _, r := range list {
-		if r.Phase == sandbox.Asleep {
+		if r.Phase == state.Asleep {
 			asleep++
 		}
 	}
@@ -254,11 +255,11 @@ func (v *life) recordOthers(n int) {
 		v.T.Fatal(err)
 	}
 	for i := range n {
-		var r sandbox.Record
+		var r state.Record
 		if err := json.Unmarshal(b, &r); err != nil {
 			v.T.Fatal(err)
 		}
-		r.Spec.Name, r.ID, r.Phase, r.Snapshot, r.Sleeps = fmt.Sprintf("recorded-%d", i), fmt.Sprintf("%032x", i+1), sandbox.Stopped, "", nil
+		r.Spec.Name, r.ID, r.Phase, r.Snapshot, r.Sleeps = fmt.Sprintf("recorded-%d", i), fmt.Sprintf("%032x", i+1), state.Stopped, "", nil
 		r.Disk.Layers, r.NextLayer = nil, 0
 		dir := filepath.Join(v.Store.Dir(), "vms", r.Spec.Name)
 		out, err := json.Marshal(r)
@@ -454,8 +455,8 @@ func (v *life) killOne() string {
 		v.T.Error(err)
 		return ""
 	}
-	list = slices.DeleteFunc(list, func(r *sandbox.Record) bool {
-		return r.PID == 0 || r.Phase != sandbox.Running && r.Phase != sandbox.Starting
+	list = slices.DeleteFunc(list, func(r *state.Record) bool {
+		return r.PID == 0 || r.Phase != state.Running && r.Phase != state.Starting
 	})
 	if len(list) == 0 {
 		return ""
@@ -577,7 +578,7 @@ func (v *life) nothingLeft(snap string) {
 	asleep := 0
 	for _, r := range list {
 		if strings.HasPrefix(r.Spec.Name, "life-") {
-			if r.Phase != sandbox.Asleep || strings.HasSuffix(r.Spec.Name, "-f") {
+			if r.Phase != state.Asleep || strings.HasSuffix(r.Spec.Name, "-f") {
 				t.Errorf("%s is %s", r.Spec.Name, r.Phase)
 			}
 			asleep++
@@ -613,7 +614,7 @@ func (v *life) nothingLeft(snap string) {
 		}
 	}
 	// What killed processes have left is of this minute.
-	defer sandbox.SetGraceTime(0)()
+	defer state.SetGraceTime(0)()
 	freed, err := v.Store.Sweep(t.Context())
 	if err != nil {
 		t.Error(err)

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -59,7 +60,7 @@ func lifeProcess(dir, role string) int {
 		if err != nil {
 			return err
 		}
-		l := sandbox.Launcher{Command: []string{self, "vmm"}, Agent: run.Agent}
+		l := pool.Launcher{Command: []string{self, "vmm"}, Agent: run.Agent}
 		ctx, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 		defer stop()
 		if role == "serve" {
@@ -88,7 +89,7 @@ func lifeProcess(dir, role string) int {
 type lifeClient struct {
 	lifeRun
 	store *sandbox.Store
-	l     sandbox.Launcher
+	l     pool.Launcher
 	dir   lifeFiles
 	rand  *rand.Rand
 }

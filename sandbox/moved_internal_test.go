@@ -7,16 +7,21 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/process"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 // TestAttack_state_directory_that_was_moved_has_its_boot_files: a sleeping VM wakes with its image and the disk of its
 // agent, so a record must find them where the store is now.
 func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) {
-	h := newHost(t)
+	h := statetest.NewHost(t)
+	s := &Store{h.Store}
 	agent := filepath.Join(t.TempDir(), "agent")
-	h.write(agent, "a program")
-	l := Launcher{Agent: agent}
-	now, err := h.resolve(t.Context(), l, Spec{Image: h.image, Kernel: "built"})
+	h.Write(agent, "a program")
+	l := pool.Launcher{Agent: agent}
+	now, err := s.resolve(t.Context(), l, Spec{Image: h.Image, Kernel: "built"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -25,18 +30,18 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 		if *p == "" || filepath.IsAbs(*p) {
 			t.Errorf("a record has the path %q", *p)
 		}
-		*p = filepath.Join(h.dir, *p)
+		*p = filepath.Join(h.Dir(), *p)
 	}
-	for name, b := range map[string]BootFiles{"now": now, "before": before} {
-		r := h.record(name)
+	for name, b := range map[string]state.BootFiles{"now": now, "before": before} {
+		r := h.Record(name)
 		r.Boot = b
-		lock, err := h.create(r)
+		lock, err := h.Create(r)
 		if err != nil {
 			t.Fatal(err)
 		}
-		lock.release()
+		lock.Release()
 	}
-	if text, err := os.ReadFile(h.recordPath("now")); err != nil || strings.Contains(string(text), h.dir) {
+	if text, err := os.ReadFile(h.RecordPath("now")); err != nil || strings.Contains(string(text), h.Dir()) {
 		t.Errorf("the record has the directory of the store in it (%v):\n%s", err, text)
 	}
 	check := func(t *testing.T, dir string) {
@@ -49,7 +54,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := s.Parts(r, disk.Stack{})
+			p := process.Parts(s.Store, r, disk.Stack{})
 			for what, path := range map[string]string{"kernel": p.Kernel, "agent's disk": p.SystemDisk, "image": p.Image} {
 				if _, err := os.Stat(path); err != nil || !strings.HasPrefix(path, s.Dir()+"/") {
 					t.Errorf("the %s of the VM %q is %s (%v), not in %s", what, name, path, err, s.Dir())
@@ -60,22 +65,22 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 				t.Errorf("a clone of %q has the agent's disk %q (%v), want %q", name, b.SystemDisk, err, now.SystemDisk)
 			}
 			// One of the user's own is where it is.
-			if got := s.bootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
+			if got := s.BootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
 				t.Errorf("the user's kernel is %q", got)
 			}
 		}
 	}
-	t.Run("where it was", func(t *testing.T) { check(t, h.dir) })
+	t.Run("where it was", func(t *testing.T) { check(t, h.Dir()) })
 	t.Run("copied", func(t *testing.T) {
 		dir := t.TempDir()
-		if err := os.CopyFS(dir, os.DirFS(h.dir)); err != nil {
+		if err := os.CopyFS(dir, os.DirFS(h.Dir())); err != nil {
 			t.Fatal(err)
 		}
 		check(t, dir)
 	})
 	t.Run("moved", func(t *testing.T) {
 		dir := filepath.Join(t.TempDir(), "moved")
-		if err := os.Rename(h.dir, dir); err != nil {
+		if err := os.Rename(h.Dir(), dir); err != nil {
 			t.Fatal(err)
 		}
 		check(t, dir)

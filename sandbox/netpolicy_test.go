@@ -39,6 +39,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // prober does in a guest what it is told, line by line, and says what came of it. What is
@@ -652,7 +653,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("pol", sandbox.Crashed, time.Minute)
+	e.WaitPhase("pol", state.Crashed, time.Minute)
 	gone(t, device, own, own6)
 	if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the killed VM has left pins: %v", err)

@@ -19,7 +19,10 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It
@@ -94,7 +97,7 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	before := len(taps(t))
-	one := func(rep sandbox.Report, n int) string {
+	one := func(rep control.Report, n int) string {
 		t.Helper()
 		if names := taps(t); len(names) != before+n || rep.Network == nil || !slices.Contains(names, rep.Network.TAP) {
 			t.Fatalf("TAP devices %v, want %d, and that of %+v", names, before+n, rep.Network)
@@ -179,7 +182,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("net", sandbox.Crashed, time.Minute)
+	e.WaitPhase("net", state.Crashed, time.Minute)
 	if names := taps(t); len(names) != before {
 		t.Errorf("the killed VM has left the TAP devices %v", names)
 	}
@@ -195,7 +198,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	}
 
 	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
+	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +236,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("net", sandbox.Crashed, time.Minute)
+	e.WaitPhase("net", state.Crashed, time.Minute)
 	if names, err := netpolicy.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
 		t.Errorf("killed, it has left %v of %v, %v", taps(t), names, err)
 	}

@@ -12,15 +12,16 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // setPersist says what does not persist of a VM.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
-	if _, err := e.Store.SetLabel(e.T.Context(), vm, func(l *sandbox.Label, _ error) error {
+	if _, err := e.Store.SetMetadata(e.T.Context(), vm, func(l *state.Metadata, _ error) error {
 		l.Persist = p
 		return nil
 	}); err != nil {
@@ -72,7 +73,7 @@ func (p *persistence) begin(name string) {
 }
 
 // slept looks at what that sleep has done.
-func (p *persistence) slept(res sandbox.SleepResult) {
+func (p *persistence) slept(res control.SleepResult) {
 	t := p.e.T
 	t.Helper()
 	did := res.Persist
@@ -134,21 +135,21 @@ func (p *persistence) refused(name string) {
 	before := filesBelow(t, p.host)
 	setPersist(p.e, name, p.nowhere())
 	_, err := p.e.Store.Sleep(t.Context(), name)
-	if !errors.Is(err, sandbox.ErrPromote) || !strings.Contains(err.Error(), p.host+"/none") {
+	if !errors.Is(err, control.ErrPromote) || !strings.Contains(err.Error(), p.host+"/none") {
 		t.Errorf("without a directory to promote to: %v, want ErrPromote", err)
 	}
 	wantNotes(p.e, name, "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 	if got := filesBelow(t, p.host); !slices.Equal(got, before) {
 		t.Errorf("on the host are %q, were %q", got, before)
 	}
-	if r, err := p.e.Store.Get(name); err != nil || r.Phase != sandbox.Running {
+	if r, err := p.e.Store.Get(name); err != nil || r.Phase != state.Running {
 		t.Fatalf("after the refusal: %v, %v", r.Phase, err)
 	}
 	setPersist(p.e, name, lifetime.Persist{})
 }
 
 // ignored looks at a sleep of a VM for which that was to be ignored.
-func (p *persistence) ignored(res sandbox.SleepResult) {
+func (p *persistence) ignored(res control.SleepResult) {
 	p.e.T.Helper()
 	if did := res.Persist; did == nil || len(did.Problems) != 1 || len(did.Promoted) != 0 || did.DiskBytes <= 0 || len(did.Dropped) != 1 || did.Dropped[0].Path != "/root/cache" {
 		p.e.T.Errorf("ignoring that it cannot be promoted: %+v", did)

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -12,68 +11,13 @@ import (
 	"strconv"
 	"syscall"
 	"time"
-	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
-
-// labelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in
-// pieces, since a label is shorter than a policy may be.
-const (
-	labelPolicy = "drowse.policy."
-	policyPiece = 48 << 10 // bytes
-)
-
-// labels are those of a snapshot of a VM.
-func (r *Record) labels(kind string) (map[string]string, error) {
-	bare := *r
-	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
-	bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", time.Time{}
-	record, err := json.Marshal(&bare)
-	if err != nil {
-		return nil, err
-	}
-	labels := map[string]string{labelKind: kind, labelRecord: string(record), labelOwner: r.ID}
-	if r.Spec.Policy == nil {
-		return labels, nil
-	}
-	text, err := json.Marshal(r.Spec.Policy)
-	if err != nil {
-		return nil, err
-	}
-	for i := 0; len(text) > 0; i++ {
-		n := min(policyPiece, len(text))
-		for n < len(text) && !utf8.RuneStart(text[n]) {
-			n--
-		}
-		labels[labelPolicy+strconv.Itoa(i)] = string(text[:n])
-		text = text[n:]
-	}
-	return labels, nil
-}
-
-// policyOf is the policy in the labels of a snapshot; nil if there is none.
-func policyOf(labels map[string]string) (*netpolicy.Policy, error) {
-	var text []byte
-	for i := 0; ; i++ {
-		piece, ok := labels[labelPolicy+strconv.Itoa(i)]
-		if !ok {
-			break
-		}
-		text = append(text, piece...)
-	}
-	if text == nil {
-		return nil, nil
-	}
-	p, err := netpolicy.Parse(text)
-	if err != nil {
-		return nil, fmt.Errorf("%w: its network policy: %w", ErrRecord, err)
-	}
-	return p, nil
-}
 
 // Policy is a VM's network policy: the one that it runs with, or will when it is brought
 // back. A VM without a policy of its own has the empty one, which denies everything.
@@ -83,7 +27,7 @@ func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
 		return nil, err
 	}
 	if r.Spec.Network != spec.NetworkTAP {
-		return nil, noNetwork(name)
+		return nil, control.NoNetwork(name)
 	}
 	if r.Spec.Policy == nil {
 		return &netpolicy.Policy{}, nil
@@ -91,24 +35,11 @@ func (s *Store) Policy(name string) (*netpolicy.Policy, error) {
 	return r.Spec.Policy, nil
 }
 
-func noNetwork(name string) error {
-	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", ErrSpec, name, spec.NetworkTAP)
-}
-
-// PolicyResult says what SetPolicy has done.
-type PolicyResult struct {
-	Name string `json:"name"`
-	// Live says that the VM runs and packets are judged by the new policy; else it is
-	// the one that the VM will be brought back with.
-	Live    bool              `json:"live"`
-	Network *spec.NetworkInfo `json:"network,omitempty"`
-}
-
 // SetPolicy replaces a VM's network policy, for good: it is stored before it is put into
 // force. When it returns, no packet is judged by the old policy any more, and flows that
 // the new one would not open are cut. The size of the flow table stays until the VM is
 // brought back from a sleep or a stop. If it fails, the old policy holds.
-func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res PolicyResult, err error) {
+func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
 	if p == nil {
 		p = &netpolicy.Policy{}
 	}
@@ -128,19 +59,19 @@ func (s *Store) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy)
 			return res, err
 		}
 		if r.Spec.Network != spec.NetworkTAP {
-			return res, noNetwork(name)
+			return res, control.NoNetwork(name)
 		}
-		if r.Phase == Running {
-			err = s.callWith(ctx, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
+		if r.Phase == state.Running {
+			err = control.CallWith(ctx, s.Store, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
 				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
 			})
 		} else {
-			res = PolicyResult{Name: name}
+			res = control.PolicyResult{Name: name}
 			err = s.storePolicy(name, p)
 		}
 		if !passing(err) {
 			if err == nil {
-				s.tell(s.event(ctx, r, events.PolicyChanged))
+				s.Tell(s.Event(ctx, r, events.PolicyChanged))
 			}
 			return res, err
 		}
@@ -165,69 +96,24 @@ func passing(err error) bool {
 
 // storePolicy sets the policy of a VM that has no process.
 func (s *Store) storePolicy(name string, p *netpolicy.Policy) error {
-	l, err := s.lock(name)
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
 	r.Spec.Policy = p
-	return s.save(r)
-}
-
-// setPolicy is SetPolicy in the VM's process.
-func (p *process) setPolicy(policy *netpolicy.Policy) (PolicyResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return PolicyResult{}, err
-	}
-	defer p.in.KeepRunning()()
-	n := p.in.Network()
-	if n == nil {
-		return PolicyResult{}, noNetwork(p.r.Spec.Name)
-	}
-	old := p.r.Spec.Policy
-	p.r.Spec.Policy = policy
-	// First what lasts: a process that is killed in between comes back with the new one.
-	if err := p.store.save(p.r); err != nil {
-		p.r.Spec.Policy = old
-		return PolicyResult{}, err
-	}
-	if err := n.SetPolicy(policy); err != nil {
-		p.r.Spec.Policy = old
-		return PolicyResult{}, errors.Join(err, p.store.save(p.r))
-	}
-	if before := p.r.TrustedCA; policy.ProxyOn() {
-		if p.trustProxy(p.lasting); p.r.TrustedCA != before {
-			if err := p.store.save(p.r); err != nil {
-				// It is in force, and its proxy is trusted: that is given again at the next start.
-				p.log.Warn("noting that the VM trusts its proxy", "error", err)
-			}
-		}
-	}
-	return PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.Info()}, nil
+	return s.Save(r)
 }
 
 // NetworkStats asks a running VM what its network has done.
 func (s *Store) NetworkStats(ctx context.Context, name string) (st spec.NetworkStats, err error) {
-	err = s.call(ctx, name, http.MethodGet, "/policy/stats", &st)
+	err = control.Call(ctx, s.Store, name, http.MethodGet, "/policy/stats", &st)
 	return st, err
 }
-
-func (p *process) networkStats() (st spec.NetworkStats, err error) {
-	n := p.in.Network()
-	if n == nil {
-		return st, noNetwork(p.r.Spec.Name)
-	}
-	return n.Stats()
-}
-
-// maxEventLine bounds one event as JSON, in bytes.
-const maxEventLine = 64 << 10
 
 // NetworkEvents calls fn for the last packets of a running VM that did not pass, the
 // oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
@@ -247,9 +133,9 @@ func (s *Store) NetworkFlows(ctx context.Context, name string, follow bool, fn f
 // watch calls fn for each line of JSON of a VM's process.
 func watch[T any](ctx context.Context, s *Store, name, path string, follow bool, fn func(T) error) error {
 	var stop error
-	err := s.callWith(ctx, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
+	err := control.CallWith(ctx, s.Store, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
 		lines := bufio.NewScanner(body)
-		lines.Buffer(make([]byte, 0, 4096), maxEventLine)
+		lines.Buffer(make([]byte, 0, 4096), control.MaxEventLine)
 		for lines.Scan() {
 			var e T
 			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
@@ -270,103 +156,4 @@ func watch[T any](ctx context.Context, s *Store, name, path string, follow bool,
 		return nil // the VM's process has ended
 	}
 	return err
-}
-
-// handlePolicy answers for the network policy on the control socket.
-func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*http.Request) (any, error), func())) {
-	handle("PUT /policy", func(r *http.Request) (any, error) {
-		text, err := io.ReadAll(io.LimitReader(r.Body, netpolicy.MaxFileBytes+1))
-		if err != nil {
-			return nil, fmt.Errorf("reading a network policy: %w", err)
-		}
-		policy, err := netpolicy.Parse(text)
-		if err != nil {
-			return nil, err
-		}
-		return p.setPolicy(policy)
-	}, nil)
-	handle("GET /policy/stats", func(*http.Request) (any, error) { return p.networkStats() }, nil)
-	mux.HandleFunc("GET /policy/events", p.serveEvents)
-	mux.HandleFunc("GET /policy/flows", p.serveFlows)
-}
-
-// watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
-// there is none.
-func (p *process) watched(w http.ResponseWriter) *instance.Network {
-	if n := p.in.Network(); n != nil {
-		return n
-	}
-	failed(w, noNetwork(p.r.Spec.Name))
-	return nil
-}
-
-// failed answers with an error.
-func failed(w http.ResponseWriter, err error) {
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(http.StatusInternalServerError)
-	_ = json.NewEncoder(w).Encode(reportError(err))
-}
-
-// serveFlows writes records of flows as lines of JSON.
-func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
-	n := p.watched(w)
-	if n == nil {
-		return
-	}
-	out := http.NewResponseController(w)
-	begun := false
-	err := n.FlowLog().Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
-		if !begun {
-			w.Header().Set("Content-Type", "application/x-ndjson")
-			begun = true
-		}
-		lines := json.NewEncoder(w)
-		for i := range recs {
-			if err := lines.Encode(&recs[i]); err != nil {
-				return err
-			}
-		}
-		return out.Flush()
-	})
-	switch {
-	case err == nil || r.Context().Err() != nil:
-	case !begun:
-		failed(w, err)
-	default:
-		p.log.Warn("telling of the network's flows", "error", err)
-	}
-}
-
-// serveEvents writes events as lines of JSON.
-func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
-	n := p.watched(w)
-	if n == nil {
-		return
-	}
-	events, f, stop := n.RecentEvents(r.URL.Query().Get("follow") == "true")
-	defer stop()
-	w.Header().Set("Content-Type", "application/x-ndjson")
-	var b bytes.Buffer
-	for _, e := range events {
-		_ = json.NewEncoder(&b).Encode(e) // of a buffer, and of plain data
-	}
-	if _, err := b.WriteTo(w); err != nil || f == nil {
-		return
-	}
-	out := http.NewResponseController(w)
-	for {
-		if err := out.Flush(); err != nil {
-			return
-		}
-		select {
-		case <-r.Context().Done():
-			return
-		case <-n.Done():
-			return
-		case e := <-f:
-			if err := json.NewEncoder(w).Encode(e); err != nil {
-				return
-			}
-		}
-	}
 }

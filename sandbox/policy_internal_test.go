@@ -13,7 +13,10 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func parsePolicy(t *testing.T, text string) *netpolicy.Policy {
@@ -41,24 +44,24 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		"none": nil, "empty": {}, "huge": hugePolicy(t),
 		"small": parsePolicy(t, "rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [443]}]"),
 	} {
-		r := &Record{ID: "x", Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: p, Tags: []string{"db"}}}
-		labels, err := r.labels(kindNamed)
+		r := &state.Record{ID: "x", Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: p, Tags: []string{"db"}}}
+		labels, err := r.Labels(state.KindNamed)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if strings.Contains(labels[labelRecord], "rules") || r.Spec.Policy != p {
-			t.Errorf("%s: the record has the policy as well: %s", name, labels[labelRecord])
+		if strings.Contains(labels[state.LabelRecord], "rules") || r.Spec.Policy != p {
+			t.Errorf("%s: the record has the policy as well: %s", name, labels[state.LabelRecord])
 		}
 		for k, v := range labels {
 			if len(v) > 64<<10 {
 				t.Errorf("%s: label %s has %d bytes", name, k, len(v))
 			}
 		}
-		var record Record
-		if err := json.Unmarshal([]byte(labels[labelRecord]), &record); err != nil || !slices.Equal(record.Spec.Tags, r.Spec.Tags) {
+		var record state.Record
+		if err := json.Unmarshal([]byte(labels[state.LabelRecord]), &record); err != nil || !slices.Equal(record.Spec.Tags, r.Spec.Tags) {
 			t.Errorf("%s: tags have become %q: %v", name, record.Spec.Tags, err)
 		}
-		got, err := policyOf(labels)
+		got, err := state.PolicyOf(labels)
 		if err != nil || (got == nil) != (p == nil) {
 			t.Fatalf("%s: %v, %v", name, got, err)
 		}
@@ -74,16 +77,16 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		}
 		// A piece that is missing or changed must not leave a shorter policy.
 		for i := range len(labels) - 3 {
-			key := fmt.Sprint(labelPolicy, i)
+			key := fmt.Sprint(state.LabelPolicy, i)
 			less := maps.Clone(labels)
 			delete(less, key)
-			if got, err := policyOf(less); i > 0 && err == nil {
+			if got, err := state.PolicyOf(less); i > 0 && err == nil {
 				t.Errorf("without %s: %d rules", key, len(got.Rules))
 			} else if i == 0 && (got != nil || err != nil) {
 				t.Errorf("without %s: %v, %v, want none, which denies", key, got, err)
 			}
 			less[key] = labels[key][1:]
-			if _, err := policyOf(less); !errors.Is(err, ErrRecord) {
+			if _, err := state.PolicyOf(less); !errors.Is(err, ErrRecord) {
 				t.Errorf("with a damaged %s: %v", key, err)
 			}
 		}
@@ -144,11 +147,11 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
+		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}
-		l.release()
+		l.Release()
 	}
 	p := hugePolicy(t)
 	if res, err := s.SetPolicy(t.Context(), "with", p); err != nil || res.Live {
@@ -174,7 +177,7 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		t.Error(err)
 	}
 	// A record whose policy has been changed into nonsense is not read.
-	path := s.vmDir("with") + "/vm.json"
+	path := s.VMDir("with") + "/vm.json"
 	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -188,26 +191,26 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 }
 
 func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_started(t *testing.T) {
-	for before, after := range map[Phase]Phase{Starting: Stopped, Asleep: Asleep, Stopped: Stopped} {
+	for before, after := range map[state.Phase]state.Phase{state.Starting: state.Stopped, state.Asleep: state.Asleep, state.Stopped: state.Stopped} {
 		s, err := OpenStore(t.TempDir())
 		if err != nil {
 			t.Fatal(err)
 		}
 		// As somebody may write into a record: it parses, and cannot be.
-		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
+		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
 		if err != nil {
 			t.Fatal(err)
 		}
-		l.release()
-		var told []Report
-		err = s.Serve(t.Context(), "a", ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = append(told, r) }})
+		l.Release()
+		var told []control.Report
+		err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = append(told, r) }})
 		if !errors.Is(err, netpolicy.ErrPolicy) || len(told) != 1 || told[0].Error == nil || told[0].Error.Code != "policy" {
 			t.Errorf("%s: %v, %+v", before, err, told)
 		}
-		if layers, err := os.ReadDir(s.layerDir()); err != nil || len(layers) != 0 {
+		if layers, err := os.ReadDir(s.LayerDir()); err != nil || len(layers) != 0 {
 			t.Errorf("%s: a disk was begun: %v, %v", before, layers, err)
 		}
-		if r, err := s.load("a"); err != nil || r.Phase != after {
+		if r, err := s.Load("a"); err != nil || r.Phase != after {
 			t.Errorf("%s: it is %v now (%v), want %s", before, r, err, after)
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -17,20 +18,20 @@ func TestNewPool_of_what_cannot_be_is_refused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := sandbox.Launcher{Command: []string{"/bin/false"}}
+	l := pool.Launcher{Command: []string{"/bin/false"}}
 	fits := spec.Shape{MemoryMiB: 256, VCPUs: 1}
-	for name, o := range map[string]sandbox.PoolOptions{
+	for name, o := range map[string]pool.Options{
 		"no process":     {Shapes: []spec.Shape{fits}},
-		"too many":       {Shapes: []spec.Shape{fits}, Processes: sandbox.MaxPool + 1},
+		"too many":       {Shapes: []spec.Shape{fits}, Processes: pool.MaxSize + 1},
 		"no shape":       {Processes: 1},
 		"too little RAM": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 1, VCPUs: 1}}},
 		"too many vCPUs": {Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1000}}},
 	} {
-		if _, err := s.NewPool(l, o); !errors.Is(err, sandbox.ErrSpec) {
+		if _, err := pool.New(s.Store, l, o); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", name, err)
 		}
 	}
-	if _, err := s.NewPool(sandbox.Launcher{}, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{fits}}); err == nil {
+	if _, err := pool.New(s.Store, pool.Launcher{}, pool.Options{Processes: 1, Shapes: []spec.Shape{fits}}); err == nil {
 		t.Error("a pool without a program was made")
 	}
 }
@@ -46,8 +47,8 @@ func TestPool_whose_processes_fail_says_why(t *testing.T) {
 		"it is another program": {"echo -n hello >&3; read line <&3", "hello"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := sandbox.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}
-			p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+			l := pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}
+			p, err := pool.New(s.Store, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -73,8 +74,8 @@ func TestPool_Wait_ends_with_its_context(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := sandbox.Launcher{Command: []string{"/bin/sh", "-c", "read line <&3", "sh"}}
-	p, err := s.NewPool(l, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
+	l := pool.Launcher{Command: []string{"/bin/sh", "-c", "read line <&3", "sh"}}
+	p, err := pool.New(s.Store, l, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 256, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

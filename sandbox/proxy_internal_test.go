@@ -13,7 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
@@ -26,7 +28,7 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 	for i := range keys {
 		wg.Go(func() {
 			var err error
-			if keys[i], err = s.proxyKey(); err != nil {
+			if keys[i], err = s.ProxyKey(); err != nil {
 				t.Error(err)
 			}
 		})
@@ -37,7 +39,7 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 			t.Fatalf("keys of %d and %d bytes that differ", len(k), len(keys[0]))
 		}
 	}
-	path := filepath.Join(s.Dir(), proxyKeyFile)
+	path := filepath.Join(s.Dir(), state.ProxyKeyFile)
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", st.Mode(), err)
 	}
@@ -52,22 +54,22 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 		if err := errors.Join(os.WriteFile(path, keys[0], 0o600), os.Chmod(path, 0o600), spoil()); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.proxyKey(); !errors.Is(err, ErrRecord) {
+		if _, err := s.ProxyKey(); !errors.Is(err, ErrRecord) {
 			t.Errorf("%s: %v, want ErrRecord", what, err)
 		}
 	}
 }
 
 func TestRecord_inherits_what_is_in_memory(t *testing.T) {
-	a := &Record{ID: spec.NewID(), TrustedCA: "f"}
-	fork, grandchild, foreign := &Record{ID: spec.NewID()}, &Record{ID: spec.NewID()}, &Record{ID: spec.NewID()}
-	fork.inherit(a)
-	grandchild.inherit(fork)
-	if a.lineage() != a.ID || fork.lineage() != a.ID || grandchild.lineage() != a.ID || grandchild.TrustedCA != "f" {
+	a := &state.Record{ID: spec.NewID(), TrustedCA: "f"}
+	fork, grandchild, foreign := &state.Record{ID: spec.NewID()}, &state.Record{ID: spec.NewID()}, &state.Record{ID: spec.NewID()}
+	fork.Inherit(a)
+	grandchild.Inherit(fork)
+	if a.MemoryOf() != a.ID || fork.MemoryOf() != a.ID || grandchild.MemoryOf() != a.ID || grandchild.TrustedCA != "f" {
 		t.Errorf("%+v, %+v, %+v", a, fork, grandchild)
 	}
-	foreign.inherit(&Record{ID: "../../x", Lineage: "../../y", TrustedCA: "f"})
-	if foreign.lineage() != foreign.ID || foreign.TrustedCA != "" {
+	foreign.Inherit(&state.Record{ID: "../../x", Lineage: "../../y", TrustedCA: "f"})
+	if foreign.MemoryOf() != foreign.ID || foreign.TrustedCA != "" {
 		t.Errorf("%+v", foreign)
 	}
 }
@@ -113,7 +115,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 		"two lines":                               {file("API_KEY", "sk-12345678\nsk-12345678\n"), policy, nil, true, "", true},
 	} {
 		s := c.secret
-		err := forProxy(&s, c.policy, c.there)
+		err := control.ForProxy(&s, c.policy, c.there)
 		if c.bad {
 			if !errors.Is(err, ErrSecrets) {
 				t.Errorf("%s: %v, want ErrSecrets", name, err)
@@ -124,7 +126,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 			t.Errorf("%s: %+v %q, %v", name, s.SecretFile, s.Value, err)
 		}
 	}
-	if err := checkSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
+	if err := control.CheckSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
 		t.Errorf("a mode for one of the proxy's: %v", err)
 	}
 }
@@ -134,18 +136,18 @@ func TestProxyEnvironment_is_that_of_the_lineage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	record := func(name string, p *netpolicy.Policy) *Record {
+	record := func(name string, p *netpolicy.Policy) *state.Record {
 		t.Helper()
-		r := &Record{Version: recordVersion, ID: spec.NewID(), Phase: Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
-		if err := errors.Join(os.MkdirAll(s.vmDir(name), 0o700), s.save(r)); err != nil {
+		r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Stopped, Spec: Spec{Name: name, Network: spec.NetworkTAP, Policy: p}}
+		if err := errors.Join(os.MkdirAll(s.VMDir(name), 0o700), s.Save(r)); err != nil {
 			t.Fatal(err)
 		}
 		return r
 	}
 	parent := record("a", mustParse(t, injects))
 	child := record("b", mustParse(t, injects))
-	child.inherit(parent)
-	if err := s.save(child); err != nil {
+	child.Inherit(parent)
+	if err := s.Save(child); err != nil {
 		t.Fatal(err)
 	}
 	record("c", mustParse(t, injects))

@@ -17,7 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -113,7 +113,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	if got := ask(woken); got != "2" {
 		t.Errorf("the guest that was woken by a connection says %q, want 2", got)
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Running {
+	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Running {
 		t.Errorf("after it has answered it is %v (%v)", r.Phase, err)
 	}
 
@@ -183,7 +183,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		c.Close()
 		t.Error("a port that the policy does not name was reached")
 	}
-	if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Asleep {
+	if r, err := e.Store.Get(name); err != nil || r.Phase != state.Asleep {
 		t.Errorf("after a packet that the policy denies it is %v (%v)", r.Phase, err)
 	}
 	direct, err := net.DialTimeout("tcp4", net.JoinHostPort(own, "8000"), 2*time.Minute)

@@ -8,8 +8,29 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
+
+func TestExpired_is_neither_woken_nor_booted(t *testing.T) {
+	s := tempStore(t)
+	for _, phase := range []state.Phase{state.Asleep, state.Stopped, state.Crashed} {
+		name := string(phase)
+		r := withMetadata(t, s, name, phase, &state.Metadata{Expires: time.Now().Add(-time.Second)})
+		r.Snapshot = snapshotOf(t, s, r, state.KindSleep, time.Now())
+		if err := s.Save(r); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Wake(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+			t.Errorf("waking one that is %s: got %v, want ErrExpired", phase, err)
+		}
+		if _, err := s.Start(t.Context(), pool.Launcher{}, name); !errors.Is(err, state.ErrExpired) {
+			t.Errorf("booting one that is %s: got %v, want ErrExpired", phase, err)
+		}
+	}
+}
 
 func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
 	t.Parallel()
@@ -36,14 +57,14 @@ func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
 // quickForks has requests time out soon.
 func quickForks(t *testing.T) {
 	t.Helper()
-	begin, all, poll := selfForkBegin, selfForkTime, selfForkPoll
-	selfForkBegin, selfForkTime, selfForkPoll = 300*time.Millisecond, 2*time.Second, time.Millisecond
-	t.Cleanup(func() { selfForkBegin, selfForkTime, selfForkPoll = begin, all, poll })
+	begin, all, poll := state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll
+	state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = 300*time.Millisecond, 2*time.Second, time.Millisecond
+	t.Cleanup(func() { state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = begin, all, poll })
 }
 
-func askedFork(t *testing.T, s *Store, change func(*AskedFork)) {
+func askedFork(t *testing.T, s *Store, change func(*state.AskedFork)) {
 	t.Helper()
-	if _, err := s.SetLabel(t.Context(), "a", func(l *Label, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
 		t.Error(err)
 	}
 }
@@ -51,39 +72,39 @@ func askedFork(t *testing.T, s *Store, change func(*AskedFork)) {
 func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 	quickForks(t)
 	for name, c := range map[string]struct {
-		make func(*AskedFork) // once it is asked for; nil is nobody
+		make func(*state.AskedFork) // once it is asked for; nil is nobody
 		want string
 		err  error
 	}{
-		"made":            {make: func(a *AskedFork) { a.Begun, a.Child = true, "child" }, want: "child"},
-		"refused":         {make: func(a *AskedFork) { a.Begun, a.Error = true, "no more" }, err: errors.New("no more")},
-		"nobody":          {err: ErrNoForker},
-		"begun, no end":   {make: func(a *AskedFork) { a.Begun = true }, err: errors.New("longer than")},
-		"written anew":    {make: func(a *AskedFork) { *a = AskedFork{} }, err: errors.New("anew")},
-		"of another call": {make: func(a *AskedFork) { a.ID, a.Child = "other", "others" }, err: errors.New("anew")},
+		"made":            {make: func(a *state.AskedFork) { a.Begun, a.Child = true, "child" }, want: "child"},
+		"refused":         {make: func(a *state.AskedFork) { a.Begun, a.Error = true, "no more" }, err: errors.New("no more")},
+		"nobody":          {err: state.ErrNoForker},
+		"begun, no end":   {make: func(a *state.AskedFork) { a.Begun = true }, err: errors.New("longer than")},
+		"written anew":    {make: func(a *state.AskedFork) { *a = state.AskedFork{} }, err: errors.New("anew")},
+		"of another call": {make: func(a *state.AskedFork) { a.ID, a.Child = "other", "others" }, err: errors.New("anew")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			labelled(t, s, "a", Stopped, &Label{Owner: "team"})
+			withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team"})
 			ctx, cancel := context.WithCancel(t.Context())
 			served := make(chan struct{})
 			go func() {
 				defer close(served)
 				for c.make != nil && ctx.Err() == nil {
-					if l, err := s.Label("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
+					if l, err := s.Metadata("a"); err == nil && l.Asked.Fork.Wanted(time.Now()) {
 						askedFork(t, s, c.make)
 						return
 					}
 					time.Sleep(time.Millisecond)
 				}
 			}()
-			child, err := s.selfFork(t.Context(), "a")
+			child, err := s.SelfFork(t.Context(), "a")
 			cancel()
 			<-served
 			if child != c.want || (err == nil) != (c.err == nil) || err != nil && !errors.Is(err, c.err) && !strings.Contains(err.Error(), c.err.Error()) {
 				t.Errorf("%q, %v", child, err)
 			}
-			if l := labelOf(t, s, "a"); l.Asked.Fork != (AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
+			if l := metadataOf(t, s, "a"); l.Asked.Fork != (state.AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
 				t.Errorf("it leaves %+v", l)
 			}
 		})
@@ -92,37 +113,37 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 
 func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", state.Stopped, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		_, err := s.selfFork(ctx, "a")
+		_, err := s.SelfFork(ctx, "a")
 		ended <- err
 	}()
-	for labelOf(t, s, "a").Asked.Fork.ID == "" {
+	for metadataOf(t, s, "a").Asked.Fork.ID == "" {
 		time.Sleep(time.Millisecond)
 	}
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
 		t.Errorf("it has ended with %v", err)
 	}
-	if a := labelOf(t, s, "a").Asked.Fork; a != (AskedFork{}) {
+	if a := metadataOf(t, s, "a").Asked.Fork; a != (state.AskedFork{}) {
 		t.Errorf("it leaves %+v", a)
 	}
 }
 
 func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 	s := tempStore(t)
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", state.Stopped, nil)
 	now := time.Now()
-	for name, a := range map[string]AskedFork{
+	for name, a := range map[string]state.AskedFork{
 		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
 	} {
-		askedFork(t, s, func(f *AskedFork) { *f = a })
-		if err := s.ForkAsked(t.Context(), Launcher{}, "a"); err != nil {
+		askedFork(t, s, func(f *state.AskedFork) { *f = a })
+		if err := s.ForkAsked(t.Context(), pool.Launcher{}, "a"); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
-		if got := labelOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
+		if got := metadataOf(t, s, "a").Asked.Fork; got.Child != "" || got.Error != "" || got.Begun != a.Begun {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
@@ -130,13 +151,13 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 
 func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T) {
 	s := tempStore(t)
-	ask := func() (AskedFork, error) {
+	ask := func() (state.AskedFork, error) {
 		t.Helper()
-		askedFork(t, s, func(a *AskedFork) { *a = AskedFork{ID: spec.NewID(), At: time.Now()} })
-		err := s.ForkAsked(t.Context(), Launcher{}, "a")
-		return labelOf(t, s, "a").Asked.Fork, err
+		askedFork(t, s, func(a *state.AskedFork) { *a = state.AskedFork{ID: spec.NewID(), At: time.Now()} })
+		err := s.ForkAsked(t.Context(), pool.Launcher{}, "a")
+		return metadataOf(t, s, "a").Asked.Fork, err
 	}
-	labelled(t, s, "a", Stopped, nil)
+	withMetadata(t, s, "a", state.Stopped, nil)
 	r, err := s.Get("a")
 	if err != nil {
 		t.Fatal(err)
@@ -144,30 +165,30 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 	grant := func(allow ...string) {
 		t.Helper()
 		r.Spec.Self.Allow, r.Spec.Image = allow, "image"
-		if err := s.save(r); err != nil {
+		if err := s.Save(r); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if a, err := ask(); !errors.Is(err, ErrSelfLimit) || !strings.Contains(a.Error, ErrSelfLimit.Error()) {
+	if a, err := ask(); !errors.Is(err, control.ErrSelfLimit) || !strings.Contains(a.Error, control.ErrSelfLimit.Error()) {
 		t.Errorf("without a grant: %+v, %v", a, err)
 	}
 	grant("fork=1")
 	if a, err := ask(); !errors.Is(err, ErrNotRunning) || !strings.Contains(a.Error, ErrNotRunning.Error()) || strings.Contains(a.Error, "stopped") {
 		t.Errorf("of a VM that has stopped: %+v, %v", a, err)
 	}
-	for i, other := range []Origin{{ParentID: r.ID}, {ParentID: "another", Asked: true}, {ParentID: r.ID, Asked: true}} {
-		labelled(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], Stopped, nil)
+	for i, other := range []state.Origin{{ParentID: r.ID}, {ParentID: "another", Asked: true}, {ParentID: r.ID, Asked: true}} {
+		withMetadata(t, s, []string{"by-its-owner", "anothers", "its-own"}[i], state.Stopped, nil)
 		c, err := s.Get([]string{"by-its-owner", "anothers", "its-own"}[i])
 		if err != nil {
 			t.Fatal(err)
 		}
 		c.Fork = &other
-		if err := s.save(c); err != nil {
+		if err := s.Save(c); err != nil {
 			t.Fatal(err)
 		}
 		want := ErrNotRunning
 		if other.Asked && other.ParentID == r.ID {
-			want = ErrSelfLimit
+			want = control.ErrSelfLimit
 		}
 		if a, err := ask(); !errors.Is(err, want) || a.Child != "" || !a.Begun {
 			t.Errorf("with a child %+v: %+v, %v", other, a, err)
@@ -181,7 +202,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_along(t *testing.T) {
 	s := tempStore(t)
 	wake := time.Now().Add(time.Hour)
-	labelled(t, s, "a", Stopped, &Label{Owner: "team", Wake: Timer{At: wake}, Asked: Asked{Wake: wake, Expires: wake, From: wake, Fork: AskedFork{ID: "1", At: time.Now()}}})
+	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team", Wake: state.Timer{At: wake}, Asked: state.Asked{Wake: wake, Expires: wake, From: wake, Fork: state.AskedFork{ID: "1", At: time.Now()}}})
 	r, err := s.Get("a")
 	if err != nil {
 		t.Fatal(err)
@@ -197,8 +218,8 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 			t.Errorf("asked for by the guest %v: a child may ask for %v", asked, spec.Self.Allow)
 		}
 		l := f.labels[spec.Name]
-		if l == nil || l.Asked.Fork != (AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
-			t.Errorf("the child's label is %+v", l)
+		if l == nil || l.Asked.Fork != (state.AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (state.Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
+			t.Errorf("the child's metadata is %+v", l)
 		}
 	}
 	if r.Spec.Self.Forks() != 2 {

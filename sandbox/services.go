@@ -10,61 +10,13 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
-
-// guestCheck is what the agent is told of a check.
-func guestCheck(c *spec.ServiceCheck) *guest.ServiceCheck {
-	if c == nil {
-		return nil
-	}
-	u := &guest.ServiceCheck{
-		Argv: c.Exec, Interval: time.Duration(c.IntervalSeconds) * time.Second, Timeout: time.Duration(c.TimeoutSeconds) * time.Second,
-		Start: time.Duration(c.StartSeconds) * time.Second, Alive: uint32(c.AliveFailures),
-	}
-	for kind, address := range map[string]string{guest.CheckTCP: c.TCP, guest.CheckHTTP: c.HTTP, guest.CheckUnix: c.Unix, guest.CheckFile: c.File} {
-		if address != "" {
-			u.Kind, u.Address = kind, address
-		}
-	}
-	if u.Kind == "" {
-		u.Kind = guest.CheckExec
-	}
-	return u
-}
-
-// guestService is what the agent is told.
-func guestService(s *spec.Service) guest.Service {
-	seconds := func(n int) time.Duration { return time.Duration(n) * time.Second }
-	u := guest.Service{
-		Name: s.Name, Argv: s.Argv, Env: s.Env, Dir: s.Dir, User: s.User, Restart: s.Restart,
-		Backoff: seconds(s.BackoffSeconds), MaxBackoff: seconds(s.MaxBackoffSeconds),
-		StopSignal: s.StopSignal, StopTime: seconds(s.StopSeconds), LogBytes: s.LogKiB << 10, Check: guestCheck(s.Check),
-	}
-	if u.Restart == "" {
-		u.Restart = guest.RestartAlways
-	}
-	switch {
-	case s.MaxRestarts == 0:
-		u.MaxRestarts = spec.DefaultMaxRestarts
-	case s.MaxRestarts > 0:
-		u.MaxRestarts = uint32(s.MaxRestarts)
-	}
-	return u
-}
-
-func findService(list []spec.Service, name string) int {
-	return slices.IndexFunc(list, func(s spec.Service) bool { return s.Name == name })
-}
-
-func noService(vm, name string) error {
-	return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", ErrNotFound, vm, name, vm)
-}
 
 // ServiceStatus is a service of a VM, and how it is.
 type ServiceStatus struct {
@@ -155,7 +107,7 @@ func (s *Store) SetService(ctx context.Context, name string, spec spec.Service) 
 	if err != nil {
 		return ServiceStatus{}, err
 	}
-	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *Record) error { return r.setService(spec) })
+	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *state.Record) error { return r.SetService(spec) })
 	if err != nil || !live {
 		return ServiceStatus{Service: spec}, err
 	}
@@ -168,10 +120,10 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 	if err != nil {
 		return err
 	}
-	if findService(r.Spec.Services, service) < 0 {
-		return noService(name, service)
+	if state.FindService(r.Spec.Services, service) < 0 {
+		return state.NoService(name, service)
 	}
-	if r.Phase == Running {
+	if r.Phase == state.Running {
 		c, err := s.Agent(ctx, name)
 		if err != nil {
 			return err
@@ -182,7 +134,7 @@ func (s *Store) RemoveService(ctx context.Context, name, service string) error {
 			return err
 		}
 	}
-	_, err = s.changeServices(ctx, name, http.MethodDelete, "/services?name="+url.QueryEscape(service), nil, func(r *Record) error { return r.dropService(service) })
+	_, err = s.changeServices(ctx, name, http.MethodDelete, "/services?name="+url.QueryEscape(service), nil, func(r *state.Record) error { return r.DropService(service) })
 	return err
 }
 
@@ -195,7 +147,7 @@ func (s *Store) StartService(ctx context.Context, name, service string, restart 
 	}
 	defer c.Close()
 	out := ServiceStatus{Service: spec}
-	state, err := c.SetService(ctx, guestService(&spec), true, restart)
+	state, err := c.SetService(ctx, control.GuestService(&spec), true, restart)
 	if err == nil {
 		out.is(state)
 	}
@@ -223,9 +175,9 @@ func (s *Store) serviceOf(ctx context.Context, name, service string) (spec.Servi
 	if err != nil {
 		return spec.Service{}, nil, err
 	}
-	i := findService(r.Spec.Services, service)
+	i := state.FindService(r.Spec.Services, service)
 	if i < 0 {
-		return spec.Service{}, nil, noService(name, service)
+		return spec.Service{}, nil, state.NoService(name, service)
 	}
 	c, err := s.Agent(ctx, name)
 	return r.Spec.Services[i], c, err
@@ -241,12 +193,12 @@ func (s *Store) Services(ctx context.Context, name string) ([]ServiceStatus, err
 	out := make([]ServiceStatus, len(r.Spec.Services))
 	for i, spec := range r.Spec.Services {
 		out[i].Service = spec
-		if r.Phase == Asleep {
+		if r.Phase == state.Asleep {
 			out[i].State = ServiceAsleep
 		}
 	}
 	slices.SortFunc(out, func(a, b ServiceStatus) int { return strings.Compare(a.Name, b.Name) })
-	if r.Phase != Running || len(out) == 0 {
+	if r.Phase != state.Running || len(out) == 0 {
 		return out, nil
 	}
 	c, err := s.Agent(ctx, name)
@@ -303,17 +255,17 @@ func (s *Store) ServiceLog(ctx context.Context, name, service string, w io.Write
 
 // changeServices changes the services in a VM's record: by its process if it runs. live says
 // that it does.
-func (s *Store) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*Record) error) (live bool, err error) {
+func (s *Store) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*state.Record) error) (live bool, err error) {
 	for {
 		r, err := s.Get(name)
 		if err != nil {
 			return false, err
 		}
 		switch r.Phase {
-		case Running:
+		case state.Running:
 			live = true
-			err = s.callWith(ctx, name, method, path, body, discard)
-		case Asleep:
+			err = control.CallWith(ctx, s.Store, name, method, path, body, control.Discard)
+		case state.Asleep:
 			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with `drowse wake %s`", ErrNotRunning, name, name)
 		default:
 			live = false
@@ -331,171 +283,18 @@ func (s *Store) changeServices(ctx context.Context, name, method, path string, b
 }
 
 // changeRecord changes the record of a VM without a process.
-func (s *Store) changeRecord(name string, change func(*Record) error) error {
-	l, err := s.lock(name)
+func (s *Store) changeRecord(name string, change func(*state.Record) error) error {
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
-	defer l.release()
-	r, err := s.load(name)
+	defer l.Release()
+	r, err := s.Load(name)
 	if err != nil {
 		return err
 	}
 	if err := change(r); err != nil {
 		return err
 	}
-	return s.save(r)
-}
-
-func (r *Record) setService(want spec.Service) error {
-	list := slices.Clone(r.Spec.Services)
-	if i := findService(list, want.Name); i >= 0 {
-		list[i] = want
-	} else {
-		list = append(list, want)
-	}
-	if err := spec.ValidateServices(list); err != nil {
-		return err
-	}
-	r.Spec.Services = list
-	return nil
-}
-
-func (r *Record) dropService(name string) error {
-	i := findService(r.Spec.Services, name)
-	if i < 0 {
-		return noService(r.Spec.Name, name)
-	}
-	r.Spec.Services = slices.Delete(slices.Clone(r.Spec.Services), i, i+1)
-	return nil
-}
-
-// The rest is in the VM's process.
-
-func (p *process) handleServices(handle func(string, func(*http.Request) (any, error), func())) {
-	change := func(f func(*Record) error) (any, error) {
-		p.op.Lock()
-		defer p.op.Unlock()
-		if err := p.alive(); err != nil {
-			return nil, err
-		}
-		defer p.in.KeepRunning()()
-		if err := p.in.ListenServices(); err != nil {
-			return nil, err
-		}
-		before := p.r.Spec.Services
-		err := f(p.r)
-		if err == nil {
-			err = p.store.save(p.r)
-		}
-		if err != nil {
-			p.r.Spec.Services = before
-		}
-		return struct{}{}, err
-	}
-	handle("PUT /services", func(r *http.Request) (any, error) {
-		var want spec.Service
-		d := json.NewDecoder(io.LimitReader(r.Body, 4*spec.MaxServicesBytes))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&want); err != nil {
-			return nil, fmt.Errorf("reading a service: %w: %w", ErrSpec, err)
-		}
-		return change(func(r *Record) error { return r.setService(want) })
-	}, nil)
-	handle("DELETE /services", func(r *http.Request) (any, error) {
-		name := r.URL.Query().Get("name")
-		return change(func(r *Record) error { return r.dropService(name) })
-	}, nil)
-}
-
-// startServices starts the services of a guest that has booted. What fails does not keep the
-// VM from running.
-func (p *process) startServices(ctx context.Context) {
-	ctx, stop := p.in.WhileRunning(ctx)
-	defer stop()
-	c, err := p.in.Agent(ctx)
-	if err != nil {
-		p.log.Error("services could not be started", "error", err)
-		return
-	}
-	defer c.Close()
-	for i := range p.r.Spec.Services {
-		spec := &p.r.Spec.Services[i]
-		if _, err := c.SetService(ctx, guestService(spec), true, false); err != nil {
-			p.log.Error("a service could not be started", "service", spec.Name, "error", err)
-		}
-	}
-}
-
-// serviceTrail puts what a guest says of its services into the audit trail: of services that
-// the VM has, and no more than the bounds below, so that a guest cannot push out what others
-// have done.
-type serviceTrail struct {
-	trail *audit.Trail
-	known func(name string) bool
-	now   func() time.Time
-
-	mu    sync.Mutex // guards what follows
-	left  int
-	since time.Time
-	lost  uint64
-}
-
-// Events in a row that are recorded, and how long it takes until one more is.
-const (
-	serviceEvents = 64
-	serviceEvery  = 10 * time.Second
-)
-
-func (t *serviceTrail) record(e guest.ServiceEvent) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if !t.known(e.Name) {
-		return
-	}
-	t.lost += min(e.Lost, 1<<32)
-	now := t.now()
-	if t.since.IsZero() {
-		t.left, t.since = serviceEvents, now
-	}
-	if n := int(min(now.Sub(t.since)/serviceEvery, serviceEvents)); n > 0 {
-		t.left, t.since = min(t.left+n, serviceEvents), now
-	}
-	if t.left == 0 {
-		t.lost++
-		return
-	}
-	t.left--
-	a := audit.Action{Kind: audit.KindServiceExit, Process: e.Name}
-	o := audit.Outcome{Error: e.Problem}
-	switch e.Event {
-	case guest.EventStarted, guest.EventFailed:
-		a.Kind = audit.KindServiceStart
-	case guest.EventReady:
-		a.Kind = audit.KindServiceReady
-	case guest.EventUnhealthy:
-		a.Kind = audit.KindServiceUnhealthy
-	case guest.EventEnded:
-		o.Exit, o.ExitSignal = &e.Exit, e.Signal
-	}
-	if t.lost > 0 {
-		o.Error = strings.TrimSpace(fmt.Sprintf("%s (%d events before this one are not recorded)", o.Error, t.lost))
-		t.lost = 0
-	}
-	// What cannot be recorded has been done all the same.
-	if p, err := t.trail.Begin(context.Background(), a); err == nil {
-		p.End(o)
-	}
-}
-
-// serviceEvents is what is done with what the guest says of services.
-func (p *process) serviceEvents() func(guest.ServiceEvent) {
-	name := p.r.Spec.Name
-	// As the record is on disk: p.r may be in use by what waits for the guest.
-	known := func(service string) bool {
-		r, err := p.store.load(name)
-		return err == nil && findService(r.Spec.Services, service) >= 0
-	}
-	t := &serviceTrail{trail: audit.Open(p.store.AuditPath(name)), now: time.Now, known: known}
-	return t.record
+	return s.Save(r)
 }

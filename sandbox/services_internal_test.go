@@ -1,18 +1,14 @@
 package sandbox
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestServices_that_are_not_possible_are_refused(t *testing.T) {
@@ -54,45 +50,6 @@ func TestServices_that_are_not_possible_are_refused(t *testing.T) {
 	}
 }
 
-// A guest that tells of services without end must not push out what others have done.
-func TestServiceTrail_is_bounded_and_knows_its_services(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "audit.jsonl")
-	if err := audit.Ensure(context.Background(), path, audit.Head{VM: "v", Name: "n"}); err != nil {
-		t.Fatal(err)
-	}
-	now := time.Unix(1000, 0)
-	trail := &serviceTrail{trail: audit.Open(path), now: func() time.Time { return now }, known: func(name string) bool { return name == "web" }}
-	entries := func() (out []audit.Entry) {
-		if _, err := audit.Read(t.Context(), path, audit.ReadOptions{}, func(e audit.Entry) error { out = append(out, e); return nil }); err != nil {
-			t.Fatal(err)
-		}
-		return out
-	}
-	trail.record(guest.ServiceEvent{Name: "other", Event: guest.EventStarted})
-	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
-	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventEnded, Exit: 137, Signal: 9, Lost: 2})
-	got := entries()
-	if len(got) != 2 || got[0].Kind != audit.KindServiceStart || got[0].Process != "web" {
-		t.Fatalf("recorded %+v", got)
-	}
-	if o := got[1].Outcome; got[1].Kind != audit.KindServiceExit || *o.Exit != 137 || o.ExitSignal != 9 || !strings.Contains(o.Error, "2 events") {
-		t.Errorf("its end is %+v", got[1].Outcome)
-	}
-	for range 10 * serviceEvents {
-		trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
-	}
-	if n := len(entries()); n != serviceEvents {
-		t.Errorf("%d are recorded, want %d", n, serviceEvents)
-	}
-	now = now.Add(serviceEvery)
-	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
-	trail.record(guest.ServiceEvent{Name: "web", Event: guest.EventStarted})
-	got = entries()
-	if len(got) != serviceEvents+1 || !strings.Contains(got[serviceEvents].Outcome.Error, "events before this one") {
-		t.Errorf("%d are recorded after a while, want one more that says what is missing", len(got))
-	}
-}
-
 func TestSecretNames(t *testing.T) {
 	for _, name := range []string{"a", "A_b.c-9", strings.Repeat("x", spec.MaxSecretName)} {
 		if err := spec.CheckSecretName(name); err != nil {
@@ -108,12 +65,12 @@ func TestSecretNames(t *testing.T) {
 
 // Clones are made by the record in a snapshot.
 func TestRecordInASnapshotHasServicesAndNoSecrets(t *testing.T) {
-	r := &Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
-	labels, err := r.labels(kindSleep)
+	r := &state.Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
+	labels, err := r.Labels(state.KindSleep)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if text := labels[labelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
+	if text := labels[state.LabelRecord]; !strings.Contains(text, `"web"`) || strings.Contains(text, "token") {
 		t.Errorf("it is %s", text)
 	}
 	if !slices.Equal(r.Secrets, []spec.SecretFile{{Name: "token"}}) {

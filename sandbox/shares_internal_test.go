@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 func TestParseShareIsReadOnlyUnlessSaidOtherwise(t *testing.T) {
@@ -102,8 +103,8 @@ func TestKernelWithoutVirtiofsIsRefusedForShares(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	putKernel(t, s, "built-1", kernel.Built, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=y\n")
-	putKernel(t, s, "debian-1", kernel.Debian, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=m\n")
+	statetest.PutKernel(t, s.Store, "built-1", kernel.Built, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=y\n")
+	statetest.PutKernel(t, s.Store, "debian-1", kernel.Debian, "CONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=m\n")
 	own := Spec{Shares: []spec.Share{{}}}.Features()
 	if k, err := s.findKernel("", kernel.Hardware, "", own...); err != nil || k.ID != "built-1" {
 		t.Errorf("%v, %v", k, err)

@@ -11,10 +11,11 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 // waitInfo waits until a running VM says what is wanted of it.
-func waitInfo(e *guesttest.Env, name, what string, want func(sandbox.Info) bool) {
+func waitInfo(e *guesttest.Env, name, what string, want func(control.Info) bool) {
 	e.T.Helper()
 	for deadline := time.Now().Add(3 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
 		info, err := e.Store.Info(e.T.Context(), name)
@@ -65,7 +66,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	go func() {
 		wrote <- e.Sh("full", "dd if=/dev/urandom of=/root/big bs=64k count=512 2>/tmp/dd; sync; echo $?; sha256sum </root/big")
 	}()
-	waitInfo(e, "full", "paused", func(i sandbox.Info) bool { return i.NoSpace && strings.Contains(i.Problem, "full") })
+	waitInfo(e, "full", "paused", func(i control.Info) bool { return i.NoSpace && strings.Contains(i.Problem, "full") })
 
 	// Room is made: it goes on by itself.
 	if err := os.Remove(ballast); err != nil {
@@ -75,7 +76,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	if len(said) < 2 || said[0] != "0" {
 		t.Fatalf("the guest's program says %q", said)
 	}
-	waitInfo(e, "full", "at work again", func(i sandbox.Info) bool { return !i.NoSpace })
+	waitInfo(e, "full", "at work again", func(i control.Info) bool { return !i.NoSpace })
 
 	// Full again; now it is put to sleep, out of the reserve, and woken while there is still no room.
 	if err := unix.Statfs(small, &st); err != nil {
@@ -90,14 +91,14 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	}
 	f.Close()
 	e.Sh("full", "nohup sh -c 'dd if=/dev/zero bs=64k count=512 | tr \"\\0\" x >/root/more && sync && echo whole >/run/more' >/dev/null 2>&1 &")
-	waitInfo(e, "full", "paused", func(i sandbox.Info) bool { return i.NoSpace })
+	waitInfo(e, "full", "paused", func(i control.Info) bool { return i.NoSpace })
 	e.Sleep("full")
 	e.Wake("full")
-	waitInfo(e, "full", "paused after its wake", func(i sandbox.Info) bool { return i.NoSpace })
+	waitInfo(e, "full", "paused after its wake", func(i control.Info) bool { return i.NoSpace })
 	if err := os.Remove(ballast); err != nil {
 		t.Fatal(err)
 	}
-	waitInfo(e, "full", "at work again", func(i sandbox.Info) bool { return !i.NoSpace })
+	waitInfo(e, "full", "at work again", func(i control.Info) bool { return !i.NoSpace })
 	got := e.Sh("full", "for i in 1 2 3 4 5 6 7 8 9 10; do [ -e /run/more ] && break; sleep 1; done; cat /run/more; wc -c </root/more; sha256sum </root/big; touch /root/writable && echo writable")
 	for _, want := range []string{"whole", "33554432", said[1], "writable"} {
 		if !strings.Contains(got, want) {

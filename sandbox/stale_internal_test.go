@@ -7,7 +7,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // An order to wake or boot a VM may come late: the VM has run meanwhile. Its record is then as the run has left it.
@@ -15,18 +18,18 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 	const old, last = "11111111111111111111111111111111", "22222222222222222222222222222222"
 	for _, c := range []struct {
 		name  string
-		phase Phase
+		phase state.Phase
 		maker int
 		order string // the snapshot it is to come back from; empty is a boot
 		late  bool
 	}{
-		{"a wake from an older sleep", Asleep, 0, old, true},
-		{"a wake of one that has ended since", Stopped, 0, last, true},
-		{"a boot of one that sleeps", Asleep, 0, "", true},
-		{"a wake from the last sleep", Asleep, 0, last, false},
-		{"a clone that is being made", Starting, os.Getpid(), last, false},
-		{"a boot of one that has stopped", Stopped, 0, "", false},
-		{"a boot of one that is being made", Starting, os.Getpid(), "", false},
+		{"a wake from an older sleep", state.Asleep, 0, old, true},
+		{"a wake of one that has ended since", state.Stopped, 0, last, true},
+		{"a boot of one that sleeps", state.Asleep, 0, "", true},
+		{"a wake from the last sleep", state.Asleep, 0, last, false},
+		{"a clone that is being made", state.Starting, os.Getpid(), last, false},
+		{"a boot of one that has stopped", state.Stopped, 0, "", false},
+		{"a boot of one that is being made", state.Starting, os.Getpid(), "", false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s, err := OpenStore(t.TempDir())
@@ -34,17 +37,17 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 				t.Fatal(err)
 			}
 			// The kernel is not there, so that what is not refused fails before it needs KVM.
-			l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
+			l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
 			if err != nil {
 				t.Fatal(err)
 			}
-			l.release()
-			before, err := os.ReadFile(s.recordPath("a"))
+			l.Release()
+			before, err := os.ReadFile(s.RecordPath("a"))
 			if err != nil {
 				t.Fatal(err)
 			}
-			var told Report
-			err = s.Serve(t.Context(), "a", ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r Report) { told = r }})
+			var told control.Report
+			err = process.Serve(t.Context(), s.Store, "a", process.ServeOptions{Snapshot: c.order, Log: slog.New(slog.DiscardHandler), Report: func(r control.Report) { told = r }})
 			if late := errors.Is(err, ErrRunning); err == nil || late != c.late {
 				t.Fatalf("got %v, want it refused: %v", err, c.late)
 			}
@@ -54,7 +57,7 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 			if told.Error == nil || !errors.Is(told.Error, ErrRunning) || !strings.Contains(told.Error.Error(), "try again") {
 				t.Errorf("who has ordered it is told %v", told.Error)
 			}
-			if after, err := os.ReadFile(s.recordPath("a")); err != nil || string(after) != string(before) {
+			if after, err := os.ReadFile(s.RecordPath("a")); err != nil || string(after) != string(before) {
 				t.Errorf("the record has become %s (%v)", after, err)
 			}
 		})

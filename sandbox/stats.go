@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 // Stats are what a running VM uses, as its guest and its host count it.
@@ -121,7 +122,7 @@ func processStats(pid int) (HostStats, error) {
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
 		return h, err
 	}
-	h.AwakeMs = max(ms(time.Duration(up.Nano()))-ticks(start), 0)
+	h.AwakeMs = max(control.Milliseconds(time.Duration(up.Nano()))-ticks(start), 0)
 	err = h.addMemory(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 	return h, err
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestProcessStats_are_those_of_the_process(t *testing.T) {
@@ -72,11 +73,11 @@ func TestStats_of_a_VM_that_does_not_run_are_refused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: Asleep})
+	l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "vm"}, Phase: state.Asleep})
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.release()
+	l.Release()
 	if _, err := s.Stats(t.Context(), "vm"); !errors.Is(err, ErrNotRunning) {
 		t.Errorf("asleep: %v", err)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestTagChange_what_tags_become(t *testing.T) {
@@ -57,11 +58,11 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, network := range map[string]string{"with": spec.NetworkTAP, "without": spec.NetworkNone} {
-		l, err := s.create(&Record{Version: recordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: Asleep})
+		l, err := s.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: name, Network: network}, Phase: state.Asleep})
 		if err != nil {
 			t.Fatal(err)
 		}
-		l.release()
+		l.Release()
 	}
 	// At once, each by somebody else: none is lost.
 	var want []string

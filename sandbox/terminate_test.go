@@ -11,7 +11,9 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host
@@ -54,7 +56,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	running := func(name string) {
 		t.Helper()
 		r, err := e.Store.Get(name)
-		if err != nil || r.Phase != sandbox.Running {
+		if err != nil || r.Phase != state.Running {
 			t.Fatalf("%s is %+v, %v", name, r, err)
 		}
 		pids[name] = r.PID
@@ -64,8 +66,8 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		running(name)
 	}
 	putHook(e, "refuses", "10-no", "exit 1")
-	ephemeral := sandbox.Label{Class: lifetime.Ephemeral}
-	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Label: &ephemeral}); err != nil {
+	ephemeral := state.Metadata{Class: lifetime.Ephemeral}
+	if _, err := e.Store.RestoreWith(t.Context(), e.Launcher, snap, sandbox.RestoreChanges{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
 		t.Fatal(err)
 	}
 	running("ephemeral")
@@ -87,7 +89,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Phase == sandbox.Starting || r.Phase == sandbox.Running {
+		if r.Phase == state.Starting || r.Phase == state.Running {
 			pids["waking"] = r.PID
 		}
 	}
@@ -96,7 +98,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		t.Logf("whoever woke it is told: %v", err) // it may have slept before it could be told of
 	}
 	for _, name := range []string{"plain", "refuses", "waking"} {
-		if r, err := e.Store.Get(name); err != nil || r.Phase != sandbox.Asleep {
+		if r, err := e.Store.Get(name); err != nil || r.Phase != state.Asleep {
 			t.Errorf("%s is %+v, %v", name, r, err)
 			continue
 		}
@@ -108,7 +110,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 			t.Error(err)
 		}
 	}
-	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != sandbox.Stopped {
+	if r, err := e.Store.Get("ephemeral"); err != nil || r.Phase != state.Stopped {
 		t.Errorf("the ephemeral one is %+v, %v", r, err)
 	}
 }
@@ -116,7 +118,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 func TestStandby_processes_end_when_they_are_told_to(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	pool, err := e.Store.NewPool(e.Launcher, sandbox.PoolOptions{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
+	pool, err := pool.New(e.Store.Store, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: 128, VCPUs: 1}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,7 +22,9 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -73,7 +75,7 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 		"a parameter":        {[]spec.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
 		"a long path":        {[]spec.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
 	} {
-		if _, err := s.Run(t.Context(), sandbox.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
+		if _, err := s.Run(t.Context(), pool.Launcher{}, sandbox.Spec{Image: "none", Volumes: tt.mounts}); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
@@ -174,10 +176,10 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.WaitPhase("a", sandbox.Crashed, time.Minute)
+	e.WaitPhase("a", state.Crashed, time.Minute)
 	_, err = e.Store.Wake(ctx, e.Launcher, "a")
 	wantStale("waking a VM that has written since", err)
-	if r, err := e.Store.Get("a"); err != nil || r.Phase != sandbox.Crashed {
+	if r, err := e.Store.Get("a"); err != nil || r.Phase != state.Crashed {
 		t.Errorf("the refused wake has made it %s (%v)", r.Phase, err)
 	}
 	if _, err := e.Store.Run(ctx, e.Launcher, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: ro}); !errors.Is(err, volume.ErrDirty) {
@@ -285,8 +287,8 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	record, err := json.Marshal(sandbox.Record{
-		Version: 1, ID: vm, Phase: sandbox.Asleep, Snapshot: snap,
+	record, err := json.Marshal(state.Record{
+		Version: 1, ID: vm, Phase: state.Asleep, Snapshot: snap,
 		Spec: sandbox.Spec{Name: "a", Image: "none", Volumes: []spec.VolumeMount{{Name: "v", Path: "/data"}}},
 	})
 	if err != nil {
@@ -317,7 +319,7 @@ func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
 		}
 	}
 	// Without a program for its process, whatever is allowed fails with another error.
-	ctx, none := t.Context(), sandbox.Launcher{}
+	ctx, none := t.Context(), pool.Launcher{}
 	check := func(what string, stale bool) {
 		t.Helper()
 		_, werr := s.Wake(ctx, none, "a")

@@ -2,9 +2,7 @@ package sandbox
 
 import (
 	"bufio"
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -15,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -44,13 +44,13 @@ func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, er
 	go func() {
 		defer close(h.ended)
 		defer over()
-		err = s.callWith(held, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
-			answer := bufio.NewReaderSize(body, maxHoldLine)
+		err = control.CallWith(held, s.Store, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
+			answer := bufio.NewReaderSize(body, control.MaxHoldLine)
 			line, err := answer.ReadSlice('\n')
 			if err != nil {
 				return err
 			}
-			if h.network, err = parseHeld(line); err != nil {
+			if h.network, err = control.ParseHeld(line); err != nil {
 				return err
 			}
 			close(granted)
@@ -78,29 +78,29 @@ func (s *Store) AcquireWakeLock(ctx context.Context, name string) (*WakeLock, er
 
 // WakeLocked is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or it
 // was awake, there is no lock: see AcquireWakeLock.
-func (s *Store) WakeLocked(ctx context.Context, l Launcher, name string) (Report, *WakeLock, error) {
+func (s *Store) WakeLocked(ctx context.Context, l pool.Launcher, name string) (control.Report, *WakeLock, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return Report{}, nil, fmt.Errorf("waking %s: %w", name, err)
+		return control.Report{}, nil, fmt.Errorf("waking %s: %w", name, err)
 	}
 	theirs := os.NewFile(uintptr(fds[1]), "hold")
-	conn, err := fileConn(os.NewFile(uintptr(fds[0]), "hold"))
+	conn, err := control.FileConn(os.NewFile(uintptr(fds[0]), "hold"))
 	if err != nil {
-		return Report{}, nil, errors.Join(fmt.Errorf("waking %s: %w", name, err), theirs.Close())
+		return control.Report{}, nil, errors.Join(fmt.Errorf("waking %s: %w", name, err), theirs.Close())
 	}
 	rep, err := s.wake(ctx, l, name, theirs, false)
 	if err = errors.Join(err, theirs.Close()); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}
 	h := &WakeLock{cancel: func() { conn.Close() }, done: make(chan struct{}), ended: make(chan struct{})}
-	answer := bufio.NewReaderSize(conn, maxHoldLine)
+	answer := bufio.NewReaderSize(conn, control.MaxHoldLine)
 	// It was said before the report. Nobody has said anything if another process is the VM's.
-	if err := conn.SetReadDeadline(time.Now().Add(dismissTime)); err != nil {
+	if err := conn.SetReadDeadline(time.Now().Add(control.DismissTime)); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}
 	line, err := answer.ReadSlice('\n')
 	if err == nil {
-		h.network, err = parseHeld(line)
+		h.network, err = control.ParseHeld(line)
 	}
 	if err == nil {
 		err = conn.SetReadDeadline(time.Time{})
@@ -123,166 +123,4 @@ func (h *WakeLock) Done() <-chan struct{} { return h.done }
 func (h *WakeLock) Release() {
 	h.cancel()
 	<-h.ended
-}
-
-// wakeLocks are those who hold a VM awake.
-type wakeLocks struct {
-	mu    sync.Mutex
-	n     int
-	ever  uint64        // how many there were, these included
-	leave chan struct{} // closed when they are to let go
-	gone  chan struct{} // closed when the last one has, if somebody waits for that
-}
-
-// join adds one, who has to call done, soon after leave is closed.
-func (h *wakeLocks) join() (leave <-chan struct{}, done func()) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.leave == nil {
-		h.leave = make(chan struct{})
-	}
-	h.n++
-	h.ever++
-	return h.leave, func() {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		h.n--
-		if h.n == 0 && h.gone != nil {
-			close(h.gone)
-			h.gone = nil
-		}
-	}
-}
-
-// count says how many there are, and how many there ever were.
-func (h *wakeLocks) count() (now, ever uint64) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return uint64(h.n), h.ever
-}
-
-// dismiss has all let go, and waits for them, but not longer than that.
-func (h *wakeLocks) dismiss(atMost time.Duration) {
-	h.mu.Lock()
-	if h.leave != nil {
-		close(h.leave)
-		h.leave = nil
-	}
-	var gone chan struct{}
-	if h.n > 0 {
-		gone = make(chan struct{})
-		h.gone = gone
-	}
-	h.mu.Unlock()
-	if gone == nil {
-		return
-	}
-	limit := time.NewTimer(atMost)
-	defer limit.Stop()
-	select {
-	case <-gone:
-	case <-limit.C:
-		h.mu.Lock()
-		h.gone = nil
-		h.mu.Unlock()
-	}
-}
-
-// dismissTime is how long a sleep waits for those who hold the VM awake to tell its guest that their connections
-// end. A guest that is not told goes on believing in them when it wakes.
-const dismissTime = time.Second
-
-// serveWakeLock answers a request for a wake lock: the answer begins with a line and ends with the lock, and whoever
-// has it goes then.
-func (p *process) serveWakeLock(w http.ResponseWriter, req *http.Request) {
-	leave, done := p.holders.join()
-	defer done()
-	if p.falling.Load() {
-		// A sleep that has looked already does not know of this one.
-		p.op.Lock()
-		err := p.alive()
-		p.op.Unlock()
-		if err != nil {
-			writeError(w, err)
-			return
-		}
-	}
-	say := func(line string) {
-		_, _ = io.WriteString(w, line)
-		_ = http.NewResponseController(w).Flush()
-	}
-	say(p.held())
-	p.lockAwake(leave, req.Context().Done(), say)
-}
-
-// lockAwake returns when a wake lock is over: gone says that whoever has it has let go.
-func (p *process) lockAwake(leave, gone <-chan struct{}, say func(string)) {
-	select {
-	case <-leave:
-		say(holdEnds)
-		select {
-		case <-gone:
-		case <-time.After(dismissTime):
-		}
-	case <-gone:
-	case <-p.in.Machine().Done():
-	}
-}
-
-// lockedBy grants a wake lock to whoever has had the VM woken and has the other end of a socket, before anybody knows
-// that it is awake.
-func (p *process) lockedBy(end *os.File) error {
-	conn, err := fileConn(end)
-	if err != nil {
-		return fmt.Errorf("holding the VM awake for whoever has woken it: %w", err)
-	}
-	leave, done := p.holders.join()
-	say := func(line string) { _, _ = io.WriteString(conn, line) }
-	say(p.held())
-	gone := make(chan struct{})
-	p.background.Go(func() {
-		defer close(gone)
-		_, _ = conn.Read(make([]byte, 1)) // nothing is sent
-	})
-	p.background.Go(func() {
-		defer done()
-		defer conn.Close()
-		p.lockAwake(leave, gone, say)
-	})
-	return nil
-}
-
-// The lines of the answer to a hold. The first one goes on with the network, if the VM has one.
-const (
-	holdGranted = "held"
-	holdEnds    = "ends\n"
-	// maxHoldLine bounds them, in bytes.
-	maxHoldLine = 64 << 10
-)
-
-// held is the first line. Who asks wants to connect to the VM, and need not ask once more where it is.
-func (p *process) held() string {
-	if p.in.Network() == nil {
-		return holdGranted + "\n"
-	}
-	info, err := json.Marshal(p.in.Network().Info())
-	if err != nil || len(info) > maxHoldLine/2 {
-		return holdGranted + "\n"
-	}
-	return holdGranted + " " + string(info) + "\n"
-}
-
-func parseHeld(line []byte) (*spec.NetworkInfo, error) {
-	word, rest, more := bytes.Cut(bytes.TrimSuffix(line, []byte("\n")), []byte(" "))
-	if string(word) != holdGranted {
-		return nil, fmt.Errorf("it answers %.80q, want that it holds", line)
-	}
-	if !more {
-		return nil, nil
-	}
-	var n spec.NetworkInfo
-	if err := json.Unmarshal(rest, &n); err != nil {
-		return nil, fmt.Errorf("reading which network it has: %w", err)
-	}
-	return &n, nil
 }

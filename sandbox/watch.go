@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // awakePoll is how often a VM that sleeps is looked at by those who do not wake it.
@@ -23,9 +24,9 @@ func (s *Store) AwaitAwake(ctx context.Context, name string) error {
 			return err
 		}
 		switch r.Phase {
-		case Running:
+		case state.Running:
 			return nil
-		case Asleep, Starting:
+		case state.Asleep, state.Starting:
 		default:
 			return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
@@ -64,7 +65,7 @@ func (s *Store) Watch(ctx context.Context, name string, o WatchOptions, f func(g
 	if err != nil {
 		return err
 	}
-	if r.Phase != Running {
+	if r.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 	}
 	began := false

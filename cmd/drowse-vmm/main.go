@@ -10,13 +10,13 @@ import (
 	"os/signal"
 	"syscall"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/process"
 )
 
 func main() {
 	// Hanging up is what ends terminals, not VMs.
 	signal.Ignore(syscall.SIGHUP)
-	if err := sandbox.ServeProcess(context.Background(), os.Args[1:]); err != nil {
+	if err := process.ServeProcess(context.Background(), os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, "drowse-vmm:", err)
 		os.Exit(1)
 	}

@@ -8,13 +8,14 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // agentAccess is the way to the agent of a VM that may sleep and wake while it is used. Its
 // methods may be called from any goroutine.
 type agentAccess struct {
 	name string
-	get  func() (*sandbox.Record, error)
+	get  func() (*state.Record, error)
 	wake func(context.Context) (*guest.Client, error)
 
 	mu     sync.Mutex // held while the VM is woken
@@ -25,7 +26,7 @@ type agentAccess struct {
 func (a *app) newAgentAccess(s *sandbox.Store, name string) *agentAccess {
 	return &agentAccess{
 		name: name,
-		get:  func() (*sandbox.Record, error) { return s.Get(name) },
+		get:  func() (*state.Record, error) { return s.Get(name) },
 		wake: func(ctx context.Context) (*guest.Client, error) { return a.awake(ctx, s, name) },
 	}
 }
@@ -38,7 +39,7 @@ func (d *agentAccess) open(ctx context.Context) (*guest.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d.client != nil && r.Phase == sandbox.Running && r.PID == d.pid {
+	if d.client != nil && r.Phase == state.Running && r.PID == d.pid {
 		return d.client, nil
 	}
 	c, err := d.wake(ctx)
@@ -76,7 +77,7 @@ func (d *agentAccess) use(ctx context.Context, f func(*guest.Client) error) erro
 		if gerr != nil {
 			return gerr
 		}
-		if r.Phase == sandbox.Running && errors.Is(err, guest.ErrUnavailable) {
+		if r.Phase == state.Running && errors.Is(err, guest.ErrUnavailable) {
 			if _, perr := c.Ping(ctx); perr == nil {
 				return fmt.Errorf("the agent of %s does not serve this: %w: start the VM anew, with an agent of this version", d.name, err)
 			}

@@ -14,12 +14,13 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // fakeVM is a VM that is reached as by commands: it has no agent.
 type fakeVM struct {
 	t     *testing.T
-	phase sandbox.Phase
+	phase state.Phase
 	pid   int
 	wakes int
 }
@@ -27,10 +28,10 @@ type fakeVM struct {
 func (v *fakeVM) access() *agentAccess {
 	d := &agentAccess{
 		name: "dev",
-		get:  func() (*sandbox.Record, error) { return &sandbox.Record{Phase: v.phase, PID: v.pid}, nil },
+		get:  func() (*state.Record, error) { return &state.Record{Phase: v.phase, PID: v.pid}, nil },
 		wake: func(ctx context.Context) (*guest.Client, error) {
-			if v.phase != sandbox.Running {
-				v.phase = sandbox.Running
+			if v.phase != state.Running {
+				v.phase = state.Running
 				v.pid++
 				v.wakes++
 			}
@@ -46,12 +47,12 @@ func (v *fakeVM) access() *agentAccess {
 }
 
 func TestDoor_a_VM_that_falls_asleep_in_between_is_woken_and_tried_again(t *testing.T) {
-	vm := &fakeVM{t: t, phase: sandbox.Asleep}
+	vm := &fakeVM{t: t, phase: state.Asleep}
 	d := vm.access()
 	calls := 0
 	err := d.use(t.Context(), func(*guest.Client) error {
 		if calls++; calls == 1 {
-			vm.phase = sandbox.Asleep
+			vm.phase = state.Asleep
 			return fmt.Errorf("cut: %w", guest.ErrConnectionLost)
 		}
 		return nil
@@ -62,7 +63,7 @@ func TestDoor_a_VM_that_falls_asleep_in_between_is_woken_and_tried_again(t *test
 }
 
 func TestDoor_one_client_serves_until_the_VM_has_another_process(t *testing.T) {
-	vm := &fakeVM{t: t, phase: sandbox.Running, pid: 7}
+	vm := &fakeVM{t: t, phase: state.Running, pid: 7}
 	d := vm.access()
 	open := func() *guest.Client {
 		c, err := d.open(t.Context())
@@ -82,7 +83,7 @@ func TestDoor_one_client_serves_until_the_VM_has_another_process(t *testing.T) {
 }
 
 func TestDoor_other_errors_and_too_many_tries_end_it(t *testing.T) {
-	vm := &fakeVM{t: t, phase: sandbox.Running, pid: 7}
+	vm := &fakeVM{t: t, phase: state.Running, pid: 7}
 	d := vm.access()
 	for _, tt := range []struct {
 		err  error

@@ -8,17 +8,18 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestAttack_crashed_vm_is_hidden_or_shown_as_asleep(t *testing.T) {
-	state := t.TempDir()
-	s, err := sandbox.OpenStore(state)
+	status := t.TempDir()
+	s, err := sandbox.OpenStore(status)
 	if err != nil {
 		t.Fatal(err)
 	}
 	dir := filepath.Join(s.Dir(), "vms", "a")
-	record, err := json.Marshal(sandbox.Record{
-		Version: 1, ID: strings.Repeat("a", 32), Spec: sandbox.Spec{Name: "a"}, Phase: sandbox.Crashed, Snapshot: strings.Repeat("b", 32), Problem: "its process was killed",
+	record, err := json.Marshal(state.Record{
+		Version: 1, ID: strings.Repeat("a", 32), Spec: sandbox.Spec{Name: "a"}, Phase: state.Crashed, Snapshot: strings.Repeat("b", 32), Problem: "its process was killed",
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -30,7 +31,7 @@ func TestAttack_crashed_vm_is_hidden_or_shown_as_asleep(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, line := range []string{"ps", "ls", "inspect a"} {
-		code, stdout, stderr := drowse(t, state, strings.Fields(line)...)
+		code, stdout, stderr := drowse(t, status, strings.Fields(line)...)
 		if code != 0 || !strings.Contains(stdout, "crashed") || strings.Contains(stdout, "asleep") {
 			t.Errorf("%s: exit status %d, %s%s", line, code, stdout, stderr)
 		}

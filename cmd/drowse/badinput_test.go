@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { guesttest.Main(m) }
@@ -16,7 +16,7 @@ func TestMain(m *testing.M) { guesttest.Main(m) }
 // What a user can get wrong ends in one line that says what to do, and leaves nothing.
 func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 	e := guesttest.New(t)
-	state := e.Store.Dir()
+	status := e.Store.Dir()
 	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
 	file := func(name, text string) string {
 		t.Helper()
@@ -27,7 +27,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 		return path
 	}
 
-	code, stdout, stderr := drowse(t, state, "image", "ls", "-o", "json")
+	code, stdout, stderr := drowse(t, status, "image", "ls", "-o", "json")
 	if code != 0 {
 		t.Fatalf("image ls: %s", stderr)
 	}
@@ -42,7 +42,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 	if used < 0 {
 		t.Fatalf("there is no image %s to run, only %v", guesttest.ImageTag, images)
 	}
-	kernels, err := filepath.Glob(filepath.Join(state, "kernels", "built-*", "vmlinux"))
+	kernels, err := filepath.Glob(filepath.Join(status, "kernels", "built-*", "vmlinux"))
 	if err != nil || len(kernels) == 0 {
 		t.Fatalf("there is no kernel to run: %v", err)
 	}
@@ -57,7 +57,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 		want int
 		says string
 	}{
-		{"missing kernel", []string{"--kernel", filepath.Join(state, "none")}, exitFailed, "no such file"},
+		{"missing kernel", []string{"--kernel", filepath.Join(status, "none")}, exitFailed, "no such file"},
 		{"kernel that is no ELF file", []string{"--kernel", file("kernel", "#!/bin/sh\n")}, exitFailed, "vmlinux"},
 		{"kernel that is cut off", []string{"--kernel", file("vmlinux", string(kernel[:len(kernel)/2]))}, exitFailed, "vmlinux"},
 		{"unknown field in the config", []string{"--config", file("vm.json", `{"name":"x","cpus":2}`)}, exitUsage, `"cpus"`},
@@ -69,12 +69,12 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 		{"a tag that is none", []string{"--net", "tap", "--config", file("tags.json", `{"tags":["db"]}`), "--tag", "a b"}, exitUsage, "a b"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			code, stdout, stderr := drowse(t, state, append([]string{"run", guesttest.ImageTag}, tt.args...)...)
+			code, stdout, stderr := drowse(t, status, append([]string{"run", guesttest.ImageTag}, tt.args...)...)
 			if code != tt.want || stdout != "" {
 				t.Errorf("exit status %d, want %d; stdout %q", code, tt.want, stdout)
 			}
 			oneLine(t, stderr, tt.says)
-			leavesNothing(t, state)
+			leavesNothing(t, status)
 		})
 	}
 
@@ -85,14 +85,14 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { os.RemoveAll(own) })
-		if err := os.CopyFS(filepath.Join(own, "images"), os.DirFS(filepath.Join(state, "images"))); err != nil {
+		if err := os.CopyFS(filepath.Join(own, "images"), os.DirFS(filepath.Join(status, "images"))); err != nil {
 			t.Fatal(err)
 		}
-		rel, err := filepath.Rel(evalSymlinks(t, filepath.Join(state, "images")), evalSymlinks(t, images[used].Path))
+		rel, err := filepath.Rel(evalSymlinks(t, filepath.Join(status, "images")), evalSymlinks(t, images[used].Path))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := os.Symlink(filepath.Join(state, "kernels"), filepath.Join(own, "kernels")); err != nil {
+		if err := os.Symlink(filepath.Join(status, "kernels"), filepath.Join(own, "kernels")); err != nil {
 			t.Fatal(err)
 		}
 		path := filepath.Join(own, "images", rel)
@@ -115,7 +115,7 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 	})
 
 	t.Run("name that is taken", func(t *testing.T) {
-		vm := filepath.Join(state, "vms", "taken")
+		vm := filepath.Join(status, "vms", "taken")
 		if err := os.MkdirAll(vm, 0o700); err != nil {
 			t.Fatal(err)
 		}
@@ -124,12 +124,12 @@ func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
 		if err := os.WriteFile(path, []byte(record), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		code, stdout, stderr := drowse(t, state, "run", guesttest.ImageTag, "--name", "taken")
+		code, stdout, stderr := drowse(t, status, "run", guesttest.ImageTag, "--name", "taken")
 		if code != exitFailed || stdout != "" {
 			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
 		}
 		oneLine(t, stderr, "drowse rm taken")
-		if r, err := e.Store.Get("taken"); err != nil || r.Phase != sandbox.Stopped {
+		if r, err := e.Store.Get("taken"); err != nil || r.Phase != state.Stopped {
 			t.Errorf("the first VM of that name is %+v (%v)", r, err)
 		}
 	})

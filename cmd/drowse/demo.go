@@ -19,6 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
 // demoResult is what the demo has found out.
@@ -92,7 +93,7 @@ func (a *app) demoCommand() *cobra.Command {
 type demo struct {
 	app      *app
 	store    *sandbox.Store
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	spec     sandbox.Spec
 	vms      []string
 	result   demoResult

@@ -18,6 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -31,7 +33,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 	if gerr != nil {
 		return nil, gerr
 	}
-	if r.Phase != sandbox.Asleep && r.Phase != sandbox.Starting && r.Phase != sandbox.Running {
+	if r.Phase != state.Asleep && r.Phase != state.Starting && r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s", err, r.Problem)
 	}
 	l, err := a.launcher()
@@ -39,7 +41,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Store, name string) (*guest.
 		return nil, err
 	}
 	// It may crash at this moment, and is not taken back then.
-	rep, err := a.bringUp(ctx, traces.Wake, name, func() (sandbox.Report, error) { return s.BringUp(ctx, l, name) })
+	rep, err := a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.BringUp(ctx, l, name) })
 	if err != nil {
 		return nil, err
 	}

@@ -14,7 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/forward"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // maxForwards bounds the forwards of one command.
@@ -276,7 +276,7 @@ func (a *app) listenAgain(ctx context.Context, d *agentAccess, at forward.Addres
 		if err != nil {
 			return nil, err
 		}
-		if r.Phase == sandbox.Running {
+		if r.Phase == state.Running {
 			c, err := d.open(ctx)
 			if err == nil {
 				var l *guest.Listener

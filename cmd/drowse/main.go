@@ -23,6 +23,8 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -87,7 +89,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, sandbox.ErrLabel) {
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, state.ErrMetadata) {
 		return exitUsage
 	}
 	var ex execError
@@ -230,23 +232,23 @@ var vmmCommand = func() ([]string, error) {
 }
 
 // launcher says how VMs get their processes.
-func (a *app) launcher() (sandbox.Launcher, error) {
+func (a *app) launcher() (pool.Launcher, error) {
 	self, err := os.Executable()
 	if err != nil {
-		return sandbox.Launcher{}, fmt.Errorf("finding this program: %w", err)
+		return pool.Launcher{}, fmt.Errorf("finding this program: %w", err)
 	}
 	agent := os.Getenv("DROWSE_AGENT")
 	if agent == "" {
 		agent = filepath.Join(filepath.Dir(self), agentName)
 	}
 	if _, err := os.Stat(agent); err != nil {
-		return sandbox.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
+		return pool.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
 	}
 	vmm, err := vmmCommand()
 	if err != nil {
-		return sandbox.Launcher{}, err
+		return pool.Launcher{}, err
 	}
-	return sandbox.Launcher{Command: vmm, Agent: agent, Supervised: true}, nil
+	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, nil
 }
 
 func isTerminal(w io.Writer) bool {

@@ -11,9 +11,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // persistFlags say what of a sandbox does not persist over its sleeps.
@@ -123,14 +124,14 @@ whole or not at all. Nothing is dropped. One that sleeps has been promoted then.
 				return err
 			}
 			if copies == nil {
-				copies = []sandbox.Promoted{}
+				copies = []control.Promoted{}
 			}
 			return a.print(wire.Promoted{Promoted: copies}, func(w io.Writer) { printPromoted(w, copies) })
 		},
 	}
 }
 
-func printPromoted(w io.Writer, copies []sandbox.Promoted) {
+func printPromoted(w io.Writer, copies []control.Promoted) {
 	for _, c := range copies {
 		skipped := ""
 		if c.SkippedCount > 0 {
@@ -141,7 +142,7 @@ func printPromoted(w io.Writer, copies []sandbox.Promoted) {
 }
 
 // printPersisted says what a sleep has done about what does not persist.
-func printPersisted(w io.Writer, p *sandbox.Persisted) {
+func printPersisted(w io.Writer, p *control.Persisted) {
 	if p == nil {
 		return
 	}
@@ -156,7 +157,7 @@ func printPersisted(w io.Writer, p *sandbox.Persisted) {
 }
 
 // warnPersisted tells of what has failed and was ignored.
-func (a *app) warnPersisted(vm string, p *sandbox.Persisted) {
+func (a *app) warnPersisted(vm string, p *control.Persisted) {
 	if p == nil {
 		return
 	}
@@ -165,14 +166,14 @@ func (a *app) warnPersisted(vm string, p *sandbox.Persisted) {
 	}
 }
 
-// persistOf is what a sandbox's label says.
+// persistOf is what a sandbox's metadata says.
 func (a *app) persistOf(name string) (lifetime.Persist, error) {
 	s, err := a.store()
 	if err != nil {
 		return lifetime.Persist{}, err
 	}
-	l, err := s.Label(name)
-	if errors.Is(err, sandbox.ErrLabel) {
+	l, err := s.Metadata(name)
+	if errors.Is(err, state.ErrMetadata) {
 		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
 	}
 	return l.Persist, err

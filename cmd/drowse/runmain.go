@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 // mainFlags say what runs in a VM once it has booted.
@@ -91,7 +92,7 @@ func (m *mainFlags) check(s *sandbox.Store, ref string) error {
 }
 
 // runMain runs the command in a VM that has booted.
-func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report, m *mainFlags) (err error) {
+func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep control.Report, m *mainFlags) (err error) {
 	if m.remove {
 		defer func() {
 			rmCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
@@ -129,7 +130,7 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report,
 			return execError{err}
 		}
 		out := struct {
-			sandbox.Report
+			control.Report
 			Command execDoc `json:"command"`
 		}{rep, doc}
 		if err := printJSON(a.stdout, out); err != nil {
@@ -163,7 +164,7 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Store, rep sandbox.Report,
 }
 
 // startMain starts the command and leaves it to itself.
-func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep sandbox.Report) error {
+func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep control.Report) error {
 	c.Detach, c.ID = true, mainID
 	p, err := client.Start(ctx, c)
 	if err != nil {

@@ -11,11 +11,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes
@@ -59,14 +59,14 @@ func (a *app) bareFleet() (*fleet.Fleet, error) {
 	return fleet.New(fleet.OfStoreLazily(s, a.launcher), fleet.Options{}), nil
 }
 
-// labelFlags say whose a sandbox is and how long it lasts.
-type labelFlags struct {
+// metadataFlags say whose a sandbox is and how long it lasts.
+type metadataFlags struct {
 	class, owner, purpose, keep, ttl string
 	tags                             []string
 	persist                          persistFlags
 }
 
-func (l *labelFlags) add(cmd *cobra.Command, ttl string) {
+func (l *metadataFlags) add(cmd *cobra.Command, ttl string) {
 	f := cmd.Flags()
 	f.StringVar(&l.class, "class", "", "ephemeral, resumable or workspace: what becomes of it at its end (default workspace)")
 	f.StringVar(&l.owner, "owner", "", "whose it is, to find it by")
@@ -77,7 +77,7 @@ func (l *labelFlags) add(cmd *cobra.Command, ttl string) {
 }
 
 // given says whether any of the flags is.
-func (l *labelFlags) given(cmd *cobra.Command) bool {
+func (l *metadataFlags) given(cmd *cobra.Command) bool {
 	for _, name := range []string{"class", "owner", "purpose", "ttl", "keep"} {
 		if cmd.Flags().Changed(name) {
 			return true
@@ -86,9 +86,9 @@ func (l *labelFlags) given(cmd *cobra.Command) bool {
 	return l.persist.given(cmd)
 }
 
-// label makes a label of the flags, but for what does not persist.
-func (l *labelFlags) label(now time.Time) (sandbox.Label, error) {
-	out := sandbox.Label{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
+// metadata makes metadata of the flags, but for what does not persist.
+func (l *metadataFlags) label(now time.Time) (state.Metadata, error) {
+	out := state.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
 	var err error
 	if out.Keep, err = lifetime.ParseKeep(l.keep); err != nil {
 		return out, usageError{err}
@@ -329,7 +329,7 @@ func (a *app) renameCommand() *cobra.Command {
 
 func (a *app) updateCommand() *cobra.Command {
 	var (
-		l             labelFlags
+		l             metadataFlags
 		idle          spec.Idle
 		vcpus, memory int
 		policy, hooks string

@@ -104,7 +104,7 @@ func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
-	t.Run("with a label that is damaged", func(t *testing.T) {
+	t.Run("with metadata that is damaged", func(t *testing.T) {
 		writeVM(t, state, "d", strings.Repeat("d", 32), "{")
 		if got, _ := ls(t, state, "--after", "c"); !slices.Equal(got, []string{"d asleep workspace"}) {
 			t.Errorf("it lists %q", got)

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// screen is a terminal that is shown text. Parts of that are chosen by guests, in logs, names, labels and errors, and
+// screen is a terminal that is shown text. Parts of that are chosen by guests, in logs, names, metadata and errors, and
 // would move the cursor, change the title, answer for the user or hide what was written, if they came to it
 // as they are. Its methods may be called from any goroutine.
 type screen struct {

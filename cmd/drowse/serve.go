@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/metrics"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
@@ -59,8 +60,8 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			if err != nil {
 				return err
 			}
-			if processes < 0 || processes > sandbox.MaxPool {
-				return usageError{fmt.Errorf("a pool of %d processes: use 0 to %d", processes, sandbox.MaxPool)}
+			if processes < 0 || processes > pool.MaxSize {
+				return usageError{fmt.Errorf("a pool of %d processes: use 0 to %d", processes, pool.MaxSize)}
 			}
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
@@ -85,7 +86,7 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
+func (a *app) serve(ctx context.Context, s *sandbox.Store, l pool.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
 	listeners, err := web.listeners(s)
 	if err != nil {
 		return err

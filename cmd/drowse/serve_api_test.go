@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestServe_answers_at_its_socket_until_it_is_told_to_end(t *testing.T) {
@@ -107,7 +108,7 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 	vms := fleettest.New()
 	ctx := t.Context()
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, state.Metadata{Class: class}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -122,7 +123,7 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "1 of 3") || !strings.Contains(text.String(), "vm=c") {
 		t.Errorf("got %v, %s", err, &text)
 	}
-	for name, want := range map[string]sandbox.Phase{"a": sandbox.Asleep, "b": sandbox.Asleep, "c": sandbox.Running} {
+	for name, want := range map[string]state.Phase{"a": state.Asleep, "b": state.Asleep, "c": state.Running} {
 		if r, err := vms.Get(name); err != nil || r.Phase != want {
 			t.Errorf("%s is %s, want %s", name, r.Phase, want)
 		}
@@ -136,7 +137,7 @@ func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
 func TestSleep_of_all_names_those_that_run_on(t *testing.T) {
 	vms := fleettest.New()
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{Class: class}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, state.Metadata{Class: class}); err != nil {
 			t.Fatal(err)
 		}
 	}

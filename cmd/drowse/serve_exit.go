@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // What becomes of VMs that run when "drowse serve" ends.
@@ -72,7 +73,7 @@ func sleepAll(ctx context.Context, log *slog.Logger, vms fleet.VMs, o sandbox.Sl
 	var wg sync.WaitGroup
 	var mu sync.Mutex // guards what is returned
 	for _, r := range all {
-		if r.Phase != sandbox.Running && r.Phase != sandbox.Starting {
+		if r.Phase != state.Running && r.Phase != state.Starting {
 			continue
 		}
 		wg.Go(func() {

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func (a *app) serviceCommand() *cobra.Command {
@@ -99,7 +100,7 @@ image says, where the flags say nothing else.`,
 			if err != nil {
 				return err
 			}
-			if r.Phase == sandbox.Asleep {
+			if r.Phase == state.Asleep {
 				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 					return err
 				}
@@ -312,7 +313,7 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if r.Phase == sandbox.Asleep {
+			if r.Phase == state.Asleep {
 				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 					return err
 				}

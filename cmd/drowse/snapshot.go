@@ -15,8 +15,11 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -36,7 +39,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 					return err
 				}
 				if list == nil {
-					list = []sandbox.SnapshotInfo{}
+					list = []state.SnapshotInfo{}
 				}
 				return a.print(list, func(w io.Writer) {
 					t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
@@ -82,7 +85,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 				return err
 			}
 			o.Hooks = spec.HookPolicy(hooks)
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}
@@ -118,12 +121,12 @@ func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sa
 
 // node is a snapshot with those that were made from it.
 type node struct {
-	sandbox.SnapshotInfo
+	state.SnapshotInfo
 	Children []*node `json:"children"`
 }
 
 // tree arranges snapshots by their bases; one whose base is gone is a root.
-func tree(list []sandbox.SnapshotInfo) []*node {
+func tree(list []state.SnapshotInfo) []*node {
 	nodes := map[string]*node{}
 	for _, i := range list {
 		nodes[i.ID] = &node{SnapshotInfo: i, Children: []*node{}}
@@ -237,7 +240,7 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 }
 
 func (a *app) snapshotImportCommand() *cobra.Command {
-	var o sandbox.ImportOptions
+	var o state.ImportOptions
 	cmd := &cobra.Command{
 		Use: "import FILE", Annotations: makesState, Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
 		Long: `Take a snapshot from a file of "snapshot export", - for stdin.
@@ -283,27 +286,27 @@ func (a *app) restoreCommand() *cobra.Command {
 		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, id string) (sandbox.Report, error) {
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, id string) (control.Report, error) {
 			if into != "" {
 				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
 					if cmd.Flags().Changed(flag) {
-						return sandbox.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
+						return control.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
 					}
 				}
 				if _, err := s.RestoreTo(ctx, into, id); err != nil {
-					return sandbox.Report{}, err
+					return control.Report{}, err
 				}
 				return a.wake(ctx, s, l, into)
 			}
 			p, err := policyFrom(policy)
 			if err != nil {
-				return sandbox.Report{}, err
+				return control.Report{}, err
 			}
 			c := sandbox.RestoreChanges{Name: name, Policy: p}
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (sandbox.Report, error) { return s.RestoreWith(ctx, l, id, c) })
+			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.RestoreWith(ctx, l, id, c) })
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

@@ -8,9 +8,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // timed has "drowse wake" set a timer instead, if its flags say so.
@@ -58,7 +58,7 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 }
 
 // timer is what the flags say.
-func timer(now time.Time, at, in, every string, never bool) (t sandbox.Timer, err error) {
+func timer(now time.Time, at, in, every string, never bool) (t state.Timer, err error) {
 	if never {
 		if at != "" || in != "" || every != "" {
 			err = errors.New("--no-timer does not go with --at, --in and --every")
@@ -77,15 +77,15 @@ type timerFlags struct {
 	names         [3]string
 }
 
-func timerOf(now time.Time, f timerFlags) (t sandbox.Timer, err error) {
+func timerOf(now time.Time, f timerFlags) (t state.Timer, err error) {
 	first := f.in
 	if f.every != "" {
 		d, err := lifetime.ParseDuration(f.every)
 		if err != nil {
 			return t, fmt.Errorf("%s: %w", f.names[2], err)
 		}
-		if t.Every = int64(d / time.Second); t.Every < sandbox.MinTimer {
-			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, sandbox.MinTimer)
+		if t.Every = int64(d / time.Second); t.Every < state.MinTimer {
+			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, state.MinTimer)
 		}
 		if f.in == "" {
 			first = f.every

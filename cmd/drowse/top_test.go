@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
@@ -33,7 +34,7 @@ type numbered struct {
 	pids map[string]int
 }
 
-func (n numbered) Get(name string) (*sandbox.Record, error) {
+func (n numbered) Get(name string) (*state.Record, error) {
 	r, err := n.VMs.Get(name)
 	if err == nil && r.PID != 0 {
 		r.PID = n.pids[name]
@@ -44,7 +45,7 @@ func (n numbered) Get(name string) (*sandbox.Record, error) {
 func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
 	vms := fleettest.New()
 	for name, network := range map[string]string{"quiet": spec.NetworkNone, "busy": spec.NetworkTAP, "asleep": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, state.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -11,7 +11,9 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 	"github.com/drowse-vm/drowse/sandbox/traces/otlp"
 )
@@ -62,10 +64,10 @@ func (a *app) watched(ctx context.Context, vms fleet.VMs) (context.Context, flee
 }
 
 // bringUp brings a VM up by up, which watched has no method for, and traces that.
-func (a *app) bringUp(ctx context.Context, span, name string, up func() (sandbox.Report, error)) (sandbox.Report, error) {
+func (a *app) bringUp(ctx context.Context, span, name string, up func() (control.Report, error)) (control.Report, error) {
 	t, err := a.traces(ctx)
 	if err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if t == nil {
 		return up()
@@ -77,8 +79,8 @@ func (a *app) bringUp(ctx context.Context, span, name string, up func() (sandbox
 }
 
 // wake is Store.Wake, traced.
-func (a *app) wake(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-	return a.bringUp(ctx, traces.Wake, name, func() (sandbox.Report, error) { return s.Wake(ctx, l, name) })
+func (a *app) wake(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
+	return a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.Wake(ctx, l, name) })
 }
 
 // traceContext is where a request of the API has the context of its trace.

@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -29,7 +29,7 @@ func TestCommand_sends_its_spans_before_it_ends_and_only_if_the_environment_asks
 	for _, at := range []string{"", s.URL} {
 		t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", at)
 		a := &app{log: slog.New(slog.DiscardHandler)}
-		rep, err := a.bringUp(t.Context(), traces.Wake, "name-of-the-sandbox", func() (sandbox.Report, error) { return sandbox.Report{Faults: 3}, nil })
+		rep, err := a.bringUp(t.Context(), traces.Wake, "name-of-the-sandbox", func() (control.Report, error) { return control.Report{Faults: 3}, nil })
 		if err != nil || rep.Faults != 3 {
 			t.Fatalf("%+v, %v", rep, err)
 		}
@@ -43,9 +43,9 @@ func TestCommand_sends_its_spans_before_it_ends_and_only_if_the_environment_asks
 func TestCommand_refuses_an_exporter_that_there_is_not(t *testing.T) {
 	t.Setenv("OTEL_TRACES_EXPORTER", "zipkin")
 	a := &app{log: slog.New(slog.DiscardHandler)}
-	up := func() (sandbox.Report, error) {
+	up := func() (control.Report, error) {
 		t.Error("the sandbox was brought up")
-		return sandbox.Report{}, nil
+		return control.Report{}, nil
 	}
 	var usage usageError
 	if _, err := a.bringUp(t.Context(), traces.Wake, "a", up); !errors.As(err, &usage) || !strings.Contains(err.Error(), "zipkin") {

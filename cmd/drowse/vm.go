@@ -14,9 +14,12 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -33,7 +36,7 @@ func (a *app) runCommand() *cobra.Command {
 		policy   string
 		limit    time.Duration
 		main     mainFlags
-		label    labelFlags
+		label    metadataFlags
 		tags     []string
 	)
 	cmd := &cobra.Command{
@@ -98,7 +101,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			} else {
 				label.tags = tags
 			}
-			var own *sandbox.Label
+			var own *state.Metadata
 			if label.given(cmd) || len(label.tags) > 0 {
 				l, err := label.label(time.Now())
 				if err != nil {
@@ -129,11 +132,11 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (sandbox.Report, error) {
+			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
 				if fromDisk != "" {
-					return s.RunFromDiskLabelled(ctx, l, full, fromDisk, own)
+					return s.RunFromDiskWithMetadata(ctx, l, full, fromDisk, own)
 				}
-				return s.RunLabelled(ctx, l, full, own)
+				return s.RunWithMetadata(ctx, l, full, own)
 			})
 			if err != nil {
 				return err
@@ -226,14 +229,14 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 	return want, nil
 }
 
-func (a *app) printReport(rep sandbox.Report) error {
+func (a *app) printReport(rep control.Report) error {
 	a.warnHooks(rep.Name, rep.Hooks)
 	a.warnNetwork(rep.Name, rep.Network)
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 
 // vmCommand is a command on one VM that prints a report.
-func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, sandbox.Launcher, string) (sandbox.Report, error)) *cobra.Command {
+func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Store, pool.Launcher, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
@@ -269,8 +272,8 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Sto
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
 	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
-			rep, err := a.bringUp(ctx, traces.Start, name, func() (sandbox.Report, error) { return s.StartWith(ctx, l, name, o) })
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
+			rep, err := a.bringUp(ctx, traces.Start, name, func() (control.Report, error) { return s.StartWith(ctx, l, name, o) })
 			if err == nil && o.DiscardMemory {
 				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
 			}
@@ -282,7 +285,7 @@ func (a *app) startCommand() *cobra.Command {
 
 func (a *app) wakeCommand() *cobra.Command {
 	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
-		func(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, name string) (sandbox.Report, error) {
+		func(ctx context.Context, s *sandbox.Store, l pool.Launcher, name string) (control.Report, error) {
 			return a.wake(ctx, s, l, name)
 		})
 	a.timed(cmd)
@@ -305,7 +308,7 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, sandbox.Launcher{}))
+			ctx, vms, err := a.watched(cmd.Context(), fleet.OfStore(s, pool.Launcher{}))
 			if err != nil {
 				return err
 			}
@@ -374,7 +377,7 @@ func (a *app) stopCommand() *cobra.Command {
 				}
 				return err
 			}
-			return a.print(map[string]string{"name": args[0], "phase": string(sandbox.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+			return a.print(map[string]string{"name": args[0], "phase": string(state.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
 		},
 	}
 	cmd.Flags().BoolVar(&kill, "kill", false, "at once, as if its power were cut")
@@ -424,14 +427,14 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			records, listErr := s.List()
 			type row struct {
-				Name    string        `json:"name"`
-				Phase   sandbox.Phase `json:"phase"`
-				Image   string        `json:"image"`
-				VCPUs   int           `json:"vcpus"`
-				Memory  int           `json:"memory_mib"`
-				PID     int           `json:"pid,omitempty"`
-				Created time.Time     `json:"created"`
-				Note    string        `json:"note,omitempty"`
+				Name    string      `json:"name"`
+				Phase   state.Phase `json:"phase"`
+				Image   string      `json:"image"`
+				VCPUs   int         `json:"vcpus"`
+				Memory  int         `json:"memory_mib"`
+				PID     int         `json:"pid,omitempty"`
+				Created time.Time   `json:"created"`
+				Note    string      `json:"note,omitempty"`
 				// Parent is the VM that it is a fork of, and Generation how many
 				// forks lie between it and a VM that is none.
 				Parent     string `json:"parent,omitempty"`
@@ -439,7 +442,7 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			rows := []row{}
 			for _, r := range records {
-				if !all && r.Phase == sandbox.Stopped {
+				if !all && r.Phase == state.Stopped {
 					continue
 				}
 				out := row{
@@ -449,7 +452,7 @@ func (a *app) psCommand() *cobra.Command {
 				if r.Fork != nil {
 					out.Parent, out.Generation = r.Fork.Parent, r.Fork.Generation
 				}
-				if r.Phase == sandbox.Running {
+				if r.Phase == state.Running {
 					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
 					info, err := s.Info(ctx, r.Spec.Name)
 					cancel()

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 const defaultVolumeMiB = 1024
@@ -65,7 +65,7 @@ func (a *app) volumeListCommand() *cobra.Command {
 				return err
 			}
 			records, listErr := s.Volumes().List()
-			list := []*sandbox.VolumeInfo{}
+			list := []*state.VolumeInfo{}
 			for _, r := range records {
 				i, err := s.InspectVolume(r.Name)
 				if err != nil {
@@ -87,7 +87,7 @@ func (a *app) volumeListCommand() *cobra.Command {
 	}
 }
 
-func volumeUsers(i *sandbox.VolumeInfo) string {
+func volumeUsers(i *state.VolumeInfo) string {
 	text := ""
 	for n, u := range i.UsedBy {
 		if n > 0 {

@@ -19,6 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
 func main() {
@@ -55,7 +56,7 @@ func (l *life) run(ctx context.Context) (err error) {
 	if l.store, err = sandbox.OpenStore(dir); err != nil {
 		return err
 	}
-	l.launcher = sandbox.Launcher{Command: []string{l.program + "-vmm"}, Agent: l.program + "-agent"}
+	l.launcher = pool.Launcher{Command: []string{l.program + "-vmm"}, Agent: l.program + "-agent"}
 	l.fleet = fleet.New(fleet.OfStore(l.store, l.launcher), fleet.Options{})
 	ended := l.supervise(ctx)
 	defer func() {

@@ -21,8 +21,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -34,7 +36,7 @@ type life struct {
 	out                   io.Writer
 
 	store    *sandbox.Store
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	fleet    *fleet.Fleet
 
 	published string // HOST:PORT where the page is
@@ -106,7 +108,7 @@ func (l *life) make(ctx context.Context) error {
 		Spec: sandbox.Spec{
 			Name: workspace, Image: l.image, MemoryMiB: 256, Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: idleTime},
 		},
-		Label: sandbox.Label{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
+		Metadata: state.Metadata{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
 	}
 	s, created, err := l.fleet.GetOrCreate(ctx, want)
 	if err != nil {
@@ -277,7 +279,7 @@ func (l *life) idle(ctx context.Context) error {
 		if processes, ram, err = l.costs(); err != nil {
 			return err
 		}
-		if r.Phase == sandbox.Asleep && len(processes) == 0 {
+		if r.Phase == state.Asleep && len(processes) == 0 {
 			break
 		}
 		select {

@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -24,8 +25,8 @@ func TestLife_without_guests_ends_with_the_fork_in_place_and_then_with_nothing(t
 	vms.Now = clock
 	f := fleet.New(vms, fleet.Options{Now: clock})
 	ctx := t.Context()
-	label := sandbox.Label{Class: lifetime.Resumable, Keep: lifetime.Keep{Expired: 1}}
-	if _, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: workspace, Image: "app"}, Label: label}); err != nil {
+	label := state.Metadata{Class: lifetime.Resumable, Keep: lifetime.Keep{Expired: 1}}
+	if _, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: workspace, Image: "app"}, Metadata: label}); err != nil {
 		t.Fatal(err)
 	}
 	if err := vms.Write(workspace, "as it was"); err != nil {

@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -30,7 +31,7 @@ func run(ctx context.Context, state, program string) (err error) {
 	if err != nil {
 		return err
 	}
-	f := fleet.New(fleet.OfStore(store, sandbox.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
+	f := fleet.New(fleet.OfStore(store, pool.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
 	policy, err := netpolicy.Parse([]byte("rules: [{name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24], protocols: [tcp], ports: [443]}]\n"))
 	if err != nil {
 		return err

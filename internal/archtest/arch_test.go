@@ -32,34 +32,39 @@ type rule struct {
 // vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
-	{"cmd/drowse-vmm", []string{"sandbox"}},
+	{"cmd/drowse-vmm", []string{"sandbox/process"}},
 	{"cmd/drowse-peer-guest", nil},
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/osfile", "internal/doctor"}},
 
 	// As programs elsewhere use the library.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest"}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
-	{"sandbox/fleet/...", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
+	{"sandbox/fleet/...", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime", "internal/osfile"}},
-	{"sandbox/metrics", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
+	{"sandbox/metrics", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
-	{"sandbox/traces", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
+	{"sandbox/traces", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
-	{"sandbox/api/wire", []string{"sandbox", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
-	{"sandbox/api/client", []string{"sandbox", "sandbox/spec", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
+	{"sandbox/api/wire", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api/client", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
 	// The page is files; its tests put it before an API.
-	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
+	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
-	{"sandbox/api", []string{"sandbox", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/lifetime", nil},
-	{"sandbox/build", []string{"sandbox", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
+	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// What a VM is, also for a client on another system.
 	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
 	// One VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
+	// The process of a VM; who starts it; what the two say to each other.
+	{"sandbox/process", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/secrets", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
+	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "rootfs/image", "guest", "internal/osfile"}},
+	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
+	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its
@@ -123,8 +128,6 @@ var testsOf = map[string][]string{
 	"rootfs/image/debian": {"rootfs/image/imagetest"},
 	"rootfs/image/layers": {"rootfs/image/imagetest"},
 	"rootfs/image/oci":    {"rootfs/image/imagetest"},
-	// They run images that they build.
-	"sandbox": {"rootfs/image/builder"},
 }
 
 func matches(pattern, pkg string) bool {

@@ -26,10 +26,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -56,7 +58,7 @@ func (m *machines) Stats(_ context.Context, name string) (sandbox.Stats, error) 
 	if err != nil {
 		return sandbox.Stats{}, err
 	}
-	if r.Phase != sandbox.Running {
+	if r.Phase != state.Running {
 		return sandbox.Stats{}, sandbox.ErrNotRunning
 	}
 	return sandbox.Stats{Name: name, Time: time.Unix(1, 0).UTC(), Host: sandbox.HostStats{PID: 1, MemoryPrivate: 4096}, Guest: &guest.Stats{}}, nil
@@ -67,12 +69,12 @@ func (m *machines) Policy(name string) (*netpolicy.Policy, error) {
 	return m.policy, err
 }
 
-func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error) {
+func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error) {
 	if _, err := m.Get(name); err != nil {
-		return sandbox.PolicyResult{}, err
+		return control.PolicyResult{}, err
 	}
 	m.policy = p
-	return sandbox.PolicyResult{Name: name, Live: true}, nil
+	return control.PolicyResult{Name: name, Live: true}, nil
 }
 
 func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(netpolicy.FlowRecord) error) error {
@@ -87,7 +89,7 @@ func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(
 	return nil
 }
 
-func (m *machines) RemoveSnapshot(context.Context, string) error { return sandbox.ErrSnapshotInUse }
+func (m *machines) RemoveSnapshot(context.Context, string) error { return state.ErrSnapshotInUse }
 
 func (m *machines) Console(name string, n int64) ([]byte, error) {
 	_, err := m.Get(name)
@@ -290,8 +292,8 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: s.client,
 		Spec:  sandbox.Spec{Image: "app"},
-		Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
-			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Label: l}); err != nil {
+		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
+			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -416,7 +418,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		case "full":
 			return sandbox.ErrHooks
 		case "refused":
-			return &sandbox.HostHooksError{Failures: []sandbox.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
+			return &state.HostHooksError{Failures: []state.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 		case "late":
 			return context.DeadlineExceeded
 		}
@@ -431,12 +433,12 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"there already":     {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}})), sandbox.ErrExists, "exists"},
 		"runs":              {second(c.Rename(ctx, "a", "b")), sandbox.ErrRunning, "running"},
 		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
-		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Label: sandbox.Label{Expires: expired}})), sandbox.ErrLabel, "label"},
+		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: state.Metadata{Expires: expired}})), state.ErrMetadata, "metadata"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
-		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), sandbox.ErrHostHooks, "host-hooks"},
+		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), state.ErrHostHooks, "host-hooks"},
 		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
-		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), sandbox.ErrSnapshotInUse, "snapshot-in-use"},
+		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), state.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
 		"no command":        {second(c.Exec(ctx, "a", wire.Exec{})), sandbox.ErrSpec, "invalid"},
 		"an unlikely time":  {second(c.Exec(ctx, "a", wire.Exec{Command: []string{"x"}, TimeoutSeconds: -1})), sandbox.ErrSpec, "invalid"},
@@ -453,7 +455,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		if e.Remedy == "" {
 			t.Errorf("%s: no remedy", name)
 		}
-		var hooks *sandbox.HostHooksError
+		var hooks *state.HostHooksError
 		if tc.code == "host-hooks" && (!errors.As(tc.err, &hooks) || len(hooks.Failures) != 1 || hooks.Failures[0].Output != "not now") {
 			t.Errorf("%s: without what they have said: %#v", name, tc.err)
 		}
@@ -484,7 +486,7 @@ func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
 		"a policy that is none":     {method: "PUT", path: "/v1/sandboxes/a/policy", body: `{"rules":7}`, status: 400, code: "policy"},
 		"a timer and none":          {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z"},"no_wake":true}`, status: 400, code: "invalid"},
 		"a timer without a time":    {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"every_seconds":60}}`, status: 400, code: "invalid"},
-		"a timer out of bounds":     {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":-1}}`, status: 400, code: "label"},
+		"a timer out of bounds":     {method: "PATCH", path: "/v1/sandboxes/a", body: `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":-1}}`, status: 400, code: "metadata"},
 		"another origin":            {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "http://evil.example"}, status: 403, code: wire.CodeForbidden},
 		"no origin at all":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{}`, header: [2]string{"Origin", "null"}, status: 403, code: wire.CodeForbidden},
 		"from another site":         {method: "GET", path: "/v1/sandboxes", header: [2]string{"Sec-Fetch-Site", "cross-site"}, status: 403, code: wire.CodeForbidden},
@@ -544,11 +546,11 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
 	ctx := t.Context()
-	timer := sandbox.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
-	label := func(want sandbox.Timer) {
+	timer := state.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
+	label := func(want state.Timer) {
 		t.Helper()
-		if l, err := s.vms.Label("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
-			t.Fatalf("the label has %+v, %v, want %+v", l.Wake, err, want)
+		if l, err := s.vms.Metadata("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
+			t.Fatalf("the metadata has %+v, %v, want %+v", l.Wake, err, want)
 		}
 	}
 	got, err := s.client.Update(ctx, "a", fleet.Changes{Wake: &timer})
@@ -561,11 +563,11 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 		t.Fatalf("after another change: %+v, %v", got, err)
 	}
 	label(timer)
-	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &sandbox.Timer{}})
+	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &state.Timer{}})
 	if err != nil || !got.NextWake.IsZero() || got.Owner != owner {
 		t.Fatalf("got %+v, %v", got, err)
 	}
-	label(sandbox.Timer{})
+	label(state.Timer{})
 }
 
 func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {

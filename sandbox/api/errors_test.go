@@ -29,9 +29,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -64,33 +67,38 @@ var sentinels = map[string]answered{
 	"sandbox.ErrNotRunning":      {sandbox.ErrNotRunning, "not-running", 409, ""},
 	"sandbox.ErrRunning":         {sandbox.ErrRunning, "running", 409, ""},
 	"sandbox.ErrCrashed":         {sandbox.ErrCrashed, "crashed", 409, ""},
-	"sandbox.ErrStopped":         {sandbox.ErrStopped, "stopped", 409, ""},
+	"control.ErrStopped":         {control.ErrStopped, "stopped", 409, ""},
 	"sandbox.ErrRecord":          {sandbox.ErrRecord, "record", 500, ""},
 	"sandbox.ErrSpec":            {sandbox.ErrSpec, "invalid", 400, ""},
-	"sandbox.ErrLabel":           {sandbox.ErrLabel, "label", 400, ""},
-	"sandbox.ErrExpired":         {sandbox.ErrExpired, "expired", 409, ""},
+	"state.ErrMetadata":          {state.ErrMetadata, "metadata", 400, ""},
+	"state.ErrExpired":           {state.ErrExpired, "expired", 409, ""},
 	"sandbox.ErrHooks":           {sandbox.ErrHooks, "hooks", 409, ""},
-	"sandbox.ErrHostHooks":       {sandbox.ErrHostHooks, "host-hooks", 409, ""},
-	"sandbox.ErrPromote":         {sandbox.ErrPromote, "promote", 409, ""},
-	"sandbox.ErrDrop":            {sandbox.ErrDrop, "drop", 409, ""},
-	"sandbox.ErrPersistLimit":    {sandbox.ErrPersistLimit, "persist-limit", 409, ""},
+	"state.ErrHostHooks":         {state.ErrHostHooks, "host-hooks", 409, ""},
+	"control.ErrPromote":         {control.ErrPromote, "promote", 409, ""},
+	"control.ErrDrop":            {control.ErrDrop, "drop", 409, ""},
+	"control.ErrPersistLimit":    {control.ErrPersistLimit, "persist-limit", 409, ""},
 	"sandbox.ErrSecrets":         {sandbox.ErrSecrets, "secrets", 409, ""},
 	"sandbox.ErrShare":           {sandbox.ErrShare, "share-unusable", 409, ""},
-	"sandbox.ErrDiskOnly":        {sandbox.ErrDiskOnly, "disk-only", 409, ""},
-	"sandbox.ErrForeignSnapshot": {sandbox.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
-	"sandbox.ErrSnapshotInUse":   {sandbox.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
+	"state.ErrDiskOnly":          {state.ErrDiskOnly, "disk-only", 409, ""},
+	"state.ErrForeignSnapshot":   {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
+	"state.ErrSnapshotInUse":     {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
 	"sandbox.ErrNoKVM":           {sandbox.ErrNoKVM, "no-kvm", 503, ""},
 	"sandbox.ErrNoPermission":    {sandbox.ErrNoPermission, "no-permission", 503, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
-	"sandbox.ErrImport":          never("the API imports nothing"),
+	"state.ErrImport":            never("the API imports nothing"),
+	"control.ErrCanceled":        never("who would get it does not wait any more"),
+	"control.ErrForkEnded":       never("a fork says by its result that its snapshot is not on disk"),
+	"state.ErrBetween":           never("who gets it looks again"),
+	"state.ErrNothingToTell":     never("a change of metadata ends with it that is none"),
+	"state.ErrStoreBusy":         never("it waits for a sweep, which ends; a request that gives up says how long it waited"),
 	"sandbox.ErrServed":          never("one pool is served, before requests are answered"),
 	"sandbox.ErrServiceNotReady": never("the API waits for no service"),
-	"sandbox.ErrNoForker":        never(asks),
-	"sandbox.ErrOwnersTimer":     never(asks),
-	"sandbox.ErrExtension":       never(asks),
-	"sandbox.ErrSelfLimit":       never(asks),
+	"state.ErrNoForker":          never(asks),
+	"state.ErrOwnersTimer":       never(asks),
+	"state.ErrExtension":         never(asks),
+	"control.ErrSelfLimit":       never(asks),
 
-	"lifetime.ErrKeep":   {lifetime.ErrKeep, "label", 400, ""},
+	"lifetime.ErrKeep":   {lifetime.ErrKeep, "metadata", 400, ""},
 	"records.ErrInvalid": {records.ErrInvalid, "invalid", 400, ""},
 	"records.ErrNotFound": {
 		records.ErrNotFound, "not-found", 404, "",
@@ -197,7 +205,7 @@ var sentinels = map[string]answered{
 	"netpolicy.ErrUp":       never(internal),
 	"netpolicy.ErrGone":     never("the VM ends then"),
 	"netpolicy.ErrName":     never("names of sandboxes are names of agents"),
-	"netpolicy.ErrIdentity": never("tags are checked before: ErrLabel, ErrSpec"),
+	"netpolicy.ErrIdentity": never("tags are checked before: ErrMetadata, ErrSpec"),
 	"netpolicy.ErrPinsFull": never("a guest's name server says it to the guest"),
 	"netpolicy.ErrNoFlow":   never("only what checks names in TLS asks for it"),
 	"hostnet.ErrRange":      {hostnet.ErrRange, "address-range", 503, ""},
@@ -217,7 +225,7 @@ var sentinels = map[string]answered{
 
 // sources are the folders of the packages, from the top of the repository.
 var sources = []string{
-	"sandbox", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
+	"sandbox", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
 	"guest", "guest/audit", "netpolicy", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 
@@ -293,7 +301,7 @@ func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T)
 	if err != nil {
 		t.Fatal(err)
 	}
-	vms := fleet.OfStore(store, sandbox.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
+	vms := fleet.OfStore(store, pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
 	s := serve(t, func(o *api.Options) {
 		o.VMs = api.OfStore(store, func(ctx context.Context, name string) error {
 			_, err := vms.Wake(ctx, name)

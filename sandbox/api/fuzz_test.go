@@ -43,7 +43,7 @@ func FuzzRequests(f *testing.F) {
 		f.Fatal(err)
 	}
 	for i, body := range []string{
-		``, `{}`, `{"spec":{"name":"b","image":"app","memory_mib":128},"label":{"class":"resumable","tags":["x"]},"get_or_create":true}`, `{"children":[{"name":"c","tags":["t"]}]}`,
+		``, `{}`, `{"spec":{"name":"b","image":"app","memory_mib":128},"metadata":{"class":"resumable","tags":["x"]},"get_or_create":true}`, `{"children":[{"name":"c","tags":["t"]}]}`,
 		`{"to":"b"}`, `{"until":"2100-01-01T00:00:00Z"}`, `{"command":["true"],"stdin":"eA==","timeout_seconds":1}`, `{"snapshot":"0123"}`, `{"version":1,"rules":[]}`,
 		`{"owner":"o","no_expiry":true,"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":60},"persist":{"drop":["/tmp"]}}`, `{"hooks":"skip"}`, `{"timeout_seconds":1,"kill":true}`, `{"dry_run":true}`,
 	} {
@@ -107,7 +107,7 @@ func stateOf(t *testing.T, vms *machines) string {
 	}
 	var out strings.Builder
 	for _, r := range all {
-		l, err := vms.Label(r.Spec.Name)
+		l, err := vms.Metadata(r.Spec.Name)
 		fmt.Fprintf(&out, "%s %s %s %s %+v %v\n", r.ID, r.Spec.Name, r.Phase, r.Snapshot, l, err)
 	}
 	policy, err := json.Marshal(vms.policy)

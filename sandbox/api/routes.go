@@ -15,9 +15,11 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test
@@ -126,14 +128,14 @@ func routes() []route {
 			}
 			return f.Update(ctx, r.name(), c)
 		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: sandbox.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.Freed, error) {
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (state.Freed, error) {
 			return f.Delete(ctx, r.name())
 		})},
 	}, lifecycle(), reading(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
-			return ok(s.snapshots(func(sandbox.SnapshotInfo) bool { return true }))
+			return ok(s.snapshots(func(state.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: sandbox.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SnapshotInfo, error) {
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (state.SnapshotInfo, error) {
 			return f.TagSnapshot(ctx, r.PathValue("id"), r.body.(*wire.Tags).Tags)
 		})},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
@@ -143,7 +145,7 @@ func routes() []route {
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
-		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what labels say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
+		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
@@ -177,7 +179,7 @@ func lifecycle() []route {
 		}),
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
-			takes: wire.Sleep{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				return f.Sleep(ctx, r.name(), sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
@@ -187,18 +189,18 @@ func lifecycle() []route {
 		},
 		{
 			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
-			takes: wire.Snapshot{}, gives: sandbox.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (sandbox.SleepResult, error) {
+			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				b := r.body.(*wire.Snapshot)
 				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
 			}),
 		},
 		{
 			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
-			takes: wire.Empty{}, gives: wire.Promoted{}, limit: sandbox.PromoteTime + writeTime,
+			takes: wire.Empty{}, gives: wire.Promoted{}, limit: control.PromoteTime + writeTime,
 			serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
 				copies, err := f.Promote(ctx, r.name())
 				if copies == nil {
-					copies = []sandbox.Promoted{}
+					copies = []control.Promoted{}
 				}
 				return wire.Promoted{Promoted: copies}, err
 			}),
@@ -276,7 +278,7 @@ func reading() []route {
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.snapshots(func(i sandbox.SnapshotInfo) bool { return i.Owner == is.ID }))
+			return ok(s.snapshots(func(i state.SnapshotInfo) bool { return i.Owner == is.ID }))
 		}},
 		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.o.VMs.Stats(r.Context(), r.name()))
@@ -284,7 +286,7 @@ func reading() []route {
 		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.o.VMs.Policy(r.name()))
 		}},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: sandbox.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: control.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
 				return 0, nil, err
@@ -364,10 +366,10 @@ func create(s *Server, r *request) (int, any, error) {
 		// So would be what is in a directory, to read and to write.
 		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
 	}
-	if err := mayPromote(r, &b.Label.Persist); err != nil {
+	if err := mayPromote(r, &b.Metadata.Persist); err != nil {
 		return 0, nil, err
 	}
-	want := fleet.Request{Spec: b.Spec, Label: b.Label}
+	want := fleet.Request{Spec: b.Spec, Metadata: b.Metadata}
 	if b.GetOrCreate {
 		is, made, err := f.GetOrCreate(r.Context(), want)
 		if made {
@@ -409,9 +411,9 @@ func stop(s *Server, r *request) (int, any, error) {
 	return ok(f.Get(r.Context(), r.name()))
 }
 
-func (s *Server) snapshots(want func(sandbox.SnapshotInfo) bool) (wire.Snapshots, error) {
+func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, error) {
 	all, err := s.o.VMs.Snapshots()
-	out := wire.Snapshots{Version: 1, Snapshots: []sandbox.SnapshotInfo{}}
+	out := wire.Snapshots{Version: 1, Snapshots: []state.SnapshotInfo{}}
 	for _, i := range all {
 		if want(i) {
 			out.Snapshots = append(out.Snapshots, i)

@@ -350,7 +350,7 @@ func own(code fleet.Code, remedy, format string, args ...any) error {
 // statuses are those of HTTP for codes of errors. Those that are not here are the host's, and 500.
 var statuses = byCode(map[int][]fleet.Code{
 	http.StatusBadRequest: {
-		"invalid", "label", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
+		"invalid", "metadata", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
 	},
 	http.StatusUnauthorized: {wire.CodeUnauthorized},
 	http.StatusForbidden:    {wire.CodeForbidden},

@@ -14,6 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // VMs are what the server asks of VMs besides what a Fleet does. Their contracts are those of the methods of
@@ -22,9 +24,9 @@ type VMs interface {
 	Stop(ctx context.Context, name string, kill bool) error
 	Stats(ctx context.Context, name string) (sandbox.Stats, error)
 	Policy(name string) (*netpolicy.Policy, error)
-	SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (sandbox.PolicyResult, error)
+	SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error)
 	NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error
-	Snapshots() ([]sandbox.SnapshotInfo, error)
+	Snapshots() ([]state.SnapshotInfo, error)
 	RemoveSnapshot(ctx context.Context, prefix string) error
 
 	// Console is the end of what a VM has written to its serial port: at most n bytes.

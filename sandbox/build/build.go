@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -41,7 +42,7 @@ type Options struct {
 	// Name, Image and Hostname are not looked at. Without a network there is none.
 	VM sandbox.Spec
 
-	// Progress is told of stages, as in image.Options.
+	// Progress is told of stages, as in builder.Options.
 	Progress func(stage string, done, total int64)
 	// Begin is told of each step before it is done; n counts from 1.
 	Begin func(n, of int, step drowsefile.Step)
@@ -95,8 +96,8 @@ const (
 // results of steps are kept in the image store, for builds that begin in the same way.
 //
 // Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
-// context, those of image.Build for the base image and of Store.Run for the VM.
-func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (_ Result, err error) {
+// context, those of builder.Build for the base image and of Store.Run for the VM.
+func Image(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
 		return Result{}, err
@@ -171,7 +172,7 @@ func Image(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options)
 // build is a build under way.
 type build struct {
 	s       *sandbox.Store
-	l       sandbox.Launcher
+	l       pool.Launcher
 	o       Options
 	asm     *builder.Assembly
 	context *os.Root

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -208,13 +209,13 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 		"volumes":             {build.Options{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []spec.VolumeMount{{}}}}, "no volumes"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := build.Image(t.Context(), s, sandbox.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
+			if _, err := build.Image(t.Context(), s, pool.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("error %v, it should say %q", err, c.want)
 			}
 		})
 	}
 	// No VM is needed where no command runs.
-	res, err := build.Image(t.Context(), s, sandbox.Launcher{}, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
+	res, err := build.Image(t.Context(), s, pool.Launcher{}, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
 	if err != nil || res.Boots != 0 || res.Image.Source != "steps:scratch" {
 		t.Errorf("%+v (%v)", res, err)
 	}

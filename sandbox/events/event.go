@@ -117,7 +117,7 @@ type Event struct {
 	// Sandbox is the name at that time, and SandboxID what stays when it is renamed.
 	Sandbox   string `json:"sandbox,omitempty"`
 	SandboxID string `json:"sandbox_id,omitempty"`
-	// Owner and Tags are those of its label at that time. Events of ephemeral sandboxes have none.
+	// Owner and Tags are those of its metadata at that time. Events of ephemeral sandboxes have none.
 	Owner   string   `json:"owner,omitempty"`
 	Tags    []string `json:"tags,omitempty"`
 	Cause   Cause    `json:"cause,omitempty"`

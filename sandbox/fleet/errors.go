@@ -5,7 +5,7 @@ import (
 	"errors"
 	"strings"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
@@ -14,7 +14,7 @@ import (
 type Code string
 
 // The codes that a Fleet gives by itself. Others are those of sandbox.ErrorCode, such as "not-found", "exists",
-// "running", "not-running", "expired", "label" and "invalid".
+// "running", "not-running", "expired", "metadata" and "invalid".
 const (
 	CodeCanceled  Code = "canceled"
 	CodeTimeout   Code = "timeout"
@@ -29,7 +29,7 @@ var remedies = map[Code]string{
 	"running":            "put it to sleep or stop it first",
 	"not-running":        "start it",
 	"expired":            "extend it",
-	"label":              "give it a label that is allowed",
+	"metadata":           "give it metadata that is allowed",
 	"invalid":            "ask for something that is possible",
 	"hooks":              "see what its hooks say, or put it to sleep with other hook policy",
 	"host-hooks":         "see what the hooks of the host say, or put it to sleep with other hook policy",
@@ -145,12 +145,12 @@ func CodeOf(err error) Code {
 	case errors.Is(err, records.ErrInvalid):
 		return "invalid"
 	case errors.Is(err, lifetime.ErrKeep):
-		return "label"
+		return "metadata"
 	case errors.Is(err, records.ErrNotFound):
 		return "not-found"
 	}
 	// That the guest does not answer says less than that the time is up.
-	code := sandbox.ErrorCode(err)
+	code := control.ErrorCode(err)
 	if code != "" && (!strings.HasPrefix(code, "guest-") || !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled)) {
 		return Code(code)
 	}

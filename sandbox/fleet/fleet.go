@@ -7,9 +7,11 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Sandbox is what is known of one.
@@ -42,8 +44,8 @@ func New(vms VMs, o Options) *Fleet {
 
 // Request is a sandbox that is wanted.
 type Request struct {
-	Spec  sandbox.Spec
-	Label sandbox.Label
+	Spec     sandbox.Spec
+	Metadata state.Metadata
 }
 
 // waitTime is between two looks at a sandbox that somebody else works on.
@@ -61,10 +63,10 @@ func pause(ctx context.Context) error {
 // Create makes a sandbox and boots it. A name that is taken is sandbox.ErrExists. If it does not come up, nothing is
 // left of it.
 func (f *Fleet) Create(ctx context.Context, r Request) (Sandbox, error) {
-	if lifetime.Expired(r.Label.Expires, f.now()) {
-		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", sandbox.ErrLabel, r.Label.Expires.Format(time.RFC3339)))
+	if lifetime.Expired(r.Metadata.Expires, f.now()) {
+		return Sandbox{}, fail("create", r.Spec.Name, fmt.Errorf("%w: it would expire at %s, which is over", state.ErrMetadata, r.Metadata.Expires.Format(time.RFC3339)))
 	}
-	rep, err := f.vms.Run(ctx, r.Spec, r.Label)
+	rep, err := f.vms.Run(ctx, r.Spec, r.Metadata)
 	if err != nil {
 		return Sandbox{}, fail("create", r.Spec.Name, err)
 	}
@@ -109,7 +111,7 @@ func (f *Fleet) get(name string) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, err
 	}
-	l, err := f.vms.Label(name)
+	l, err := f.vms.Metadata(name)
 	return describe(r, l, err).At(f.now()), nil
 }
 
@@ -123,7 +125,7 @@ func (f *Fleet) Start(ctx context.Context, name string) (Sandbox, error) {
 			case records.Stopped, records.Crashed:
 				_, err = f.vms.Start(ctx, name)
 			case records.Expired:
-				err = fmt.Errorf("%w: %s, at %s", sandbox.ErrExpired, name, s.Expires.Format(time.RFC3339))
+				err = fmt.Errorf("%w: %s, at %s", state.ErrExpired, name, s.Expires.Format(time.RFC3339))
 			default:
 				_, err = f.vms.BringUp(ctx, name)
 			}
@@ -156,20 +158,20 @@ func (f *Fleet) Wake(ctx context.Context, name string) (Sandbox, error) {
 
 // Sleep puts a sandbox to sleep, and says what that has done. One that sleeps is left alone: what its last sleep has
 // done is returned.
-func (f *Fleet) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (f *Fleet) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	res, err := f.vms.SleepWith(ctx, name, o)
 	return res, fail("sleep", name, err)
 }
 
 // Snapshot writes a running sandbox to a snapshot that stays until it is removed.
-func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	res, err := f.vms.SnapshotWith(ctx, name, o)
 	return res, fail("snapshot", name, err)
 }
 
-// Promote copies what the label of a running sandbox names to the host, and says where it is: sandbox.Store.Promote. It
-// is done before each sleep by itself.
-func (f *Fleet) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+// Promote copies what the metadata of a running sandbox names to the host, and says where it is: sandbox.Store.Promote.
+// It is done before each sleep by itself.
+func (f *Fleet) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	copies, err := f.vms.Promote(ctx, name)
 	return copies, fail("promote", name, err)
 }
@@ -188,7 +190,7 @@ func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, er
 type Child struct {
 	// Name is random if it is empty.
 	Name string
-	// Tags are added to those that it has from its parent's label, as it has all of that.
+	// Tags are added to those that it has from its parent's metadata, as it has all of that.
 	Tags []string
 }
 
@@ -211,7 +213,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	if there, err := f.forks(parent.ID, children); err == nil {
 		return there, nil
 	}
-	label, err := f.vms.Label(name)
+	label, err := f.vms.Metadata(name)
 	if err != nil {
 		return nil, err
 	}
@@ -219,7 +221,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []Child) ([]Sand
 	for _, c := range children {
 		own := label.ForChild()
 		own.Tags = append(own.Tags, c.Tags...)
-		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Label: &own})
+		o.Children = append(o.Children, sandbox.ForkChild{Name: c.Name, Metadata: &own})
 	}
 	res, err := f.vms.Fork(ctx, name, o)
 	if err != nil {
@@ -268,24 +270,24 @@ func (f *Fleet) Rename(ctx context.Context, name, to string) (Sandbox, error) {
 type Changes struct {
 	Class          *lifetime.Class
 	Owner, Purpose *string
-	// Tags take the place of those of the label. Those of the network policy stay.
+	// Tags take the place of those of the metadata. Those of the network policy stay.
 	Tags *[]string
 	// Expires is when its time is over; the zero time is never.
 	Expires *time.Time
 	Keep    *lifetime.Keep
 	// Wake is when it is woken; the zero Timer is never.
-	Wake *sandbox.Timer
+	Wake *state.Timer
 	// Rotate says at which wakes it begins anew; the zero Rotation is never.
-	Rotate *sandbox.Rotation
+	Rotate *state.Rotation
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist
-	// Reset begins with an empty label, for one that cannot be read.
+	// Reset begins with an empty metadata, for one that cannot be read.
 	Reset bool
 	Spec  spec.Changes
 }
 
 // Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does
-// not run), then the label.
+// not run), then the metadata.
 func (f *Fleet) Update(ctx context.Context, name string, c Changes) (Sandbox, error) {
 	s, err := f.update(ctx, name, c)
 	return s, fail("update", name, err)
@@ -300,12 +302,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 	if c.Spec.Idle != nil {
 		idle = c.Spec.Idle.SleepSeconds
 	}
-	change := func(l *sandbox.Label, unreadable error) error {
+	change := func(l *state.Metadata, unreadable error) error {
 		if unreadable != nil && !c.Reset {
 			return unreadable
 		}
 		if c.Reset {
-			*l = sandbox.Label{}
+			*l = state.Metadata{}
 		}
 		set(&l.Class, c.Class)
 		set(&l.Owner, c.Owner)
@@ -318,13 +320,13 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		if c.Persist != nil {
 			l.Persist = c.Persist.Clone()
 		}
-		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == sandbox.Asleep) {
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", sandbox.ErrLabel)
+		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == state.Asleep) {
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", state.ErrMetadata)
 		}
 		return nil
 	}
-	// What the label would be is checked before anything is changed.
-	l, lerr := f.vms.Label(name)
+	// What the metadata would be is checked before anything is changed.
+	l, lerr := f.vms.Metadata(name)
 	if err := change(&l, lerr); err != nil {
 		return Sandbox{}, err
 	}
@@ -332,12 +334,12 @@ func (f *Fleet) update(ctx context.Context, name string, c Changes) (Sandbox, er
 		return Sandbox{}, err
 	}
 	if l.Class == lifetime.Ephemeral && c.Spec.Idle != nil && c.Spec.Idle.SleepSeconds > 0 {
-		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrLabel)
+		return Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", state.ErrMetadata)
 	}
 	if err := f.vms.SetSpec(ctx, name, c.Spec); err != nil {
 		return Sandbox{}, err
 	}
-	if _, err := f.vms.SetLabel(ctx, name, change); err != nil {
+	if _, err := f.vms.SetMetadata(ctx, name, change); err != nil {
 		return Sandbox{}, err
 	}
 	return f.get(name)
@@ -351,7 +353,7 @@ func set[T any](to, from *T) {
 
 // Extend lets a sandbox last until a time at least: one that lasts longer, or for ever, is left as it is.
 func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (Sandbox, error) {
-	_, err := f.vms.SetLabel(ctx, name, func(l *sandbox.Label, unreadable error) error {
+	_, err := f.vms.SetMetadata(ctx, name, func(l *state.Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}
@@ -368,28 +370,28 @@ func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (Sandb
 }
 
 // TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, nothing prunes it.
-func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (sandbox.SnapshotInfo, error) {
+func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (state.SnapshotInfo, error) {
 	info, err := f.vms.TagSnapshot(snapshot, tags)
 	return info, fail("tag snapshot", "", err)
 }
 
 // Delete removes a sandbox, also one that runs, and says what that has freed. One that is not there is left alone. Its
 // history stays in the records for some time, unless it is ephemeral.
-func (f *Fleet) Delete(ctx context.Context, name string) (sandbox.Freed, error) {
+func (f *Fleet) Delete(ctx context.Context, name string) (state.Freed, error) {
 	freed, err := f.remove(ctx, name, true)
 	if errors.Is(err, sandbox.ErrNotFound) {
-		return sandbox.Freed{}, nil
+		return state.Freed{}, nil
 	}
 	return freed, fail("delete", name, err)
 }
 
 // Remove is Delete for one that has to be there, and, unless force is set, must not run: sandbox.Store.Remove.
-func (f *Fleet) Remove(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+func (f *Fleet) Remove(ctx context.Context, name string, force bool) (state.Freed, error) {
 	freed, err := f.remove(ctx, name, force)
 	return freed, fail("remove", name, err)
 }
 
-func (f *Fleet) remove(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+func (f *Fleet) remove(ctx context.Context, name string, force bool) (state.Freed, error) {
 	// What was done in it goes with it; what cannot be taken over is in nobody's way.
 	f.briefly(ctx, func(ctx context.Context) { _ = f.takeOver(ctx, name) })
 	freed, err := f.vms.RemoveFreed(ctx, name, force)

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -65,9 +66,9 @@ func rig(t *testing.T) (*fleet.Fleet, *fleettest.VMs, *clock) {
 
 func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
 
-func create(t *testing.T, f *fleet.Fleet, name string, l sandbox.Label) fleet.Sandbox {
+func create(t *testing.T, f *fleet.Fleet, name string, l state.Metadata) fleet.Sandbox {
 	t.Helper()
-	s, err := f.Create(t.Context(), fleet.Request{Spec: specOf(name), Label: l})
+	s, err := f.Create(t.Context(), fleet.Request{Spec: specOf(name), Metadata: l})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,8 +85,8 @@ func TestConformanceOfVMsInMemory(t *testing.T) {
 			}
 			s := fleettest.Subject{
 				Fleet: f, Spec: sandbox.Spec{Image: "debian"},
-				Make: func(t *testing.T, spec sandbox.Spec, l sandbox.Label) {
-					if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Label: l}); err != nil {
+				Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
+					if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
 						t.Fatal(err)
 					}
 				},
@@ -136,7 +137,7 @@ func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
 
 func TestManyWakesMakeOneVM(t *testing.T) {
 	f, vms, _ := rig(t)
-	create(t, f, "one", sandbox.Label{})
+	create(t, f, "one", state.Metadata{})
 	if _, err := f.Sleep(t.Context(), "one", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -156,9 +157,9 @@ func TestManyWakesMakeOneVM(t *testing.T) {
 
 func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 	f, vms, c := rig(t)
-	create(t, f, "runs", sandbox.Label{})
-	create(t, f, "short", sandbox.Label{Class: lifetime.Ephemeral})
-	create(t, f, "sleeps", sandbox.Label{Persist: lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/out", To: "/srv"}}}})
+	create(t, f, "runs", state.Metadata{})
+	create(t, f, "short", state.Metadata{Class: lifetime.Ephemeral})
+	create(t, f, "sleeps", state.Metadata{Persist: lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/out", To: "/srv"}}}})
 	full := errors.New("no space left on device")
 	vms.Fail = func(op, name string) error {
 		if name == "full" {
@@ -177,25 +178,25 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		}, "exists", sandbox.ErrExists},
 		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, fleet.Request{}); return err }, "invalid", sandbox.ErrSpec},
 		"creating what has expired": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Label: sandbox.Label{Expires: c.now()}})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Metadata: state.Metadata{Expires: c.now()}})
 			return err
-		}, "label", sandbox.ErrLabel},
+		}, "metadata", state.ErrMetadata},
 		"creating an ephemeral one that idles": {func(ctx context.Context) error {
 			s := specOf("x")
 			s.Idle.SleepSeconds = 1
-			_, err := f.Create(ctx, fleet.Request{Spec: s, Label: sandbox.Label{Class: lifetime.Ephemeral}})
+			_, err := f.Create(ctx, fleet.Request{Spec: s, Metadata: state.Metadata{Class: lifetime.Ephemeral}})
 			return err
-		}, "label", sandbox.ErrLabel},
+		}, "metadata", state.ErrMetadata},
 		"creating a class that is none": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Label: sandbox.Label{Class: "eternal"}})
+			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Metadata: state.Metadata{Class: "eternal"}})
 			return err
-		}, "label", sandbox.ErrLabel},
+		}, "metadata", state.ErrMetadata},
 		"getting nobody": {func(ctx context.Context) error { _, err := f.Get(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
 		"getting or creating without a name": {func(ctx context.Context) error {
 			_, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Image: "debian"}})
 			return err
 		}, "invalid", sandbox.ErrSpec},
-		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "label", sandbox.ErrLabel},
+		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "metadata", state.ErrMetadata},
 		"removing one that runs":            {func(ctx context.Context) error { _, err := f.Remove(ctx, "runs", false); return err }, "running", sandbox.ErrRunning},
 		"promoting of one that sleeps": {func(ctx context.Context) error {
 			if _, err := f.Sleep(ctx, "sleeps", sandbox.SleepOptions{}); err != nil {
@@ -241,14 +242,14 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 	}
 }
 
-func TestPruneDoesWhatLabelsSay(t *testing.T) {
+func TestPruneDoesWhatMetadataSays(t *testing.T) {
 	f, vms, c := rig(t)
 	in := func(d time.Duration) time.Time { return c.now().Add(d) }
-	create(t, f, "workspace", sandbox.Label{Expires: in(time.Hour)})
-	create(t, f, "resumable", sandbox.Label{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
-	create(t, f, "ephemeral", sandbox.Label{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
-	ended := create(t, f, "ended", sandbox.Label{Class: lifetime.Ephemeral})
-	create(t, f, "lasting", sandbox.Label{})
+	create(t, f, "workspace", state.Metadata{Expires: in(time.Hour)})
+	create(t, f, "resumable", state.Metadata{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
+	create(t, f, "ephemeral", state.Metadata{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
+	ended := create(t, f, "ended", state.Metadata{Class: lifetime.Ephemeral})
+	create(t, f, "lasting", state.Metadata{})
 	if err := vms.Ran("ended", 0, "true"); err != nil {
 		t.Fatal(err)
 	}
@@ -299,7 +300,7 @@ func TestPruneDoesWhatLabelsSay(t *testing.T) {
 
 func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 	f, vms, _ := rig(t)
-	create(t, f, "a", sandbox.Label{})
+	create(t, f, "a", state.Metadata{})
 	written := func(text string) {
 		t.Helper()
 		if err := vms.Write("a", text); err != nil {
@@ -337,7 +338,7 @@ func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 
 func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 	f, vms, _ := rig(t)
-	create(t, f, "a", sandbox.Label{})
+	create(t, f, "a", state.Metadata{})
 	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -374,7 +375,7 @@ func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 
 func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 	f, vms, c := rig(t)
-	create(t, f, "s", sandbox.Label{Keep: lifetime.Keep{Last: 2, For: 3600}})
+	create(t, f, "s", state.Metadata{Keep: lifetime.Keep{Last: 2, For: 3600}})
 	var slept []string
 	for range 6 {
 		res, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{})
@@ -401,7 +402,7 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, id := range slept {
-			if slices.ContainsFunc(infos, func(s sandbox.SnapshotInfo) bool { return s.ID == id }) {
+			if slices.ContainsFunc(infos, func(s state.SnapshotInfo) bool { return s.ID == id }) {
 				out = append(out, i)
 			}
 		}
@@ -431,7 +432,7 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 
 func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
 	f, vms, c := rig(t)
-	create(t, f, "s", sandbox.Label{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
+	create(t, f, "s", state.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
 	c.add(2 * time.Hour)
 	// The extension comes after the decision and before the step.
 	vms.Fail = func(op, _ string) error {
@@ -454,20 +455,20 @@ func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
 	}
 }
 
-// hook calls f before the first change of a label.
+// hook calls f before the first change of metadata.
 type hook struct {
 	fleet.VMs
 	f func()
 }
 
-func (h hook) SetLabel(ctx context.Context, name string, change func(*sandbox.Label, error) error) (sandbox.Label, error) {
+func (h hook) SetMetadata(ctx context.Context, name string, change func(*state.Metadata, error) error) (state.Metadata, error) {
 	h.f()
-	return h.VMs.SetLabel(ctx, name, change)
+	return h.VMs.SetMetadata(ctx, name, change)
 }
 
 func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 	f, vms, c := rig(t)
-	create(t, f, "s", sandbox.Label{Owner: "build"})
+	create(t, f, "s", state.Metadata{Owner: "build"})
 	for i := range 5 {
 		if err := vms.Ran("s", i, "sh", "-c", fmt.Sprint("exit ", i)); err != nil {
 			t.Fatal(err)
@@ -483,14 +484,14 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 			t.Fatalf("the next page: %+v (%v)", h, err)
 		}
 	}
-	id := create(t, f, "t", sandbox.Label{}).ID
+	id := create(t, f, "t", state.Metadata{}).ID
 	if err := vms.Ran("t", 7, "false"); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := f.Delete(t.Context(), "t"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, f, "t", sandbox.Label{})
+	create(t, f, "t", state.Metadata{})
 	if h, err := f.History(t.Context(), "t", records.Span{}); err != nil || len(h.Runs) != 0 || h.Sandbox.ID == id {
 		t.Errorf("the new one has a history of %+v (%v)", h, err)
 	}
@@ -502,8 +503,8 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
 	vms, dir := fleettest.New(), t.TempDir()
 	without := fleet.New(vms, fleet.Options{})
-	create(t, without, "a", sandbox.Label{Owner: "build"})
-	gone := create(t, without, "gone", sandbox.Label{})
+	create(t, without, "a", state.Metadata{Owner: "build"})
+	gone := create(t, without, "gone", state.Metadata{})
 	with := fleet.New(vms, fleet.Options{Records: openRecords(t, dir)})
 	same := func(what string) {
 		t.Helper()
@@ -520,7 +521,7 @@ func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
 	if _, err := without.Delete(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, without, "gone", sandbox.Label{Owner: "tests"})
+	create(t, without, "gone", state.Metadata{Owner: "tests"})
 	same("when one was replaced")
 	if _, err := without.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
@@ -528,7 +529,7 @@ func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
 	if _, err := without.Rename(t.Context(), "a", "b"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, without, "a", sandbox.Label{})
+	create(t, without, "a", state.Metadata{})
 	same("when one was renamed and its name taken")
 	vms.Kill("gone")
 	same("when one was killed")
@@ -544,7 +545,7 @@ func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
 		t.Fatal(err)
 	}
 	f := fleet.New(vms, fleet.Options{Records: db})
-	create(t, f, "s", sandbox.Label{Owner: "build"})
+	create(t, f, "s", state.Metadata{Owner: "build"})
 	if err := db.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -570,7 +571,7 @@ func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
 func TestPagesTogetherAreTheList(t *testing.T) {
 	f, _, _ := rig(t)
 	for i := range 25 {
-		create(t, f, fmt.Sprintf("s%02d", i), sandbox.Label{Owner: []string{"build", "tests"}[i%2]})
+		create(t, f, fmt.Sprintf("s%02d", i), state.Metadata{Owner: []string{"build", "tests"}[i%2]})
 	}
 	var names []string
 	filter := records.Filter{Owner: "build", Limit: 4}

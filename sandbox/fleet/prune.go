@@ -10,14 +10,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Pruned is what a pruning has done, or would do. Its JSON is that of `drowse prune -o json`.
 type Pruned struct {
 	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what
 	// the steps of Plan.Snapshots would free; what else would go is not known before.
-	sandbox.Freed
-	// Plan is what the labels say is to be done.
+	state.Freed
+	// Plan is what the metadata say is to be done.
 	lifetime.Plan
 	DryRun bool `json:"dry_run,omitempty"`
 	// Abandoned are the disks that sandboxes have left which were taken back: Prune deletes them, Keep does not.
@@ -28,14 +29,14 @@ type Pruned struct {
 	Problems []string `json:"problems,omitempty"`
 }
 
-func (p *Pruned) add(f sandbox.Freed) {
+func (p *Pruned) add(f state.Freed) {
 	p.Freed.Snapshots += f.Snapshots
 	p.Layers += f.Layers
 	p.CacheFiles += f.CacheFiles
 	p.Bytes += f.Bytes
 }
 
-// Prune does what labels say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
+// Prune does what metadata say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
 // over, and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing
 // needs. With dryRun it only says so. What one step fails with is a problem, and in no other's way.
 func (f *Fleet) Prune(ctx context.Context, dryRun bool) (Pruned, error) {
@@ -156,20 +157,20 @@ func (f *Fleet) untold(s lifetime.Sandbox) bool {
 	if s.Unknown || !lifetime.Expired(s.Expires, f.now()) {
 		return false
 	}
-	l, err := f.vms.Label(s.Name)
+	l, err := f.vms.Metadata(s.Name)
 	return err == nil && lifetime.Expired(l.Expires, f.now()) && !l.ExpiryTold.Equal(l.Expires)
 }
 
 // lasts is what counts of a VM for how long it lasts.
-func (f *Fleet) lasts(r *sandbox.Record) lifetime.Sandbox {
-	l, err := f.vms.Label(r.Spec.Name)
+func (f *Fleet) lasts(r *state.Record) lifetime.Sandbox {
+	l, err := f.vms.Metadata(r.Spec.Name)
 	return lasts(r, l, err)
 }
 
-func lasts(r *sandbox.Record, l sandbox.Label, unreadable error) lifetime.Sandbox {
+func lasts(r *state.Record, l state.Metadata, unreadable error) lifetime.Sandbox {
 	return lifetime.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
-		Running: r.Phase == sandbox.Running || r.Phase == sandbox.Starting, Ended: r.Phase == sandbox.Stopped || r.Phase == sandbox.Crashed,
+		Running: r.Phase == state.Running || r.Phase == state.Starting, Ended: r.Phase == state.Stopped || r.Phase == state.Crashed,
 		Needs: []string{r.Snapshot, r.Previous, r.Base, l.Rotate.To}, Unknown: unreadable != nil,
 	}
 }
@@ -183,20 +184,20 @@ func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
 	return lifetime.Decide([]lifetime.Sandbox{f.lasts(r)}, nil, f.now())
 }
 
-// errGone ends a change of a label that is not there any more; errStays says that its sandbox is not to be removed
+// errGone ends a change of metadata that is not there any more; errStays says that its sandbox is not to be removed
 // after all.
 var (
 	errGone  = errors.New("the sandbox was removed")
 	errStays = errors.New("the sandbox stays")
 )
 
-// expire removes a sandbox if that is still to be done. The label is locked meanwhile: whoever extends it does so
+// expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
 // before, and then it stays, or finds it gone.
-func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed sandbox.Freed, err error) {
+func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Freed, err error) {
 	if step.Why != lifetime.WhyEnded {
 		_ = f.takeOver(ctx, step.Name)
 	}
-	_, err = f.vms.SetLabel(ctx, step.Name, func(l *sandbox.Label, unreadable error) error {
+	_, err = f.vms.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
 		r, err := f.vms.Get(step.Name)
 		if err != nil {
 			return err

@@ -14,13 +14,14 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // errNoRecords says that there is no database.
 var errNoRecords = errors.New("there are no records")
 
 // describe is the row of a VM.
-func describe(r *sandbox.Record, l sandbox.Label, unreadable error) Sandbox {
+func describe(r *state.Record, l state.Metadata, unreadable error) Sandbox {
 	s := Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Owner: l.Owner, Purpose: l.Purpose,
 		Tags:  slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(l.Tags), r.Spec.Tags...)))),
@@ -49,18 +50,18 @@ func describe(r *sandbox.Record, l sandbox.Label, unreadable error) Sandbox {
 }
 
 // status is what a record says, its time aside.
-func status(r *sandbox.Record) records.Status {
+func status(r *state.Record) records.Status {
 	switch r.Phase {
-	case sandbox.Running:
+	case state.Running:
 		return records.Running
-	case sandbox.Starting:
+	case state.Starting:
 		if len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent) {
 			return records.Creating
 		}
 		return records.Waiting
-	case sandbox.Asleep:
+	case state.Asleep:
 		return records.Asleep
-	case sandbox.Stopped:
+	case state.Stopped:
 		return records.Stopped
 	}
 	// Its process was killed. Problem says so.
@@ -146,7 +147,7 @@ func (f *Fleet) index(tx *records.Tx, name, stamp string) error {
 	if err != nil {
 		return &indexError{err}
 	}
-	l, lerr := f.vms.Label(name)
+	l, lerr := f.vms.Metadata(name)
 	if err := tx.Put(describe(r, l, lerr), stamp); err != nil {
 		return err
 	}
@@ -264,8 +265,8 @@ func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
 			page, lerr := f.db.List(ctx, filter, f.now())
 			if lerr == nil {
 				for i, s := range page.Sandboxes {
-					// They are in the label alone.
-					if l, err := f.vms.Label(s.Name); err == nil {
+					// They are in the metadata alone.
+					if l, err := f.vms.Metadata(s.Name); err == nil {
 						page.Sandboxes[i].NextWake, page.Sandboxes[i].Persist = l.Wake.At, l.Persist
 					}
 				}
@@ -288,7 +289,7 @@ func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
 	}
 	var rows []Sandbox
 	for _, r := range all {
-		l, lerr := f.vms.Label(r.Spec.Name)
+		l, lerr := f.vms.Metadata(r.Spec.Name)
 		rows = append(rows, describe(r, l, lerr).At(f.now()))
 	}
 	slices.SortFunc(rows, func(a, b Sandbox) int { return strings.Compare(a.Name, b.Name) })

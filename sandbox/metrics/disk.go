@@ -7,7 +7,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -32,13 +32,13 @@ var (
 // disk are figures of what a store takes, as of the last look.
 type disk struct {
 	ask interface {
-		Usage(ctx context.Context) (sandbox.Usage, error)
+		Usage(ctx context.Context) (state.Usage, error)
 	}
 	now func() time.Time
 
 	mu     sync.Mutex // guards what follows, and is held while it is looked
 	next   time.Time
-	usage  sandbox.Usage
+	usage  state.Usage
 	known  bool
 	failed bool
 }

@@ -13,8 +13,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -44,7 +46,7 @@ type Metrics struct {
 type Store interface {
 	Networks
 	// Usage is what the store takes on disk.
-	Usage(ctx context.Context) (sandbox.Usage, error)
+	Usage(ctx context.Context) (state.Usage, error)
 }
 
 // New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked
@@ -111,7 +113,7 @@ func (m *Metrics) observe(operation string, took time.Duration, err error) {
 }
 
 // woken notes the stages of a wake. One that ran already has none of its own.
-func (m *Metrics) woken(rep sandbox.Report) {
+func (m *Metrics) woken(rep control.Report) {
 	for stage, ms := range rep.Stages {
 		if stages[stage] {
 			m.stages.WithLabelValues(stage).Observe(ms / 1000)
@@ -128,36 +130,36 @@ type watched struct {
 // Watch are the VMs with what is done to them noted.
 func (m *Metrics) Watch(vms fleet.VMs) fleet.VMs { return watched{vms, m} }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.m.observe("create", time.Since(begin), err)
 	return rep, err
 }
 
-func (w watched) Start(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) Start(ctx context.Context, name string) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Start(ctx, name)
 	w.m.observe("start", time.Since(begin), err)
 	return rep, err
 }
 
-func (w watched) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) Wake(ctx context.Context, name string) (control.Report, error) {
 	return w.wake(ctx, name, w.VMs.Wake)
 }
 
-func (w watched) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) BringUp(ctx context.Context, name string) (control.Report, error) {
 	return w.wake(ctx, name, w.VMs.BringUp)
 }
 
-func (w watched) wake(ctx context.Context, name string, up func(context.Context, string) (sandbox.Report, error)) (sandbox.Report, error) {
+func (w watched) wake(ctx context.Context, name string, up func(context.Context, string) (control.Report, error)) (control.Report, error) {
 	r, gerr := w.Get(name)
 	begin := time.Now()
 	rep, err := up(ctx, name)
-	if err == nil && gerr == nil && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
+	if err == nil && gerr == nil && (r.Phase == state.Running || r.Phase == state.Starting) {
 		return rep, nil // it was awake, and what is reported is of an earlier wake
 	}
-	if gerr == nil && r.Phase == sandbox.Crashed {
+	if gerr == nil && r.Phase == state.Crashed {
 		w.m.observe("start", time.Since(begin), err)
 		return rep, err
 	}
@@ -168,14 +170,14 @@ func (w watched) wake(ctx context.Context, name string, up func(context.Context,
 	return rep, err
 }
 
-func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	begin := time.Now()
 	res, err := w.VMs.SleepWith(ctx, name, o)
 	w.m.observe("sleep", time.Since(begin), err)
 	return res, err
 }
 
-func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	begin := time.Now()
 	res, err := w.VMs.SnapshotWith(ctx, name, o)
 	w.m.observe("snapshot", time.Since(begin), err)

@@ -17,8 +17,10 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -35,7 +37,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 	w := m.Watch(vms)
 	ctx := t.Context()
 	for _, name := range []string{"a", "b"} {
-		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, sandbox.Label{}); err != nil {
+		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, state.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -54,7 +56,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 		t.Fatal(err)
 	}
 	begun := time.Now()
-	rep := sandbox.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
+	rep := control.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
 	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
 	rep.Begun = begun.Add(-time.Second) // the second one finds it awake
 	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
@@ -87,7 +89,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
 	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
 	m.observe("wake", time.Millisecond, nil)
-	m.woken(sandbox.Report{Stages: map[string]float64{"resume_entry": 1}})
+	m.woken(control.Report{Stages: map[string]float64{"resume_entry": 1}})
 	problems, err := testutil.GatherAndLint(m.registry)
 	if err != nil {
 		t.Fatal(err)
@@ -102,7 +104,7 @@ func networkedVMs(t *testing.T) *fleettest.VMs {
 	t.Helper()
 	vms := fleettest.New()
 	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, sandbox.Label{}); err != nil {
+		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, state.Metadata{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -157,15 +159,15 @@ type weighed struct {
 	fails bool
 }
 
-func (w *weighed) Usage(context.Context) (sandbox.Usage, error) {
+func (w *weighed) Usage(context.Context) (state.Usage, error) {
 	w.looks++
 	if w.fails {
-		return sandbox.Usage{Layers: 999}, errors.New("a directory cannot be read")
+		return state.Usage{Layers: 999}, errors.New("a directory cannot be read")
 	}
-	return sandbox.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
+	return state.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
 }
 
-func (asked) Usage(context.Context) (sandbox.Usage, error) { return sandbox.Usage{}, nil }
+func (asked) Usage(context.Context) (state.Usage, error) { return state.Usage{}, nil }
 
 func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
 	now := time.Unix(1000, 0)

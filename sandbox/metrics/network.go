@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Networks says what the network of a running VM has done: Store.NetworkStats.
@@ -97,7 +98,7 @@ func (n *network) look() {
 	}
 	var names []string
 	for _, r := range all {
-		if r.Phase == sandbox.Running && r.Spec.Network == spec.NetworkTAP {
+		if r.Phase == state.Running && r.Spec.Network == spec.NetworkTAP {
 			names = append(names, r.Spec.Name)
 		}
 	}

@@ -48,7 +48,7 @@ type Sandbox struct {
 	Class   lifetime.Class `json:"class"`
 	Owner   string         `json:"owner,omitempty"`
 	Purpose string         `json:"purpose,omitempty"`
-	// Tags are those of the label and of the network policy, sorted, each once.
+	// Tags are those of the metadata and of the network policy, sorted, each once.
 	Tags   []string `json:"tags"`
 	Status Status   `json:"status"`
 	// Problem is one line on why it has failed, or what of it is lost.

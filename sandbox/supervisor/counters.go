@@ -4,7 +4,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
 // Counters are what a supervisor counts while it runs, from its beginning on. They may be read from any goroutine. The
@@ -20,14 +20,14 @@ type Counters struct {
 	// round is when the supervisor has last looked for changes: nanoseconds of the Unix time.
 	round atomic.Int64
 	// pool is nil as long as there is none.
-	pool atomic.Pointer[sandbox.Pool]
+	pool atomic.Pointer[pool.Pool]
 }
 
 // Pool are the figures of the supervisor's pool; false if it has none.
-func (c *Counters) Pool() (sandbox.PoolStats, bool) {
+func (c *Counters) Pool() (pool.Stats, bool) {
 	p := c.pool.Load()
 	if p == nil {
-		return sandbox.PoolStats{}, false
+		return pool.Stats{}, false
 	}
 	return p.Stats(), true
 }

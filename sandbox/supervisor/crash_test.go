@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
@@ -29,7 +30,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	record, err := json.Marshal(sandbox.Record{Version: 1, ID: "1", Spec: sandbox.Spec{Name: "a"}, Phase: sandbox.Running, PID: cmd.Process.Pid})
+	record, err := json.Marshal(state.Record{Version: 1, ID: "1", Spec: sandbox.Spec{Name: "a"}, Phase: state.Running, PID: cmd.Process.Pid})
 	if err != nil {
 		t.Fatal(err)
 	}

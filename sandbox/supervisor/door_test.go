@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -120,13 +121,13 @@ func TestRun_ends_with_its_context(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := Run(ctx, s, sandbox.Launcher{}, Options{}); err != nil {
+	if err := Run(ctx, s, pool.Launcher{}, Options{}); err != nil {
 		t.Error(err)
 	}
-	if err := Run(t.Context(), s, sandbox.Launcher{}, Options{MaxConns: -1}); !errors.Is(err, sandbox.ErrSpec) {
+	if err := Run(t.Context(), s, pool.Launcher{}, Options{MaxConns: -1}); !errors.Is(err, sandbox.ErrSpec) {
 		t.Errorf("a negative number of connections: got %v, want ErrSpec", err)
 	}
-	if err := Run(t.Context(), s, sandbox.Launcher{}, Options{Pool: sandbox.MaxPool + 1}); !errors.Is(err, sandbox.ErrSpec) {
+	if err := Run(t.Context(), s, pool.Launcher{}, Options{Pool: pool.MaxSize + 1}); !errors.Is(err, sandbox.ErrSpec) {
 		t.Errorf("too large a pool: got %v, want ErrSpec", err)
 	}
 }

@@ -19,8 +19,8 @@ const (
 	checkEvery  = 24 * time.Hour
 )
 
-// keep does what labels say is to be done by now, again and again until ctx ends. What it returns is closed when it has
-// ended.
+// keep does what metadata say is to be done by now, again and again until ctx ends. What it returns is closed when it
+// has ended.
 func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 	done := make(chan struct{})
 	go func() {

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// replace replaces a file as records and labels are.
+// replace replaces a file as records and metadata are.
 func replace(t testing.TB, path string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
@@ -62,14 +62,14 @@ func TestNotice_has_all_read_again_when_something_changes_and_not_otherwise(t *t
 	}{
 		{"a record is replaced", func() { replace(t, filepath.Join(dir, "a", "vm.json")) }},
 		{"a VM comes", func() { replace(t, filepath.Join(dir, "b", "vm.json")) }},
-		{"the label of one that came is replaced", func() { replace(t, filepath.Join(dir, "b", "sandbox.json")) }},
+		{"the metadata of one that came is replaced", func() { replace(t, filepath.Join(dir, "b", "sandbox.json")) }},
 		{"one is renamed", func() {
 			if err := os.Rename(filepath.Join(dir, "b"), filepath.Join(dir, "c")); err != nil {
 				t.Fatal(err)
 			}
 		}},
-		{"the label of one that was renamed is replaced", func() { replace(t, filepath.Join(dir, "c", "sandbox.json")) }},
-		{"a label is removed", func() {
+		{"the metadata of one that was renamed is replaced", func() { replace(t, filepath.Join(dir, "c", "sandbox.json")) }},
+		{"metadata is removed", func() {
 			if err := os.Remove(filepath.Join(dir, "c", "sandbox.json")); err != nil {
 				t.Fatal(err)
 			}

@@ -15,8 +15,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Options say what a supervisor does.
@@ -51,7 +54,7 @@ type Wake struct {
 	Begun time.Time
 	Took  time.Duration
 	// Report is what the VM's process says of it, if Err is nil.
-	Report sandbox.Report
+	Report control.Report
 	Err    error
 }
 
@@ -99,7 +102,7 @@ type port struct {
 // supervisor is a Run under way.
 type supervisor struct {
 	store    *sandbox.Store
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	o        Options
 	log      *slog.Logger
 
@@ -122,7 +125,7 @@ type supervisor struct {
 
 // Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
 // supervisor with a pool: another one ends with sandbox.ErrServed.
-func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (err error) {
+func Run(ctx context.Context, s *sandbox.Store, l pool.Launcher, o Options) (err error) {
 	if o.MaxConns < 0 {
 		return fmt.Errorf("%w: %d connections at once: use 1 or more", sandbox.ErrSpec, o.MaxConns)
 	}
@@ -149,7 +152,7 @@ func Run(ctx context.Context, s *sandbox.Store, l sandbox.Launcher, o Options) (
 	}
 	v.stamps = noticed[map[string]time.Time]{read: s.Stamps, n: watch}
 	if o.Pool > 0 {
-		p, err := s.NewPool(l, sandbox.PoolOptions{Processes: o.Pool, Follow: true, Log: o.Log})
+		p, err := pool.New(s.Store, l, pool.Options{Processes: o.Pool, Follow: true, Log: o.Log})
 		if err != nil {
 			return err
 		}
@@ -257,7 +260,7 @@ func (v *supervisor) look(ctx context.Context) error {
 			continue
 		}
 		delete(v.pids, name)
-		if r.PID > 0 && (r.Phase == sandbox.Running || r.Phase == sandbox.Starting) {
+		if r.PID > 0 && (r.Phase == state.Running || r.Phase == state.Starting) {
 			v.pids[name] = r.PID
 		}
 		v.want[name] = published(r.Spec)
@@ -383,13 +386,13 @@ func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLo
 }
 
 // guardedOf is what the packet waker has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
-func (v *supervisor) guardedOf(r *sandbox.Record) (vm guarded, ok bool) {
+func (v *supervisor) guardedOf(r *state.Record) (vm guarded, ok bool) {
 	if r.Spec.Network != spec.NetworkTAP {
 		return vm, false
 	}
 	switch {
-	case r.Phase == sandbox.Asleep, r.Phase == sandbox.Running:
-	case r.Phase == sandbox.Starting && r.Snapshot != "":
+	case r.Phase == state.Asleep, r.Phase == state.Running:
+	case r.Phase == state.Starting && r.Snapshot != "":
 		// It wakes, and may sleep again before it is looked at once more.
 	default:
 		return vm, false

@@ -8,6 +8,8 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 const (
@@ -26,8 +28,8 @@ const (
 // timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
 type timerVMs interface {
 	FileStamps() (map[string]string, error)
-	Label(name string) (sandbox.Label, error)
-	TimerFired(ctx context.Context, name string, fired sandbox.Timer, problem error) error
+	Metadata(name string) (state.Metadata, error)
+	TimerFired(ctx context.Context, name string, fired state.Timer, problem error) error
 	wake(ctx context.Context, name string) error
 	// forkAsked makes the fork that a guest has asked for.
 	forkAsked(ctx context.Context, name string) error
@@ -36,7 +38,7 @@ type timerVMs interface {
 type launchedVMs struct {
 	*sandbox.Store
 	up       func(ctx context.Context, name string) error
-	launcher sandbox.Launcher
+	launcher pool.Launcher
 	stamps   *noticed[map[string]string]
 }
 
@@ -49,26 +51,26 @@ func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
 	return v.ForkAsked(ctx, v.launcher, name)
 }
 
-// timers wakes sandboxes at the times that their labels say, and makes the forks that their guests have asked for,
+// timers wakes sandboxes at the times that their metadata say, and makes the forks that their guests have asked for,
 // which are there as well.
 type timers struct {
 	vms  timerVMs
 	log  func(msg string, args ...any)
-	seen map[string]timerLabel
+	seen map[string]timerMetadata
 
 	running sync.WaitGroup
 	mu      sync.Mutex // guards busy
 	busy    map[string]bool
 }
 
-type timerLabel struct {
+type timerMetadata struct {
 	stamp string
-	timer sandbox.Timer
-	fork  sandbox.AskedFork
+	timer state.Timer
+	fork  state.AskedFork
 }
 
 func newTimers(vms timerVMs, log func(string, ...any)) *timers {
-	return &timers{vms: vms, log: log, seen: map[string]timerLabel{}, busy: map[string]bool{}}
+	return &timers{vms: vms, log: log, seen: map[string]timerMetadata{}, busy: map[string]bool{}}
 }
 
 // run looks again and again until ctx ends, and returns when all that it has begun has ended.
@@ -104,12 +106,12 @@ func (t *timers) look(ctx context.Context, now time.Time) error {
 	for name, stamp := range stamps {
 		known, ok := t.seen[name]
 		if !ok || stamp == "" || known.stamp != stamp {
-			l, err := t.vms.Label(name)
+			l, err := t.vms.Metadata(name)
 			if err != nil {
 				delete(t.seen, name) // being made or removed, or nobody can say
 				continue
 			}
-			known = timerLabel{stamp, l.Wake, l.Asked.Fork}
+			known = timerMetadata{stamp, l.Wake, l.Asked.Fork}
 			t.seen[name] = known
 		}
 		if known.fork.Wanted(now) && t.take(name) {
@@ -156,8 +158,8 @@ func (t *timers) fork(ctx context.Context, name string) {
 
 // fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing
 // if it runs.
-func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
-	if l, err := t.vms.Label(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
+func (t *timers) fire(ctx context.Context, name string, timer state.Timer) {
+	if l, err := t.vms.Metadata(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
 		return // it was changed since it was read, or has fired
 	}
 	ctx = events.WithCause(ctx, events.Timer)
@@ -192,7 +194,7 @@ func (t *timers) fire(ctx context.Context, name string, timer sandbox.Timer) {
 
 // final says whether it is of no use to try a wake again.
 func final(err error) bool {
-	for _, e := range []error{sandbox.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
+	for _, e := range []error{state.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
 		if errors.Is(err, e) {
 			return true
 		}

@@ -23,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // syn opens a TCP connection, or is another packet of it.
@@ -359,16 +360,16 @@ func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.T) {
 	v := &supervisor{}
 	for name, tt := range map[string]struct {
-		r    sandbox.Record
+		r    state.Record
 		want bool
 	}{
-		"asleep":                     {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
-		"running":                    {sandbox.Record{Phase: sandbox.Running, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
-		"waking":                     {sandbox.Record{Phase: sandbox.Starting, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
-		"booting for the first time": {sandbox.Record{Phase: sandbox.Starting, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
-		"stopped":                    {sandbox.Record{Phase: sandbox.Stopped, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
-		"crashed":                    {sandbox.Record{Phase: sandbox.Crashed, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
-		"without a network":          {sandbox.Record{Phase: sandbox.Asleep, Snapshot: "1"}, false},
+		"asleep":                     {state.Record{Phase: state.Asleep, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"running":                    {state.Record{Phase: state.Running, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"waking":                     {state.Record{Phase: state.Starting, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, true},
+		"booting for the first time": {state.Record{Phase: state.Starting, Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
+		"stopped":                    {state.Record{Phase: state.Stopped, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
+		"crashed":                    {state.Record{Phase: state.Crashed, Snapshot: "1", Spec: sandbox.Spec{Network: spec.NetworkTAP}}, false},
+		"without a network":          {state.Record{Phase: state.Asleep, Snapshot: "1"}, false},
 	} {
 		if _, ok := v.guardedOf(&tt.r); ok != tt.want {
 			t.Errorf("%s: guarded %v, want %v", name, ok, tt.want)

@@ -11,8 +11,10 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Scope is the name of the instrumentation.
@@ -80,42 +82,42 @@ type watched struct {
 	t *Traces
 }
 
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Run(ctx, spec, label)
 	w.t.Up(ctx, Create, spec.Name, begin, rep, err)
 	return rep, err
 }
 
-func (w watched) Start(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) Start(ctx context.Context, name string) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Start(ctx, name)
 	w.t.Up(ctx, Start, name, begin, rep, err)
 	return rep, err
 }
 
-func (w watched) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) Wake(ctx context.Context, name string) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.Wake(ctx, name)
 	w.t.Up(ctx, Wake, name, begin, rep, err)
 	return rep, err
 }
 
-func (w watched) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
+func (w watched) BringUp(ctx context.Context, name string) (control.Report, error) {
 	begin := time.Now()
 	rep, err := w.VMs.BringUp(ctx, name)
 	w.t.Up(ctx, Wake, name, begin, rep, err)
 	return rep, err
 }
 
-func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	begin := time.Now()
 	res, err := w.VMs.SleepWith(ctx, name, o)
 	w.t.saved(ctx, Sleep, name, begin, res, err)
 	return res, err
 }
 
-func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	begin := time.Now()
 	res, err := w.VMs.SnapshotWith(ctx, name, o)
 	w.t.saved(ctx, Snapshot, name, begin, res, err)
@@ -183,7 +185,7 @@ func (o *operation) within(t time.Time) time.Time {
 // Up makes the span of a VM that was brought up, Create, Start, Wake or Restore, and has ended now: for callers of
 // sandbox.Store, and for supervisor.Options.Woken. A wake that has found the VM awake, or being woken for somebody
 // else, has the attribute drowse.joined and no stages.
-func (t *Traces) Up(ctx context.Context, span, name string, begin time.Time, rep sandbox.Report, err error) {
+func (t *Traces) Up(ctx context.Context, span, name string, begin time.Time, rep control.Report, err error) {
 	if t == nil {
 		return
 	}
@@ -206,7 +208,7 @@ func (t *Traces) Up(ctx context.Context, span, name string, begin time.Time, rep
 	o.up(o.ctx, rep, o.begin, o.end)
 }
 
-func upAttributes(rep sandbox.Report) []attribute.KeyValue {
+func upAttributes(rep control.Report) []attribute.KeyValue {
 	return append([]attribute.KeyValue{
 		keyPool.Bool(rep.Pooled), keyFaults.Int64(int64(rep.Faults)), keyTouched.Int64(int64(rep.MiBTouched * (1 << 20))),
 		keyFramesRead.Int64(int64(rep.FramesRead)), keyFramesCached.Int64(int64(rep.FramesCached)),
@@ -222,7 +224,7 @@ var (
 	background = []string{"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "network"}
 )
 
-func beside(rep sandbox.Report) (out []attribute.KeyValue) {
+func beside(rep control.Report) (out []attribute.KeyValue) {
 	for _, name := range background {
 		if ms, ok := rep.Stages[name]; ok {
 			out = append(out, attribute.Float64("drowse."+name+"_ms", ms))
@@ -234,7 +236,7 @@ func beside(rep sandbox.Report) (out []attribute.KeyValue) {
 func millis(ms float64) time.Duration { return time.Duration(ms * float64(time.Millisecond)) }
 
 // up makes the stages of a VM that was brought up between begin and end.
-func (o *operation) up(ctx context.Context, rep sandbox.Report, begin, end time.Time) {
+func (o *operation) up(ctx context.Context, rep control.Report, begin, end time.Time) {
 	if rep.Begun.IsZero() {
 		return
 	}
@@ -266,7 +268,7 @@ func (o *operation) up(ctx context.Context, rep sandbox.Report, begin, end time.
 }
 
 // saved makes the span of a sleep or a snapshot.
-func (t *Traces) saved(ctx context.Context, span, name string, begin time.Time, res sandbox.SleepResult, err error) {
+func (t *Traces) saved(ctx context.Context, span, name string, begin time.Time, res control.SleepResult, err error) {
 	o := t.operation(ctx, span, name, begin, err)
 	if o == nil {
 		return

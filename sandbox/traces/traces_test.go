@@ -18,9 +18,11 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -28,23 +30,23 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // said are VMs in memory that report what real ones would.
 type said struct {
 	fleet.VMs
-	rep   func() sandbox.Report
-	slept func() sandbox.SleepResult
+	rep   func() control.Report
+	slept func() control.SleepResult
 	fork  func() sandbox.ForkResult
 	err   error
 }
 
-func (s said) Wake(context.Context, string) (sandbox.Report, error) { return s.rep(), s.err }
+func (s said) Wake(context.Context, string) (control.Report, error) { return s.rep(), s.err }
 
-func (s said) Run(context.Context, sandbox.Spec, sandbox.Label) (sandbox.Report, error) {
+func (s said) Run(context.Context, sandbox.Spec, state.Metadata) (control.Report, error) {
 	return s.rep(), s.err
 }
 
-func (s said) SleepWith(context.Context, string, sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (s said) SleepWith(context.Context, string, sandbox.SleepOptions) (control.SleepResult, error) {
 	return s.slept(), s.err
 }
 
-func (s said) SnapshotWith(context.Context, string, sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (s said) SnapshotWith(context.Context, string, sandbox.SnapshotOptions) (control.SleepResult, error) {
 	return s.slept(), s.err
 }
 
@@ -90,8 +92,8 @@ func named(t *testing.T, spans tracetest.SpanStubs, name string) tracetest.SpanS
 }
 
 // woken is what a wake reports that has begun now.
-func woken() sandbox.Report {
-	return sandbox.Report{
+func woken() control.Report {
+	return control.Report{
 		Name: "a", Begun: time.Now().UTC().Round(0), Faults: 12, MiBTouched: 1.5, FramesRead: 3, FramesCached: 4, Pooled: true,
 		Stages: map[string]float64{
 			"create_vm": 0.3, "shell": 0.5, "devices": 1, "import": 2, "entry": 0.5, "resume_entry": 5, "agent_reached": 6, "agent_answer": 1, "resume_ready": 13, "network": 9,
@@ -109,8 +111,8 @@ func slow[T any](v T) func() T {
 
 func TestWake_has_a_span_with_the_stages_that_it_reports(t *testing.T) {
 	tr, spans := recorder()
-	var rep sandbox.Report
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report {
+	var rep control.Report
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report {
 		rep = woken()
 		return slow(rep)()
 	}})
@@ -154,7 +156,7 @@ func TestStages_lie_within_their_operation_whatever_the_clocks_say(t *testing.T)
 	rep := woken()
 	rep.Begun = time.Now().Add(time.Hour) // another clock
 	rep.Stages["import"] = 1e7
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report { return rep }})
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report { return rep }})
 	if _, err := vms.Wake(t.Context(), "a"); err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +173,7 @@ func TestWake_that_finds_the_VM_awake_has_no_stages_of_an_earlier_one(t *testing
 	tr, spans := recorder()
 	rep := woken()
 	rep.Begun = time.Now().Add(-time.Minute)
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report { return rep }})
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report { return rep }})
 	if _, err := vms.Wake(t.Context(), "a"); err != nil {
 		t.Fatal(err)
 	}
@@ -183,10 +185,10 @@ func TestWake_that_finds_the_VM_awake_has_no_stages_of_an_earlier_one(t *testing
 
 func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() sandbox.Report {
-		return slow(sandbox.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "shell": 1, "entry": 2}})()
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report {
+		return slow(control.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "shell": 1, "entry": 2}})()
 	}})
-	if _, err := vms.Run(t.Context(), sandbox.Spec{}, sandbox.Label{}); err != nil {
+	if _, err := vms.Run(t.Context(), sandbox.Spec{}, state.Metadata{}); err != nil {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()
@@ -200,9 +202,9 @@ func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 
 func TestSleep_and_snapshot_have_spans_with_bytes_and_pages(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), slept: func() sandbox.SleepResult {
+	vms := tr.Watch(said{VMs: fleettest.New(), slept: func() control.SleepResult {
 		time.Sleep(20 * time.Millisecond)
-		return sandbox.SleepResult{
+		return control.SleepResult{
 			Name: "a", Snapshot: "s", BytesRaw: 100, BytesStored: 10, BytesShared: 5, PagesChanged: 7, PagesFree: 2, Asleep: time.Now().Add(-5 * time.Millisecond),
 			Stages: map[string]float64{"hooks": 1, "pause": 2, "save": 3, "sleep": 7, "gone": 18},
 		}
@@ -238,7 +240,7 @@ func TestFork_has_a_span_for_each_child_with_its_stages(t *testing.T) {
 		b.Name = "b"
 		time.Sleep(20 * time.Millisecond)
 		return sandbox.ForkResult{
-			Parent: "p", Snapshot: "s", Durable: true, Pages: 9, Children: []sandbox.Report{a, b},
+			Parent: "p", Snapshot: "s", Durable: true, Pages: 9, Children: []control.Report{a, b},
 			Stages: map[string]float64{"ahead": 1, "pause": 1, "fill": 1, "ready": 15, "durable": 18, "save": 4},
 		}
 	}})
@@ -296,8 +298,8 @@ func TestExec_has_a_span_that_does_not_say_what_was_run(t *testing.T) {
 
 func TestOperation_that_fails_has_the_code_of_its_error(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken, err: fmt.Errorf("reading /a/path: %w", sandbox.ErrExpired)})
-	if _, err := vms.Wake(t.Context(), "a"); !errors.Is(err, sandbox.ErrExpired) {
+	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken, err: fmt.Errorf("reading /a/path: %w", state.ErrExpired)})
+	if _, err := vms.Wake(t.Context(), "a"); !errors.Is(err, state.ErrExpired) {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()
@@ -318,7 +320,7 @@ func TestTraces_without_a_provider_leave_VMs_and_commands_as_they_are(t *testing
 // BenchmarkWake is a wake that takes no time: what is left is what traces add. "off" is VMs that are not wrapped.
 func BenchmarkWake(b *testing.B) {
 	rep := woken()
-	bare := said{VMs: fleettest.New(), rep: func() sandbox.Report { rep.Begun = time.Now(); return rep }}
+	bare := said{VMs: fleettest.New(), rep: func() control.Report { rep.Begun = time.Now(); return rep }}
 	on := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(discard{}))
 	for _, c := range []struct {
 		name string

@@ -15,6 +15,10 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/process"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -43,10 +47,10 @@ func Main(m *testing.M) {
 }
 
 // Process are the options of the processes of VMs. They are set before Main is called.
-var Process sandbox.ProcessOptions
+var Process process.ProcessOptions
 
 func serve(args []string) int {
-	if err := sandbox.ServeProcessWith(context.Background(), args, Process); err != nil {
+	if err := process.ServeProcessWith(context.Background(), args, Process); err != nil {
 		slog.New(slog.NewTextHandler(os.Stderr, nil)).Error(err.Error())
 		return 1
 	}
@@ -57,7 +61,7 @@ func serve(args []string) int {
 type Env struct {
 	T        testing.TB
 	Store    *sandbox.Store
-	Launcher sandbox.Launcher
+	Launcher pool.Launcher
 }
 
 var (
@@ -104,7 +108,7 @@ func New(t testing.TB) *Env {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &Env{T: t, Store: s, Launcher: sandbox.Launcher{Command: []string{executable(t), "vmm"}, Agent: agent(t)}}
+	e := &Env{T: t, Store: s, Launcher: pool.Launcher{Command: []string{executable(t), "vmm"}, Agent: agent(t)}}
 	t.Cleanup(func() {
 		e.cleanUp()
 		if err := os.RemoveAll(dir); err != nil {
@@ -178,7 +182,7 @@ func (e *Env) Kernels() []string {
 }
 
 // Run boots a VM.
-func (e *Env) Run(spec sandbox.Spec) sandbox.Report {
+func (e *Env) Run(spec sandbox.Spec) control.Report {
 	e.T.Helper()
 	if spec.Image == "" {
 		spec.Image = ImageTag
@@ -203,7 +207,7 @@ func (e *Env) took(what string) func() {
 }
 
 // Sleep puts a VM to sleep.
-func (e *Env) Sleep(name string) sandbox.SleepResult {
+func (e *Env) Sleep(name string) control.SleepResult {
 	e.T.Helper()
 	defer e.took("sleep of " + name)()
 	res, err := e.Store.Sleep(e.T.Context(), name)
@@ -214,7 +218,7 @@ func (e *Env) Sleep(name string) sandbox.SleepResult {
 }
 
 // Wake brings it back.
-func (e *Env) Wake(name string) sandbox.Report {
+func (e *Env) Wake(name string) control.Report {
 	e.T.Helper()
 	defer e.took("wake of " + name)()
 	rep, err := e.Store.Wake(e.T.Context(), e.Launcher, name)
@@ -254,7 +258,7 @@ func (e *Env) Sh(name, script string) string {
 }
 
 // WaitPhase waits until a VM is in a phase.
-func (e *Env) WaitPhase(name string, want sandbox.Phase, limit time.Duration) *sandbox.Record {
+func (e *Env) WaitPhase(name string, want state.Phase, limit time.Duration) *state.Record {
 	e.T.Helper()
 	deadline := time.Now().Add(limit)
 	for {

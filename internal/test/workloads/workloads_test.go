@@ -43,6 +43,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -303,7 +304,7 @@ func (w *work) sleep(t *testing.T) {
 			t.Fatal("the process of the sleeping VM is still there")
 		}
 	}
-	if r, err := w.Store.Get(vm); err != nil || r.Phase != sandbox.Asleep || r.PID != 0 {
+	if r, err := w.Store.Get(vm); err != nil || r.Phase != state.Asleep || r.PID != 0 {
 		t.Fatalf("it is %+v, %v", r, err)
 	}
 	if err := w.Store.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
@@ -356,7 +357,7 @@ func (w *work) wakeByPort() {
 	w.T.Logf("answered after %v", time.Since(begin).Round(time.Millisecond))
 	counted(w.T, "the web server", web, after)
 	web = after
-	if r, err := w.Store.Get(vm); err != nil || r.Phase != sandbox.Running {
+	if r, err := w.Store.Get(vm); err != nil || r.Phase != state.Running {
 		w.T.Fatalf("after an answer it is %+v, %v", r, err)
 	}
 }

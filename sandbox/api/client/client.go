@@ -20,8 +20,10 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // maxAnswer bounds an answer, in bytes.
@@ -134,13 +136,13 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 
 // Create is fleet.Fleet.Create.
 func (c *Client) Create(ctx context.Context, r fleet.Request) (s fleet.Sandbox, err error) {
-	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label}, &s)
+	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata}, &s)
 	return s, err
 }
 
 // GetOrCreate is fleet.Fleet.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error) {
-	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Label: r.Label, GetOrCreate: true})
+	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true})
 	if err != nil {
 		return s, false, fleet.Fail("get or create", r.Spec.Name, err)
 	}
@@ -206,8 +208,8 @@ func (c *Client) Wake(ctx context.Context, name string) (fleet.Sandbox, error) {
 }
 
 // Sleep is fleet.Fleet.Sleep.
-func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
-	return act[sandbox.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
+func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
+	return act[control.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
 
 // Stop is sandbox.Store.Stop; the zero value of o gives it 30 s.
@@ -216,12 +218,12 @@ func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sand
 }
 
 // Snapshot is fleet.Fleet.Snapshot.
-func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
-	return act[sandbox.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
+func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
+	return act[control.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 }
 
 // Promote is fleet.Fleet.Promote.
-func (c *Client) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+func (c *Client) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	p, err := act[wire.Promoted](ctx, c, "promote", name, nil)
 	return p.Promoted, err
 }
@@ -263,7 +265,7 @@ func (c *Client) Update(ctx context.Context, name string, ch fleet.Changes) (s f
 }
 
 // Delete is fleet.Fleet.Delete.
-func (c *Client) Delete(ctx context.Context, name string) (f sandbox.Freed, err error) {
+func (c *Client) Delete(ctx context.Context, name string) (f state.Freed, err error) {
 	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
 	return f, err
 }
@@ -292,7 +294,7 @@ func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, er
 }
 
 // SetPolicy is sandbox.Store.SetPolicy.
-func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res sandbox.PolicyResult, err error) {
+func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
 	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
 	return res, err
 }
@@ -308,7 +310,7 @@ func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error
 }
 
 // Snapshots lists those of a sandbox, or all if the name is empty.
-func (c *Client) Snapshots(ctx context.Context, name string) ([]sandbox.SnapshotInfo, error) {
+func (c *Client) Snapshots(ctx context.Context, name string) ([]state.SnapshotInfo, error) {
 	path := "/v1/snapshots"
 	if name != "" {
 		path = one(name) + "/snapshots"
@@ -318,7 +320,7 @@ func (c *Client) Snapshots(ctx context.Context, name string) ([]sandbox.Snapshot
 }
 
 // TagSnapshot is fleet.Fleet.TagSnapshot.
-func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i sandbox.SnapshotInfo, err error) {
+func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i state.SnapshotInfo, err error) {
 	if tags == nil {
 		tags = []string{}
 	}

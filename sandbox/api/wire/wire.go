@@ -12,9 +12,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Version is that of the API: the v1 of its paths. Fields are added, and never change their meaning.
@@ -69,7 +71,7 @@ type Error struct {
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []sandbox.HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
 // ErrorOf describes an error.
@@ -80,8 +82,8 @@ func ErrorOf(err error) Error {
 		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
 	}
 	var he *spec.HooksError
-	var hhe *sandbox.HostHooksError
-	var re *sandbox.ErrorReport
+	var hhe *state.HostHooksError
+	var re *control.ErrorReport
 	switch {
 	case errors.As(err, &he):
 		out.Hooks = he.Failures
@@ -96,7 +98,7 @@ func ErrorOf(err error) Error {
 // Err makes it an error again: a *fleet.Error that wraps what its code stands for, for errors.Is.
 func (e Error) Err() error {
 	// The process of a VM tells its errors in the same way.
-	var cause error = &sandbox.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
+	var cause error = &control.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
 	switch e.Code {
 	case fleet.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
@@ -105,7 +107,7 @@ func (e Error) Err() error {
 	case "hooks":
 		cause = errors.Join(cause, &spec.HooksError{Failures: e.Hooks})
 	case "host-hooks":
-		cause = errors.Join(cause, &sandbox.HostHooksError{Failures: e.HostHooks})
+		cause = errors.Join(cause, &state.HostHooksError{Failures: e.HostHooks})
 	}
 	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
@@ -136,8 +138,8 @@ type History struct {
 
 // Create is POST /v1/sandboxes.
 type Create struct {
-	Spec  sandbox.Spec  `json:"spec"`
-	Label sandbox.Label `json:"label,omitzero"`
+	Spec     sandbox.Spec   `json:"spec"`
+	Metadata state.Metadata `json:"metadata,omitzero"`
 	// GetOrCreate returns the sandbox of that name as it is, if there is one.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }
@@ -153,12 +155,12 @@ type Changes struct {
 	NoExpiry bool           `json:"no_expiry,omitempty"`
 	Keep     *lifetime.Keep `json:"keep,omitempty"`
 	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
-	Wake   *sandbox.Timer `json:"wake,omitempty"`
-	NoWake bool           `json:"no_wake,omitempty"`
+	Wake   *state.Timer `json:"wake,omitempty"`
+	NoWake bool         `json:"no_wake,omitempty"`
 	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away,
 	// and does not go with Rotate.
-	Rotate   *sandbox.Rotation `json:"rotate,omitempty"`
-	NoRotate bool              `json:"no_rotate,omitempty"`
+	Rotate   *state.Rotation `json:"rotate,omitempty"`
+	NoRotate bool            `json:"no_rotate,omitempty"`
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist `json:"persist,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
@@ -179,10 +181,10 @@ func ChangesOf(c fleet.Changes) Changes {
 	if c.Expires != nil && c.Expires.IsZero() {
 		out.Expires, out.NoExpiry = nil, true
 	}
-	if c.Wake != nil && *c.Wake == (sandbox.Timer{}) {
+	if c.Wake != nil && *c.Wake == (state.Timer{}) {
 		out.Wake, out.NoWake = nil, true
 	}
-	if c.Rotate != nil && *c.Rotate == (sandbox.Rotation{}) {
+	if c.Rotate != nil && *c.Rotate == (state.Rotation{}) {
 		out.Rotate, out.NoRotate = nil, true
 	}
 	return out
@@ -204,7 +206,7 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 	case c.NoWake && c.Wake != nil:
 		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", sandbox.ErrSpec)
 	case c.NoWake:
-		out.Wake = &sandbox.Timer{}
+		out.Wake = &state.Timer{}
 	case c.Wake != nil && c.Wake.At.IsZero():
 		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", sandbox.ErrSpec)
 	}
@@ -212,7 +214,7 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 	case c.NoRotate && c.Rotate != nil:
 		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", sandbox.ErrSpec)
 	case c.NoRotate:
-		out.Rotate = &sandbox.Rotation{}
+		out.Rotate = &state.Rotation{}
 	case c.Rotate != nil && c.Rotate.To == "":
 		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", sandbox.ErrSpec)
 	}
@@ -241,7 +243,7 @@ type Snapshot struct {
 
 // Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
 type Promoted struct {
-	Promoted []sandbox.Promoted `json:"promoted"`
+	Promoted []control.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.
@@ -307,8 +309,8 @@ type Executed struct {
 
 // Snapshots is GET /v1/snapshots and /v1/sandboxes/NAME/snapshots.
 type Snapshots struct {
-	Version   int                    `json:"version"`
-	Snapshots []sandbox.SnapshotInfo `json:"snapshots"`
+	Version   int                  `json:"version"`
+	Snapshots []state.SnapshotInfo `json:"snapshots"`
 }
 
 // Tags is POST /v1/snapshots/ID/tags: they take the place of those that it has.

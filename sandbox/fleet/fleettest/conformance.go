@@ -10,10 +10,12 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -25,14 +27,14 @@ type Fleet interface {
 	History(ctx context.Context, name string, span records.Span) (fleet.History, error)
 	Start(ctx context.Context, name string) (fleet.Sandbox, error)
 	Wake(ctx context.Context, name string) (fleet.Sandbox, error)
-	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error)
-	Promote(ctx context.Context, name string) ([]sandbox.Promoted, error)
+	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error)
+	Promote(ctx context.Context, name string) ([]control.Promoted, error)
 	Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error)
 	Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error)
 	Rename(ctx context.Context, name, to string) (fleet.Sandbox, error)
 	Update(ctx context.Context, name string, c fleet.Changes) (fleet.Sandbox, error)
 	Extend(ctx context.Context, name string, until time.Time) (fleet.Sandbox, error)
-	Delete(ctx context.Context, name string) (sandbox.Freed, error)
+	Delete(ctx context.Context, name string) (state.Freed, error)
 	Prune(ctx context.Context, dryRun bool) (fleet.Pruned, error)
 }
 
@@ -42,7 +44,7 @@ type Subject struct {
 	// Spec is what a sandbox is made of.
 	Spec sandbox.Spec
 	// Make makes a sandbox that runs, if Fleet.Create would take too long.
-	Make func(t *testing.T, spec sandbox.Spec, l sandbox.Label)
+	Make func(t *testing.T, spec sandbox.Spec, l state.Metadata)
 	// Write keeps a word in the memory of a sandbox that runs, and Read returns it.
 	Write func(t *testing.T, name, word string)
 	Read  func(t *testing.T, name string) string
@@ -70,7 +72,7 @@ func Conformance(t *testing.T, s Subject) {
 	const name, later = "conf", "conf-later"
 	want := s.Spec
 	want.Name = name
-	label := sandbox.Label{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
+	label := state.Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
 
 	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
 		s.Make(t, want, label)
@@ -196,13 +198,13 @@ func Conformance(t *testing.T, s Subject) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		rotate := func(rot sandbox.Rotation) {
+		rotate := func(rot state.Rotation) {
 			t.Helper()
 			if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &rot}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		for _, rot := range []sandbox.Rotation{{To: first}, {To: first, At: time.Now().Add(-time.Hour)}} {
+		for _, rot := range []state.Rotation{{To: first}, {To: first, At: time.Now().Add(-time.Hour)}} {
 			rotate(rot)
 			got, err := f.Wake(ctx, name)
 			must(t, got, err, records.Running)
@@ -210,12 +212,12 @@ func Conformance(t *testing.T, s Subject) {
 				t.Errorf("%+v: its memory says %q", rot, got)
 			}
 			s.Kill(t, name)
-			rotate(sandbox.Rotation{})
+			rotate(state.Rotation{})
 			got, err = f.Restore(ctx, name, left.Snapshot)
 			must(t, got, err, records.Asleep)
 		}
 		none := strings.Repeat("0", 32)
-		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &sandbox.Rotation{To: none}}); !errors.Is(err, snapshot.ErrNotFound) {
+		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &state.Rotation{To: none}}); !errors.Is(err, snapshot.ErrNotFound) {
 			t.Errorf("from a snapshot that is not there: %v, want ErrNotFound", err)
 		}
 	})
@@ -246,22 +248,22 @@ func Conformance(t *testing.T, s Subject) {
 		var e *fleet.Error
 		// Without the guest, which would be asked to trim its disk first.
 		skip := sandbox.SleepOptions{Hooks: spec.HooksSkip}
-		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, sandbox.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
+		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, control.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
 			t.Errorf("got %v, want ErrPersistLimit with code and remedy", err)
 		}
 		if got := s.Read(t, name); got != "second" {
 			t.Errorf("after the refusal its memory says %q", got)
 		}
 		bad := lifetime.Persist{Drop: []string{"cache"}}
-		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, sandbox.ErrLabel) {
-			t.Errorf("a relative path to drop: got %v, want ErrLabel", err)
+		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, state.ErrMetadata) {
+			t.Errorf("a relative path to drop: got %v, want ErrMetadata", err)
 		}
 		got, err = f.Update(ctx, name, fleet.Changes{Persist: &lifetime.Persist{}})
 		if must(t, got, err, records.Running); !got.Persist.Empty() {
 			t.Errorf("it is %+v", got)
 		}
-		if _, err := f.Promote(ctx, name); !errors.Is(err, sandbox.ErrLabel) {
-			t.Errorf("promoting nothing: got %v, want ErrLabel", err)
+		if _, err := f.Promote(ctx, name); !errors.Is(err, state.ErrMetadata) {
+			t.Errorf("promoting nothing: got %v, want ErrMetadata", err)
 		}
 	})
 	t.Run("it is renamed while it sleeps, and only then", func(t *testing.T) {
@@ -308,7 +310,7 @@ func Conformance(t *testing.T, s Subject) {
 			func() (fleet.Sandbox, error) { return f.Start(ctx, later) },
 		} {
 			var e *fleet.Error
-			if _, err := wake(); !errors.Is(err, sandbox.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
+			if _, err := wake(); !errors.Is(err, state.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
 				t.Errorf("got %v, want ErrExpired with code and remedy", err)
 			}
 		}
@@ -322,7 +324,7 @@ func Conformance(t *testing.T, s Subject) {
 		must(t, got, err, records.Running)
 	})
 	children := []fleet.Child{{Name: "conf-1", Tags: []string{"odd"}}, {Name: "conf-2"}}
-	t.Run("children have its label, their names and tags, and its memory", func(t *testing.T) {
+	t.Run("children have its metadata, their names and tags, and its memory", func(t *testing.T) {
 		parent, err := f.Get(ctx, later)
 		if err != nil {
 			t.Fatal(err)

@@ -16,8 +16,10 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -33,7 +35,7 @@ type VMs struct {
 	// then. It must not be changed while the VMs are used, and may be called from several goroutines.
 	Fail func(op, name string) error
 
-	labels sync.Mutex // held while a label is changed
+	labels sync.Mutex // held while metadata is changed
 
 	mu    sync.Mutex // guards what follows
 	vms   map[string]*vm
@@ -45,8 +47,8 @@ type VMs struct {
 
 // vm is one of them.
 type vm struct {
-	record sandbox.Record
-	label  sandbox.Label
+	record state.Record
+	label  state.Metadata
 	stamp  int
 	state  string // memory and disk
 	began  time.Time
@@ -55,8 +57,8 @@ type vm struct {
 
 // snap is a snapshot.
 type snap struct {
-	info   sandbox.SnapshotInfo
-	record sandbox.Record
+	info   state.SnapshotInfo
+	record state.Record
 	state  string
 }
 
@@ -99,7 +101,7 @@ func (v *VMs) changed(m *vm) {
 
 func (v *VMs) now() time.Time { return v.Now().UTC() }
 
-func live(p sandbox.Phase) bool { return p == sandbox.Running || p == sandbox.Starting }
+func live(p state.Phase) bool { return p == state.Running || p == state.Starting }
 
 // Counts says how many VMs were booted, and how many woken, so far.
 func (v *VMs) Counts() (boots, wakes int) {
@@ -116,7 +118,7 @@ func (v *VMs) Write(name, text string) error {
 	if err != nil {
 		return err
 	}
-	if m.record.Phase != sandbox.Running {
+	if m.record.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	m.state = text
@@ -131,7 +133,7 @@ func (v *VMs) Read(name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if m.record.Phase != sandbox.Running {
+	if m.record.Phase != state.Running {
 		return "", fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	return m.state, nil
@@ -145,7 +147,7 @@ func (v *VMs) Ran(name string, exit int, argv ...string) error {
 	if err != nil {
 		return err
 	}
-	if m.record.Phase != sandbox.Running {
+	if m.record.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	now := v.now()
@@ -161,7 +163,7 @@ func (v *VMs) Kill(name string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if m := v.vms[name]; m != nil && live(m.record.Phase) {
-		m.record.Phase, m.record.PID, m.record.Problem = sandbox.Crashed, 0, "its process was killed"
+		m.record.Phase, m.record.PID, m.record.Problem = state.Crashed, 0, "its process was killed"
 		v.changed(m)
 	}
 }
@@ -171,37 +173,37 @@ func (v *VMs) End(name string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if m := v.vms[name]; m != nil && live(m.record.Phase) {
-		m.record.Phase, m.record.PID = sandbox.Stopped, 0
-		m.record.Exit = &sandbox.ExitRecord{Reason: "power-off", Time: v.now()}
+		m.record.Phase, m.record.PID = state.Stopped, 0
+		m.record.Exit = &state.ExitRecord{Reason: "power-off", Time: v.now()}
 		v.changed(m)
 	}
 }
 
 // up makes a VM run. The mutex is held.
-func (v *VMs) up(m *vm) sandbox.Report {
-	m.record.Phase, m.record.PID, m.record.Problem, m.record.Exit = sandbox.Running, 1, "", nil
+func (v *VMs) up(m *vm) control.Report {
+	m.record.Phase, m.record.PID, m.record.Problem, m.record.Exit = state.Running, 1, "", nil
 	m.began = v.now()
 	m.record.Awake = m.began
 	v.changed(m)
-	return sandbox.Report{Name: m.record.Spec.Name, Stages: map[string]float64{}}
+	return control.Report{Name: m.record.Spec.Name, Stages: map[string]float64{}}
 }
 
 // Run implements fleet.VMs.
-func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Label) (sandbox.Report, error) {
+func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label state.Metadata) (control.Report, error) {
 	if want.Name == "" {
 		want.Name = "vm-" + newID()[:8]
 	}
 	if err := v.asked(ctx, "run", want.Name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	switch {
 	case !nameRE.MatchString(want.Name):
-		return sandbox.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, want.Name)
+		return control.Report{}, fmt.Errorf("%w: name %q", sandbox.ErrSpec, want.Name)
 	case want.Image == "":
-		return sandbox.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
+		return control.Report{}, fmt.Errorf("%w: no image", sandbox.ErrSpec)
 	}
 	if err := check(want, label); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	def := func(n *int, d int) {
 		if *n == 0 {
@@ -217,26 +219,26 @@ func (v *VMs) Run(ctx context.Context, want sandbox.Spec, label sandbox.Label) (
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.vms[want.Name] != nil {
-		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, want.Name)
+		return control.Report{}, fmt.Errorf("%w: %s", sandbox.ErrExists, want.Name)
 	}
-	m := &vm{label: normal(label), record: sandbox.Record{Version: 1, ID: newID(), Spec: want, Created: v.now()}}
+	m := &vm{label: normal(label), record: state.Record{Version: 1, ID: newID(), Spec: want, Created: v.now()}}
 	v.vms[want.Name] = m
 	v.boots++
 	return v.up(m), nil
 }
 
-func check(spec sandbox.Spec, label sandbox.Label) error {
+func check(spec sandbox.Spec, label state.Metadata) error {
 	if err := label.Check(); err != nil {
 		return err
 	}
 	if label.Class == lifetime.Ephemeral && spec.Idle.SleepSeconds > 0 {
-		return fmt.Errorf("%w: an ephemeral sandbox does not sleep", sandbox.ErrLabel)
+		return fmt.Errorf("%w: an ephemeral sandbox does not sleep", state.ErrMetadata)
 	}
 	return nil
 }
 
-// normal is a label as it is kept.
-func normal(l sandbox.Label) sandbox.Label {
+// normal is metadata as it is kept.
+func normal(l state.Metadata) state.Metadata {
 	l.Tags, l.Persist = slices.Compact(slices.Sorted(slices.Values(l.Tags))), l.Persist.Clone()
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
 	return l
@@ -246,55 +248,55 @@ func (v *VMs) expired(m *vm) error {
 	if !lifetime.Expired(m.label.Expires, v.Now()) {
 		return nil
 	}
-	return fmt.Errorf("%w: %s", sandbox.ErrExpired, m.record.Spec.Name)
+	return fmt.Errorf("%w: %s", state.ErrExpired, m.record.Spec.Name)
 }
 
 // Start implements fleet.VMs.
-func (v *VMs) Start(ctx context.Context, name string) (sandbox.Report, error) {
+func (v *VMs) Start(ctx context.Context, name string) (control.Report, error) {
 	if err := v.asked(ctx, "start", name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if live(m.record.Phase) {
-		return sandbox.Report{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+		return control.Report{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 	}
 	if err := v.expired(m); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
-	if m.record.Phase == sandbox.Asleep {
-		return sandbox.Report{}, fmt.Errorf("%w: %s is asleep", sandbox.ErrNotRunning, name)
+	if m.record.Phase == state.Asleep {
+		return control.Report{}, fmt.Errorf("%w: %s is asleep", sandbox.ErrNotRunning, name)
 	}
 	v.boots++
 	return v.up(m), nil
 }
 
 // Wake implements fleet.VMs.
-func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
+func (v *VMs) Wake(ctx context.Context, name string) (control.Report, error) {
 	if err := v.asked(ctx, "wake", name); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	if live(m.record.Phase) {
-		return sandbox.Report{Name: name, Stages: map[string]float64{}}, nil
+		return control.Report{Name: name, Stages: map[string]float64{}}, nil
 	}
 	if err := v.expired(m); err != nil {
-		return sandbox.Report{}, err
+		return control.Report{}, err
 	}
 	v.rotate(m)
-	if m.record.Snapshot == "" || m.record.Phase == sandbox.Stopped {
-		return sandbox.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
+	if m.record.Snapshot == "" || m.record.Phase == state.Stopped {
+		return control.Report{}, fmt.Errorf("%w: %s has nothing to wake from", sandbox.ErrNotRunning, name)
 	}
-	if m.record.Phase == sandbox.Crashed {
+	if m.record.Phase == state.Crashed {
 		v.take(m, "abandoned", "")
 	}
 	m.state = v.snaps[m.record.Snapshot].state
@@ -303,8 +305,8 @@ func (v *VMs) Wake(ctx context.Context, name string) (sandbox.Report, error) {
 }
 
 // BringUp implements fleet.VMs.
-func (v *VMs) BringUp(ctx context.Context, name string) (sandbox.Report, error) {
-	if r, err := v.Get(name); err == nil && r.Phase == sandbox.Crashed {
+func (v *VMs) BringUp(ctx context.Context, name string) (control.Report, error) {
+	if r, err := v.Get(name); err == nil && r.Phase == state.Crashed {
 		return v.Start(ctx, name)
 	}
 	return v.Wake(ctx, name)
@@ -316,14 +318,14 @@ func (v *VMs) rotate(m *vm) {
 	if rot.To == "" || !rot.At.IsZero() && v.now().Before(rot.At) {
 		return
 	}
-	if r.Phase == sandbox.Asleep && r.Snapshot != rot.To {
+	if r.Phase == state.Asleep && r.Snapshot != rot.To {
 		r.Previous = r.Snapshot
 	}
-	r.Phase, r.Snapshot, r.Problem, r.Exit, r.Rotated = sandbox.Asleep, rot.To, "", nil, rot.At
+	r.Phase, r.Snapshot, r.Problem, r.Exit, r.Rotated = state.Asleep, rot.To, "", nil, rot.At
 	switch step := time.Duration(rot.Every) * time.Second; {
 	case rot.At.IsZero():
 	case step == 0:
-		m.label.Rotate = sandbox.Rotation{}
+		m.label.Rotate = state.Rotation{}
 	default:
 		m.label.Rotate.At = rot.At.Add((v.now().Sub(rot.At)/step + 1) * step)
 	}
@@ -331,7 +333,7 @@ func (v *VMs) rotate(m *vm) {
 }
 
 // checkRotation refuses a rotation that no wake could do, and completes the id of its snapshot. The mutex is held.
-func (v *VMs) checkRotation(m *vm, rot *sandbox.Rotation) error {
+func (v *VMs) checkRotation(m *vm, rot *state.Rotation) error {
 	if rot.To == "" || rot.To == m.label.Rotate.To {
 		return nil
 	}
@@ -340,9 +342,9 @@ func (v *VMs) checkRotation(m *vm, rot *sandbox.Rotation) error {
 	case err != nil:
 		return err
 	case s.info.Owner != m.record.ID:
-		return fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
+		return fmt.Errorf("%w: %s", state.ErrForeignSnapshot, s.info.VM)
 	case s.info.Kind == "disk":
-		return fmt.Errorf("%w: %s", sandbox.ErrDiskOnly, s.info.ID)
+		return fmt.Errorf("%w: %s", state.ErrDiskOnly, s.info.ID)
 	}
 	rot.To = s.info.ID
 	return nil
@@ -351,7 +353,7 @@ func (v *VMs) checkRotation(m *vm, rot *sandbox.Rotation) error {
 // take makes a snapshot. The mutex is held.
 func (v *VMs) take(m *vm, kind, note string) *snap {
 	s := &snap{record: m.record, state: m.state}
-	s.info = sandbox.SnapshotInfo{
+	s.info = state.SnapshotInfo{
 		ID: newID(), VM: m.record.Spec.Name, Owner: m.record.ID, Kind: kind, Note: note, Created: v.now(),
 		RAM: uint64(m.record.Spec.MemoryMiB) << 20, Stored: int64(len(m.state)) + 1, Exclusive: int64(len(m.state)) + 1,
 	}
@@ -361,45 +363,45 @@ func (v *VMs) take(m *vm, kind, note string) *snap {
 
 // SleepWith implements fleet.VMs. Of what does not persist it has copies that are told of and are nowhere, and the
 // limit, which is on the length of the text.
-func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (sandbox.SleepResult, error) {
+func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
 	if err := v.asked(ctx, "sleep", name); err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	r := &m.record
-	var persisted *sandbox.Persisted
+	var persisted *control.Persisted
 	switch {
-	case r.Phase == sandbox.Asleep:
-	case r.Phase != sandbox.Running:
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
+	case r.Phase == state.Asleep:
+	case r.Phase != state.Running:
+		return control.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, r.Phase)
 	case m.label.Class == lifetime.Ephemeral:
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", sandbox.ErrLabel, name)
+		return control.SleepResult{}, fmt.Errorf("%w: %s is ephemeral", state.ErrMetadata, name)
 	default:
 		if persist := m.label.Persist; !persist.Empty() {
-			persisted = &sandbox.Persisted{}
+			persisted = &control.Persisted{}
 			if o.Hooks != spec.HooksSkip {
 				persisted.Promoted = v.promote(m)
 			}
 			if n := int64(len(m.state)); persist.MaxBytes > 0 {
 				if persisted.DiskBytes = n; n > persist.MaxBytes {
-					return sandbox.SleepResult{}, fmt.Errorf("putting %s to sleep: %w", name, &sandbox.PersistLimitError{Bytes: n, Max: persist.MaxBytes})
+					return control.SleepResult{}, fmt.Errorf("putting %s to sleep: %w", name, &control.PersistLimitError{Bytes: n, Max: persist.MaxBytes})
 				}
 			}
 		}
 		s := v.take(m, "sleep", "")
-		r.Phase, r.PID, r.Snapshot, r.Previous = sandbox.Asleep, 0, s.info.ID, ""
-		r.Sleeps = append(slices.Clone(r.Sleeps), sandbox.SleepRecord{
+		r.Phase, r.PID, r.Snapshot, r.Previous = state.Asleep, 0, s.info.ID, ""
+		r.Sleeps = append(slices.Clone(r.Sleeps), state.SleepRecord{
 			Snapshot: s.info.ID, Awake: m.began, Asleep: s.info.Created, Raw: uint64(len(m.state)), Stored: s.info.Stored, CPUSeconds: 0.001,
 		})
 		v.changed(m)
 		v.sweep()
 	}
-	res := sandbox.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}, Persist: persisted}
+	res := control.SleepResult{Name: name, Snapshot: r.Snapshot, Stages: map[string]float64{}, Persist: persisted}
 	for _, s := range r.Sleeps {
 		if s.Snapshot == r.Snapshot {
 			res.BytesRaw, res.BytesStored, res.Awake, res.Asleep, res.CPUSeconds = s.Raw, s.Stored, s.Awake, s.Asleep, s.CPUSeconds
@@ -409,17 +411,17 @@ func (v *VMs) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions
 }
 
 // promote says what the copies of a VM would be. The mutex is held.
-func (v *VMs) promote(m *vm) []sandbox.Promoted {
-	var out []sandbox.Promoted
+func (v *VMs) promote(m *vm) []control.Promoted {
+	var out []control.Promoted
 	at := v.now().Format("20060102T150405.000000000Z")
 	for _, p := range m.label.Persist.Promote {
-		out = append(out, sandbox.Promoted{Path: p.Path, At: path.Join(p.To, m.record.Spec.Name, at, p.Path), Entries: 1, Bytes: int64(len(m.state))})
+		out = append(out, control.Promoted{Path: p.Path, At: path.Join(p.To, m.record.Spec.Name, at, p.Path), Entries: 1, Bytes: int64(len(m.state))})
 	}
 	return out
 }
 
 // Promote implements fleet.VMs, as SleepWith does.
-func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, error) {
+func (v *VMs) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	if err := v.asked(ctx, "promote", name); err != nil {
 		return nil, err
 	}
@@ -430,38 +432,38 @@ func (v *VMs) Promote(ctx context.Context, name string) ([]sandbox.Promoted, err
 		return nil, err
 	}
 	if len(m.label.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted", sandbox.ErrLabel, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted", state.ErrMetadata, name)
 	}
-	if m.record.Phase != sandbox.Running {
+	if m.record.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	return v.promote(m), nil
 }
 
 // SnapshotWith implements fleet.VMs.
-func (v *VMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (sandbox.SleepResult, error) {
+func (v *VMs) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
 	if err := v.asked(ctx, "snapshot", name); err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.SleepResult{}, err
+		return control.SleepResult{}, err
 	}
-	if m.record.Phase != sandbox.Running {
-		return sandbox.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
+	if m.record.Phase != state.Running {
+		return control.SleepResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	kind := "named"
 	if o.DiskOnly {
 		kind = "disk"
 	}
 	s := v.take(m, kind, o.Note)
-	return sandbox.SleepResult{Name: name, Snapshot: s.info.ID, BytesRaw: uint64(len(m.state)), BytesStored: s.info.Stored, Stages: map[string]float64{}}, nil
+	return control.SleepResult{Name: name, Snapshot: s.info.ID, BytesRaw: uint64(len(m.state)), BytesStored: s.info.Stored, Stages: map[string]float64{}}, nil
 }
 
 // RestoreTo implements fleet.VMs.
-func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.Record, error) {
+func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*state.Record, error) {
 	if err := v.asked(ctx, "restore", name); err != nil {
 		return nil, err
 	}
@@ -480,20 +482,20 @@ func (v *VMs) RestoreTo(ctx context.Context, name, snapshotID string) (*sandbox.
 	case live(r.Phase):
 		return nil, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 	case s.info.Kind == "disk":
-		return nil, fmt.Errorf("%w: %s", sandbox.ErrDiskOnly, s.info.ID)
+		return nil, fmt.Errorf("%w: %s", state.ErrDiskOnly, s.info.ID)
 	case s.info.Owner != r.ID:
-		return nil, fmt.Errorf("%w: %s", sandbox.ErrForeignSnapshot, s.info.VM)
+		return nil, fmt.Errorf("%w: %s", state.ErrForeignSnapshot, s.info.VM)
 	}
 	if rot := m.label.Rotate; rot.To != "" && rot.To != s.info.ID && (rot.At.IsZero() || !v.now().Before(rot.At)) {
-		return nil, fmt.Errorf("%w: its next wake begins anew from snapshot %s", sandbox.ErrLabel, rot.To)
+		return nil, fmt.Errorf("%w: its next wake begins anew from snapshot %s", state.ErrMetadata, rot.To)
 	}
-	if r.Phase != sandbox.Asleep || r.Snapshot != s.info.ID {
-		if r.Phase == sandbox.Asleep {
+	if r.Phase != state.Asleep || r.Snapshot != s.info.ID {
+		if r.Phase == state.Asleep {
 			r.Previous = r.Snapshot
 		} else {
 			v.take(m, "abandoned", "")
 		}
-		r.Phase, r.Snapshot, r.Problem, r.Exit = sandbox.Asleep, s.info.ID, "", nil
+		r.Phase, r.Snapshot, r.Problem, r.Exit = state.Asleep, s.info.ID, "", nil
 		v.changed(m)
 	}
 	out := *r
@@ -535,7 +537,7 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 	if len(children) > sandbox.MaxForks {
 		return sandbox.ForkResult{}, fmt.Errorf("%w: %d forks", sandbox.ErrSpec, len(children))
 	}
-	if m.record.Phase != sandbox.Running && m.record.Phase != sandbox.Asleep {
+	if m.record.Phase != state.Running && m.record.Phase != state.Asleep {
 		return sandbox.ForkResult{}, fmt.Errorf("%w: %s is %s", sandbox.ErrNotRunning, name, m.record.Phase)
 	}
 	seen := map[string]bool{}
@@ -544,8 +546,8 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 		if c.Name == "" {
 			c.Name = "vm-" + newID()[:8]
 		}
-		if c.Label == nil {
-			c.Label = &m.label
+		if c.Metadata == nil {
+			c.Metadata = &m.label
 		}
 		switch {
 		case !nameRE.MatchString(c.Name) || seen[c.Name]:
@@ -553,23 +555,23 @@ func (v *VMs) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (san
 		case v.vms[c.Name] != nil:
 			return sandbox.ForkResult{}, fmt.Errorf("%w: %s", sandbox.ErrExists, c.Name)
 		}
-		if err := check(m.record.Spec, *c.Label); err != nil {
+		if err := check(m.record.Spec, *c.Metadata); err != nil {
 			return sandbox.ForkResult{}, err
 		}
 		seen[c.Name] = true
 	}
 	var s *snap
-	if m.record.Phase == sandbox.Asleep {
+	if m.record.Phase == state.Asleep {
 		s = v.snaps[m.record.Snapshot]
 	} else {
 		s = v.take(m, "fork", "")
 	}
 	res := sandbox.ForkResult{Parent: name, Snapshot: s.info.ID, Durable: true, Stages: map[string]float64{}}
 	for _, c := range children {
-		child := &vm{label: normal(*c.Label), state: s.state}
-		child.record = sandbox.Record{
+		child := &vm{label: normal(*c.Metadata), state: s.state}
+		child.record = state.Record{
 			Version: 1, ID: newID(), Spec: m.record.Spec, Created: v.now(), Boot: m.record.Boot, Snapshot: s.info.ID, Parent: s.info.ID,
-			Fork: &sandbox.Origin{Parent: name, ParentID: m.record.ID, Generation: 1, Time: v.now()},
+			Fork: &state.Origin{Parent: name, ParentID: m.record.ID, Generation: 1, Time: v.now()},
 		}
 		if m.record.Fork != nil {
 			child.record.Fork.Generation += m.record.Fork.Generation
@@ -613,25 +615,25 @@ func (v *VMs) Rename(ctx context.Context, name, to string) error {
 }
 
 // RemoveFreed implements fleet.VMs.
-func (v *VMs) RemoveFreed(ctx context.Context, name string, force bool) (sandbox.Freed, error) {
+func (v *VMs) RemoveFreed(ctx context.Context, name string, force bool) (state.Freed, error) {
 	if err := v.asked(ctx, "remove", name); err != nil {
-		return sandbox.Freed{}, err
+		return state.Freed{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Freed{}, err
+		return state.Freed{}, err
 	}
 	if live(m.record.Phase) && !force {
-		return sandbox.Freed{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
+		return state.Freed{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 	}
 	delete(v.vms, name)
 	return v.sweep(), nil
 }
 
 // Get implements fleet.VMs.
-func (v *VMs) Get(name string) (*sandbox.Record, error) {
+func (v *VMs) Get(name string) (*state.Record, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
@@ -643,10 +645,10 @@ func (v *VMs) Get(name string) (*sandbox.Record, error) {
 }
 
 // List implements fleet.VMs.
-func (v *VMs) List() ([]*sandbox.Record, error) {
+func (v *VMs) List() ([]*state.Record, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	var out []*sandbox.Record
+	var out []*state.Record
 	for _, name := range slices.Sorted(maps.Keys(v.vms)) {
 		r := v.vms[name].record
 		out = append(out, &r)
@@ -665,47 +667,47 @@ func (v *VMs) FileStamps() (map[string]string, error) {
 	return out, nil
 }
 
-// Label implements fleet.VMs.
-func (v *VMs) Label(name string) (sandbox.Label, error) {
+// Metadata implements fleet.VMs.
+func (v *VMs) Metadata(name string) (state.Metadata, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, err := v.find(name)
 	if err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	l := m.label
 	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l, nil
 }
 
-// SetLabel implements fleet.VMs.
-func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.Label, unreadable error) error) (sandbox.Label, error) {
+// SetMetadata implements fleet.VMs.
+func (v *VMs) SetMetadata(ctx context.Context, name string, change func(l *state.Metadata, unreadable error) error) (state.Metadata, error) {
 	if err := ctx.Err(); err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	v.labels.Lock()
 	defer v.labels.Unlock()
-	l, err := v.Label(name)
+	l, err := v.Metadata(name)
 	if err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	v.mu.Lock()
 	is := v.vms[name]
 	v.mu.Unlock()
 	if err := change(&l, nil); err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	l = normal(l)
 	if err := l.Check(); err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if is == nil || v.vms[is.record.Spec.Name] != is {
-		return sandbox.Label{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
+		return state.Metadata{}, fmt.Errorf("%w: %s", sandbox.ErrNotFound, name)
 	}
 	if err := v.checkRotation(is, &l.Rotate); err != nil {
-		return sandbox.Label{}, err
+		return state.Metadata{}, err
 	}
 	is.label = l
 	v.changed(is)
@@ -714,7 +716,7 @@ func (v *VMs) SetLabel(ctx context.Context, name string, change func(l *sandbox.
 
 // TellExpired implements fleet.VMs.
 func (v *VMs) TellExpired(ctx context.Context, name string) error {
-	_, err := v.SetLabel(ctx, name, func(l *sandbox.Label, unreadable error) error {
+	_, err := v.SetMetadata(ctx, name, func(l *state.Metadata, unreadable error) error {
 		if unreadable == nil && lifetime.Expired(l.Expires, v.now()) {
 			l.ExpiryTold = l.Expires
 		}
@@ -736,7 +738,7 @@ func (v *VMs) SetSpec(_ context.Context, name string, c spec.Changes) error {
 		if live(m.record.Phase) {
 			return fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 		}
-		if m.record.Phase == sandbox.Asleep && (c.VCPUs != nil && *c.VCPUs != want.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != want.MemoryMiB) {
+		if m.record.Phase == state.Asleep && (c.VCPUs != nil && *c.VCPUs != want.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != want.MemoryMiB) {
 			return fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in", sandbox.ErrSpec)
 		}
 	}
@@ -761,10 +763,10 @@ func set[T any](to, from *T) {
 }
 
 // Snapshots implements fleet.VMs.
-func (v *VMs) Snapshots() ([]sandbox.SnapshotInfo, error) {
+func (v *VMs) Snapshots() ([]state.SnapshotInfo, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	var out []sandbox.SnapshotInfo
+	var out []state.SnapshotInfo
 	for _, id := range slices.Sorted(maps.Keys(v.snaps)) {
 		out = append(out, v.snaps[id].info)
 	}
@@ -772,29 +774,29 @@ func (v *VMs) Snapshots() ([]sandbox.SnapshotInfo, error) {
 }
 
 // TagSnapshot implements fleet.VMs.
-func (v *VMs) TagSnapshot(prefix string, tags []string) (sandbox.SnapshotInfo, error) {
+func (v *VMs) TagSnapshot(prefix string, tags []string) (state.SnapshotInfo, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	s, err := v.findSnap(prefix)
 	if err != nil {
-		return sandbox.SnapshotInfo{}, err
+		return state.SnapshotInfo{}, err
 	}
-	if err := (sandbox.Label{Tags: tags}).Check(); err != nil {
-		return sandbox.SnapshotInfo{}, err
+	if err := (state.Metadata{Tags: tags}).Check(); err != nil {
+		return state.SnapshotInfo{}, err
 	}
 	s.info.Tags, s.info.Kept = slices.Compact(slices.Sorted(slices.Values(tags))), len(tags) > 0
 	return s.info, nil
 }
 
 // Sweep implements fleet.VMs.
-func (v *VMs) Sweep(context.Context) (sandbox.Freed, error) {
+func (v *VMs) Sweep(context.Context) (state.Freed, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.sweep(), nil
 }
 
 // SweepAbandoned implements fleet.VMs.
-func (v *VMs) SweepAbandoned(ctx context.Context) (sandbox.Freed, error) {
+func (v *VMs) SweepAbandoned(ctx context.Context) (state.Freed, error) {
 	v.mu.Lock()
 	var n int
 	for id, s := range v.snaps {
@@ -809,7 +811,7 @@ func (v *VMs) SweepAbandoned(ctx context.Context) (sandbox.Freed, error) {
 	return freed, err
 }
 
-func (v *VMs) sweep() (freed sandbox.Freed) {
+func (v *VMs) sweep() (freed state.Freed) {
 	var all []lifetime.Sandbox
 	needed := map[string]bool{}
 	for _, m := range v.vms {

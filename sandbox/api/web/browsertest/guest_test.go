@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // programEnv names the drowse program, which lies beside its agent.
@@ -123,7 +124,7 @@ func TestPageOfDrowseServeWithAGuest(t *testing.T) {
 	p.wait(`document.querySelector('.heading [data-status=running]')`)
 	p.click("[data-op=sleep]")
 	p.wait(`document.querySelector('.heading [data-status=asleep]')`)
-	e.WaitPhase("real", sandbox.Asleep, patience)
+	e.WaitPhase("real", state.Asleep, patience)
 	p.click("[data-op=wake]")
 	p.wait(`document.querySelector('.heading [data-status=running]')`)
 	p.sees("Awake, in")

@@ -25,9 +25,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/web"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 var shots = flag.String("shots", "", "write screenshots into this directory")
@@ -60,8 +62,8 @@ func (h *host) Stats(context.Context, string) (sandbox.Stats, error) { return h.
 
 func (h *host) Policy(string) (*netpolicy.Policy, error) { return nil, sandbox.ErrNotFound }
 
-func (h *host) SetPolicy(context.Context, string, *netpolicy.Policy) (sandbox.PolicyResult, error) {
-	return sandbox.PolicyResult{}, sandbox.ErrNotFound
+func (h *host) SetPolicy(context.Context, string, *netpolicy.Policy) (control.PolicyResult, error) {
+	return control.PolicyResult{}, sandbox.ErrNotFound
 }
 
 func (h *host) NetworkFlows(_ context.Context, _ string, _ bool, fn func(netpolicy.FlowRecord) error) error {
@@ -73,7 +75,7 @@ func (h *host) NetworkFlows(_ context.Context, _ string, _ bool, fn func(netpoli
 	return nil
 }
 
-func (h *host) RemoveSnapshot(context.Context, string) error { return sandbox.ErrSnapshotInUse }
+func (h *host) RemoveSnapshot(context.Context, string) error { return state.ErrSnapshotInUse }
 
 func (h *host) Console(_ string, n int64) ([]byte, error) {
 	text := h.text()
@@ -155,9 +157,9 @@ func (h *host) serve(t *testing.T) {
 	h.url = s.URL
 }
 
-func (h *host) run(t *testing.T, name string, label sandbox.Label) {
+func (h *host) run(t *testing.T, name string, label state.Metadata) {
 	t.Helper()
-	_, err := h.fleet.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: name, Image: "debian-python", MemoryMiB: 512}, Label: label})
+	_, err := h.fleet.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: name, Image: "debian-python", MemoryMiB: 512}, Metadata: label})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -389,10 +391,10 @@ func TestPageInABrowser(t *testing.T) {
 }
 
 func someSandboxes(t *testing.T, h *host) {
-	h.run(t, "build", sandbox.Label{Owner: "team-ci", Tags: []string{"ci", "nightly"}, Purpose: "builds of main"})
-	h.run(t, "notebook", sandbox.Label{Owner: "research", Tags: []string{"gpu=no"}, Expires: time.Now().Add(72 * time.Hour)})
-	h.run(t, "agent", sandbox.Label{Owner: "team-ci", Tags: []string{"ci"}})
-	h.run(t, "old", sandbox.Label{Owner: "research"})
+	h.run(t, "build", state.Metadata{Owner: "team-ci", Tags: []string{"ci", "nightly"}, Purpose: "builds of main"})
+	h.run(t, "notebook", state.Metadata{Owner: "research", Tags: []string{"gpu=no"}, Expires: time.Now().Add(72 * time.Hour)})
+	h.run(t, "agent", state.Metadata{Owner: "team-ci", Tags: []string{"ci"}})
+	h.run(t, "old", state.Metadata{Owner: "research"})
 	h.sleep(t, "notebook")
 	h.End("old")
 }
@@ -450,7 +452,7 @@ func testList(t *testing.T, b *chromium.Browser) {
 	if _, err := h.fleet.Delete(t.Context(), "old"); err != nil {
 		t.Fatal(err)
 	}
-	h.run(t, "zebra", sandbox.Label{})
+	h.run(t, "zebra", state.Metadata{})
 	p.lists("agent", "build", "notebook", "zebra")
 	p.wait(`document.querySelectorAll('#sandboxes [data-status=running]').length === 4`)
 	p.wait(`window.kept === document.querySelector('#sandboxes tbody tr')`)
@@ -463,14 +465,14 @@ func testPolling(t *testing.T, b *chromium.Browser) {
 	p := open(t, b, h, "", 1280, 720)
 	p.wait(`document.querySelector('#link').textContent === 'polling'`)
 	p.lists("agent", "build", "notebook", "old")
-	h.run(t, "new", sandbox.Label{})
+	h.run(t, "new", state.Metadata{})
 	p.lists("agent", "build", "new", "notebook", "old")
 }
 
 func testThousand(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	for i := range 1234 {
-		h.run(t, fmt.Sprintf("vm-%04d", i), sandbox.Label{Owner: "owner-" + strconv.Itoa(i%7)})
+		h.run(t, fmt.Sprintf("vm-%04d", i), state.Metadata{Owner: "owner-" + strconv.Itoa(i%7)})
 	}
 	h.serve(t)
 	p := open(t, b, h, "", 1280, 720)
@@ -545,7 +547,7 @@ func testErrors(t *testing.T, b *chromium.Browser) {
 	someSandboxes(t, h)
 	h.Fail = func(op, name string) error {
 		if op == "wake" {
-			return fmt.Errorf("waking %s: %w", name, sandbox.ErrExpired)
+			return fmt.Errorf("waking %s: %w", name, state.ErrExpired)
 		}
 		return nil
 	}
@@ -570,7 +572,7 @@ func testErrors(t *testing.T, b *chromium.Browser) {
 
 func testHostile(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
-	h.run(t, "evil", sandbox.Label{Owner: `<script>window.pwned=1</script>`, Purpose: `"><img src=x onerror=window.pwned=1>`, Tags: []string{`<b>bold</b>`, `x"onmouseover="window.pwned=1`}})
+	h.run(t, "evil", state.Metadata{Owner: `<script>window.pwned=1</script>`, Purpose: `"><img src=x onerror=window.pwned=1>`, Tags: []string{`<b>bold</b>`, `x"onmouseover="window.pwned=1`}})
 	for _, s := range hostile {
 		if err := h.Ran("evil", 0, "echo", s); err != nil {
 			t.Fatal(err)
@@ -674,11 +676,11 @@ func testPolicy(t *testing.T, b *chromium.Browser) {
 
 func testLineage(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
-	h.run(t, "root", sandbox.Label{Owner: "team"})
-	h.run(t, "alone", sandbox.Label{})
+	h.run(t, "root", state.Metadata{Owner: "team"})
+	h.run(t, "alone", state.Metadata{})
 	h.fork(t, "root", "left", "right")
 	h.fork(t, "left", "leaf-1", "leaf-2")
-	h.run(t, "gone", sandbox.Label{})
+	h.run(t, "gone", state.Metadata{})
 	h.fork(t, "gone", "orphan")
 	if _, err := h.fleet.Delete(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
@@ -722,7 +724,7 @@ func testLineage(t *testing.T, b *chromium.Browser) {
 
 func testSnapshots(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
-	h.run(t, "a", sandbox.Label{})
+	h.run(t, "a", state.Metadata{})
 	if err := h.Write("a", strings.Repeat("x", 5000)); err != nil {
 		t.Fatal(err)
 	}
@@ -768,7 +770,7 @@ func flow(verdict, name, rule string) netpolicy.FlowRecord {
 
 func testDetails(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
-	h.run(t, "a", sandbox.Label{})
+	h.run(t, "a", state.Metadata{})
 	for i, argv := range [][]string{{"python3", "-c", "print('hello')"}, {"false"}} {
 		if err := h.Ran("a", i, argv...); err != nil {
 			t.Fatal(err)
@@ -809,7 +811,7 @@ func testDetails(t *testing.T, b *chromium.Browser) {
 
 func testConsole(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
-	h.run(t, "a", sandbox.Label{})
+	h.run(t, "a", state.Metadata{})
 	for i := range 500 {
 		h.print(fmt.Sprintf("[%d.000000] line %d of the kernel\r\n", i, i))
 	}
@@ -912,7 +914,7 @@ func testBack(t *testing.T, b *chromium.Browser) {
 func testNarrow(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	someSandboxes(t, h)
-	h.run(t, "a-name-of-forty-characters-which-is-most", sandbox.Label{Owner: strings.Repeat("longowner", 10), Purpose: strings.Repeat("purpose", 30), Tags: []string{strings.Repeat("t", 60)}})
+	h.run(t, "a-name-of-forty-characters-which-is-most", state.Metadata{Owner: strings.Repeat("longowner", 10), Purpose: strings.Repeat("purpose", 30), Tags: []string{strings.Repeat("t", 60)}})
 	h.fork(t, "a-name-of-forty-characters-which-is-most", "child-of-it")
 	h.flows = []netpolicy.FlowRecord{flow("deny", strings.Repeat("long-name.", 20)+"example", strings.Repeat("rule", 16))}
 	h.print(strings.Repeat("x", 500) + "\n")

@@ -1,0 +1,65 @@
+package control
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+)
+
+// Times that the guest has before a sleep.
+const (
+	// PromoteTime is for all that is promoted.
+	PromoteTime = 15 * time.Minute
+	// DropTime is for all that is dropped.
+	DropTime = 5 * time.Minute
+	// trimTime is for writing out and trimming the disk, which is done for more than trimWorth bytes or beyond the
+	// limit: where the guest's kernel is interpreted it takes seconds.
+	TrimTime  = 2 * time.Minute
+	TrimWorth = 64 << 20
+)
+
+// Promote copies what is to be promoted, and returns what directories that are dropped, too, were before.
+func Promote(ctx context.Context, c *guest.Client, name string, spec lifetime.Persist) ([]Promoted, map[string]guest.Seen, error) {
+	if len(spec.Promote) == 0 {
+		return nil, nil, nil
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, PromoteTime, fmt.Errorf("not done within %v", PromoteTime))
+	defer cancel()
+	var items []guest.Promotion
+	var paths []string
+	for _, m := range spec.Promote {
+		items = append(items, guest.Promotion{Path: m.Path, Dir: m.To})
+		paths = append(paths, m.Path)
+	}
+	for _, d := range spec.Drop {
+		if spec.Promoted(d) {
+			paths = append(paths, d)
+		}
+	}
+	looked, err := c.Look(ctx, paths)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", ErrPromote, err)
+	}
+	seen := map[string]guest.Seen{}
+	for i, p := range paths {
+		seen[p] = looked[i]
+	}
+	copies, err := c.Promote(ctx, name, items, looked[:len(items)])
+	if err != nil {
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = errors.Join(context.Cause(ctx), err)
+		}
+		return nil, seen, fmt.Errorf("%w: %w", ErrPromote, err)
+	}
+	return copies, seen, nil
+}
+
+// PromotedDetails are those of the event.
+func PromotedDetails(m Promoted) events.Details {
+	return events.Details{Path: m.At, Bytes: m.Bytes}
+}

@@ -1,0 +1,62 @@
+package control
+
+import (
+	"bytes"
+	"fmt"
+	"slices"
+
+	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// CheckSecret says what is wrong with a secret.
+func CheckSecret(s *spec.Secret) error {
+	if err := spec.CheckSecretName(s.Name); err != nil {
+		return err
+	}
+	if s.Mode > 0o777 {
+		return fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", spec.ErrSecrets, s.Name, s.Mode)
+	}
+	if len(s.Value) > spec.MaxSecret {
+		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", spec.ErrSecrets, s.Name, len(s.Value), spec.MaxSecret)
+	}
+	if !s.Proxy {
+		return nil
+	}
+	if s.Mode != 0 || s.UID != 0 || s.GID != 0 {
+		return fmt.Errorf("%w: %s is for the proxy: it has no mode and owner", spec.ErrSecrets, s.Name)
+	}
+	if err := proxy.CheckSecret(oneLine(s.Value)); err != nil {
+		return fmt.Errorf("%w: %s: %w", spec.ErrSecrets, s.Name, err)
+	}
+	return nil
+}
+
+// oneLine is a value without the end of a line, which files have and headers cannot.
+func oneLine(value []byte) []byte {
+	value = bytes.TrimSuffix(value, []byte("\n"))
+	return bytes.TrimSuffix(value, []byte("\r"))
+}
+
+// ForProxy makes a secret the proxy's if the policy says so or it is so already. One that the guest has had is
+// none for the proxy, and the reverse.
+func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) error {
+	s.Proxy = s.Proxy || policy.Injects(s.Name)
+	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
+		if s.Proxy && !there[i].Hidden {
+			return fmt.Errorf("%w: the guest has %s as a file: take it away first (`drowse secret rm`), and let the proxy have a new one, since the guest may have kept that", spec.ErrSecrets, s.Name)
+		}
+		s.Proxy = there[i].Hidden
+	}
+	if s.Proxy {
+		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value)
+	}
+	return CheckSecret(s)
+}
+
+// The rest is in the VM's process.
+
+// MaxSecretsBody bounds a request with secrets, in bytes: values are in base64.
+const MaxSecretsBody = spec.MaxSecrets * (spec.MaxSecret*4/3 + 1024)

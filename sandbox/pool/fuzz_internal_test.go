@@ -1,0 +1,239 @@
+package pool
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"reflect"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// packets is a pair of sockets as between a pool and its processes.
+func packets(t *testing.T) (here, there *net.UnixConn) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, c := range []**net.UnixConn{&here, &there} {
+		if *c, err = control.FileConn(os.NewFile(uintptr(fds[i]), "pair")); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { (*c).Close() })
+	}
+	return here, there
+}
+
+// canary is a file of which copies are passed on, and that says whether all of them have been closed.
+type canary struct{ read, write *os.File }
+
+func newCanary(t *testing.T) canary {
+	t.Helper()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	return canary{r, w}
+}
+
+// pass sends a message with n copies.
+func (c canary) pass(t *testing.T, to *net.UnixConn, text []byte, n int) {
+	t.Helper()
+	var oob []byte
+	if n > 0 {
+		fds := make([]int, n)
+		for i := range fds {
+			fds[i] = int(c.write.Fd())
+		}
+		oob = unix.UnixRights(fds...)
+	}
+	if _, _, err := to.WriteMsgUnix(text, oob, nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// gone fails if a copy is open.
+func (c canary) gone(t *testing.T) {
+	t.Helper()
+	c.write.Close()
+	_ = c.read.SetReadDeadline(time.Now().Add(time.Minute))
+	if _, err := c.read.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+		t.Errorf("a file that was passed is still open: %v", err)
+	}
+}
+
+// maxFuzzed bounds inputs, in bytes: more than what is read of a message, but not by much.
+const maxFuzzed = control.MaxOrder + 1024
+
+// FuzzPoolOrder gives a process that stands by any message for an order: it is one with as many files as it says, or
+// all files are closed.
+func FuzzPoolOrder(f *testing.F) {
+	for _, ord := range []control.Order{{Name: "a"}, {Name: "a", Snapshot: "0123", Hold: true}, {Name: "a", Fork: true, NewIdentity: true, Cause: "cli"}} {
+		text, err := json.Marshal(ord)
+		if err != nil {
+			f.Fatal(err)
+		}
+		for n := range 4 {
+			f.Add(text, n)
+		}
+	}
+	f.Add([]byte{}, 0)
+	f.Add([]byte("{"), 2)
+	f.Fuzz(func(t *testing.T, text []byte, n int) {
+		if len(text) > maxFuzzed || n < 0 || n > 8 {
+			return
+		}
+		here, there := packets(t)
+		c := newCanary(t)
+		c.pass(t, there, text, n)
+		ord, files, err := control.ReceiveOrder(here)
+		if err != nil && files != nil {
+			t.Errorf("an error with files: %v", err)
+		}
+		if err == nil {
+			want := 2
+			if ord.Fork || ord.Hold {
+				want = 3
+			}
+			if len(files) != want || n != want || len(text) > control.MaxOrder {
+				t.Errorf("%+v with %d files of %d", ord, len(files), n)
+			}
+			// What was understood is understood again.
+			if err := control.SendOrder(there, ord, files...); err != nil {
+				t.Fatal(err)
+			}
+			again, more, err := control.ReceiveOrder(here)
+			if err != nil || !reflect.DeepEqual(again, ord) || len(more) != want {
+				t.Errorf("%+v was sent on as %+v with %d files, %v", ord, again, len(more), err)
+			}
+			control.CloseAll(more)
+		}
+		control.CloseAll(files)
+		c.gone(t)
+	})
+}
+
+// FuzzPoolReply answers one who asks a pool for a process with any message: a process has both its files, and all
+// others are closed.
+func FuzzPoolReply(f *testing.F) {
+	for n := range 4 {
+		f.Add([]byte(`{"version":1,"pid":7}`), n)
+		f.Add([]byte(`{"version":1}`), n)
+	}
+	f.Add([]byte(`[]`), 2)
+	f.Fuzz(func(t *testing.T, text []byte, n int) {
+		if len(text) == 0 || len(text) > maxFuzzed || n < 0 || n > 8 {
+			return
+		}
+		here, there := packets(t)
+		c := newCanary(t)
+		if n == 0 {
+			c.pass(t, there, text, 0)
+		} else {
+			// The first is the process's socket.
+			mine, theirs := packets(t)
+			sock, err := theirs.File()
+			if err != nil {
+				t.Fatal(err)
+			}
+			fds := []int{int(sock.Fd())}
+			for range n - 1 {
+				fds = append(fds, int(c.write.Fd()))
+			}
+			_, _, err = there.WriteMsgUnix(text, unix.UnixRights(fds...), nil)
+			sock.Close()
+			theirs.Close()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				// The other end is closed everywhere.
+				_ = mine.SetReadDeadline(time.Now().Add(time.Minute))
+				if k, err := mine.Read(make([]byte, 16)); k != 0 || err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, unix.ECONNRESET) {
+					t.Errorf("the socket that was passed is open: %d, %v", k, err)
+				}
+			}()
+		}
+		ready, err := askPool(here, poolRequest{Version: poolVersion, Shape: spec.Shape{MemoryMiB: 128, VCPUs: 1}})
+		if ready != nil {
+			if err != nil || n != 2 || ready.pid == 0 || ready.conn == nil {
+				t.Errorf("%+v with %d files, %v", ready, n, err)
+			}
+			ready.close()
+		}
+		// As whoever asks does when its VM is there. What was not read, because it came too late, ends with that.
+		here.Close()
+		c.gone(t)
+	})
+}
+
+// FuzzPoolRequest asks one who serves a pool by any message. A process is given to who asks for one of the same program
+// by this version, and to nobody else.
+func FuzzPoolRequest(f *testing.F) {
+	of := program{Device: 1, Inode: 2, Size: 3, Modified: 4, Args: []string{"vmm"}, Environment: []string{"a"}, Namespaces: []string{"n"}}
+	shape := spec.Shape{MemoryMiB: 128, VCPUs: 1}
+	for _, req := range []poolRequest{{poolVersion, shape, of}, {poolVersion, spec.Shape{}, of}, {poolVersion, shape, program{}}, {2, shape, of}} {
+		text, err := json.Marshal(req)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
+	}
+	f.Add([]byte(`{"version":1,"program":null}`))
+	f.Add([]byte(`{}{}`))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if len(text) == 0 || len(text) > maxFuzzed {
+			return
+		}
+		here, there := packets(t)
+		_, standing := packets(t)
+		p := &Pool{launcher: shellLauncher("exit 0"), store: &state.Store{}, log: slog.New(slog.DiscardHandler), want: make(chan struct{}, 1)}
+		p.ready = []*standby{{conn: standing, pid: os.Getpid(), shape: shape, what: of}}
+		var req poolRequest
+		cut := text[:min(len(text), maxPoolMessage)]
+		known := json.Unmarshal(cut, &req) == nil
+		give := known && req.Version == poolVersion && req.Program.equal(of)
+		if !give {
+			p.ready[0].what = program{} // and dropOld, which asks the host which program it is, has nothing to do
+			p.ready = nil
+		}
+		if _, err := there.Write(text); err != nil {
+			t.Fatal(err)
+		}
+		served := make(chan error, 1)
+		go func() {
+			err := p.serve(here)
+			here.Close()
+			served <- err
+		}()
+		_ = there.SetReadDeadline(time.Now().Add(time.Minute))
+		buf := make([]byte, maxPoolMessage)
+		n, files, err := control.ReadWithFiles(there, buf, 2)
+		there.Close()
+		control.CloseAll(files)
+		if serr := <-served; known != (serr == nil) {
+			t.Errorf("it is understood: %v, and serving it says %v", known, serr)
+		}
+		if !known {
+			return
+		}
+		var reply poolReply
+		if err == nil {
+			err = json.Unmarshal(buf[:n], &reply)
+		}
+		if err != nil || reply.Version != poolVersion || (reply.PID != 0) != give || (len(files) == 2) != give {
+			t.Errorf("the answer is %+v with %d files, %v; to be given: %v", reply, len(files), err, give)
+		}
+	})
+}

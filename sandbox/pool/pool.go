@@ -1,0 +1,488 @@
+package pool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// MaxSize is the most processes that a Pool keeps ready.
+const MaxSize = 256
+
+// Options say what a Pool keeps.
+type Options struct {
+	// Processes is how many are ready: 1 to MaxSize.
+	Processes int
+	// Shapes are what VMs they are made for, as many of each as its share of the list: 1 to
+	// MaxSize. Others can use them as well, and save only the start of the process.
+	Shapes []spec.Shape
+	// Follow has each VM that is started take the place of the oldest shape, so that after a
+	// while the pool is one for the VMs that there are. Shapes may be empty then: it begins with
+	// those of the VMs that have been put to sleep last, or with that of a VM whose Spec says nothing.
+	Follow bool
+	// Log gets what goes wrong; nil discards it.
+	Log *slog.Logger
+}
+
+// Pool keeps processes ready to be those of VMs that are to be woken, restored or
+// forked, each with what KVM has of a machine. A Launcher that has a pool takes a process
+// from it if one is ready, and starts one if not. The next is made when no VM of the pool's is
+// being started, since making it would be in their way. Processes that nobody has taken end with the
+// one that made them; those that were taken do not. The methods may be called from any
+// goroutine.
+type Pool struct {
+	launcher Launcher
+	store    *state.Store
+	o        Options
+	log      *slog.Logger
+
+	stop context.CancelFunc
+	done sync.WaitGroup
+	// want is told that something may be to do.
+	want chan struct{}
+
+	mu    sync.Mutex
+	ready []*standby
+	// shapes are what processes are wanted for, the oldest first.
+	shapes []spec.Shape
+	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after
+	// the last of them.
+	starting int
+	calm     time.Time
+	closed   bool
+	full     *sync.Cond // ready has changed, or making them has failed
+	failure  error      // of the last attempt
+	// counted is what Stats counts.
+	counted Stats
+}
+
+// Stats are what a Pool has and has done since it was made.
+type Stats struct {
+	// Size is how many processes it is to keep ready, and Ready how many there are.
+	Size, Ready int
+	// Taken were given to VMs that were woken, restored or forked, and Missed is how often there was none for one,
+	// which had a process started for it.
+	Taken, Missed uint64
+	// Failed is how often a process could not be made, or ended while it stood by.
+	Failed uint64
+}
+
+// Stats are the figures of the pool.
+func (p *Pool) Stats() Stats {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := p.counted
+	out.Size, out.Ready = p.o.Processes, len(p.ready)
+	return out
+}
+
+// standby is a process that waits for an order.
+type standby struct {
+	vmProcess
+	conn  *net.UnixConn
+	said  *control.Tail // what it has said on its standard error
+	pid   int
+	shape spec.Shape
+	what  program
+}
+
+// New begins to make processes, which Close ends.
+func New(s *state.Store, l Launcher, o Options) (*Pool, error) {
+	if o.Processes < 1 || o.Processes > MaxSize {
+		return nil, fmt.Errorf("%w: a pool of %d processes: use 1 to %d", spec.ErrInvalid, o.Processes, MaxSize)
+	}
+	if o.Follow && len(o.Shapes) == 0 {
+		var err error
+		if o.Shapes, err = shapesAsleep(s, o.Processes); err != nil {
+			return nil, fmt.Errorf("starting a pool: %w", err)
+		}
+	}
+	if n := len(o.Shapes); n < 1 || n > MaxSize {
+		return nil, fmt.Errorf("%w: a pool for VMs of %d shapes: name 1 to %d", spec.ErrInvalid, n, MaxSize)
+	}
+	for _, shape := range o.Shapes {
+		if err := shape.Validate(); err != nil {
+			return nil, err
+		}
+	}
+	if len(l.Command) == 0 {
+		return nil, errors.New("starting a pool: no program is configured for the process of a VM")
+	}
+	p := &Pool{launcher: l, store: s, o: o, log: o.Log, want: make(chan struct{}, 1)}
+	for i := range o.Processes {
+		p.shapes = append(p.shapes, o.Shapes[i%len(o.Shapes)])
+	}
+	if p.log == nil {
+		p.log = slog.New(slog.DiscardHandler)
+	}
+	p.full = sync.NewCond(&p.mu)
+	ctx, stop := context.WithCancel(context.Background())
+	p.stop = stop
+	p.done.Go(func() { p.keep(ctx) })
+	p.wake()
+	return p, nil
+}
+
+// shapesAsleep are those of the VMs that have been put to sleep last, the last one last; that of a VM by
+// default if none sleeps.
+func shapesAsleep(s *state.Store, most int) (shapes []spec.Shape, err error) {
+	all, err := s.List()
+	if err != nil && len(all) == 0 {
+		return nil, err // a record that cannot be read is no reason
+	}
+	type asleep struct {
+		shape spec.Shape
+		since time.Time
+	}
+	var found []asleep
+	for _, r := range all {
+		// The record was written when it had gone to sleep.
+		if st, err := os.Stat(s.RecordPath(r.Spec.Name)); err == nil && r.Phase == state.Asleep {
+			found = append(found, asleep{r.Spec.Shape(), st.ModTime()})
+		}
+	}
+	slices.SortFunc(found, func(a, b asleep) int { return a.since.Compare(b.since) })
+	for _, a := range found[max(0, len(found)-most):] {
+		shapes = append(shapes, a.shape)
+	}
+	if len(shapes) == 0 {
+		shapes = append(shapes, spec.Shape{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: spec.DefaultVCPUs})
+	}
+	return shapes, nil
+}
+
+// Launcher is the one that the pool was made with, with the pool.
+func (p *Pool) Launcher() Launcher {
+	l := p.launcher
+	l.Pool = p
+	return l
+}
+
+// Wait returns when all processes are ready, or with why one could not be made or the error of ctx.
+func (p *Pool) Wait(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.full.Broadcast()
+	})
+	defer stop()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for len(p.ready) < p.o.Processes {
+		switch {
+		case ctx.Err() != nil:
+			return fmt.Errorf("waiting for a pool: %w", ctx.Err())
+		case p.closed:
+			return fmt.Errorf("waiting for a pool: %w", net.ErrClosed)
+		case p.failure != nil:
+			return p.failure
+		}
+		p.full.Wait()
+	}
+	return nil
+}
+
+// PIDs are the processes that are ready.
+func (p *Pool) PIDs() (pids []int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.ready {
+		pids = append(pids, s.pid)
+	}
+	return pids
+}
+
+// Close ends the processes that nobody has taken, and returns when they are gone.
+func (p *Pool) Close() error {
+	p.mu.Lock()
+	p.closed = true
+	ready := p.ready
+	p.ready = nil
+	p.full.Broadcast()
+	p.mu.Unlock()
+	p.stop()
+	p.done.Wait()
+	for _, s := range ready {
+		s.end()
+	}
+	return nil
+}
+
+// wake has the pool look for what there is to do.
+func (p *Pool) wake() {
+	select {
+	case p.want <- struct{}{}:
+	default:
+	}
+}
+
+// poolCalm is how long nothing is made after a VM has started: whoever has woken it is about to use it, and to make a
+// process takes a processor for as long as that.
+const poolCalm = 50 * time.Millisecond
+
+// How long the pool waits after it could not make a process.
+const (
+	poolRetry    = time.Second
+	poolMaxRetry = time.Minute
+)
+
+// keep makes processes.
+func (p *Pool) keep(ctx context.Context) {
+	retry := poolRetry
+	var again <-chan time.Time
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-again:
+			again = nil
+		case <-p.want:
+			if again != nil {
+				continue
+			}
+		}
+		for {
+			shape, surplus, ok := p.short()
+			if !ok {
+				break
+			}
+			if surplus != nil {
+				surplus.end()
+			}
+			s, err := p.make(ctx, shape)
+			if ctx.Err() != nil {
+				if s != nil {
+					s.end()
+				}
+				return
+			}
+			p.put(s, err)
+			if err != nil {
+				p.log.Error("making a process for the pool failed", "error", err, "again_in", retry)
+				again, retry = time.After(retry), min(2*retry, poolMaxRetry)
+				break
+			}
+			retry = poolRetry
+		}
+	}
+}
+
+// short says whether a process is to be made now, and for what VM; surplus, if not nil, has
+// been taken out to make room for it.
+func (p *Pool) short() (shape spec.Shape, surplus *standby, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.starting > 0 || time.Now().Before(p.calm) {
+		return shape, nil, false
+	}
+	missing := map[spec.Shape]int{}
+	for _, s := range p.shapes {
+		missing[s]++
+	}
+	over := -1
+	for i, s := range p.ready {
+		if missing[s.shape]--; missing[s.shape] < 0 {
+			over = i
+		}
+	}
+	// What was asked for last comes first.
+	for _, s := range slices.Backward(p.shapes) {
+		if missing[s] > 0 {
+			shape, ok = s, true
+			break
+		}
+	}
+	if !ok {
+		return shape, nil, false
+	}
+	if len(p.ready) >= p.o.Processes {
+		surplus = p.ready[over]
+		p.ready = slices.Delete(p.ready, over, over+1)
+	}
+	return shape, surplus, true
+}
+
+// put adds a process, or why it could not be made.
+func (p *Pool) put(s *standby, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.failure = err
+	if err != nil {
+		p.counted.Failed++
+	}
+	if err == nil && !p.closed {
+		p.ready = append(p.ready, s)
+		s = nil
+	}
+	p.full.Broadcast()
+	if s != nil {
+		go s.end()
+	}
+}
+
+// make starts a process for VMs of a shape and waits until it stands by.
+func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("making a process for the pool: %w", err)
+	}
+	theirs := os.NewFile(uintptr(fds[1]), "pool")
+	defer theirs.Close()
+	conn, err := control.FileConn(os.NewFile(uintptr(fds[0]), "pool"))
+	if err != nil {
+		return nil, fmt.Errorf("making a process for the pool: %w", err)
+	}
+	l := p.launcher
+	what, err := programOf(l)
+	if err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("making a process for the pool: %w", err)
+	}
+	s := &standby{conn: conn, said: &control.Tail{}, shape: shape, what: what}
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), control.StandbyArgs(p.store.Dir(), shape)...)...)
+	cmd.Env = vmEnvironment()
+	cmd.Stdout, cmd.Stderr = s.said, s.said
+	cmd.ExtraFiles = []*os.File{theirs} // poolFD
+	child, err := startChild(cmd, func() { p.gone(s) })
+	if err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("making a process for the pool: %w", err)
+	}
+	theirs.Close()
+	s.vmProcess, s.pid = child, child.proc.Pid
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	word := make([]byte, len(control.PoolReady)+1)
+	n, err := conn.Read(word)
+	if err == nil && string(word[:n]) != control.PoolReady {
+		err = fmt.Errorf("it says %q", word[:n])
+	}
+	if err != nil {
+		s.end()
+		return nil, fmt.Errorf("making a process for the pool: %w: %s", err, s.said.Last())
+	}
+	return s, nil
+}
+
+// end ends a process that has no order.
+func (s *standby) end() {
+	s.conn.Close()
+	if s.wait(poolPatience) {
+		return
+	}
+	s.kill()
+	s.wait(0)
+}
+
+// poolPatience is how long a process has to end by itself.
+const poolPatience = 10 * time.Second
+
+// errNoOrder says that a process could not be given an order.
+var errNoOrder = errors.New("it takes no order")
+
+// start gives it an order.
+func (s *standby) start(ord control.Order, files []*os.File) (vmProcess, error) {
+	if err := control.SendOrder(s.conn, ord, files...); err != nil {
+		s.kill()
+		return nil, fmt.Errorf("%w: %w", errNoOrder, err)
+	}
+	return s.vmProcess, nil
+}
+
+// close gives back what this process has of it. Its own life does not end by that.
+func (s *standby) close() {
+	s.conn.Close()
+	if f, ok := s.vmProcess.(foreign); ok {
+		f.pidfd.Close()
+	}
+}
+
+// took says whether a process that has ended has taken the order. Only then may anything
+// of the VM have changed.
+func (s *standby) took() bool {
+	word := make([]byte, len(control.PoolTaken)+1)
+	n, err := s.conn.Read(word)
+	return err == nil && string(word[:n]) == control.PoolTaken
+}
+
+// gone takes a process out that has ended, and has another one made some time later: what made
+// it end may do that to the next as well.
+func (p *Pool) gone(s *standby) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	i := slices.Index(p.ready, s)
+	if i < 0 {
+		return
+	}
+	p.ready = slices.Delete(p.ready, i, i+1)
+	p.counted.Failed++
+	s.conn.Close()
+	p.log.Warn("a process of the pool has ended", "pid", s.pid, "it_says", s.said.Last())
+	time.AfterFunc(poolRetry, p.wake)
+}
+
+// pop takes a process out of the pool for a VM; nil if none is ready.
+func (p *Pool) pop(shape spec.Shape) *standby { return p.popIf(shape, nil) }
+
+// popIf is pop among those of a program, unless that is nil.
+func (p *Pool) popIf(shape spec.Shape, of *program) *standby {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.o.Follow && shape.Validate() == nil {
+		p.shapes = append(p.shapes[1:], shape)
+	}
+	// The one that has waited least: what it needs is most likely to be in caches.
+	found, fits := -1, false
+	for i, s := range slices.Backward(p.ready) {
+		if of != nil && !s.what.equal(*of) {
+			continue
+		}
+		if s.shape == shape {
+			found = i
+			break
+		}
+		if same := s.shape.Machine() == shape.Machine(); found < 0 || same && !fits {
+			found, fits = i, same
+		}
+	}
+	if found < 0 {
+		p.counted.Missed++
+		return nil
+	}
+	p.counted.Taken++
+	s := p.ready[found]
+	p.ready = slices.Delete(p.ready, found, found+1)
+	return s
+}
+
+// starts says that a VM is being started, and started that it is there, or will not be.
+// Meanwhile no process is made.
+func (p *Pool) starts() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.starting++
+}
+
+func (p *Pool) started() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.starting--
+	// Not after each of many, or none would be made as long as they come.
+	if now := time.Now(); now.Sub(p.calm) > 4*poolCalm {
+		p.calm = now.Add(poolCalm)
+	}
+	time.AfterFunc(poolCalm, p.wake)
+}

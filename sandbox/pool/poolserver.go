@@ -1,0 +1,283 @@
+package pool
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// The conversation of a Launcher that is supervised with a process that serves a pool, on a
+// socket of type SOCK_SEQPACKET: each message is a JSON object. Each poolRequest is answered by a poolReply; one with
+// a PID comes with two files, the socket of the process that stands by and a pidfd of it. The connection stays open
+// until the VM is there or will not be: until then, no process is made.
+type (
+	poolRequest struct {
+		Version int        `json:"version"`
+		Shape   spec.Shape `json:"shape"`
+		Program program    `json:"program"`
+	}
+	poolReply struct {
+		Version int `json:"version"`
+		// PID is 0 if there is no process for the VM.
+		PID int `json:"pid,omitempty"`
+	}
+)
+
+const (
+	poolVersion = 1
+	// maxPoolMessage bounds a message, in bytes.
+	maxPoolMessage = 64 << 10
+	// poolAnswer is how long a Launcher waits for a process: starting one takes some 5 ms.
+	poolAnswer = 250 * time.Millisecond
+	// poolHold is how long a VM may take to start before processes are made all the same.
+	poolHold = 30 * time.Second
+	// maxPoolClients bounds the VMs that are started at once with processes of a pool that is served.
+	maxPoolClients = 4 * MaxSize
+)
+
+// Serve hands processes of the pool to Launchers of other processes of this user or of root that are supervised, and
+// returns when ctx has ended. A store has one pool that is served: ErrServed says that another process does it. What is
+// of another program than the pool's, or in other namespaces, gets none.
+func (p *Pool) Serve(ctx context.Context) error {
+	lock, err := osfile.TryOpenLocked(filepath.Join(p.store.Dir(), "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600, osfile.Exclusive)
+	switch {
+	case errors.Is(err, osfile.ErrLocked):
+		return fmt.Errorf("serving a pool for %s: %w", p.store.Dir(), spec.ErrServed)
+	case err != nil:
+		return fmt.Errorf("serving a pool: %w", err)
+	}
+	defer lock.Close()
+	path := p.store.PoolSocket()
+	if len(path) > state.MaxSocketPath {
+		return fmt.Errorf("%w: the path of the pool's socket has %d bytes, and %d are possible: use a shorter state directory", spec.ErrInvalid, len(path), state.MaxSocketPath)
+	}
+	// Of one that was killed.
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("serving a pool: %w", err)
+	}
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	if err != nil {
+		return fmt.Errorf("serving a pool: %w", err)
+	}
+	defer l.Close()
+	if err := os.Chmod(path, 0o600); err != nil {
+		return fmt.Errorf("serving a pool: %w", err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var all sync.WaitGroup
+	defer all.Wait()
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { l.Close() })()
+	room := make(chan struct{}, maxPoolClients)
+	for {
+		c, err := l.AcceptUnix()
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("serving a pool: %w", err)
+		}
+		select {
+		case room <- struct{}{}:
+		default:
+			c.Close() // it starts a process of its own
+			continue
+		}
+		all.Go(func() {
+			defer func() { <-room }()
+			defer c.Close()
+			defer context.AfterFunc(ctx, func() { c.Close() })()
+			if err := p.serve(c); err != nil && ctx.Err() == nil {
+				p.log.Warn("serving a process of the pool failed", "error", err)
+			}
+		})
+	}
+}
+
+// serve answers one Launcher.
+func (p *Pool) serve(c *net.UnixConn) error {
+	if err := checkPeer(c); err != nil {
+		return err
+	}
+	p.starts()
+	release := sync.OnceFunc(p.started)
+	defer release()
+	defer time.AfterFunc(poolHold, release).Stop()
+	buf := make([]byte, maxPoolMessage)
+	for {
+		n, err := c.Read(buf)
+		if errors.Is(err, io.EOF) || err == nil && n == 0 || errors.Is(err, unix.ECONNRESET) {
+			return nil // its VM is there
+		}
+		if err != nil {
+			return err
+		}
+		var req poolRequest
+		if err := json.Unmarshal(buf[:n], &req); err != nil {
+			return fmt.Errorf("a request: %w", err)
+		}
+		if err := p.answer(c, req); err != nil {
+			return err
+		}
+	}
+}
+
+func (p *Pool) answer(c *net.UnixConn, req poolRequest) error {
+	reply := poolReply{Version: poolVersion}
+	var ready *standby
+	if req.Version == poolVersion {
+		if ready = p.popIf(req.Shape, &req.Program); ready == nil {
+			p.dropOld()
+		}
+	}
+	if ready == nil {
+		text, err := json.Marshal(reply)
+		if err != nil {
+			return err
+		}
+		_, err = c.Write(text)
+		return err
+	}
+	// Whoever has asked has it now; closing the last copy of its socket ends it.
+	defer ready.conn.Close()
+	pidfd, err := unix.PidfdOpen(ready.pid, 0)
+	if err != nil {
+		return fmt.Errorf("process %d: %w", ready.pid, err)
+	}
+	defer unix.Close(pidfd)
+	sock, err := ready.conn.File()
+	if err != nil {
+		return err
+	}
+	defer sock.Close()
+	reply.PID = ready.pid
+	text, err := json.Marshal(reply)
+	if err != nil {
+		return err
+	}
+	_, _, err = c.WriteMsgUnix(text, unix.UnixRights(int(sock.Fd()), pidfd), nil)
+	return err
+}
+
+// dropOld ends the processes of a program that has been replaced since they were started.
+func (p *Pool) dropOld() {
+	now, err := programOf(p.launcher)
+	if err != nil {
+		return // make will say it
+	}
+	p.mu.Lock()
+	var old []*standby
+	p.ready = slices.DeleteFunc(p.ready, func(s *standby) bool {
+		if s.what.equal(now) {
+			return false
+		}
+		old = append(old, s)
+		return true
+	})
+	p.mu.Unlock()
+	for _, s := range old {
+		s.end()
+	}
+	if len(old) > 0 {
+		p.wake()
+	}
+}
+
+// checkPeer refuses other users than this one and root.
+func checkPeer(c *net.UnixConn) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	var cerr error
+	if err := raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
+		return err
+	}
+	if cerr != nil {
+		return cerr
+	}
+	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
+		return fmt.Errorf("user %d is not to have processes of this pool", cred.Uid)
+	}
+	return nil
+}
+
+// standbys says where processes come from that were started ahead, for one VM that is being started
+// until done is called; from returns nil when there is none.
+func standbys(s *state.Store, l Launcher) (from func(spec.Shape) *standby, done func()) {
+	if l.Pool != nil {
+		l.Pool.starts()
+		return l.Pool.pop, l.Pool.started
+	}
+	none := func(spec.Shape) *standby { return nil }
+	if !l.Supervised {
+		return none, func() {}
+	}
+	what, err := programOf(l)
+	if err != nil {
+		return none, func() {} // starting it says so
+	}
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: s.PoolSocket(), Net: "unixpacket"})
+	if err != nil {
+		return none, func() {}
+	}
+	return func(shape spec.Shape) *standby {
+		// Whatever is wrong with the pool, there is a way without it.
+		ready, err := askPool(c, poolRequest{Version: poolVersion, Shape: shape, Program: what})
+		if err != nil {
+			return nil
+		}
+		return ready
+	}, func() { c.Close() }
+}
+
+// askPool asks a process that serves a pool for one that stands by; nil if it has none.
+func askPool(c *net.UnixConn, req poolRequest) (*standby, error) {
+	text, err := json.Marshal(req)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.SetDeadline(time.Now().Add(poolAnswer)); err != nil {
+		return nil, err
+	}
+	if _, err := c.Write(text); err != nil {
+		return nil, err
+	}
+	buf := make([]byte, maxPoolMessage)
+	n, files, err := control.ReadWithFiles(c, buf, 2)
+	if err != nil {
+		return nil, err
+	}
+	var reply poolReply
+	err = json.Unmarshal(buf[:n], &reply)
+	if err == nil && (len(files) != 2) != (reply.PID == 0) {
+		err = fmt.Errorf("a process with %d files", len(files))
+	}
+	if err != nil || reply.PID == 0 {
+		control.CloseAll(files)
+		return nil, err
+	}
+	conn, err := control.FileConn(files[0])
+	if err != nil {
+		files[1].Close()
+		return nil, err
+	}
+	return &standby{vmProcess: foreign{files[1]}, conn: conn, said: &control.Tail{}, pid: reply.PID, shape: req.Shape, what: req.Program}, nil
+}

@@ -1,0 +1,77 @@
+package process
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// diskSnapshot takes a snapshot of the disk.
+func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res control.SleepResult, err error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return control.SleepResult{}, err
+	}
+	defer p.in.KeepRunning()()
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
+		}
+	}()
+	defer p.shortenDisk()
+	begin := time.Now()
+	policy := p.r.Spec.Hooks.Effective(over)
+	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
+	limits.Skip = policy == spec.HooksSkip
+	id := spec.NewID()
+	labels, err := p.r.Labels(state.KindDisk)
+	if err != nil {
+		return res, err
+	}
+	newTop, err := p.newLayer()
+	if err != nil {
+		return res, err
+	}
+	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
+	res = control.SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": control.Milliseconds(frozen)}}
+	if err != nil {
+		p.tellRefusal(ctx, err)
+		return res, err
+	}
+	if err := p.in.Disk().Flush(); err != nil {
+		return res, fmt.Errorf("flushing the disk: %w", err)
+	}
+	facts, err := json.Marshal(p.in.Machine().Facts())
+	if err != nil {
+		return res, fmt.Errorf("describing the host: %w", err)
+	}
+	if note != "" {
+		labels[state.LabelNote] = note
+	}
+	if err := p.in.LabelVolumes(labels); err != nil {
+		return res, err
+	}
+	info, err := snapshot.Create(ctx, p.store.SnapshotDir(id), snapshot.Spec{
+		ID: id, Sandbox: p.r.Spec.Name, VCPUs: p.r.Spec.VCPUs, Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID,
+		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(p.in.Disk().Size()), Layers: p.store.Relative(st).Layers}},
+		Host:   map[string]string{instance.FactsKey: string(facts)},
+		Labels: labels, Memory: state.NoMemory{},
+	})
+	if err != nil {
+		return res, err
+	}
+	res.BytesStored = info.SizeBytes
+	res.Stages["snapshot"] = control.Milliseconds(time.Since(begin))
+	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: id, Bytes: res.BytesStored, Milliseconds: res.Stages["frozen"]})
+	p.tellHooks(ctx, res.Hooks)
+	return res, nil
+}

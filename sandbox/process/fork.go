@@ -1,0 +1,109 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// errForkGivenUp: who wanted the fork has gone, or said so.
+var errForkGivenUp = errors.New("whoever wanted the fork has given it up")
+
+// serveFork answers POST /fork. The request becomes a plain connection, since a
+// descriptor is to go over it.
+func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
+	q := req.URL.Query()
+	id, note := q.Get("id"), q.Get("note")
+	conn, rw, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Time{})
+	uc, ok := conn.(*net.UnixConn)
+	if !ok || !state.IDPattern.MatchString(id) {
+		_, _ = io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+		return
+	}
+	if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"); err != nil {
+		return
+	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	var delivered atomic.Bool
+	go func() {
+		// Until there is an image nobody needs the rest if the caller has gone.
+		// Afterwards its children may need it, unless it says otherwise.
+		text, err := rw.ReadString('\n')
+		if text == control.ForkAbort || err != nil && !delivered.Load() {
+			cancel(errForkGivenUp)
+		}
+	}()
+	res, err := p.fork(ctx, id, note, func(image *os.File, l control.ForkLine) error {
+		delivered.Store(true)
+		return control.SendLine(uc, l, image)
+	})
+	l := control.ForkLine{Result: &res}
+	if err != nil {
+		l = control.ForkLine{Error: control.ReportError(err)}
+	}
+	if err := control.SendLine(uc, l, nil); err != nil {
+		p.log.Info("nobody has waited for the end of a fork", "error", err)
+	}
+}
+
+// fork makes an image for children and lets the VM run on; then it writes the snapshot
+// that they come back from.
+func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, control.ForkLine) error) (control.SleepResult, error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if err := p.alive(); err != nil {
+		return control.SleepResult{}, err
+	}
+	defer p.in.KeepRunning()()
+	defer p.shortenDisk()
+	// Children find themselves between these hooks and their counterparts.
+	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, "")
+	if err != nil {
+		return control.SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
+	}
+	var after sync.WaitGroup
+	_, res, err := p.capture(ctx, state.KindFork, note, func(o *instance.CaptureOptions) {
+		o.ID, o.Dir = id, p.store.SnapshotDir(id)
+		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
+		o.Fork = func(image *os.File, c *instance.Capture) error {
+			return deliver(image, control.ForkLine{
+				Layers: o.Names(c.Disk), Pages: c.Shareable,
+				Stages: map[string]float64{"ahead": control.Milliseconds(c.Ahead), "pause": control.Milliseconds(c.Pause), "fill": control.Milliseconds(c.Fill)},
+			})
+		}
+	})
+	after.Wait()
+	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
+	res.Hooks = hooks.Failed()
+	if err != nil {
+		if cause := context.Cause(ctx); cause != nil {
+			err = errors.Join(cause, err)
+		}
+		return res, fmt.Errorf("taking the snapshot of a fork: %w: %s runs on", err, p.r.Spec.Name)
+	}
+	// The next snapshot builds upon this one, even if no child is left.
+	p.r.Base = id
+	if err := p.store.Save(p.r); err != nil {
+		p.log.Warn("the next snapshot may have all of RAM", "error", err)
+	}
+	return res, nil
+}

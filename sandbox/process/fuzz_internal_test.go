@@ -1,0 +1,91 @@
+package process
+
+import (
+	"bytes"
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"reflect"
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// FuzzControl asks the process of a VM that has just gone to sleep for anything. Each request is answered, nothing is
+// done for it, and its error is one that can be passed on. Bodies that change a record leave one that may be, or the
+// one that was.
+func FuzzControl(f *testing.F) {
+	methods := []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete}
+	paths := []string{"/sleep", "/snapshot", "/policy", "/policy/stats", "/tags", "/secrets", "/services", "/ending", "/none"}
+	f.Add(uint8(1), uint8(0), "hooks=skip", []byte{})
+	f.Add(uint8(1), uint8(1), "note=x&hooks=require&disk-only=true", []byte{})
+	f.Add(uint8(2), uint8(2), "", []byte(`{"version":1,"rules":[]}`))
+	f.Add(uint8(3), uint8(4), "", []byte(`{"add":["a"],"remove":["b"]}`))
+	f.Add(uint8(2), uint8(5), "", []byte(`[{"name":"a","value":"eA=="}]`))
+	f.Add(uint8(2), uint8(6), "", []byte(`{"name":"web","argv":["true"],"restart":"always"}`))
+	f.Add(uint8(4), uint8(6), "name=web", []byte{})
+	f.Fuzz(func(t *testing.T, method, path uint8, query string, body []byte) {
+		if len(body) > maxFuzzed || len(query) > 4096 {
+			return
+		}
+		r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: "a", Services: []spec.Service{{Name: "kept", Argv: []string{"true"}}}}}
+		p := &process{store: &state.Store{}, log: slog.New(slog.DiscardHandler), r: r, asleep: true}
+		where := paths[int(path)%len(paths)]
+		req := httptest.NewRequestWithContext(t.Context(), methods[int(method)%len(methods)], where, bytes.NewReader(body))
+		req.URL.RawQuery = query
+		if where == "/secrets" && req.Method != http.MethodPut || where == "/policy/stats" || where == "/ending" {
+			return // these do not ask whether it sleeps: nobody can reach them then
+		}
+		before, err := json.Marshal(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := httptest.NewRecorder()
+		p.control().Handler.ServeHTTP(w, req)
+		after, err := json.Marshal(r)
+		if err != nil || !bytes.Equal(before, after) {
+			t.Errorf("the record was changed: %s", after)
+		}
+		var said control.ErrorReport
+		switch w.Code {
+		case http.StatusNotFound, http.StatusMethodNotAllowed:
+		case http.StatusInternalServerError:
+			if err := json.Unmarshal(w.Body.Bytes(), &said); err != nil || said.Code == "" || said.Message == "" || w.Body.Len() > len(body)*6+len(query)*6+1024 {
+				t.Errorf("%s %s: %d bytes, %v: %.200s", req.Method, where, w.Body.Len(), err, w.Body)
+			}
+		default:
+			t.Errorf("%s %s of one that sleeps: %d %.200s", req.Method, where, w.Code, w.Body)
+		}
+		// What a body changes of a record.
+		var service spec.Service
+		if json.Unmarshal(body, &service) == nil {
+			if err := r.SetService(service); err == nil {
+				if err := spec.ValidateServices(r.Spec.Services); err != nil || state.FindService(r.Spec.Services, service.Name) < 0 || state.FindService(r.Spec.Services, "kept") < 0 {
+					t.Errorf("services %+v: %v", r.Spec.Services, err)
+				}
+			} else if len(r.Spec.Services) != 1 || !reflect.DeepEqual(r.Spec.Services[0], spec.Service{Name: "kept", Argv: []string{"true"}}) {
+				t.Errorf("what was refused (%v) has changed services: %+v", err, r.Spec.Services)
+			}
+		}
+		var tags spec.TagChange
+		if json.Unmarshal(body, &tags) == nil && tags.Validate() == nil {
+			old := r.Spec.Tags
+			if err := r.Spec.UseTags(tags); err != nil && !reflect.DeepEqual(r.Spec.Tags, old) {
+				t.Errorf("what was refused (%v) has changed tags: %q", err, r.Spec.Tags)
+			}
+		}
+		if q, err := url.ParseQuery(query); err == nil {
+			_ = r.DropService(q.Get("name"))
+			if err := spec.ValidateServices(r.Spec.Services); err != nil {
+				t.Errorf("without one: %v", err)
+			}
+		}
+	})
+}
+
+// maxFuzzed bounds what is tried, in bytes.
+const maxFuzzed = control.MaxOrder + 1024

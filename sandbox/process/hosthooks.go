@@ -1,0 +1,97 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// welcome runs the hooks of the host for the beginning of this process, in the background. p.welcomed has been told
+// that it will.
+func (p *process) welcome(e events.Event) {
+	if hosthooks.Word(e.Type) == "" {
+		p.welcomed.Done()
+		return
+	}
+	go func() {
+		defer p.welcomed.Done()
+		p.tellFailed(p.store.HooksAfter(context.Background(), e, p.log))
+	}()
+}
+
+func (p *process) tellFailed(failed []events.Event) {
+	if p.events == nil {
+		return
+	}
+	for _, e := range failed {
+		p.events.Put(e)
+	}
+}
+
+// hostRun are the hooks of the host that were run before a sleep.
+type hostRun struct {
+	p        *process
+	event    events.Event
+	started  hosthooks.Hooks
+	failures []state.HostHookFailure
+}
+
+// hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that
+// were started have been told that it goes on. p.op is held.
+func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRun, error) {
+	h := &hostRun{p: p}
+	policy := p.r.Spec.Hooks.Effective(over)
+	if policy == spec.HooksSkip {
+		return h, nil
+	}
+	// These take no longer than hooks may.
+	p.welcomed.Wait()
+	hooks, err := p.store.FindHostHooks()
+	if err == nil && hooks.None() {
+		return h, nil
+	}
+	h.event = p.store.Event(ctx, p.r, events.Sleeping)
+	h.event.Version, h.event.Time = events.Version, time.Now().UTC()
+	if err != nil {
+		h.failures = append(h.failures, state.NoneRun(h.event.Type, err))
+	}
+	if err == nil || policy == spec.HooksIgnore {
+		var failures []state.HostHookFailure
+		h.started, failures = hooks.Before(ctx, h.event, policy == spec.HooksIgnore)
+		h.failures = append(h.failures, failures...)
+	}
+	if len(h.failures) > 0 && policy != spec.HooksIgnore {
+		h.settle(ctx, state.ErrHostHooks)
+		return nil, &state.HostHooksError{Failures: h.failures}
+	}
+	return h, nil
+}
+
+// settle tells the hooks that were started if the sleep has not come about, and why: by a code, since the words may be
+// the guest's. It tells of all that have failed, and returns them.
+func (h *hostRun) settle(ctx context.Context, err error) []state.HostHookFailure {
+	if err != nil && !h.started.None() {
+		e := h.event
+		e.Type, e.Time, e.Details.Reason = events.SleepFailed, time.Now().UTC(), whyAwake(err)
+		h.failures = append(h.failures, h.started.After(context.WithoutCancel(ctx), e)...)
+	}
+	h.p.tellFailed(state.HostHooksFailed(h.event, h.failures, h.p.log))
+	return h.failures
+}
+
+// whyAwake is the code of why a VM does not sleep.
+func whyAwake(err error) string {
+	if errors.Is(err, errUsed) {
+		return "used"
+	}
+	if code := control.ErrorCode(err); code != "" {
+		return code
+	}
+	return "error"
+}

@@ -1,0 +1,194 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// shedding is what a VM is rid of before it sleeps. A nil one is of a VM all of which persists.
+type shedding struct {
+	p      *process
+	spec   lifetime.Persist
+	ignore bool
+	out    control.Persisted
+}
+
+// shed promotes and drops what the metadata says. If it fails, nothing has been dropped that was not promoted.
+func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, error) {
+	name := p.r.Spec.Name
+	l, err := p.store.Metadata(name)
+	if err != nil {
+		// It is in nobody's way: what it does not say is not dropped.
+		p.log.Warn("all of the VM persists over its sleep, since its metadata cannot be read", "error", err)
+		return nil, nil
+	}
+	if l.Persist.Empty() {
+		return nil, nil
+	}
+	policy := p.r.Spec.Hooks.Effective(over)
+	sh := &shedding{p: p, spec: l.Persist, ignore: policy == spec.HooksIgnore}
+	if policy == spec.HooksSkip || len(sh.spec.Drop)+len(sh.spec.Promote) == 0 && sh.within() == nil {
+		return sh, nil
+	}
+	ctx, cancel := p.in.WhileRunning(ctx)
+	defer cancel()
+	if err := sh.ask(ctx); err != nil {
+		p.tellShed(ctx, sh, err)
+		return sh, fmt.Errorf("%w: or use --hooks %s to have it sleep all the same, with what is not promoted not dropped either", p.in.Explain(ctx, err), spec.HooksIgnore)
+	}
+	p.tellShed(ctx, sh, nil)
+	return sh, nil
+}
+
+// ask has the guest do its part.
+func (sh *shedding) ask(ctx context.Context) error {
+	if err := sh.p.store.EnsureAudit(sh.p.r.Spec.Name); err != nil {
+		return fmt.Errorf("%w: %w", control.ErrPromote, err)
+	}
+	c, err := sh.p.in.Agent(ctx)
+	if err != nil {
+		switch {
+		case len(sh.spec.Promote) > 0:
+			return sh.failed(fmt.Errorf("%w: %w", control.ErrPromote, err))
+		case len(sh.spec.Drop) > 0:
+			return sh.failed(fmt.Errorf("%w: %w", control.ErrDrop, err))
+		}
+		return nil // the limit does not depend on it
+	}
+	// Before the guest is paused, so that no connection is in what is saved of it.
+	defer c.Close()
+	copies, seen, err := control.Promote(ctx, c, sh.p.r.Spec.Name, sh.spec)
+	sh.out.Promoted = copies
+	drops := sh.spec.Drop
+	if err != nil {
+		if err := sh.failed(err); err != nil {
+			return err
+		}
+		// What has not been promoted stays.
+		drops = slices.DeleteFunc(slices.Clone(drops), sh.spec.Promoted)
+	}
+	if err := sh.drop(ctx, c, drops, seen); err != nil {
+		return sh.failed(err)
+	}
+	return nil
+}
+
+// failed notes an error that is ignored, and returns any other.
+func (sh *shedding) failed(err error) error {
+	if !sh.ignore {
+		return err
+	}
+	sh.out.Problems = append(sh.out.Problems, err.Error())
+	return nil
+}
+
+// drop empties directories, and has the disk forget what they had.
+func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, seen map[string]guest.Seen) error {
+	var paths []guest.DropPath
+	for _, d := range drops {
+		p := guest.DropPath{Path: d}
+		if was, ok := seen[d]; ok {
+			p.Seen = &was
+		}
+		paths = append(paths, p)
+	}
+	var done []guest.Dropped
+	var err error
+	if len(paths) > 0 {
+		done, err = c.Drop(ctx, paths, control.DropTime, false)
+	}
+	freed := uint64(0)
+	var problems []string
+	for i, d := range done {
+		freed += min(d.Bytes, control.TrimWorth)
+		switch d.State {
+		case guest.DropDirectory, guest.DropReplaced:
+			sh.out.Dropped = append(sh.out.Dropped, control.Dropped{Path: drops[i], Entries: d.Entries, Bytes: d.Bytes, Kept: d.Kept, Mounts: d.Mounts})
+		case guest.DropAbsent:
+		default:
+			problems = append(problems, drops[i]+" is no directory, or a symbolic link leads to it")
+		}
+		if d.Problem != "" {
+			problems = append(problems, d.Problem)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", control.ErrDrop, err)
+	}
+	if len(problems) > 0 {
+		return fmt.Errorf("%w: %s: see to it in the guest, or change what is dropped with `drowse update %s`", control.ErrDrop, strings.Join(problems, "; "), sh.p.r.Spec.Name)
+	}
+	if freed < control.TrimWorth && sh.within() == nil {
+		return nil
+	}
+	if _, err := c.Drop(ctx, nil, control.TrimTime, true); err != nil {
+		// What is not trimmed is stored, and counts.
+		sh.p.log.Warn("the guest has not written out and trimmed its disk", "error", err)
+	}
+	return nil
+}
+
+// within is nil if the disk has no more data than may persist.
+func (sh *shedding) within() error {
+	if sh.spec.MaxBytes == 0 {
+		return nil
+	}
+	sh.out.DiskBytes = sh.p.in.Disk().Data()
+	if sh.out.DiskBytes > sh.spec.MaxBytes {
+		return &control.PersistLimitError{Bytes: sh.out.DiskBytes, Max: sh.spec.MaxBytes, Name: sh.p.r.Spec.Name}
+	}
+	return nil
+}
+
+// still is for CaptureOptions: with the guest standing still, its disk must not have more data than may persist.
+func (sh *shedding) still(also func() error) func() error {
+	if sh == nil || sh.spec.MaxBytes == 0 {
+		return also
+	}
+	return func() error {
+		if also != nil {
+			if err := also(); err != nil {
+				return err
+			}
+		}
+		return sh.within()
+	}
+}
+
+// result is what the sleep says of it.
+func (sh *shedding) result() *control.Persisted {
+	if sh == nil {
+		return nil
+	}
+	return &sh.out
+}
+
+// tellShed tells of what was promoted, and of what has failed. A sleep that the limit refuses is told of by tellLimit.
+func (p *process) tellShed(ctx context.Context, sh *shedding, failed error) {
+	for _, m := range sh.out.Promoted {
+		p.tell(ctx, events.Promoted, control.PromotedDetails(m))
+	}
+	problems := sh.out.Problems
+	if failed != nil {
+		problems = append(slices.Clone(problems), failed.Error())
+	}
+	for _, problem := range problems {
+		p.tell(ctx, events.PersistFailed, events.Details{Problem: problem})
+	}
+}
+
+// tellLimit tells of a sleep that the limit has refused.
+func (p *process) tellLimit(ctx context.Context, err error) {
+	if errors.Is(err, control.ErrPersistLimit) {
+		p.tell(ctx, events.PersistFailed, events.Details{Problem: err.Error()})
+	}
+}

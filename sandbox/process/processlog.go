@@ -1,0 +1,119 @@
+package process
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"os"
+	"sync"
+	"time"
+
+	clog "github.com/containerd/log"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// Bounds of what the process of a VM logs: a guest can have it log things, and must fill neither the host's disk nor
+// its time.
+const (
+	// maxProcessLog is how much of the log is kept, in bytes; there is one older file of the same size.
+	maxProcessLog = 1 << 20
+	// maxLogLine is the most of one message, in bytes. What is longer is cut.
+	maxLogLine = 16 << 10
+	// logBurst messages in a row are written, and then one each logEvery.
+	logBurst = 512
+	logEvery = 100 * time.Millisecond
+)
+
+// processLog bounds the log of a VM's process, which is at the same time its standard output and error: the Go runtime
+// writes there as well when it gives up.
+type processLog struct {
+	mu   sync.Mutex // guards what follows
+	ring *ring
+	now  func() time.Time
+	// turned is called with the new file when the log has begun anew.
+	turned func(*os.File) error
+
+	left  int
+	since time.Time
+	lost  uint64
+}
+
+func newProcessLog(path string, limit int64, turned func(*os.File) error) (*processLog, error) {
+	r, err := newRing(path, limit)
+	if err != nil {
+		return nil, err
+	}
+	return &processLog{ring: r, now: time.Now, turned: turned, left: logBurst, since: time.Now()}, nil
+}
+
+// Write writes one message, unless there have been too many. It fails only where files fail, and may be called from any
+// goroutine.
+func (l *processLog) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := l.now()
+	if n := int(min(now.Sub(l.since)/logEvery, logBurst)); n > 0 {
+		l.left, l.since = min(l.left+n, logBurst), now
+	}
+	if l.left == 0 {
+		l.lost++
+		return len(p), nil
+	}
+	l.left--
+	if l.lost > 0 {
+		line := fmt.Sprintf("time=%s level=WARN msg=\"messages before this one were left out\" number=%d\n", now.Format(time.RFC3339), l.lost)
+		if err := l.put([]byte(line)); err != nil {
+			return 0, err
+		}
+		l.lost = 0
+	}
+	line := p
+	if len(line) > maxLogLine {
+		line = append(append([]byte(nil), line[:maxLogLine]...), "[cut]\n"...)
+	}
+	if err := l.put(line); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+func (l *processLog) put(p []byte) error {
+	before := l.ring.f
+	_, err := l.ring.Write(p)
+	if l.ring.f != before && l.turned != nil {
+		err = errors.Join(err, l.turned(l.ring.f))
+	}
+	return err
+}
+
+// boundLog is where this process, which is that of a VM, logs to from now on: what it has as standard error, bounded if
+// that is the VM's log. The standard logger and that of the agent's protocol write there too: the guest is at the other
+// end of the latter.
+func boundLog(s *state.Store, name string) (io.Writer, error) {
+	path := s.ProcessLog(name)
+	if there, err := os.Stat(path); err != nil {
+		return os.Stderr, nil
+	} else if own, err := os.Stderr.Stat(); err != nil || !os.SameFile(there, own) {
+		return os.Stderr, nil // somebody has it elsewhere, say in a terminal
+	}
+	l, err := newProcessLog(path, maxProcessLog, standardFiles)
+	if err != nil {
+		return nil, err
+	}
+	log.SetOutput(l)
+	clog.L.Logger.SetOutput(l)
+	return l, nil
+}
+
+// standardFiles makes a file the standard output and error of this process.
+func standardFiles(f *os.File) error {
+	for fd := 1; fd <= 2; fd++ {
+		if err := unix.Dup2(int(f.Fd()), fd); err != nil {
+			return fmt.Errorf("changing to a new log: %w", err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,96 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// Each snapshot of a running VM leaves a layer of its disk, and whoever restores the VM opens
+// them all. When there are more than maxStack, squashSpan neighbours become one in what the VM
+// names from then on; those that a snapshot has stay for it. Joined are those with the least
+// data, so that each byte is copied about as often as the logarithm of the number of snapshots
+// says, and not each time.
+var (
+	maxStack   = 32
+	squashSpan = 16
+)
+
+// shortenDisk keeps the stack of the VM's disk short, in the background. One at a time is
+// enough: the next snapshot comes here again.
+func (p *process) shortenDisk() {
+	if !p.shortening.CompareAndSwap(false, true) {
+		return
+	}
+	p.background.Go(func() {
+		defer p.shortening.Store(false)
+		for {
+			again, err := p.squash(p.lasting)
+			if err != nil && p.lasting.Err() == nil {
+				p.log.Warn("the layers of the disk could not be joined: restoring the VM takes longer", "error", err)
+			}
+			if err != nil || !again {
+				return
+			}
+		}
+	})
+}
+
+// squash makes one layer of several, if there are too many. It says whether there may still be.
+func (p *process) squash(ctx context.Context) (again bool, err error) {
+	layers, path, err := p.chooseLayers()
+	if err != nil || len(layers) == 0 {
+		return false, err
+	}
+	if err := disk.Squash(ctx, layers, path); err != nil {
+		return false, err
+	}
+	p.op.Lock()
+	defer p.op.Unlock()
+	if p.alive() != nil {
+		// Nobody names it yet.
+		return false, os.Remove(path)
+	}
+	if err := p.in.Disk().Substitute(layers, path); err != nil {
+		return false, errors.Join(err, os.Remove(path))
+	}
+	st := p.in.Disk().Stack()
+	p.r.Disk = p.store.Relative(st)
+	if err := p.store.Save(p.r); err != nil {
+		return false, fmt.Errorf("noting the new layers: %w", err)
+	}
+	p.log.Info("joined layers of the disk", "joined", len(layers), "left", len(st.Layers))
+	return true, nil
+}
+
+// chooseLayers returns what is to be joined, and the name for it.
+func (p *process) chooseLayers() (layers []string, path string, err error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if p.alive() != nil {
+		return nil, "", nil
+	}
+	all := p.in.Disk().Stack().Layers
+	if len(all) <= maxStack {
+		return nil, "", nil
+	}
+	// Neither the first, which other VMs have as well, nor the top.
+	some := all[1 : len(all)-1]
+	sizes := make([]int64, len(some))
+	for i, l := range some {
+		sizes[i], _ = state.DiskUsage(l)
+	}
+	first := state.Lightest(sizes, squashSpan)
+	if path, err = p.newLayer(); err != nil {
+		return nil, "", err
+	}
+	// A name is used once, even if this process ends before its file is whole.
+	return some[first : first+squashSpan], path, p.store.Save(p.r)
+}
+
+// SetStack is for tests: disks have at most so many layers, and span of them become one.
+func SetStack(layers, span int) { maxStack, squashSpan = layers, span }

@@ -1,0 +1,55 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// toldHooks is how long a VM's hooks, and what is to be promoted, may keep it from the sleep that it goes to because
+// its process was told to end. systemd kills a process 90 s after it has told it so (DefaultTimeoutStopSec=,
+// systemd-system.conf(5)), and most of that is for writing its memory.
+const toldHooks = 20 * time.Second
+
+// sleepOnTerminate puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host
+// shuts down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it
+// awake: it would be killed. An ephemeral VM ends.
+func (p *process) sleepOnTerminate(ctx, told context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-told.Done():
+	}
+	if l, err := p.store.Metadata(p.r.Spec.Name); err == nil && l.Class == lifetime.Ephemeral {
+		p.log.Info("told to end")
+		p.ends(events.Killed)
+		p.in.Machine().Fail(control.ErrStopped)
+		return
+	}
+	ctx = events.WithCause(ctx, events.Killed)
+	p.holders.dismiss(control.DismissTime)
+	hooked, cancel := context.WithCancel(ctx)
+	defer cancel()
+	late := time.AfterFunc(toldHooks, cancel)
+	res, err := p.sleep(hooked, "", func() error {
+		late.Stop()
+		return hooked.Err()
+	})
+	late.Stop()
+	if err != nil && !errors.Is(err, spec.ErrNotRunning) {
+		p.log.Warn("told to end, and not asleep yet: going to sleep without hooks", "error", err)
+		res, err = p.sleep(ctx, spec.HooksSkip, nil)
+	}
+	switch {
+	case err == nil:
+		p.log.Info("gone to sleep, since its process was told to end", "snapshot", res.Snapshot, "bytes", res.BytesStored)
+		p.end()
+	case !errors.Is(err, spec.ErrNotRunning):
+		p.log.Error("told to end, and cannot sleep: what it has in memory is lost if it is killed", "error", err)
+	}
+}

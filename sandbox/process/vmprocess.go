@@ -1,0 +1,211 @@
+package process
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pager"
+)
+
+// PrepareProcess makes the Go runtime of this process fit for a VM: GOMAXPROCS is 16 at
+// least, if the environment does not say. A vCPU in KVM_RUN, a device's worker that waits for its
+// queue and a page fault's handler in an ioctl are system calls to Go, which takes their
+// processor away from them only after 20 microseconds to 10 milliseconds, one after the
+// other. On a machine with few CPUs, goroutines that are ready would wait for that in the
+// midst of a resume. ServeProcess does this; it is for programs that call Restore
+// themselves.
+func PrepareProcess() {
+	const procs = 16
+	if os.Getenv(control.GoMaxProcsEnv) == "" && runtime.GOMAXPROCS(0) < procs {
+		runtime.GOMAXPROCS(procs)
+	}
+}
+
+// maxPause is how long the garbage collector may be kept from its work.
+const maxPause = time.Second
+
+// PauseGC keeps the garbage collector of this process from its work until resume is called,
+// for the time of a restore: it would take a processor from it, and stop it. ServeProcess
+// does this; it is for programs that call Restore themselves. resume may be called more
+// than once; it is called after a second in any case.
+func PauseGC() (resume func()) {
+	percent := debug.SetGCPercent(-1)
+	if percent < 0 {
+		return func() {} // it was off before
+	}
+	var once sync.Once
+	undo := func() { once.Do(func() { debug.SetGCPercent(percent) }) }
+	limit := time.AfterFunc(maxPause, undo)
+	return func() {
+		limit.Stop()
+		undo()
+	}
+}
+
+// ServeProcess is the life of a process that a Launcher has started: args are what
+// follows Launcher.Command. The process belongs to one VM, or will, so this changes things
+// of the whole of it: see PrepareProcess and PauseGC; and, of one that has stood by, where
+// standard output and error go. It returns when the VM has ended or sleeps. SIGTERM, by which
+// a host that shuts down tells each process to end, puts the VM to sleep. When
+// ctx ends the VM is stopped as if its power were cut.
+func ServeProcess(ctx context.Context, args []string) error {
+	return ServeProcessWith(ctx, args, ProcessOptions{})
+}
+
+// ProcessOptions of ServeProcessWith. The zero value is ServeProcess.
+type ProcessOptions struct {
+	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
+	// Store.WithHostHooks.
+	HostHooks []state.HostHook
+}
+
+// ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one
+// that stands by may become that of any VM.
+func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
+	told, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
+	defer stop()
+	PrepareProcess()
+	if err := unix.CloseRange(control.ReportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return fmt.Errorf("keeping files from programs that the process of a VM starts: %w", err)
+	}
+	var (
+		dir     string
+		standby bool
+		shape   spec.Shape
+		ord     control.Order
+	)
+	f := flag.NewFlagSet("the process of a VM", flag.ContinueOnError)
+	f.SetOutput(io.Discard) // the error says it
+	f.StringVar(&dir, "state", "", "the store's directory")
+	f.StringVar(&ord.Name, "name", "", "the VM")
+	f.StringVar(&ord.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
+	f.BoolVar(&ord.NewIdentity, "new-identity", false, "make the guest a machine of its own")
+	f.BoolVar(&ord.Fork, "fork", false, "be a child whose RAM is on a file descriptor")
+	f.BoolVar(&ord.Hold, "hold", false, "stay awake until a socket that is a file descriptor is closed")
+	f.StringVar((*string)(&ord.Cause), "cause", "", "on whose behalf")
+	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
+	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
+	f.IntVar(&shape.VCPUs, "vcpus", 0, "vCPUs to prepare for")
+	f.BoolVar(&shape.Network, "net", false, "prepare for a link to the host")
+	if err := f.Parse(args); err != nil {
+		return fmt.Errorf("the arguments of a VM's process: %w", err)
+	}
+	if f.NArg() > 0 {
+		return fmt.Errorf("the arguments of a VM's process: %q is one too many", f.Arg(0))
+	}
+	s, err := state.OpenStore(dir)
+	if err != nil {
+		return err
+	}
+	s = s.WithHostHooks(o.HostHooks...)
+	if standby {
+		return standBy(s, ctx, told, shape)
+	}
+	files := []*os.File{os.NewFile(control.ReportFD, "report")}
+	if ord.Third() {
+		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
+	}
+	return obey(s, ctx, told, ord, files, nil)
+}
+
+// obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
+func obey(s *state.Store, ctx, told context.Context, ord control.Order, files []*os.File, shells *instance.Prebuilt) error {
+	report := files[0]
+	var fork, hold *os.File
+	switch {
+	case ord.Fork && ord.Hold:
+		return errors.New("an order of a fork that is held: there is no such")
+	case ord.Fork:
+		fork = files[1]
+	case ord.Hold:
+		hold = files[1]
+	}
+	out, err := boundLog(s, ord.Name)
+	if err != nil {
+		return err
+	}
+	log := slog.New(slog.NewTextHandler(out, nil)).With("vm", ord.Name)
+	ready := func() {}
+	if ord.Snapshot != "" || ord.Fork {
+		calm, collect := prioritize(), PauseGC()
+		ready = func() { calm(); collect() }
+		defer ready()
+	}
+	return Serve(ctx, s, ord.Name, ServeOptions{
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, prioritize: prioritize, hold: hold, told: told, wanted: func() bool { return control.HasReader(report) },
+		Report: func(r control.Report) {
+			if err := json.NewEncoder(report).Encode(r); err != nil {
+				log.Warn("nobody reads the report", "error", err)
+			}
+			report.Close()
+			ready()
+		},
+	})
+}
+
+// standBy prepares for a VM, says so, and waits for the order. Without one it ends when
+// the other end of the socket is closed, or told ends.
+func standBy(s *state.Store, ctx, told context.Context, shape spec.Shape) (err error) {
+	shells, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shells.Close()) }()
+	if err := shells.Fill(); err != nil {
+		return err
+	}
+	// What a restore would otherwise do for the first time.
+	_, _ = kernel.List(s.KernelDir())
+	_ = warmUp()                                            // if it fails, so does the wake, and says why
+	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
+	prioritize()()
+	PauseGC()()
+	runtime.GC()
+	conn, err := control.FileConn(os.NewFile(control.PoolFD, "pool"))
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	for _, c := range []context.Context{ctx, told} {
+		defer context.AfterFunc(c, func() { conn.Close() })()
+	}
+	if _, err := conn.Write([]byte(control.PoolReady)); err != nil {
+		return fmt.Errorf("standing by for a VM: %w", err)
+	}
+	ord, files, err := control.ReceiveOrder(conn)
+	if err == nil {
+		_, err = conn.Write([]byte(control.PoolTaken))
+	}
+	if errors.Is(err, io.EOF) || err != nil && (ctx.Err() != nil || told.Err() != nil) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("standing by for a VM: %w", err)
+	}
+	conn.Close()
+	if err := standardFiles(files[0]); err != nil {
+		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
+	}
+	files[0].Close()
+	return obey(s, ctx, told, ord, files[1:], shells)
+}

@@ -1,0 +1,12 @@
+package process
+
+import (
+	"testing"
+)
+
+func TestRehearse_does_all_of_it(t *testing.T) {
+	t.Parallel()
+	if err := warmUp(); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,203 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// told are the types of a store's events, and the last event.
+func told(t *testing.T, s *Store) (types []events.Type, last events.Event) {
+	t.Helper()
+	if _, err := s.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
+		types, last = append(types, e.Type), e
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return types, last
+}
+
+func wantTold(t *testing.T, s *Store, want ...events.Type) events.Event {
+	t.Helper()
+	types, last := told(t, s)
+	if !slices.Equal(types, want) {
+		t.Fatalf("told %v, want %v", types, want)
+	}
+	return last
+}
+
+func TestEvents_of_a_killed_process_are_one_however_many_look(t *testing.T) {
+	s := tempStore(t)
+	withMetadata(t, s, "a", Running, &Metadata{Owner: "team", Tags: []string{"x"}})
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			if _, err := s.Get("a"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if r, err := s.Get("a"); err != nil || r.Phase != Crashed {
+		t.Fatalf("%+v, %v", r, err)
+	}
+	e := wantTold(t, s, events.Crashed)
+	if e.Sandbox != "a" || e.Cause != events.Killed || e.Owner != "team" || !slices.Equal(e.Tags, []string{"x"}) {
+		t.Fatalf("%+v", e)
+	}
+}
+
+func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
+	s := tempStore(t)
+	ctx := events.WithCause(t.Context(), events.API)
+	withMetadata(t, s, "a", Stopped, &Metadata{Expires: time.Now().Add(time.Hour).UTC().Truncate(time.Second)})
+	set := func(change func(*Metadata)) {
+		t.Helper()
+		if _, err := s.SetMetadata(ctx, "a", func(l *Metadata, _ error) error { change(l); return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set(func(*Metadata) {}) // nothing changes
+	wantTold(t, s)
+	set(func(l *Metadata) { l.Owner = "team" })
+	wantTold(t, s, events.Updated)
+	set(func(l *Metadata) { l.Expires = l.Expires.Add(time.Hour) })
+	wantTold(t, s, events.Updated, events.Extended)
+	if err := s.Rename(ctx, "a", "b"); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Updated, events.Extended, events.Renamed); e.Sandbox != "b" || e.Details.From != "a" || e.Cause != events.API {
+		t.Fatalf("%+v", e)
+	}
+	if err := s.remove(ctx, "b", false); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Updated, events.Extended, events.Renamed, events.Removed); e.Owner != "team" {
+		t.Fatalf("%+v", e)
+	}
+}
+
+// A sandbox that is gone has been removed, whatever is left of what only it needed: nobody can remove it once more.
+func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t *testing.T) {
+	for name, damage := range map[string]func(t *testing.T, s *Store){
+		"a record that can be read":    func(*testing.T, *Store) {},
+		"a record that cannot be read": func(t *testing.T, s *Store) { writeRecord(t, s, "a") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := tempStore(t)
+			withMetadata(t, s, "a", Stopped, &Metadata{Owner: "team"})
+			withMetadata(t, s, "b", Stopped, nil)
+			damage(t, s)
+			writeRecord(t, s, "b") // nothing is deleted that it may need
+			freed, err := s.Remove(t.Context(), "a", true)
+			if !errors.Is(err, spec.ErrRecord) {
+				t.Fatalf("got %v, want ErrRecord of the other one", err)
+			}
+			if _, err := s.Load("a"); !errors.Is(err, spec.ErrNotFound) {
+				t.Fatalf("it is still there: %v", err)
+			}
+			if e := wantTold(t, s, events.Removed); e.Sandbox != "a" || e.Details.Bytes != freed.Bytes || freed.Bytes == 0 {
+				t.Fatalf("%+v, freed %+v", e, freed)
+			}
+			if _, err := s.Remove(t.Context(), "a", true); !errors.Is(err, spec.ErrNotFound) {
+				t.Fatal(err)
+			}
+			wantTold(t, s, events.Removed)
+		})
+	}
+}
+
+// One that could not be removed is not told of.
+func TestEvents_do_not_tell_of_a_removal_that_was_called_off(t *testing.T) {
+	s := tempStore(t)
+	withMetadata(t, s, "a", Stopped, nil)
+	l, err := s.Lock("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Release()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Remove(ctx, "a", false); err == nil {
+		t.Fatal("it was removed while it was locked")
+	}
+	wantTold(t, s)
+}
+
+// writeRecord puts something in the place of a VM's record that is none.
+func writeRecord(t *testing.T, s *Store, name string) {
+	t.Helper()
+	if err := os.WriteFile(s.RecordPath(name), []byte("damaged"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestEvents_of_an_ephemeral_sandbox_do_not_say_whose_it_was(t *testing.T) {
+	s := tempStore(t)
+	withMetadata(t, s, "a", Stopped, &Metadata{Class: lifetime.Ephemeral, Owner: "team", Tags: []string{"x"}, Purpose: "p"})
+	if err := s.remove(t.Context(), "a", false); err != nil {
+		t.Fatal(err)
+	}
+	if e := wantTold(t, s, events.Removed); e.Owner != "" || len(e.Tags) > 0 || e.Cause != events.Library {
+		t.Fatalf("%+v", e)
+	}
+}
+
+func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
+	s := tempStore(t)
+	withMetadata(t, s, "a", Stopped, &Metadata{Expires: time.Now().Add(-time.Minute)})
+	withMetadata(t, s, "b", Stopped, &Metadata{Expires: time.Now().Add(time.Hour)})
+	withMetadata(t, s, "c", Stopped, nil)
+	for range 3 {
+		for _, name := range []string{"a", "b", "c", "none"} {
+			if err := s.TellExpired(t.Context(), name); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if e := wantTold(t, s, events.Expired); e.Sandbox != "a" || e.Cause != events.Expiry || e.Details.Expires.IsZero() {
+		t.Fatalf("%+v", e)
+	}
+	if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Expires = l.Expires.Add(time.Second); return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.TellExpired(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	wantTold(t, s, events.Expired, events.Extended, events.Expired)
+}
+
+func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
+	s := tempStore(t)
+	tl := s.NewEventWriter(slog.New(slog.DiscardHandler))
+	tl.Put(events.Event{Type: events.Woken, Sandbox: "a"})
+	tl.Put(events.Event{Type: events.Slept, Sandbox: "a"})
+	tl.Close()
+	tl.Put(events.Event{Type: events.Stopped, Sandbox: "a"})
+	wantTold(t, s, events.Woken, events.Slept)
+}
+
+// A journal that cannot be written is in nobody's way.
+func TestEvents_that_cannot_be_written_fail_nothing(t *testing.T) {
+	s := tempStore(t)
+	withMetadata(t, s, "a", Stopped, nil)
+	if err := s.writeFileAtomic(s.Events().Dir(), nil); err != nil { // a file where the directory would be
+		t.Fatal(err)
+	}
+	if err := s.remove(context.Background(), "a", false); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Load("a"); !errors.Is(err, spec.ErrNotFound) {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,101 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// HostHook is a hook on the host that is a function of the program, beside the executables in hooks.d of the store.
+type HostHook = hosthooks.Func
+
+// HostHookFailure is a hook on the host that has not done what it should.
+type HostHookFailure = hosthooks.Failure
+
+// WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are
+// called before the executables in hooks.d, by whichever process does what they are told of: this one for forks,
+// expiries and removals that it carries out itself. A VM's own process is told when it is created, sleeps and wakes,
+// also by itself: a program that wants these gives its functions to ServeProcessWith as well, and they are called in
+// that process.
+func (s *Store) WithHostHooks(hooks ...HostHook) *Store {
+	return s.withHooks(hooks)
+}
+
+// withHooks is a copy of the store with these functions as hooks.
+func (s *Store) withHooks(hooks []HostHook) *Store {
+	other := *s
+	other.hostHooks = slices.Clone(hooks)
+	return &other
+}
+
+// ErrHostHooks says that hooks on the host stand against a sleep.
+var ErrHostHooks = errors.New("hooks on the host have refused")
+
+// HostHooksError is an ErrHostHooks with the hooks that have failed.
+type HostHooksError struct{ Failures []HostHookFailure }
+
+// Error is one line.
+func (e *HostHooksError) Error() string {
+	var all []string
+	for i, f := range e.Failures {
+		if i == 3 {
+			all = append(all, fmt.Sprintf("and %d more", len(e.Failures)-i))
+			break
+		}
+		all = append(all, f.String())
+	}
+	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), spec.HooksIgnore)
+}
+
+// Unwrap makes it an ErrHostHooks.
+func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
+
+// FindHostHooks returns the hooks that there are now. With an error these are the functions alone.
+func (s *Store) FindHostHooks() (hosthooks.Hooks, error) {
+	return hosthooks.Find(hosthooks.In(s.dir), s.hostHooks)
+}
+
+// Announce writes an event, and runs the hooks of the host for it. It waits for them, also if ctx has ended: what they
+// are told of has been.
+func (s *Store) Announce(ctx context.Context, e events.Event) {
+	e = s.Tell(e)
+	for _, failed := range s.HooksAfter(ctx, e, slog.Default()) {
+		s.Tell(failed)
+	}
+}
+
+// HooksAfter runs the hooks of the host for what has been. It logs what fails, and returns events of that.
+func (s *Store) HooksAfter(ctx context.Context, e events.Event, log *slog.Logger) []events.Event {
+	hooks, err := s.FindHostHooks()
+	failures := hooks.After(context.WithoutCancel(ctx), e)
+	if err != nil {
+		failures = append(failures, NoneRun(e.Type, err))
+	}
+	return HostHooksFailed(e, failures, log)
+}
+
+// NoneRun is the failure of all hooks in hooks.d.
+func NoneRun(t events.Type, err error) HostHookFailure {
+	return HostHookFailure{Name: "*", Event: hosthooks.Word(t), Problem: err.Error()}
+}
+
+// HostHooksFailed logs failures, and makes events of them: without what the hooks have printed.
+func HostHooksFailed(e events.Event, failures []HostHookFailure, log *slog.Logger) (out []events.Event) {
+	for _, f := range failures {
+		log.Warn("hook on the host", "sandbox", e.Sandbox, "problem", f.String())
+		if len(out) < MaxHooksTold {
+			out = append(out, events.Event{
+				Type: events.HostHookFailed, Cause: e.Cause, Sandbox: e.Sandbox, SandboxID: e.SandboxID, Owner: e.Owner, Tags: e.Tags,
+				Details: events.Details{Hook: f.Name, Event: f.Event, Problem: f.Problem},
+			})
+		}
+	}
+	return out
+}

@@ -1,0 +1,341 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// mark is what the records, metadata and snapshots of a store name. Nothing of it is deleted.
+//
+// References move: a sleep hands layers from a record to a new snapshot, a clone hands them from a snapshot to a new
+// record. The process of a VM does the first at any time; the second is done with the store's lock held
+// (Store.lockStore, shared). So whoever holds that lock exclusively and reads records first and snapshots then misses
+// no reference.
+type mark struct {
+	// layers says who needs each layer, by its file's name.
+	layers holders
+	// snapshots are the ids that a record or metadata names, with what for.
+	snapshots map[string]string
+	// bases are those that the next snapshot of a running VM builds upon.
+	bases map[string]bool
+	// running are the ids of VMs with a process, which makes and deletes their files itself.
+	running map[string]bool
+	// unclear are the ids in files that cannot be understood: of VMs and snapshots that these may need.
+	unclear map[string]bool
+
+	records  []*Record
+	lasting  []lifetime.Sandbox
+	problems []error
+}
+
+// manifests are those of snapshots that have been read. They do not change, but for memory files that Compact replaces.
+type manifests map[string]*snapshot.Manifest
+
+// markAll reads all records and then all snapshots. have saves reading manifests once more.
+func (s *Store) markAll(ctx context.Context, have manifests) (*mark, error) {
+	m, err := s.markRecords(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return m, s.markSnapshots(ctx, m, have)
+}
+
+// markRecords reads records and metadata.
+func (s *Store) markRecords(ctx context.Context) (*mark, error) {
+	m := &mark{layers: holders{}, snapshots: map[string]string{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	for _, e := range entries {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		r, running, err := s.loadStill(e.Name())
+		switch {
+		case errors.Is(err, spec.ErrNotFound): // being made, or removed
+		case err != nil:
+			m.problems = append(m.problems, fmt.Errorf("%w: what it may need is kept", err))
+			m.guess(vmFiles(s.VMDir(e.Name())))
+		default:
+			m.add(s, r, running)
+		}
+	}
+	return m, nil
+}
+
+// loadStill reads a record while it stands still, or says that the VM's process may change it.
+func (s *Store) loadStill(name string) (r *Record, running bool, err error) {
+	if r, err = s.Load(name); err != nil {
+		return nil, false, err
+	}
+	l, err := s.Lock(name)
+	if errors.Is(err, spec.ErrRunning) {
+		return r, true, nil
+	}
+	if err != nil {
+		return nil, false, err
+	}
+	defer l.Release()
+	r, err = s.Load(name)
+	return r, false, err
+}
+
+// add marks what a record and the metadata beside it name.
+func (m *mark) add(s *Store, r *Record, running bool) {
+	name := r.Spec.Name
+	m.records = append(m.records, r)
+	m.layers.add(r.Disk.Layers, "VM "+name)
+	last := s.lasts(r)
+	last.Running = running || last.Running && r.making()
+	m.lasting = append(m.lasting, last)
+	// One whose process was killed is looked after by who looks at it next: until then it may have layers that its
+	// record does not name, see adoptLayers.
+	m.running[r.ID] = last.Running || r.Phase == Starting || r.Phase == Running
+	need := func(id, why string) {
+		if id != "" {
+			m.snapshots[id] = why
+		}
+	}
+	need(r.Snapshot, "is what VM "+name+" comes back from")
+	need(r.Previous, "is what VM "+name+" slept in before it was taken back, and is kept until its next sleep")
+	if r.Fork != nil && r.Snapshot == "" {
+		// Its parent's process may be writing it: see adoptFork.
+		need(r.Parent, "is what VM "+name+" comes back from")
+	}
+	if last.Running && r.Base != "" {
+		m.bases[r.Base] = true
+	}
+	l, err := s.Metadata(name)
+	if err != nil {
+		m.guess([]string{filepath.Join(s.VMDir(name), metadataFile)})
+		return
+	}
+	need(l.Rotate.To, "is what VM "+name+" begins anew from: see `drowse update --rotate-to`")
+}
+
+// names says whether something may need a snapshot, and what for.
+func (m *mark) names(id string) (why string, named bool) {
+	if why, named = m.snapshots[id]; !named && m.unclear[id] {
+		return "may be needed by a VM whose record or metadata cannot be read", true
+	}
+	return why, named
+}
+
+// markSnapshots reads those that are there now, and adds them to have. Those that are not any more are taken out.
+func (s *Store) markSnapshots(ctx context.Context, m *mark, have manifests) error {
+	there, unread, err := s.readManifests(ctx, have)
+	if err != nil {
+		return err
+	}
+	for id, err := range unread {
+		m.problems = append(m.problems, fmt.Errorf("snapshot %s: %w: it and what it may need are kept", id, err))
+		m.unclear[id] = true
+		m.guess([]string{filepath.Join(s.SnapshotDir(id), snapshot.ManifestName)})
+	}
+	for id := range have {
+		if !there[id] {
+			delete(have, id)
+			continue
+		}
+		for _, d := range have[id].Disks {
+			m.layers.add(d.Layers, "snapshot "+id)
+		}
+	}
+	return m.follow(s)
+}
+
+// readManifests reads those that have lacks. It returns the ids of all snapshots, and why some cannot be read.
+func (s *Store) readManifests(ctx context.Context, have manifests) (there map[string]bool, unread map[string]error, err error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
+	if err != nil {
+		return nil, nil, fmt.Errorf("listing snapshots: %w", err)
+	}
+	there, unread = map[string]bool{}, map[string]error{}
+	for _, e := range entries {
+		if err := ctx.Err(); err != nil {
+			return nil, nil, err
+		}
+		id := e.Name()
+		if snapshot.IsTemp(id) {
+			continue
+		}
+		if have[id] == nil {
+			man, err := snapshot.ReadManifest(s.SnapshotDir(id))
+			if errors.Is(err, snapshot.ErrNotFound) {
+				continue // removed just now
+			}
+			if err != nil {
+				unread[id] = err
+				continue
+			}
+			have[id] = man
+		}
+		there[id] = true
+	}
+	return there, unread, nil
+}
+
+// maxGuess is how much of a file is looked at that cannot be understood, in bytes.
+const maxGuess = 1 << 20
+
+// vmFiles are those in the directory of a VM that may say what it needs: its record, what was to take the record's
+// place, its metadata, and its audit trail, which begins with its id and what it was made of.
+func vmFiles(dir string) (paths []string) {
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		if e.Type().IsRegular() && filepath.Ext(e.Name()) != ".log" && e.Type()&os.ModeSocket == 0 {
+			paths = append(paths, filepath.Join(dir, e.Name()))
+		}
+	}
+	return paths
+}
+
+// anID is an id of a VM or a snapshot; what is longer is a hash of something else.
+var anID = regexp.MustCompile(`[0-9a-f]{32,}`)
+
+// guess marks the ids in files that cannot be understood.
+func (m *mark) guess(paths []string) {
+	for _, path := range paths {
+		for _, id := range idsIn(path) {
+			m.unclear[id] = true
+		}
+	}
+}
+
+func idsIn(path string) (ids []string) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	data, _ := io.ReadAll(io.LimitReader(f, maxGuess))
+	for _, run := range anID.FindAll(data, -1) {
+		if len(run) == len(spec.NewID()) {
+			ids = append(ids, string(run))
+		}
+	}
+	return ids
+}
+
+// follow marks the layers of whoever is unclear, and, by what the layers say themselves, those below them.
+func (m *mark) follow(s *Store) error {
+	if len(m.unclear) == 0 {
+		return nil
+	}
+	all, err := disk.Find(s.LayerDir())
+	if err != nil {
+		return fmt.Errorf("looking for the layers of a VM that cannot be read: %w", err)
+	}
+	byID := map[disk.ID]disk.LayerInfo{}
+	for _, l := range all {
+		byID[l.ID] = l
+	}
+	for _, l := range all {
+		owner, _, _ := strings.Cut(filepath.Base(l.Path), "-")
+		if !m.unclear[owner] {
+			continue
+		}
+		for n := 0; n < len(all); n++ { // no further, if the layers go round in a circle
+			m.layers.add([]string{l.Path}, "what cannot be read")
+			next, ok := byID[l.Parent]
+			if !ok {
+				break
+			}
+			l = next
+		}
+	}
+	return nil
+}
+
+// unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as
+// metadata say, and those of forks that nobody comes back from, and, if that is said, disks that were left. All others
+// stay until somebody removes them.
+func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Exempt) (drop []string) {
+	var sleeps []lifetime.Sleep
+	known := func(owner string) bool {
+		return slices.ContainsFunc(m.lasting, func(b lifetime.Sandbox) bool { return b.ID == owner })
+	}
+	for id := range before {
+		man := have[id]
+		if man == nil {
+			continue
+		}
+		owner := man.Labels[labelOwner]
+		_, named := m.names(id)
+		named = named || m.bases[id] || m.unclear[owner] || s.kept(id)
+		switch man.Labels[labelKind] {
+		case KindSleep:
+			// A metadata decides over those of a VM that is there, whatever their age.
+			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.SnapshotDir(id))
+			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
+		case KindAbandoned:
+			if !named && (now.abandoned || slices.Contains(now.Owners, owner)) {
+				drop = append(drop, id)
+			}
+		case KindFork:
+			if !named && (now.snapshot(id, owner) || !young(s.SnapshotDir(id))) {
+				drop = append(drop, id)
+			}
+		}
+	}
+	for _, old := range lifetime.Unkept(m.lasting, sleeps, time.Now()) {
+		drop = append(drop, old.ID)
+	}
+	return drop
+}
+
+// graceTime is how old a file is before a sweep deletes it that nothing names, unless it belongs to what is removed
+// just then. Whatever makes files without telling the store in time has that long. A variable, so that tests need not
+// wait.
+var graceTime = 10 * time.Minute
+
+// SetGraceTime is for tests: sweeps delete what is older than d, until what it returns is called.
+func SetGraceTime(d time.Duration) (restore func()) {
+	old := graceTime
+	graceTime = d
+	return func() { graceTime = old }
+}
+
+// young says whether a file has changed so recently that it stays. So does one that cannot be looked at.
+func young(path string) bool {
+	st, err := os.Lstat(path)
+	return err != nil || time.Since(st.ModTime()) < graceTime
+}
+
+// Exempt is what a sweep need not leave alone for a while: it belongs to what is being removed. If something else names
+// it, it stays all the same. The zero value is nothing.
+type Exempt struct {
+	Owners, Snapshots, layers []string
+	// abandoned are the disks that VMs have left which were taken back.
+	abandoned bool
+}
+
+// of adds what a VM has named that is gone.
+func (x *Exempt) of(r *Record) {
+	x.Owners = append(x.Owners, r.ID)
+	x.Snapshots = append(x.Snapshots, r.Snapshot, r.Previous, r.Base, r.Parent)
+	x.layers = append(x.layers, r.Disk.Layers...)
+}
+
+func (x Exempt) snapshot(id, owner string) bool {
+	return slices.Contains(x.Snapshots, id) || slices.Contains(x.Owners, owner)
+}
+
+func (x Exempt) layer(name string) bool {
+	owner, _, _ := strings.Cut(name, "-")
+	return slices.Contains(x.layers, name) || slices.Contains(x.Owners, owner)
+}

@@ -1,0 +1,56 @@
+package state
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// removeLeftNetwork takes away what the killed process of a VM has left of its network:
+// pins, which hold nothing open, since the device went with the process.
+func removeLeftNetwork(r *Record) error {
+	if r.Spec.Network != spec.NetworkTAP {
+		return nil
+	}
+	id := cmp.Or(r.NetworkID, r.ID)
+	err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: hostnet.InterfaceName(id)})
+	if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
+}
+
+// SweepNetworks takes away what killed processes of VMs of any store have left: files of
+// addresses, and pins, with names like ids, without a device, and without a process that
+// holds them. Who is not root has made none, and need not be able to look.
+func SweepNetworks() error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	names, err := netpolicy.Agents("")
+	if err != nil {
+		return err
+	}
+	errs := []error{hostnet.Sweep("")}
+	for _, id := range names {
+		if !IDPattern.MatchString(id) {
+			continue
+		}
+		if _, err := net.InterfaceByName(hostnet.InterfaceName(id)); err == nil {
+			continue
+		}
+		err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: hostnet.InterfaceName(id)})
+		if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+			errs = append(errs, err)
+		}
+	}
+	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for
+	// the next VM: this runs after each sleep, and it may have been the only VM's.
+	return errors.Join(append(errs, netpolicy.SweepOld(""))...)
+}

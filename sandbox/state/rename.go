@@ -1,0 +1,90 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, metadata, audit trail and its
+// host name in the guest stay. A name that is taken is ErrExists. Renaming one that has been renamed so already does
+// nothing. A crash at any instant leaves it with one of the two names, whole.
+func (s *Store) Rename(ctx context.Context, name, to string) error {
+	if !spec.ValidName(to) {
+		return fmt.Errorf("%w: name %q: use 1 to 40 lower-case letters, digits and inner hyphens", spec.ErrInvalid, to)
+	}
+	if err := s.CheckPaths(to); err != nil {
+		return err
+	}
+	r, err := s.Get(name)
+	if errors.Is(err, spec.ErrNotFound) {
+		if there, terr := s.Load(to); terr == nil && there.Former == name {
+			return nil
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if name == to {
+		return nil
+	}
+	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", spec.ErrRunning, name)
+	if r.Phase == Running || r.Phase == Starting {
+		return running
+	}
+	l, err := s.LockSoon(ctx, name)
+	if errors.Is(err, spec.ErrRunning) {
+		return running
+	}
+	if err != nil {
+		return err
+	}
+	defer l.Release() // the lock is on the file, by whatever name
+	if r, err = s.Load(name); err != nil {
+		return err
+	}
+	// The record says first that the directory may have either name: see load.
+	r.NextName = to
+	if err := s.Save(r); err != nil {
+		return err
+	}
+	err = unix.Renameat2(unix.AT_FDCWD, s.VMDir(name), unix.AT_FDCWD, s.VMDir(to), unix.RENAME_NOREPLACE)
+	if err != nil {
+		r.NextName = ""
+		serr := s.Save(r)
+		if errors.Is(err, unix.EEXIST) {
+			err = fmt.Errorf("%w: %s: choose another name, or remove it with `drowse rm %s`", spec.ErrExists, to, to)
+		} else {
+			err = fmt.Errorf("renaming VM %s: %w", name, err)
+		}
+		return errors.Join(err, serr)
+	}
+	if err := osfile.SyncDir(filepath.Join(s.dir, "vms")); err != nil {
+		return fmt.Errorf("renaming VM %s: %w", name, err)
+	}
+	if r, err = s.Load(to); err != nil {
+		return err
+	}
+	if err := s.Save(r); err != nil {
+		return err
+	}
+	e := s.Event(ctx, r, events.Renamed)
+	e.Details.From = name
+	s.Tell(e)
+	return nil
+}
+
+// adoptName completes in memory what a rename has done on disk.
+func (r *Record) adoptName(name string) {
+	if r.NextName == name && r.Spec.Name != name {
+		r.Former, r.Spec.Name = r.Spec.Name, name
+	}
+	r.NextName = ""
+}

@@ -1,0 +1,175 @@
+package state
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// ErrForeignSnapshot says that a snapshot is of another VM.
+var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
+
+// RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of
+// that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it
+// sleeps, the snapshot that it sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped
+// or was killed, what it has on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is
+// ErrForeignSnapshot, one without memory ErrDiskOnly; ErrMetadata if the VM's Rotation would take it elsewhere at its
+// next wake.
+func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
+	id, err := s.FindSnapshot(snapshotID)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.notRotated(name, id); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	return s.restoreTo(ctx, name, id, func(*Record) {})
+}
+
+// restoreTo is RestoreTo with the whole id of a snapshot. note is called for the record before it is written.
+func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Record)) (*Record, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, err
+	}
+	running := fmt.Errorf("taking %s back to snapshot %s: %w: put it to sleep first", name, id, spec.ErrRunning)
+	if r.Phase == Running || r.Phase == Starting {
+		return nil, running
+	}
+	// Nobody removes the snapshot before the record names it.
+	unlock, err := s.Share(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	defer func() { _ = unlock() }()
+	l, err := s.LockSoon(ctx, name)
+	if errors.Is(err, spec.ErrRunning) {
+		return nil, running
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.Release()
+	if r, err = s.Load(name); err != nil {
+		return nil, err
+	}
+	if r.Phase == Running || r.Phase == Starting {
+		return nil, running
+	}
+	if r.Phase == Asleep && r.Snapshot == id {
+		before := r.Rotated
+		if note(r); r.Rotated.Equal(before) {
+			return r, nil
+		}
+		return r, s.Save(r)
+	}
+	m, err := s.Manifest(id)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case DiskOnly(m):
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", name, id, ErrDiskOnly, id)
+	case m.Labels[labelOwner] != r.ID:
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w, %s: a VM of its own comes of it by `drowse restore %.12s`", name, id, ErrForeignSnapshot, m.Sandbox, id)
+	}
+	if err := s.CheckVolumes(r, id); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	}
+	if r.Phase == Asleep {
+		r.Previous = r.Snapshot
+	} else if left, err := s.Abandon(ctx, r, m); err != nil {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+	} else if left != "" && events.CauseOf(ctx) == events.Rotation {
+		r.Left = left
+	}
+	r.Snapshot = id
+	r.GoBack(m)
+	note(r)
+	if err := s.Save(r); err != nil {
+		return r, err
+	}
+	e := s.Event(ctx, r, events.Restored)
+	e.Details.Snapshot = id
+	s.Tell(e)
+	return r, nil
+}
+
+// Limits of the tags of a snapshot.
+const (
+	MaxSnapshotTags = 16
+	maxKept         = 16 << 10 // bytes of the file with them
+)
+
+// keptDoc is what a file below kept/ has; an empty one has no tags.
+type keptDoc struct {
+	Version int      `json:"version"`
+	Tags    []string `json:"tags"`
+}
+
+// TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
+// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of MaxMetadataTag bytes.
+func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	if len(tags) > MaxSnapshotTags {
+		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrMetadata, len(tags), MaxSnapshotTags)
+	}
+	for _, t := range tags {
+		if t == "" || len(t) > MaxMetadataTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
+			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrMetadata, t, MaxMetadataTag)
+		}
+	}
+	// A sweep either sees the tags, or is over.
+	unlock, err := s.Share(context.Background())
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	defer func() { _ = unlock() }()
+	m, err := s.Manifest(id)
+	if err != nil {
+		return SnapshotInfo{}, err
+	}
+	if len(tags) == 0 {
+		err = s.unkeep(id)
+	} else if err = s.keep(id); err == nil {
+		var data []byte
+		if data, err = json.Marshal(keptDoc{1, slices.Compact(slices.Sorted(slices.Values(tags)))}); err == nil {
+			err = s.writeFileAtomic(s.keptPath(id), append(data, '\n'))
+		}
+	}
+	if err != nil {
+		return SnapshotInfo{}, fmt.Errorf("tagging snapshot %s: %w", id, err)
+	}
+	return s.snapshotInfo(m), nil
+}
+
+// snapshotTags are those of a snapshot. A file that cannot be read keeps the snapshot all the same.
+func (s *Store) snapshotTags(id string) []string {
+	f, err := os.Open(s.keptPath(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	var doc keptDoc
+	if err := json.NewDecoder(io.LimitReader(f, maxKept)).Decode(&doc); err != nil {
+		return nil
+	}
+	return doc.Tags
+}

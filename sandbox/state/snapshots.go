@@ -1,0 +1,347 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
+
+// A snapshot of the disk alone is a snapshot whose RAM is one page of zeros and that has
+// no states: all that knows snapshots knows it (see docs/adr/0019).
+
+// KindDisk marks such a snapshot.
+const KindDisk = "disk"
+
+// ErrDiskOnly says that a snapshot has no memory to go on with.
+var ErrDiskOnly = errors.New("the snapshot is of a disk only")
+
+// KindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
+// deletes it, or whoever removes it or its VM.
+const KindAbandoned = "abandoned"
+
+// DiskOnly says that a snapshot has no memory.
+func DiskOnly(m *snapshot.Manifest) bool {
+	return m.Labels[labelKind] == KindDisk || m.Labels[labelKind] == KindAbandoned
+}
+
+// Abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id
+// of what it is kept as. It is empty if nothing is left. The VM's lock is held.
+func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
+	if slices.Equal(r.Disk.Layers, SnapshotStack(to).Layers) {
+		return "", nil
+	}
+	fail := func(err error) (string, error) {
+		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: `drowse start %s` boots it with that disk", r.Spec.Name, err, r.Spec.Name)
+	}
+	st, err := s.Absolute(r.Disk)
+	if err != nil {
+		return fail(err)
+	}
+	// Sealed it can be booted from. One that is damaged is kept as it is.
+	d, err := disk.Open(st, disk.Options{})
+	if err == nil {
+		err = d.CloseSealed()
+	}
+	note := fmt.Sprintf("what %s had on its disk when it was taken back to %.12s", r.Spec.Name, to.ID)
+	if err != nil && !errors.Is(err, disk.ErrSealed) {
+		if ctx.Err() != nil || errors.Is(err, disk.ErrInUse) {
+			return fail(err)
+		}
+		note += "; it is damaged"
+	}
+	labels, err := r.Labels(KindAbandoned)
+	if err != nil {
+		return fail(err)
+	}
+	labels[LabelNote] = note
+	id = spec.NewID()
+	if _, err := snapshot.Create(ctx, s.SnapshotDir(id), snapshot.Spec{
+		ID: id, Sandbox: r.Spec.Name, VCPUs: r.Spec.VCPUs, Image: r.Boot.ImageID, Kernel: r.Boot.KernelID,
+		Disks:  []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(r.Spec.DiskMiB) << 20, Layers: r.Disk.Layers}},
+		Labels: labels, Memory: NoMemory{},
+	}); err != nil {
+		return fail(err)
+	}
+	return id, nil
+}
+
+// NoMemory is the RAM of a snapshot without any.
+type NoMemory struct{}
+
+// Slots implements snapshot.MemorySource.
+func (NoMemory) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
+
+// NextData implements snapshot.MemorySource: there is nothing but zeros.
+func (NoMemory) NextData(page uint64) (first, end uint64, err error) { return page, page, nil }
+
+// ReadPages implements snapshot.MemorySource.
+func (NoMemory) ReadPages(_ uint64, p []byte) error {
+	clear(p)
+	return nil
+}
+
+// SnapshotInfo describes a snapshot in the store.
+type SnapshotInfo struct {
+	ID      string    `json:"id"`
+	VM      string    `json:"vm"` // the name that it had then
+	Owner   string    `json:"vm_id,omitempty"`
+	Kind    string    `json:"kind"` // "sleep", "named", "disk", "fork" or "abandoned"
+	Note    string    `json:"note,omitempty"`
+	Created time.Time `json:"created"`
+	RAM     uint64    `json:"ram_bytes"` // 0 for one of a disk
+	// Stored is what its files take on disk, and Exclusive what of that no other
+	// snapshot has as well: what removing it frees.
+	Stored    int64 `json:"stored_bytes"`
+	Exclusive int64 `json:"exclusive_bytes"`
+	// Base is the snapshot that it is a delta of, empty for a full one, and Depth
+	// how many deltas lie between it and a full one. The base may be gone: a
+	// snapshot has all that it needs.
+	Base  string `json:"base,omitempty"`
+	Depth int    `json:"depth"`
+	// Tags keep it from being pruned: TagSnapshot.
+	Tags []string `json:"tags,omitempty"`
+	// Kept says that it has tags, or was imported.
+	Kept bool `json:"kept,omitempty"`
+	// Problem is why it cannot be used, empty if nothing is known.
+	Problem string `json:"problem,omitempty"`
+}
+
+// ErrSnapshotInUse says that a VM may still need the snapshot.
+var ErrSnapshotInUse = errors.New("the snapshot is in use")
+
+// Snapshots lists the snapshots of the store, also those that cannot be opened.
+func (s *Store) Snapshots() ([]SnapshotInfo, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
+	if err != nil {
+		return nil, fmt.Errorf("listing snapshots: %w", err)
+	}
+	var out []SnapshotInfo
+	for _, e := range entries {
+		if snapshot.IsTemp(e.Name()) {
+			continue
+		}
+		m, err := s.Manifest(e.Name())
+		if errors.Is(err, snapshot.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			out = append(out, s.damagedInfo(e.Name(), err))
+			continue
+		}
+		out = append(out, s.snapshotInfo(m))
+	}
+	return out, nil
+}
+
+// damagedInfo is what is known of a snapshot whose memory cannot be had.
+func (s *Store) damagedInfo(id string, problem error) SnapshotInfo {
+	i := SnapshotInfo{ID: id}
+	if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
+		i = s.snapshotInfo(m)
+	}
+	i.Problem = problem.Error()
+	return i
+}
+
+func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
+	i := SnapshotInfo{
+		ID: m.ID, VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[LabelNote],
+		Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Base: m.Base, Depth: int(m.Depth),
+		Owner: m.Labels[labelOwner], Tags: s.snapshotTags(m.ID), Kept: s.kept(m.ID),
+	}
+	if DiskOnly(m) {
+		i.RAM = 0
+	}
+	i.Stored, i.Exclusive = DiskUsage(s.SnapshotDir(m.ID))
+	return i
+}
+
+// SnapshotDetails is everything that is known of a snapshot, its parts included.
+type SnapshotDetails struct {
+	SnapshotInfo
+	Manifest *snapshot.Manifest `json:"manifest"`
+	States   []StateInfo        `json:"states"`
+	// UsedBy are the VMs that come back from it.
+	UsedBy []string `json:"used_by"`
+}
+
+// StateInfo describes the saved state of one part of a machine.
+type StateInfo struct {
+	Name    string `json:"name"`
+	Kind    string `json:"kind"`
+	Version uint32 `json:"version"`
+	Bytes   int    `json:"bytes"`
+}
+
+// InspectSnapshot returns what a snapshot says of itself.
+func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return nil, err
+	}
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
+	if err != nil {
+		return nil, err
+	}
+	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(m), Manifest: m, UsedBy: []string{}}
+	snap, err := snapshot.Open(s.SnapshotDir(id))
+	if err != nil {
+		d.Problem = err.Error() + "; its disk does not depend on its memory: `drowse run --from-disk` boots a VM from it"
+	} else {
+		defer snap.Close()
+		for _, p := range snap.Payloads() {
+			d.States = append(d.States, StateInfo{p.Name, p.Kind, p.Version, len(p.Data)})
+		}
+	}
+	records, err := s.List()
+	for _, r := range records {
+		if r.Snapshot == id {
+			d.UsedBy = append(d.UsedBy, r.Spec.Name)
+		}
+	}
+	return d, err
+}
+
+// CompactSnapshot rewrites a snapshot so that it shares no file with others and has
+// nothing that it does not need. It returns how many bytes it had to itself before and
+// has now.
+func (s *Store) CompactSnapshot(ctx context.Context, prefix string) (before, after int64, err error) {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return 0, 0, err
+	}
+	_, before = DiskUsage(s.SnapshotDir(id))
+	if _, err := snapshot.Compact(ctx, s.SnapshotDir(id)); err != nil {
+		return before, before, err
+	}
+	_, after = DiskUsage(s.SnapshotDir(id))
+	return before, after, nil
+}
+
+// FindSnapshot completes the first digits of a snapshot's id.
+func (s *Store) FindSnapshot(prefix string) (string, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
+	if err != nil {
+		return "", fmt.Errorf("looking for snapshot %s: %w", prefix, err)
+	}
+	var found []string
+	for _, e := range entries {
+		if !snapshot.IsTemp(e.Name()) && prefix != "" && strings.HasPrefix(e.Name(), prefix) {
+			found = append(found, e.Name())
+		}
+	}
+	switch len(found) {
+	case 0:
+		return "", fmt.Errorf("snapshot %q: %w: see `drowse snapshot ls`", prefix, snapshot.ErrNotFound)
+	case 1:
+		return found[0], nil
+	}
+	return "", fmt.Errorf("snapshot %q: %w: %d begin so: give more digits", prefix, snapshot.ErrNotFound, len(found))
+}
+
+// SnapshotDisk is the disk of a snapshot, sealed, with absolute paths. It does not depend on the snapshot's memory.
+func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
+	if err != nil {
+		return disk.Stack{}, err
+	}
+	return s.Absolute(SnapshotStack(m))
+}
+
+// VerifySnapshot reads all of a snapshot and checks it.
+//
+// Its disk is checked as far as layers can be without reading all their data.
+func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return err
+	}
+	if err := snapshot.Verify(ctx, s.SnapshotDir(id), nil); err != nil {
+		return err
+	}
+	st, err := s.SnapshotDisk(id)
+	if err != nil {
+		return err
+	}
+	if err := disk.Verify(st); err != nil {
+		return fmt.Errorf("the disk of snapshot %s: %w", id, err)
+	}
+	return nil
+}
+
+// RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps in it or was made from it and has
+// not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
+func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return err
+	}
+	var layers []string
+	var free func() error
+	err = s.alone(ctx, func() error {
+		m, err := s.markRecords(ctx)
+		if err != nil {
+			return err
+		}
+		if why, named := m.names(id); named {
+			return fmt.Errorf("%w: snapshot %s %s", ErrSnapshotInUse, id, why)
+		}
+		// One that cannot be read goes as well; what it needed then goes when it has its age.
+		if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
+			layers = SnapshotStack(m).Layers
+		}
+		free, err = snapshot.Discard(s.SnapshotDir(id))
+		return errors.Join(err, s.unkeep(id))
+	})
+	if errors.Is(err, ErrStoreBusy) {
+		err = fmt.Errorf("%w: VMs or snapshots are being made of others: %w", ErrSnapshotInUse, err)
+	}
+	if free != nil {
+		err = errors.Join(err, free())
+	}
+	if err != nil {
+		return fmt.Errorf("removing snapshot %s: %w", id, err)
+	}
+	_, err = s.SweepExcept(ctx, Exempt{layers: layers})
+	return err
+}
+
+// DisksOf are the layers of a VM's disk, with what each takes on the host's, in bytes; and the snapshots of disks that
+// it has left when it was taken back.
+func (s *Store) DisksOf(ctx context.Context, r *Record) (layers map[string]int64, abandoned []string, err error) {
+	have := manifests{}
+	if _, _, err := s.readManifests(ctx, have); err != nil {
+		return nil, nil, err
+	}
+	for id, m := range have {
+		if m.Labels[labelKind] == KindAbandoned && m.Labels[labelOwner] == r.ID {
+			abandoned = append(abandoned, id)
+		}
+	}
+	slices.Sort(abandoned)
+	layers = map[string]int64{}
+	for _, l := range r.Disk.Layers {
+		layers[l], _ = DiskUsage(filepath.Join(s.LayerDir(), l))
+	}
+	return layers, abandoned, nil
+}
+
+// SnapshotDir is where a snapshot lies.
+func (s *Store) SnapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
+
+// IsThere says whether a snapshot is on disk.
+func (s *Store) IsThere(id string) bool {
+	m, err := s.Manifest(id)
+	return err == nil && m.ID == id
+}

@@ -1,0 +1,931 @@
+package state
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// MaxSocketPath is the longest path of a Unix socket, in bytes (unix(7)).
+const MaxSocketPath = 107
+
+// CheckPaths refuses a name whose sockets would have paths that are too long.
+func (s *Store) CheckPaths(name string) error {
+	if n := len(guest.ReadyPath(s.VsockPath(name))); n > MaxSocketPath {
+		return fmt.Errorf("%w: the paths of its sockets have %d bytes, and %d are possible: use a shorter name or state directory", spec.ErrInvalid, n, MaxSocketPath)
+	}
+	return nil
+}
+
+// ErrBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
+var ErrBetween = errors.New("the VM is falling asleep or being woken")
+
+// GoBack makes a VM without a process one that sleeps in a snapshot.
+func (r *Record) GoBack(m *snapshot.Manifest) {
+	r.Disk = SnapshotStack(m)
+	var then Record
+	if json.Unmarshal([]byte(m.Labels[LabelRecord]), &then) == nil && then.Version == RecordVersion {
+		// Those that its memory has.
+		r.Spec.Services = then.Spec.Services
+		r.Spec.VCPUs, r.Spec.MemoryMiB = then.Spec.VCPUs, then.Spec.MemoryMiB
+	}
+	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
+}
+
+// SnapshotStack is the writable disk in a snapshot.
+func SnapshotStack(m *snapshot.Manifest) disk.Stack {
+	for _, d := range m.Disks {
+		if d.Name == instance.DeviceDisk {
+			return disk.Stack{Layers: d.Layers}
+		}
+	}
+	return disk.Stack{}
+}
+
+// Manifest reads that of a snapshot.
+func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
+	snap, err := snapshot.Open(s.SnapshotDir(id))
+	if err != nil {
+		return nil, err
+	}
+	m := snap.Manifest()
+	return m, snap.Close()
+}
+
+// SleptAfter says whether a VM has slept since an earlier look at its record.
+func (r *Record) SleptAfter(before *Record) bool {
+	n := len(r.Sleeps)
+	return n > 0 && r.Sleeps[n-1].Snapshot == r.Snapshot && r.Snapshot != before.Snapshot && r.ID == before.ID
+}
+
+// Origin says of which VM another one is a fork. The snapshot of the fork is
+// Record.Parent.
+type Origin struct {
+	// Parent is the name that the other had, and ParentID its id.
+	Parent   string `json:"parent"`
+	ParentID string `json:"parent_id"`
+	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
+	Generation int       `json:"generation"`
+	Time       time.Time `json:"time"`
+	// Asked says that the guest of the other has asked for it: spec.Self.
+	Asked bool `json:"asked,omitempty"`
+}
+
+// Origin is that of a fork of r.
+func (r *Record) Origin() *Origin {
+	o := &Origin{Parent: r.Spec.Name, ParentID: r.ID, Generation: 1, Time: time.Now().UTC()}
+	if r.Fork != nil {
+		o.Generation += r.Fork.Generation
+	}
+	return o
+}
+
+// adoptFork makes the snapshot of its fork what a VM comes back from that has not slept,
+// as soon as that snapshot is on disk, which its parent's process sees to. Until then
+// there is nothing that the VM could come back from, and its record says so.
+func (s *Store) adoptFork(r *Record) {
+	if r.Fork == nil || r.Snapshot != "" || r.Parent == "" {
+		return
+	}
+	if _, err := os.Stat(filepath.Join(s.SnapshotDir(r.Parent), snapshot.ManifestName)); err == nil {
+		r.Snapshot = r.Parent
+	}
+}
+
+// IDPattern is what ids of VMs and snapshots look like.
+var IDPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+
+// PoolSocket is where a pool is served.
+func (s *Store) PoolSocket() string { return filepath.Join(s.Dir(), "pool.sock") }
+
+// MemoryOf is what a VM has in common with those that began as it, and so with what is in its memory of its proxy.
+func (r *Record) MemoryOf() string {
+	if r.Lineage != "" {
+		return r.Lineage
+	}
+	return r.ID
+}
+
+// Inherit notes what a VM that is made of another one's memory has of its proxy.
+func (r *Record) Inherit(from *Record) {
+	// A snapshot may come from elsewhere.
+	if l := from.MemoryOf(); IDPattern.MatchString(l) {
+		r.Lineage, r.TrustedCA = l, from.TrustedCA
+	}
+}
+
+// Store is a directory that holds everything of a set of VMs. Any number of
+// processes may use one at once. The zero value is unusable; see OpenStore.
+//
+//	vms/NAME/vm.json       the record, replaced by renaming
+//	vms/NAME/lock          held by the VM's process as long as it lives
+//	vms/NAME/sandbox.json  its Metadata, replaced by renaming; sandbox.lock is held meanwhile
+//	vms/NAME/*.sock        control.sock, vsock.sock: of the VM's process
+//	vms/NAME/*.log         console.log: serial port; vmm.log: the process
+//	vms/NAME/audit.jsonl*  what was done in it through its agent: package audit
+//	proxy.key              what the proxies of VMs are believed by: a secret of this host's
+//	pool.sock, pool.lock   of the process that serves a pool: Pool.Serve
+//	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
+//	layers/ext4-*          the empty file systems that these begin with
+//	snapshots/ID/          snapshots
+//	events/        what became of VMs: package events
+//	hooks.d/       the operator's, for what becomes of VMs: package hosthooks
+//	volumes/NAME/          volumes: package volume
+//	pages/                 pages of snapshots that were woken before: package pagecache
+//	images/, kernels/, downloads/, cache/   of packages image, kernel and others
+type Store struct {
+	dir string
+	// hostHooks are not changed.
+	hostHooks []HostHook
+	// fs is where records are written, for tests of what fails.
+	FS osfile.FS
+}
+
+// OpenStore opens or makes a store. dir is made absolute.
+func OpenStore(dir string) (*Store, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("opening the state directory: %w", err)
+	}
+	for _, d := range []string{dir, filepath.Join(dir, "vms"), filepath.Join(dir, "layers"), filepath.Join(dir, "snapshots")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
+		}
+	}
+	return &Store{dir: dir, FS: osfile.OS}, nil
+}
+
+// Dir is the store's directory.
+func (s *Store) Dir() string { return s.dir }
+
+// ImageDir is for package image.
+func (s *Store) ImageDir() string { return s.dir }
+
+// KernelDir is for package kernel.
+func (s *Store) KernelDir() string { return s.dir }
+
+// CacheDir is where system disks and initramfs archives are kept.
+func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
+
+// PageCacheDir is for package pagecache. It is not below CacheDir, which several stores may
+// share: a store sweeps out the pages of all snapshots but its own.
+func (s *Store) PageCacheDir() string { return filepath.Join(s.dir, "pages") }
+
+// oldPageCacheDir is where those pages were before. They are parts of guests' memory, so
+// they may not stay behind.
+func (s *Store) oldPageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
+
+// VMDir is a VM's own directory.
+func (s *Store) VMDir(name string) string { return filepath.Join(s.dir, "vms", name) }
+
+// RecordPath is the file of a VM's record.
+func (s *Store) RecordPath(name string) string { return filepath.Join(s.VMDir(name), "vm.json") }
+
+// LayerDir has the layers of writable disks.
+func (s *Store) LayerDir() string { return filepath.Join(s.dir, "layers") }
+
+// ControlSocket is where a VM's process answers.
+func (s *Store) ControlSocket(name string) string {
+	return filepath.Join(s.VMDir(name), "control.sock")
+}
+
+// VsockPath is the Unix socket that leads to the vsock ports of a VM.
+func (s *Store) VsockPath(name string) string { return filepath.Join(s.VMDir(name), "vsock.sock") }
+
+// ConsoleLog is what a VM has written to its serial port.
+func (s *Store) ConsoleLog(name string) string { return filepath.Join(s.VMDir(name), "console.log") }
+
+// ProcessLog is what a VM's process has logged.
+func (s *Store) ProcessLog(name string) string { return filepath.Join(s.VMDir(name), "vmm.log") }
+
+// Phase is what a VM is doing.
+type Phase string
+
+// The phases of a VM. A record says starting or running only while the VM's process
+// lives; afterwards it is crashed.
+const (
+	Starting Phase = "starting"
+	Running  Phase = "running"
+	Asleep   Phase = "asleep"
+	Stopped  Phase = "stopped"
+	Crashed  Phase = "crashed"
+)
+
+// RecordVersion is counted up by incompatible changes of Record.
+const RecordVersion = 1
+
+// Record is what is kept of a VM.
+type Record struct {
+	Version int       `json:"version"`
+	ID      string    `json:"id"`
+	Spec    spec.VM   `json:"spec"`
+	Created time.Time `json:"created"`
+	Phase   Phase     `json:"phase"`
+	// PID is the VM's own process, which holds the record's lock; 0 if there is none.
+	PID int `json:"pid,omitempty"`
+	// Maker is the process that makes the VM, until that has a process of its own. It
+	// is somebody else's, and never to be harmed.
+	Maker int `json:"maker,omitempty"`
+	// Boot is what it boots.
+	Boot BootFiles `json:"boot"`
+	// Disk is its writable disk; names of layers in the store.
+	Disk disk.Stack `json:"disk"`
+	// NextLayer numbers its layers.
+	NextLayer int `json:"next_layer"`
+	// Snapshot is the last one that it can be brought back from, or empty.
+	Snapshot string `json:"snapshot,omitempty"`
+	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was
+	// known.
+	NetworkID string `json:"network_id,omitempty"`
+	// Exit says how it ended, when it is stopped.
+	Exit *ExitRecord `json:"exit,omitempty"`
+	// Problem is why it is crashed, or what is wrong with the guest; one line.
+	Problem string `json:"problem,omitempty"`
+	// Parent is the snapshot that it was made from, if it was.
+	Parent string `json:"parent,omitempty"`
+	// Fork says of which VM it is a fork, if it is one.
+	Fork *Origin `json:"fork,omitempty"`
+	// Base is the snapshot of a fork that the next one of this VM builds upon, while
+	// its process lives.
+	Base string `json:"base,omitempty"`
+	// Lineage is the id of the VM whose memory this one's has begun as, however many forks and clones lie between;
+	// empty is its own.
+	Lineage string `json:"lineage,omitempty"`
+	// TrustedCA is the authority of a proxy that the guest has in its memory, by its fingerprint.
+	TrustedCA string `json:"trusted_ca,omitempty"`
+	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
+	// are made of it have none.
+	Secrets []spec.SecretFile `json:"secrets,omitempty"`
+	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
+	Previous string `json:"previous,omitempty"`
+	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one
+	// before goes.
+	Left string `json:"left,omitempty"`
+	// Rotated is the time of its Rotation at which it has last begun anew.
+	Rotated time.Time `json:"rotated,omitzero"`
+	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
+	Awake  time.Time     `json:"awake,omitzero"`
+	Sleeps []SleepRecord `json:"sleeps,omitempty"`
+	// Former is the name that it had before it was renamed, and NextName the one that it may have already.
+	Former   string `json:"former,omitempty"`
+	NextName string `json:"next_name,omitempty"`
+
+	// metadata is what a VM that is yet to be made gets.
+	metadata *Metadata
+}
+
+// SleepRecord says what a sleep has done.
+type SleepRecord struct {
+	Snapshot string `json:"snapshot"`
+	// Awake is when the VM's process began, and Asleep when the sleep was committed.
+	Awake  time.Time `json:"awake,omitzero"`
+	Asleep time.Time `json:"asleep"`
+	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of snapshots
+	// before it: bytes.
+	Raw    uint64 `json:"bytes_raw"`
+	Stored int64  `json:"bytes_stored"`
+	Shared int64  `json:"bytes_shared"`
+	// CPUSeconds is processor time of the VM's process from Awake on, that of its vCPUs included.
+	CPUSeconds float64 `json:"cpu_seconds"`
+	// NetworkIn and NetworkOut are bytes of packets that its policy let pass to the guest and from it, in that time.
+	NetworkIn  uint64 `json:"network_in_bytes"`
+	NetworkOut uint64 `json:"network_out_bytes"`
+}
+
+// MaxSleeps is how many sleeps a record has.
+const MaxSleeps = 16
+
+// BootFiles are what a VM boots, by path and, where it has one, id. Paths are relative to the store's directory, which
+// may be moved, but for files outside of it. Records of older versions have absolute ones: see Store.bootPath.
+type BootFiles struct {
+	KernelID   string `json:"kernel_id"`
+	Kernel     string `json:"kernel"`
+	Initramfs  string `json:"initramfs,omitempty"`
+	SystemDisk string `json:"system_disk,omitempty"`
+	Cmdline    string `json:"cmdline"`
+	ImageID    string `json:"image_id"`
+	Image      string `json:"image"`
+}
+
+// ExitRecord says how a guest has ended.
+type ExitRecord struct {
+	Reason string    `json:"reason"`
+	Detail string    `json:"detail,omitempty"`
+	Time   time.Time `json:"time"`
+}
+
+// writeFileAtomic replaces a file so that, after a crash at any instant, the old or
+// the new content is there.
+func (s *Store) writeFileAtomic(path string, data []byte) error {
+	if err := s.ReplaceFile(path, data); err != nil {
+		return err
+	}
+	return s.FS.SyncDir(filepath.Dir(path))
+}
+
+// ReplaceFile is writeFileAtomic, but that after a loss of power the file may be the one from before.
+func (s *Store) ReplaceFile(path string, data []byte) error {
+	temp, err := s.writeTemp(path, data)
+	if err != nil {
+		return err
+	}
+	return s.putInPlace(temp, path)
+}
+
+// writeTemp writes, safely, what is to take the place of a file.
+func (s *Store) writeTemp(path string, data []byte) (temp string, err error) {
+	return osfile.WriteTemp(s.FS, path, data, 0o600)
+}
+
+// putInPlace gives what writeTemp has written its name.
+func (s *Store) putInPlace(temp, path string) error {
+	if err := s.FS.Rename(temp, path); err != nil {
+		return errors.Join(err, s.FS.Remove(temp))
+	}
+	return nil
+}
+
+// AheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for
+// the disk. The zero value is none.
+type AheadRecord struct {
+	path, temp string
+	data       []byte
+	// before is the file whose place it takes: as long as it is open, the kernel need not give back what it has on the
+	// disk, which takes longer than all else of a rename.
+	Before *os.File
+}
+
+// Ahead writes a record beside its file. What it returns is to be discarded, also after an error.
+func (s *Store) Ahead(r *Record) (*AheadRecord, error) {
+	data, err := EncodeRecord(r)
+	a := &AheadRecord{path: s.RecordPath(r.Spec.Name), data: data}
+	if err == nil {
+		a.temp, err = s.writeTemp(a.path, a.data)
+	}
+	if err == nil {
+		a.Before, err = os.Open(a.path)
+	}
+	if err != nil {
+		return a, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	return a, nil
+}
+
+// Commit has it take the file's place if the record is the one that was written.
+func (a *AheadRecord) Commit(r *Record) (done bool, err error) {
+	if a.temp == "" {
+		return false, nil
+	}
+	data, err := EncodeRecord(r)
+	if err == nil && !bytes.Equal(data, a.data) {
+		return false, nil
+	}
+	if err == nil {
+		err = os.Rename(a.temp, a.path)
+	}
+	if err != nil {
+		return false, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	a.temp = ""
+	return true, nil
+}
+
+// Discard removes what was not committed, and lets go of what was before. Whatever a killed process leaves goes with
+// its sockets.
+func (a *AheadRecord) Discard() {
+	if a.Before != nil {
+		a.Before.Close()
+	}
+	if a.temp != "" {
+		_ = os.Remove(a.temp)
+	}
+}
+
+// EncodeRecord makes the text of a record.
+func EncodeRecord(r *Record) ([]byte, error) {
+	data, err := json.MarshalIndent(r, "", "  ")
+	return append(data, '\n'), err
+}
+
+// Save writes a record, safely. The lock of its VM must be held.
+func (s *Store) Save(r *Record) error { return s.SaveBy(s.writeFileAtomic, r)() }
+
+// SaveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so
+// before the record is. Both are written at once, since a wake may wait for it.
+func (s *Store) SaveOver(r *Record, top string) error {
+	synced := make(chan error, 1)
+	go func() { synced <- disk.Sync(top) }()
+	return s.SaveBy(func(path string, data []byte) error {
+		temp, err := s.writeTemp(path, data)
+		if serr := <-synced; err == nil && serr != nil {
+			err = errors.Join(serr, s.FS.Remove(temp))
+		}
+		if err == nil {
+			err = s.putInPlace(temp, path)
+		}
+		if err != nil {
+			return err
+		}
+		return s.FS.SyncDir(filepath.Dir(path))
+	}, r)()
+}
+
+// SaveBy makes of a record, as it is now, what writes it to its file.
+func (s *Store) SaveBy(write func(path string, data []byte) error, r *Record) func() error {
+	data, err := EncodeRecord(r)
+	name := r.Spec.Name
+	return func() error {
+		if err == nil {
+			err = write(s.RecordPath(name), data)
+		}
+		if err != nil {
+			return fmt.Errorf("saving VM %s: %w", name, err)
+		}
+		return nil
+	}
+}
+
+// Load reads a record as it stands in its file.
+func (s *Store) Load(name string) (*Record, error) {
+	if !spec.ValidName(name) {
+		return nil, fmt.Errorf("%w: %q is not the name of a VM", spec.ErrNotFound, name)
+	}
+	data, err := os.ReadFile(s.RecordPath(name))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %s: see `drowse ps -a`", spec.ErrNotFound, name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading VM %s: %w", name, err)
+	}
+	r, err := DecodeRecord(data)
+	if err != nil {
+		return nil, fmt.Errorf("reading VM %s: %w: %w: it was written by another version, or is damaged", name, spec.ErrRecord, err)
+	}
+	r.adoptName(name)
+	if r.Version != RecordVersion || r.Spec.Name != name {
+		return nil, fmt.Errorf("reading VM %s: %w: version %d, this build reads %d", name, spec.ErrRecord, r.Version, RecordVersion)
+	}
+	s.adoptFork(r)
+	return r, nil
+}
+
+// DecodeRecord is the other way round of encodeRecord.
+func DecodeRecord(data []byte) (*Record, error) {
+	r := &Record{}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	return r, d.Decode(r)
+}
+
+// Get returns a VM's record. What a killed process has left behind is tidied up
+// first.
+func (s *Store) Get(name string) (*Record, error) {
+	r, err := s.Load(name)
+	if err != nil {
+		return nil, err
+	}
+	if r.Phase != Starting && r.Phase != Running {
+		return r, nil
+	}
+	l, err := s.Lock(name)
+	if errors.Is(err, spec.ErrRunning) {
+		return r, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.Release()
+	if r.making() {
+		// Whoever makes it has yet to start its process.
+		return r, nil
+	}
+	// The process is gone. It may have finished its record just now.
+	if r, err = s.Load(name); err != nil || r.Phase != Starting && r.Phase != Running {
+		return r, err
+	}
+	return r, s.Tidy(r)
+}
+
+// making says that the VM has no process yet, and that the one that makes it is there.
+func (r *Record) making() bool {
+	return r.Phase == Starting && r.PID == 0 && r.Maker > 0 && unix.Kill(r.Maker, 0) == nil
+}
+
+// Tidy turns the record of a killed process into one of a crashed VM and removes its
+// sockets. The lock is held. TAP devices and memory went with the process.
+func (s *Store) Tidy(r *Record) error {
+	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
+	if r.PID == 0 {
+		r.Problem = "its process was never started"
+	}
+	if r.Snapshot != "" {
+		since := "its last sleep"
+		if r.Fork != nil && r.Snapshot == r.Parent {
+			since = "the fork"
+		}
+		r.Problem += "; whatever uses it, and `drowse start`, boots it with its disk as it is; `drowse wake` brings it back as of " + since + ", and keeps that disk as a snapshot"
+	} else {
+		r.Problem += "; `drowse start` boots it again with its disk as it is"
+	}
+	r.Phase, r.PID, r.Maker = Crashed, 0, 0
+	if err := s.adoptLayers(r); err != nil {
+		r.Problem += "; its disk cannot be read: " + err.Error()
+	}
+	if err := s.RemoveSockets(r.Spec.Name); err != nil {
+		return err
+	}
+	if err := removeLeftNetwork(r); err != nil {
+		return err
+	}
+	if err := s.Save(r); err != nil {
+		return err
+	}
+	// The lock is held, and the record says it from now on, so it is told once.
+	s.Tell(s.Event(events.WithCause(context.Background(), events.Killed), r, events.Crashed))
+	return nil
+}
+
+// adoptLayers adds to a VM's disk the layers that its process began after it had last saved the record: it was killed,
+// or could not save, between sealing one layer and naming the next, in which the guest may have made things durable
+// since. Their names count on from the record's, and each lies over the one before. The lock is held.
+func (s *Store) adoptLayers(r *Record) error {
+	if len(r.Disk.Layers) == 0 {
+		return nil
+	}
+	st, err := s.Absolute(r.Disk)
+	if err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(s.LayerDir())
+	if err != nil {
+		return fmt.Errorf("looking for layers of VM %s: %w", r.Spec.Name, err)
+	}
+	var later []int
+	for _, e := range entries {
+		number, ours := strings.CutPrefix(e.Name(), r.ID+"-")
+		if n, err := strconv.Atoi(number); ours && err == nil && n > r.NextLayer {
+			later = append(later, n)
+		}
+	}
+	slices.Sort(later)
+	for _, n := range later {
+		path := filepath.Join(s.LayerDir(), fmt.Sprintf("%s-%d", r.ID, n))
+		if ok, err := disk.Continues(path, st); err != nil {
+			return fmt.Errorf("looking for layers of VM %s: %w", r.Spec.Name, err)
+		} else if ok {
+			st = st.With(path)
+			r.Disk, r.NextLayer = s.Relative(st), n
+		}
+	}
+	return nil
+}
+
+// RemoveSockets removes what a killed process has left in its VM's directory.
+func (s *Store) RemoveSockets(name string) error {
+	entries, err := os.ReadDir(s.VMDir(name))
+	if err != nil {
+		return fmt.Errorf("tidying up VM %s: %w", name, err)
+	}
+	var errs []error
+	for _, e := range entries {
+		if e.Type()&fs.ModeSocket != 0 || strings.HasPrefix(e.Name(), osfile.TempPrefix) {
+			errs = append(errs, os.Remove(filepath.Join(s.VMDir(name), e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// List returns all VMs in the order of their names. A record that cannot be read is
+// reported, and does not hide the others.
+func (s *Store) List() ([]*Record, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	var (
+		out  []*Record
+		errs []error
+	)
+	for _, e := range entries {
+		r, err := s.Get(e.Name())
+		switch {
+		case errors.Is(err, spec.ErrNotFound): // being made, or removed
+		case err != nil:
+			errs = append(errs, err)
+		default:
+			out = append(out, r)
+		}
+	}
+	return out, errors.Join(errs...)
+}
+
+// Stamps say of each VM when its record was last written, at little cost: whoever follows what becomes of VMs need
+// read only the records that have changed.
+func (s *Store) Stamps() (map[string]time.Time, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	out := make(map[string]time.Time, len(entries))
+	for _, e := range entries {
+		if st, err := os.Stat(s.RecordPath(e.Name())); err == nil {
+			out[e.Name()] = st.ModTime()
+		}
+	}
+	return out, nil
+}
+
+// FileStamps say of each VM what its record and its metadata are, without reading them: a stamp that has not changed
+// stands for files that have not. It is empty for files that have been replaced so recently that their next replacement
+// might have the same time.
+func (s *Store) FileStamps() (map[string]string, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	out := make(map[string]string, len(entries))
+	for _, e := range entries {
+		record, settled := fileStamp(s.RecordPath(e.Name()))
+		if record == "" {
+			continue
+		}
+		label, lsettled := fileStamp(filepath.Join(s.VMDir(e.Name()), metadataFile))
+		stamp := record + " " + label
+		if !settled || !lsettled {
+			stamp = ""
+		}
+		out[e.Name()] = stamp
+	}
+	return out, nil
+}
+
+// settleTime is how old a file has to be for its time to tell it from the next: file systems count in steps of
+// milliseconds.
+const settleTime = 100 * time.Millisecond
+
+// fileStamp tells a file that is replaced by renaming from the one before; empty if there is none.
+func fileStamp(path string) (stamp string, settled bool) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return "", true
+	}
+	age := time.Since(time.Unix(st.Mtim.Unix()))
+	return fmt.Sprintf("%d.%d.%d", st.Mtim.Nano(), st.Ino, st.Size), age > settleTime || age < -settleTime
+}
+
+// VMLock is an exclusive flock(2), which the kernel drops when its holder dies.
+type VMLock struct{ f *os.File }
+
+// Lock takes a VM's lock, or fails with ErrRunning when a process holds it.
+func (s *Store) Lock(name string) (*VMLock, error) {
+	f, err := osfile.TryOpenLocked(s.lockPath(name), lockFlags, 0o600, osfile.Exclusive)
+	return locked(name, f, err)
+}
+
+func (s *Store) lockPath(name string) string { return filepath.Join(s.VMDir(name), "lock") }
+
+const lockFlags = os.O_RDWR | os.O_CREATE
+
+func locked(name string, f *os.File, err error) (*VMLock, error) {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("%w: %s", spec.ErrNotFound, name)
+	case errors.Is(err, osfile.ErrLocked):
+		return nil, fmt.Errorf("%w: %s", spec.ErrRunning, name)
+	case err != nil:
+		return nil, fmt.Errorf("locking VM %s: %w", name, err)
+	}
+	return &VMLock{f}, nil
+}
+
+// lockPatience is how long the process of a VM waits for its lock, which others hold
+// for moments only, to look at the record.
+const lockPatience = 300 * time.Millisecond
+
+// removePatience is how long is waited for the lock of a VM that is to be removed: its
+// process may be on its way out, and others look at it.
+const removePatience = 30 * time.Second
+
+// LockSoon is lock with a little patience.
+func (s *Store) LockSoon(ctx context.Context, name string) (*VMLock, error) {
+	return s.lockWithin(ctx, name, lockPatience)
+}
+
+func (s *Store) lockWithin(ctx context.Context, name string, patience time.Duration) (*VMLock, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, osfile.ErrLocked)
+	defer cancel()
+	f, err := osfile.OpenLocked(ctx, s.lockPath(name), lockFlags, 0o600, osfile.Exclusive)
+	return locked(name, f, err)
+}
+
+// Release gives it back.
+func (l *VMLock) Release() { l.f.Close() }
+
+// Create makes the directory and record of a new VM. The name must be free. The
+// returned lock is held.
+func (s *Store) Create(r *Record) (*VMLock, error) {
+	dir := s.VMDir(r.Spec.Name)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		if !errors.Is(err, fs.ErrExist) {
+			return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
+		}
+		// A directory without a record is what a killed `drowse run` left.
+		if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
+			return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+		}
+	}
+	l, err := s.Lock(r.Spec.Name)
+	if errors.Is(err, spec.ErrRunning) {
+		return nil, fmt.Errorf("%w: %s: it is being made at this moment", spec.ErrExists, r.Spec.Name)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
+		l.Release()
+		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+	}
+	// The record comes last: without one the directory can be used again.
+	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {
+		err = s.Save(r)
+	}
+	if err != nil {
+		l.Release()
+		return nil, err
+	}
+	return l, nil
+}
+
+// NewLayer names the VM's next layer and counts it in the record, which the caller
+// saves.
+func (r *Record) NewLayer() string {
+	r.NextLayer++
+	return fmt.Sprintf("%s-%d", r.ID, r.NextLayer)
+}
+
+// Absolute turns the names of layers in a record or snapshot into paths. A name that
+// leads out of the store is refused: a snapshot may come from elsewhere.
+func (s *Store) Absolute(st disk.Stack) (disk.Stack, error) {
+	var out disk.Stack
+	for _, l := range st.Layers {
+		if l != filepath.Base(l) || l == "." || l == ".." || st.Base != "" {
+			return out, fmt.Errorf("%w: disk layer %q is not in the store", spec.ErrRecord, l)
+		}
+		out.Layers = append(out.Layers, filepath.Join(s.LayerDir(), l))
+	}
+	return out, nil
+}
+
+// Relative is the reverse of absolute.
+func (s *Store) Relative(st disk.Stack) disk.Stack {
+	var out disk.Stack
+	for _, l := range st.Layers {
+		out.Layers = append(out.Layers, filepath.Base(l))
+	}
+	return out
+}
+
+// storeDirs are the folders of a store that BootFiles may be in.
+var storeDirs = []string{"images", "kernels", "cache"}
+
+// InStore is the path of a file as a record has it.
+func (s *Store) InStore(path string) string {
+	if rel, err := filepath.Rel(s.dir, path); err == nil && filepath.IsLocal(rel) {
+		return rel
+	}
+	return path
+}
+
+// BootPath is the absolute path of one of a record's BootFiles. A record of an older version has the store's directory
+// in it as it was then; if that has been moved, or copied, the file is where the store is now.
+func (s *Store) BootPath(path string) string {
+	if path == "" {
+		return ""
+	}
+	if !filepath.IsAbs(path) {
+		return filepath.Join(s.dir, path)
+	}
+	for _, dir := range storeDirs {
+		if i := strings.LastIndex(path, "/"+dir+"/"); i >= 0 {
+			here := filepath.Join(s.dir, path[i:])
+			if _, err := os.Stat(here); err == nil {
+				return here
+			}
+		}
+	}
+	return path
+}
+
+// RemoveNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can name
+// them. It sweeps nothing, since others may be made of the same snapshot.
+func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
+	l, err := s.lockWithin(ctx, r.Spec.Name, removePatience)
+	if err != nil {
+		return err
+	}
+	defer l.Release()
+	last := r.NextLayer
+	if now, err := s.Load(r.Spec.Name); err == nil {
+		last = max(last, now.NextLayer)
+		if err := removeLeftNetwork(now); err != nil {
+			return err
+		}
+	}
+	errs := []error{os.RemoveAll(s.VMDir(r.Spec.Name))}
+	for n := 1; n <= last+1; n++ { // one more: a layer is made before it is counted on disk
+		if err := os.Remove(filepath.Join(s.LayerDir(), fmt.Sprintf("%s-%d", r.ID, n))); !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("removing VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
+}
+
+// Remove deletes a VM with its disk and its sleep snapshot, and says what that has freed. One that runs is refused with
+// ErrRunning, and one whose record cannot be read with ErrRecord, unless force is set; whoever has its lock then is
+// waited for. The VM may be gone although
+// there is an error: then what only it needed is not all deleted, which the next sweep does, and sandbox.removed is
+// told with what was freed by then.
+func (s *Store) Remove(ctx context.Context, name string, force bool) (Freed, error) {
+	r, err := s.Get(name)
+	e := events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx)}
+	switch {
+	case errors.Is(err, spec.ErrRecord) && force:
+	case err != nil:
+		return Freed{}, err
+	case !force && (r.Phase == Running || r.Phase == Starting):
+		return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
+	default:
+		// Its metadata goes with it.
+		e = s.Event(ctx, r, events.Removed)
+	}
+	freed, gone, err := s.removeFiles(ctx, name)
+	if gone {
+		e.Details.Bytes = freed.Bytes
+		s.Announce(ctx, e)
+	}
+	return freed, err
+}
+
+// removeFiles deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM
+// is gone. It may be gone with an error: what only it needed is deleted after it, and what of that is left the next
+// sweep deletes.
+func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone bool, err error) {
+	l, err := s.lockWithin(ctx, name, removePatience)
+	if err != nil {
+		return freed, false, err
+	}
+	defer l.Release()
+	var now Exempt
+	if r, err := s.Load(name); err == nil {
+		now.of(r)
+		// A process that was killed when the record said already that it sleeps.
+		if err := removeLeftNetwork(r); err != nil {
+			return freed, false, err
+		}
+	} else if errors.Is(err, spec.ErrRecord) {
+		// What else it may have needed goes when it has its age.
+		for _, path := range vmFiles(s.VMDir(name)) {
+			now.Owners = append(now.Owners, idsIn(path)...)
+		}
+	}
+	_, own := DiskUsage(s.VMDir(name))
+	if err := os.RemoveAll(s.VMDir(name)); err != nil {
+		// Without its record it is no VM any more, whatever else of it is still there.
+		_, lerr := s.Load(name)
+		return freed, errors.Is(lerr, spec.ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
+	}
+	// Or it could come back, after a loss of power, without what is deleted now.
+	if err := osfile.SyncDir(filepath.Join(s.dir, "vms")); err != nil {
+		return freed, true, fmt.Errorf("removing VM %s: %w", name, err)
+	}
+	l.Release() // who holds a VM's lock does not wait for the store's
+	freed, err = s.SweepExcept(ctx, now)
+	freed.Bytes += own
+	if err != nil {
+		err = fmt.Errorf("VM %s is removed, but not all that only it needed: `drowse prune` tries that again: %w", name, err)
+	}
+	return freed, true, err
+}

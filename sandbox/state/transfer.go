@@ -1,0 +1,197 @@
+package state
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// systemFile is what an export calls the disk with the agent that the guest has started from.
+const systemFile = "system.erofs"
+
+// ExportSnapshot writes a snapshot to w as one stream that ImportSnapshot takes, on this host or another: its memory,
+// the layers of its disk, and the disk with the agent that its guest runs from. The image that the VM was booted from
+// is not in it: the stream names it by the SHA-256 of its content.
+func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) error {
+	id, err := s.FindSnapshot(prefix)
+	if err != nil {
+		return err
+	}
+	m, err := s.Manifest(id)
+	if err != nil {
+		return err
+	}
+	st, err := s.Absolute(SnapshotStack(m))
+	if err != nil {
+		return err
+	}
+	if err := disk.Verify(st); err != nil {
+		return fmt.Errorf("exporting snapshot %s: its disk: %w", id, err)
+	}
+	var files []snapshot.ExtraFile
+	for _, path := range st.Layers {
+		n, err := disk.PackedSize(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // joined with the one above, which says so; disk.Verify has the last word
+		}
+		if err != nil {
+			return fmt.Errorf("exporting snapshot %s: %w", id, err)
+		}
+		files = append(files, snapshot.ExtraFile{Name: filepath.Base(path), Size: n, Open: func() (io.ReadCloser, error) {
+			r, w := io.Pipe()
+			go func() { w.CloseWithError(disk.Pack(ctx, w, path)) }()
+			return r, nil
+		}})
+	}
+	system, err := s.systemDiskOf(m)
+	if err != nil {
+		return fmt.Errorf("exporting snapshot %s: %w", id, err)
+	}
+	if system != "" {
+		fi, err := os.Stat(system)
+		if err != nil {
+			return fmt.Errorf("exporting snapshot %s: the disk that its guest has started from: %w", id, err)
+		}
+		files = append(files, snapshot.ExtraFile{Name: systemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
+	}
+	return snapshot.Export(ctx, w, s.SnapshotDir(id), files)
+}
+
+// systemDiskOf is the path of the disk with the agent that the guest of a snapshot has in use; empty if it has none.
+func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
+	if DiskOnly(m) {
+		return "", nil
+	}
+	var r Record
+	if err := json.Unmarshal([]byte(m.Labels[LabelRecord]), &r); err != nil {
+		return "", fmt.Errorf("%w: %w", spec.ErrRecord, err)
+	}
+	return s.BootPath(r.Boot.SystemDisk), nil
+}
+
+// ImportOptions change an import. The zero value is ImportSnapshot.
+type ImportOptions struct {
+	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the
+	// path of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
+	Trust bool
+}
+
+// ImportResult is an imported snapshot.
+type ImportResult struct {
+	SnapshotInfo
+	// Dropped names what the stream said of its VM and this store does not take from a stranger.
+	Dropped []string `json:"dropped"`
+}
+
+// ImportSnapshot reads what ExportSnapshot has written and makes the snapshot in this store. It stays until it is
+// removed, also if it was one of a sleep.
+//
+// Whoever has made the stream is a stranger. Taken are the memory with the state of the machine, the disk, and which
+// devices there are; the image by its content. A network device has no policy then, so nothing passes. What else the
+// stream says is dropped, and ImportResult says what: see docs/guides/snapshots.md. Layers of the disk come from the
+// stream alone, and have names by their content unless the store has the same under the same name.
+//
+// It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,
+// image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Nothing is left then, nor when the stream is
+// damaged.
+func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader) (ImportResult, error) {
+	return s.ImportSnapshotWith(ctx, r, ImportOptions{})
+}
+
+// ErrImport says that an exported snapshot cannot be made one of this store.
+var ErrImport = errors.New("the snapshot cannot be imported")
+
+// ImportSnapshotWith is ImportSnapshot with options.
+func (s *Store) ImportSnapshotWith(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
+	// What is being imported belongs to nobody until all is there.
+	unlock, err := s.Share(ctx)
+	if err != nil {
+		return res, err
+	}
+	defer func() { err = errors.Join(err, unlock()) }()
+	im := &importing{ctx: ctx, store: s, trust: o.Trust, layers: map[string]string{}}
+	in, err := snapshot.Import(ctx, r, filepath.Join(s.dir, "snapshots"), im)
+	if err != nil {
+		// The next sweep takes the layers.
+		if im.kept {
+			err = errors.Join(err, s.unkeep(im.id))
+		}
+		return res, err
+	}
+	res = ImportResult{SnapshotInfo: s.snapshotInfo(in.Manifest), Dropped: im.dropped}
+	if res.Dropped == nil {
+		res.Dropped = []string{}
+	}
+	s.Tell(events.Event{
+		Type: events.Imported, Cause: events.CauseOf(ctx),
+		Details: events.Details{Snapshot: res.ID, Bytes: res.Stored, Dropped: res.Dropped},
+	})
+	return res, nil
+}
+
+func (s *Store) keptPath(id string) string { return filepath.Join(s.dir, "kept", id) }
+
+// kept says that a snapshot is not to be swept, whatever it says of itself.
+func (s *Store) kept(id string) bool {
+	_, err := os.Lstat(s.keptPath(id))
+	return !errors.Is(err, fs.ErrNotExist)
+}
+
+func (s *Store) keep(id string) error {
+	dir := filepath.Dir(s.keptPath(id))
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(s.keptPath(id), os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close(), osfile.SyncDir(dir))
+}
+
+func (s *Store) unkeep(id string) error {
+	if err := os.Remove(s.keptPath(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// ErrStoreBusy says that others work on the records of a store for longer than was waited.
+var ErrStoreBusy = errors.New("others make or remove VMs and snapshots at this moment: try again")
+
+// storePatience is how long is waited for whoever takes names away, which takes moments.
+const storePatience = time.Minute
+
+// LockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, metadata or a snapshot name
+// what another one names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It
+// waits until ctx ends, or for a time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not
+// wait for it.
+func (s *Store) LockStore(ctx context.Context, mode osfile.LockMode, patience time.Duration) (unlock func() error, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, ErrStoreBusy)
+	defer cancel()
+	f, err := osfile.OpenLocked(ctx, filepath.Join(s.dir, "import.lock"), os.O_CREATE|os.O_RDWR, 0o600, mode)
+	if errors.Is(err, ErrStoreBusy) {
+		return nil, ErrStoreBusy
+	}
+	if err != nil {
+		return nil, fmt.Errorf("locking the store: %w", err)
+	}
+	return f.Close, nil
+}
+
+// Share is lockStore for what names what another one names.
+func (s *Store) Share(ctx context.Context) (unlock func() error, err error) {
+	return s.LockStore(ctx, osfile.Shared, storePatience)
+}

@@ -1,0 +1,94 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
+	s, err := OpenStore(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	const kib = 1 << 10
+	write := func(size int, path ...string) string {
+		t.Helper()
+		name := filepath.Join(append([]string{s.Dir()}, path...)...)
+		if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		// Random enough for file systems that compress.
+		data := make([]byte, size)
+		for i := range data {
+			data[i] = byte(i*i>>3 ^ i)
+		}
+		f, err := os.Create(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		if _, err := f.Write(data); err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Sync(); err != nil { // blocks are given late
+			t.Fatal(err)
+		}
+		return name
+	}
+	r := &Record{Version: RecordVersion, ID: "0123456789abcdef0123456789abcdef", Phase: Asleep, Snapshot: "used", Spec: spec.VM{Name: "a", Image: "app"}}
+	l, err := s.Create(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Release()
+	before, err := s.Usage(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(64*kib, "layers", "l")
+	shared := write(128*kib, "snapshots", "used", "memory")
+	write(256*kib, "snapshots", "earlier", "memory")
+	if err := os.Link(shared, filepath.Join(s.Dir(), "snapshots", "earlier", "shared")); err != nil {
+		t.Fatal(err)
+	}
+	write(512*kib, "pages", "p")
+	write(1024*kib, "volumes", "v", "disk")
+	// Images of several stores lie in one place.
+	elsewhere := t.TempDir()
+	if err := os.WriteFile(filepath.Join(elsewhere, "i"), make([]byte, 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(elsewhere, filepath.Join(s.Dir(), "images")); err != nil {
+		t.Fatal(err)
+	}
+	u, err := s.Usage(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Directories and the blocks of a file system's own come on top.
+	const slack = 48 * kib
+	for _, c := range []struct {
+		kind      string
+		got, want int64
+	}{
+		{"layers", u.Layers - before.Layers, 64 * kib}, {"snapshots", u.Snapshots - before.Snapshots, 128 * kib}, {"kept", u.Kept - before.Kept, 256 * kib},
+		{"pages", u.Pages - before.Pages, 512 * kib}, {"volumes", u.Volumes - before.Volumes, 1024 * kib}, {"images", u.Images, 0},
+	} {
+		if c.got < c.want || c.got > c.want+slack {
+			t.Errorf("%s: %d bytes, not some %d", c.kind, c.got, c.want)
+		}
+	}
+	if u.Images == 0 {
+		t.Error("images: nothing, though there is a file behind the link")
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Usage(ended); !errors.Is(err, context.Canceled) {
+		t.Errorf("of a context that has ended: %v", err)
+	}
+}
