@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -234,7 +235,7 @@ func clonable(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, snap str
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := image.Build(t.Context(), image.Options{Store: images, From: "dir:" + tree})
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
 	if err != nil {
 		t.Fatal(err)
 	}

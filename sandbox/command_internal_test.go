@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -54,7 +55,7 @@ func TestCommand_reads_the_image_of_the_record(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := image.Build(t.Context(), image.Options{Store: images, From: "dir:" + tree})
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
@@ -110,7 +111,7 @@ type builtOfSteps struct {
 }
 
 // buildSteps makes an image of a build file.
-func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from image.Options) error {
+func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options) error {
 	if from.Tag == "" {
 		return usageError{errors.New("an image of steps needs a name: use --tag")}
 	}

@@ -16,6 +16,8 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
+	"github.com/drowse-vm/drowse/rootfs/image/oci"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
 )
@@ -75,7 +77,7 @@ func (r *patientReader) Read(p []byte) (int, error) {
 
 func (a *app) imageBuildCommand() *cobra.Command {
 	var (
-		o      image.Options
+		o      builder.Options
 		maxMiB int
 		steps  stepFlags
 	)
@@ -132,7 +134,7 @@ stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 			}
 			p := a.newProgress("image build", countsBytes)
 			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), &patientReader{cmd.Context(), os.Stdin}
-			img, err := image.Build(cmd.Context(), o)
+			img, err := builder.Build(cmd.Context(), o)
 			p.finish(err)
 			if errors.Is(err, image.ErrInvalidOption) || errors.Is(err, image.ErrUnsupportedSource) {
 				return usageError{err}
@@ -149,13 +151,13 @@ stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 	f.StringSliceVar(&o.Include, "include", nil, "Debian packages to put in, separated by commas; repeatable")
 	f.StringVarP(&o.Tag, "tag", "t", "", "NAME or NAME:VERSION (default: made from the source, such as debian-python:latest)")
 	f.BoolVar(&o.NoCache, "no-cache", false, "build anew in any case")
-	f.DurationVar(&o.MaxAge, "max-age", image.DefaultMaxAge, "use an image of the same source up to this age")
+	f.DurationVar(&o.MaxAge, "max-age", builder.DefaultMaxAge, "use an image of the same source up to this age")
 	f.BoolVar(&o.NoDocs, "no-docs", false, "leave out documentation, manual and info pages")
 	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or line as in sources.list, to use instead of the host's; repeatable")
 	f.StringVar(&o.Platform, "platform", "", "of a container image for several: OS/ARCH (default: linux and this host's architecture)")
 	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
-	f.IntVar(&o.MaxFiles, "max-files", image.DefaultMaxFiles, "refuse archives with more entries than this; each takes up to 2 KiB of memory")
-	f.IntVar(&maxMiB, "max-size", image.DefaultMaxBytes>>20, "refuse sources with more MiB of files than this")
+	f.IntVar(&o.MaxFiles, "max-files", builder.DefaultMaxFiles, "refuse archives with more entries than this; each takes up to 2 KiB of memory")
+	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files than this")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd
 }
@@ -351,7 +353,7 @@ The same image gives the same bytes.`,
 			}
 			p := a.newProgress("image export", func(string) bool { return true })
 			write := func(w io.Writer) error {
-				return s.Export(cmd.Context(), img, image.Format(format), w, func(done, total int64) { p.report("write", done, total) })
+				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report("write", done, total) })
 			}
 			if args[1] == "-" {
 				err = write(a.stdout)
@@ -378,7 +380,7 @@ The same image gives the same bytes.`,
 			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
 		},
 	}
-	cmd.Flags().StringVar(&format, "format", string(image.FormatEROFS), "erofs, tar or oci-archive")
+	cmd.Flags().StringVar(&format, "format", string(oci.FormatEROFS), "erofs, tar or oci-archive")
 	return cmd
 }
 
@@ -402,11 +404,11 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			freed, err := s.PruneBlobs(cmd.Context())
+			freed, err := oci.PruneBlobs(s)
 			if err != nil {
 				return err
 			}
-			steps, err := s.PruneSteps(cmd.Context(), func(id string) bool {
+			steps, err := builder.PruneSteps(cmd.Context(), s, func(id string) bool {
 				users, err := vms.State.ImageUsers(id)
 				return err != nil || len(users) > 0
 			})
@@ -425,7 +427,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 				Steps  int   `json:"steps"`
 				Bytes  int64 `json:"bytes"`
 				Busy   bool  `json:"busy"`
-			}{n, freed.Blobs, steps.Steps, freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
+			}{n, len(freed.Names), len(steps.Names), freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
 			return a.print(out, func(w io.Writer) {
 				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
 			})

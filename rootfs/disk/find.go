@@ -2,10 +2,8 @@ package disk
 
 import (
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
@@ -84,35 +82,4 @@ func Sync(path string) error {
 		return ioError("sync layer "+path, err)
 	}
 	return ioError("sync directory of "+path, e.fs.SyncDir(filepath.Dir(path)))
-}
-
-// Chain puts together the stack whose uppermost layer is top from layers that Find has found. base
-// is the path of the raw base if the lowest layer needs one. Where an interrupted merge has left two
-// files of one id, the merged one counts.
-func Chain(layers []LayerInfo, top ID, base string) (Stack, error) {
-	byID := map[ID]LayerInfo{}
-	for _, l := range layers {
-		if old, ok := byID[l.ID]; ok && old.Merged != (ID{}) {
-			continue
-		}
-		byID[l.ID] = l
-	}
-	var s Stack
-	for id := top; id != (ID{}); {
-		l, ok := byID[id]
-		if !ok {
-			return Stack{}, fmt.Errorf("%w: layer %v was not found", ErrMissingParent, id)
-		}
-		delete(byID, id) // each at most once: a cycle ends above
-		s.Layers = append(s.Layers, l.Path)
-		if id = l.Parent; l.OnBase {
-			if base == "" {
-				return Stack{}, fmt.Errorf("%w: %s needs a raw base", ErrMissingParent, l.Path)
-			}
-			s.Base = base
-			break
-		}
-	}
-	slices.Reverse(s.Layers)
-	return s, nil
 }

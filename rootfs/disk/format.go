@@ -259,12 +259,6 @@ func appendEntry(p []byte, r run) []byte {
 	return p
 }
 
-// decodeTable checks a table, whose checksum has been verified, and calls each for its runs in order.
-func decodeTable(p []byte, blocks int64, each func(run)) error {
-	d := tableDecoder{blocks: blocks}
-	return d.decode(p, each)
-}
-
 // tableDecoder decodes a table piece by piece.
 type tableDecoder struct {
 	blocks  int64 // of the disk

@@ -241,3 +241,9 @@ func FuzzUnpack(f *testing.F) {
 		}
 	})
 }
+
+// decodeTable checks a table, whose checksum has been verified, and calls each for its runs in order.
+func decodeTable(p []byte, blocks int64, each func(run)) error {
+	d := tableDecoder{blocks: blocks}
+	return d.decode(p, each)
+}

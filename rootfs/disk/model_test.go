@@ -425,7 +425,7 @@ func TestRandomWorkloadReadsLikeTheModel(t *testing.T) {
 			w.fatal(err, "find")
 			for _, info := range infos {
 				if info.Path == w.committed.Top() {
-					s, err := Chain(infos, info.ID, "")
+					s, err := chain(infos, info.ID, "")
 					w.fatal(err, "chain")
 					ro, err := w.env.open(s, Options{ReadOnly: true})
 					w.fatal(err, "open the chain")
@@ -510,4 +510,35 @@ func TestPowerLossKeepsWhatWasFlushedAndEverySnapshot(t *testing.T) {
 			}
 		})
 	}
+}
+
+// chain puts together the stack whose uppermost layer is top from layers that Find has found. base
+// is the path of the raw base if the lowest layer needs one. Where an interrupted merge has left two
+// files of one id, the merged one counts.
+func chain(layers []LayerInfo, top ID, base string) (Stack, error) {
+	byID := map[ID]LayerInfo{}
+	for _, l := range layers {
+		if old, ok := byID[l.ID]; ok && old.Merged != (ID{}) {
+			continue
+		}
+		byID[l.ID] = l
+	}
+	var s Stack
+	for id := top; id != (ID{}); {
+		l, ok := byID[id]
+		if !ok {
+			return Stack{}, fmt.Errorf("%w: layer %v was not found", ErrMissingParent, id)
+		}
+		delete(byID, id) // each at most once: a cycle ends above
+		s.Layers = append(s.Layers, l.Path)
+		if id = l.Parent; l.OnBase {
+			if base == "" {
+				return Stack{}, fmt.Errorf("%w: %s needs a raw base", ErrMissingParent, l.Path)
+			}
+			s.Base = base
+			break
+		}
+	}
+	slices.Reverse(s.Layers)
+	return s, nil
 }

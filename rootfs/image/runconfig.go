@@ -3,12 +3,9 @@ package image
 import (
 	"encoding/json"
 	"fmt"
-	"maps"
 	"path"
 	"slices"
 	"strings"
-
-	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
@@ -41,19 +38,19 @@ func (c RunConfig) empty() bool {
 	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels)+len(c.ExposedPorts) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""
 }
 
-// canonical gives the same bytes for the same configuration; nil when it says nothing.
-func (c RunConfig) canonical() ([]byte, error) {
+// Canonical gives the same bytes for the same configuration; nil when it says nothing.
+func (c RunConfig) Canonical() ([]byte, error) {
 	if c.empty() {
 		return nil, nil
 	}
 	return json.Marshal(c) // maps are sorted
 }
 
-// runConfig takes over what a configuration says. Variables without a value or a name are left out: no process can have
-// them.
-func runConfig(in v1.Config) (RunConfig, error) {
-	out := RunConfig{User: in.User, StopSignal: in.StopSignal}
-	total := len(in.User) + len(in.WorkingDir) + len(in.StopSignal)
+// Checked gives a configuration that comes from elsewhere in its clean form, or says which limit it exceeds. Variables
+// without a value or a name are left out: no process can have them.
+func (c RunConfig) Checked() (RunConfig, error) {
+	out := RunConfig{User: c.User, StopSignal: c.StopSignal}
+	total := len(c.User) + len(c.Workdir) + len(c.StopSignal)
 	count := func(what string, list []string) error {
 		if len(list) > maxConfigItems {
 			return fmt.Errorf("%w: its configuration has %d %s, at most %d are possible", ErrBadManifest, len(list), what, maxConfigItems)
@@ -67,16 +64,16 @@ func runConfig(in v1.Config) (RunConfig, error) {
 		return nil
 	}
 	var labels []string
-	for k, v := range in.Labels {
+	for k, v := range c.Labels {
 		labels = append(labels, k+"="+v)
 	}
-	ports := slices.Sorted(maps.Keys(in.ExposedPorts))
+	ports := slices.Compact(slices.Sorted(slices.Values(c.ExposedPorts)))
 	for _, l := range []struct {
 		what string
 		list []string
 	}{
-		{"arguments", in.Entrypoint}, {"arguments", in.Cmd}, {"variables", in.Env}, {"labels", labels}, {"ports", ports},
-		{"user, directory or signal", []string{in.User, in.WorkingDir, in.StopSignal}},
+		{"arguments", c.Entrypoint}, {"arguments", c.Cmd}, {"variables", c.Env}, {"labels", labels}, {"ports", ports},
+		{"user, directory or signal", []string{c.User, c.Workdir, c.StopSignal}},
 	} {
 		if err := count(l.what, l.list); err != nil {
 			return RunConfig{}, err
@@ -86,23 +83,23 @@ func runConfig(in v1.Config) (RunConfig, error) {
 	case total > maxConfigBytes:
 		return RunConfig{}, fmt.Errorf("%w: its configuration has %d bytes of variables, arguments and labels, at most %d are possible",
 			ErrBadManifest, total, maxConfigBytes)
-	case len(in.User) > maxUserBytes:
-		return RunConfig{}, fmt.Errorf("%w: its configuration names a user of %d bytes", ErrBadManifest, len(in.User))
+	case len(c.User) > maxUserBytes:
+		return RunConfig{}, fmt.Errorf("%w: its configuration names a user of %d bytes", ErrBadManifest, len(c.User))
 	}
-	out.Entrypoint, out.Cmd = in.Entrypoint, in.Cmd
-	for _, kv := range in.Env {
+	out.Entrypoint, out.Cmd = c.Entrypoint, c.Cmd
+	for _, kv := range c.Env {
 		if key, _, ok := strings.Cut(kv, "="); ok && key != "" {
 			out.Env = append(out.Env, kv)
 		}
 	}
-	if len(in.Labels) > 0 {
-		out.Labels = in.Labels
+	if len(c.Labels) > 0 {
+		out.Labels = c.Labels
 	}
 	if len(ports) > 0 {
 		out.ExposedPorts = ports
 	}
-	if in.WorkingDir != "" {
-		out.Workdir = path.Clean("/" + in.WorkingDir)
+	if c.Workdir != "" {
+		out.Workdir = path.Clean("/" + c.Workdir)
 		if _, err := fstree.SplitPath(out.Workdir); err != nil {
 			return RunConfig{}, fmt.Errorf("%w: its working directory: %w", ErrBadManifest, err)
 		}

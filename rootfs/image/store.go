@@ -3,6 +3,7 @@ package image
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -16,10 +17,13 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 const (
@@ -48,6 +52,14 @@ type Package struct {
 	Name         string `json:"name"`
 	Version      string `json:"version"`
 	Architecture string `json:"architecture,omitempty"`
+}
+
+// Layer is a layer of the source that an image was made from.
+type Layer struct {
+	Digest    string `json:"digest,omitempty"` // of the layer as it is stored, compressed or not; "" where the source has none
+	DiffID    string `json:"diff_id"`          // of its tar stream
+	MediaType string `json:"media_type,omitempty"`
+	Size      int64  `json:"size"` // as it is stored, in bytes; -1 when the source does not say before it is read
 }
 
 // Image is an image of a store, as its record image.json describes it.
@@ -94,8 +106,8 @@ func (i *Image) Path() string { return filepath.Join(i.dir, RootName) }
 // ShortID is the beginning of the id, enough for people.
 func (i *Image) ShortID() string { return i.ID[:min(len(i.ID), shortID)] }
 
-// name is how errors call the image.
-func (i *Image) name() string {
+// Name is how errors call the image.
+func (i *Image) Name() string {
 	if len(i.Tags) > 0 {
 		return i.Tags[0] + " (" + i.ShortID() + ")"
 	}
@@ -122,14 +134,26 @@ func OpenStore(dir string) (*Store, error) {
 // Dir is the directory of the store.
 func (s *Store) Dir() string { return s.dir }
 
+const lockFlags = os.O_RDWR | os.O_CREATE | unix.O_NOFOLLOW
+
+// Lock waits for a lock of the store, by its name.
+func (s *Store) Lock(ctx context.Context, name string, mode osfile.LockMode) (*os.File, error) {
+	f, err := osfile.OpenLocked(ctx, filepath.Join(s.dir, locksDir, name), lockFlags, 0o600, mode)
+	if err != nil {
+		return nil, fmt.Errorf("take the lock %q of the image store %s: %w", name, s.dir, err)
+	}
+	return f, nil
+}
+
+// TryLock takes an exclusive lock of the store: osfile.ErrLocked if somebody else has it.
+func (s *Store) TryLock(name string) (*os.File, error) {
+	return osfile.TryOpenLocked(filepath.Join(s.dir, locksDir, name), lockFlags, 0o600, osfile.Exclusive)
+}
+
 // lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is
 // held for moments only.
 func (s *Store) lock(ctx context.Context) (*os.File, error) {
-	f, err := lock(ctx, filepath.Join(s.dir, locksDir, storeLock), osfile.Exclusive)
-	if err != nil {
-		return nil, fmt.Errorf("lock the image store %s: %w", s.dir, err)
-	}
-	return f, nil
+	return s.Lock(ctx, storeLock, osfile.Exclusive)
 }
 
 // List gives all images, newest first. When records cannot be read, it gives the other images and an error that joins
@@ -182,12 +206,12 @@ func exists(p string) bool {
 func readRecord(dir string) (*Image, error) {
 	id := filepath.Base(dir)
 	remedy := "remove the image and build it again"
-	b, err := readBounded(filepath.Join(dir, recordName), maxRecordBytes)
+	b, err := artifact.ReadFile(filepath.Join(dir, recordName), maxRecordBytes)
 	if err != nil {
 		return nil, fmt.Errorf("image %.12s: %w: read its record: %w; %s", id, ErrCorrupt, err, remedy)
 	}
 	var img Image
-	if err := json.Unmarshal([]byte(b), &img); err != nil {
+	if err := json.Unmarshal(b, &img); err != nil {
 		return nil, fmt.Errorf("image %.12s: %w: its record %s: %w; %s", id, ErrCorrupt, recordName, err, remedy)
 	}
 	if img.Version < 1 || img.Version > RecordVersion {
@@ -325,17 +349,59 @@ func writeRecord(img *Image) error {
 	return nil
 }
 
-func removeIfThere(name string) error {
-	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+// Write makes the file of an image in the new folder dir, and what its record says of the content. Publish puts both
+// into the store. progress is told of StageWrite and StageHash.
+func (s *Store) Write(ctx context.Context, t *fstree.Tree, img *Image, dir string, progress Progress) error {
+	img.dir = dir
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
+	f, err := os.OpenFile(img.Path(), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o444)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }() // synced before, errors would have come then
+	if err := erofs.Write(ctx, t, f, func(done, total int64) { progress(StageWrite, done, total) }); err != nil {
+		return err
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if img.ID, err = hashFile(ctx, f, func(done, total int64) { progress(StageHash, done, total) }); err != nil {
+		return fmt.Errorf("hash the image: %w", err)
+	}
+	img.Version, img.Created, img.Size = RecordVersion, time.Now().UTC(), st.Size()
+	img.Skipped, img.Inodes, img.Content = t.Skipped, t.Inodes, t.Bytes
 	return nil
 }
 
-// publish moves a finished image from a build folder into the store: img.dir holds root.erofs, already fsynced. When
-// the store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets
+// Reuse gives the newest image of the spec that is not older than maxAge (0: however old) and passes the cheap check,
+// and gives it the tag; nil if there is none.
+func (s *Store) Reuse(ctx context.Context, spec string, maxAge time.Duration, tag string) (*Image, error) {
+	l, err := s.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	all, _ := s.List() // damaged records are no candidates
+	for _, img := range all {
+		age := time.Since(img.Created)
+		if img.Spec != spec || maxAge > 0 && (age > maxAge || age < 0) || checkFile(img) != nil {
+			continue
+		}
+		if err := s.tag(img, tag); err != nil {
+			return nil, err
+		}
+		img.Cached = true
+		return img, nil
+	}
+	return nil, nil
+}
+
+// Publish moves an image that Write has made into the store. When the store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets
 // none.
-func (s *Store) publish(ctx context.Context, img *Image, tag string) error {
+func (s *Store) Publish(ctx context.Context, img *Image, tag string) error {
 	l, err := s.lock(ctx)
 	if err != nil {
 		return err
@@ -410,15 +476,15 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 		return Removal{ID: img.ID, Untagged: []string{tag}}, writeRecord(img)
 	}
 	if inUse != nil && inUse(img.ID) {
-		return Removal{}, fmt.Errorf("remove image %s: %w; remove the VMs that use it first", img.name(), ErrInUse)
+		return Removal{}, fmt.Errorf("remove image %s: %w; remove the VMs that use it first", img.Name(), ErrInUse)
 	}
 	trash, err := s.newTemp("del-")
 	if err != nil {
 		return Removal{}, err
 	}
-	defer func() { _ = trash.remove() }() // what stays is garbage, which Prune takes
-	if err := os.Rename(img.dir, filepath.Join(trash.dir, "image")); err != nil {
-		return Removal{}, fmt.Errorf("remove image %s: %w", img.name(), err)
+	defer func() { _ = trash.Remove() }() // what stays is garbage, which Prune takes
+	if err := os.Rename(img.dir, filepath.Join(trash.Dir, "image")); err != nil {
+		return Removal{}, fmt.Errorf("remove image %s: %w", img.Name(), err)
 	}
 	if err := osfile.SyncDir(filepath.Join(s.dir, imagesDir)); err != nil {
 		return Removal{}, err
@@ -426,21 +492,31 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 	return Removal{ID: img.ID, Untagged: img.Tags, Deleted: true}, nil
 }
 
-// temp is a folder below tmp with a lock that says it is in use.
-type temp struct {
-	dir  string
+// Temp is a temporary folder of the store, with a lock that says it is in use.
+type Temp struct {
+	Dir  string
 	lock *os.File
 }
 
 const tempLock = "lock"
 
+// NewTemp makes a temporary folder. Prune removes it if this process dies before Remove.
+func (s *Store) NewTemp(ctx context.Context, prefix string) (*Temp, error) {
+	l, err := s.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	return s.newTemp(prefix)
+}
+
 // newTemp makes a folder below tmp. The store's lock must be held, so that Prune does not take it for garbage.
-func (s *Store) newTemp(prefix string) (*temp, error) {
+func (s *Store) newTemp(prefix string) (*Temp, error) {
 	dir, err := os.MkdirTemp(filepath.Join(s.dir, tmpDir), prefix)
 	if err != nil {
 		return nil, fmt.Errorf("make a temporary folder in the image store: %w", err)
 	}
-	l, err := tryLock(filepath.Join(dir, tempLock))
+	l, err := lockTemp(dir)
 	if err != nil {
 		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, os.RemoveAll(dir)))
 	}
@@ -448,17 +524,21 @@ func (s *Store) newTemp(prefix string) (*temp, error) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, l.Close(), os.RemoveAll(dir)))
 	}
-	return &temp{dir: dir, lock: l}, nil
+	return &Temp{Dir: dir, lock: l}, nil
 }
 
 // removePause is between two tries to remove a folder.
 const removePause = 50 * time.Millisecond
 
-// remove deletes the folder. Processes of the build tool that were just killed may still add a file: it is tried again.
-func (t *temp) remove() error {
+func lockTemp(dir string) (*os.File, error) {
+	return osfile.TryOpenLocked(filepath.Join(dir, tempLock), lockFlags, 0o600, osfile.Exclusive)
+}
+
+// Remove deletes the folder. Processes of the build tool that were just killed may still add a file: it is tried again.
+func (t *Temp) Remove() error {
 	var err error
 	for range 20 {
-		if err = os.RemoveAll(t.dir); err == nil {
+		if err = os.RemoveAll(t.Dir); err == nil {
 			break
 		}
 		time.Sleep(removePause)
@@ -483,7 +563,7 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 		dir := filepath.Join(s.dir, tmpDir, e.Name())
 		var l *os.File
 		if e.IsDir() {
-			if l, err = tryLock(filepath.Join(dir, tempLock)); errors.Is(err, osfile.ErrLocked) {
+			if l, err = lockTemp(dir); errors.Is(err, osfile.ErrLocked) {
 				continue // a build under way
 			}
 		}
@@ -500,11 +580,62 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 	return n, errors.Join(errs...)
 }
 
+// Freed is what PruneFolder has removed.
+type Freed struct {
+	Names []string // of the files
+	Bytes int64
+	Busy  bool // a build that may need them is under way, so nothing was removed
+}
+
+// PruneFolder removes the files of a folder of the store that keep, which is told all images, does not want to stay.
+// Nothing is removed while somebody holds the lock of the folder's name, or when the record of an image cannot be read
+// (ErrCorrupt).
+func (s *Store) PruneFolder(folder string, keep func(images []*Image) (func(name string) bool, error)) (out Freed, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("prune the %s of the image store: %w", folder, err)
+		}
+	}()
+	mine, err := s.TryLock(folder)
+	if errors.Is(err, osfile.ErrLocked) {
+		return Freed{Busy: true}, nil
+	}
+	if err != nil {
+		return out, err
+	}
+	defer mine.Close()
+	images, err := s.List()
+	if err != nil {
+		return out, err
+	}
+	stays, err := keep(images)
+	entries, rerr := os.ReadDir(filepath.Join(s.dir, folder))
+	if rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+		err = errors.Join(err, rerr)
+	}
+	for _, e := range entries {
+		if stays(e.Name()) {
+			continue
+		}
+		var size int64
+		if st, err := e.Info(); err == nil {
+			size = st.Size()
+		}
+		if rerr := os.Remove(filepath.Join(s.dir, folder, e.Name())); rerr != nil {
+			err = errors.Join(err, rerr)
+			continue
+		}
+		out.Names = append(out.Names, e.Name())
+		out.Bytes += size
+	}
+	return out, err
+}
+
 // Check is the cheap check for every start of a VM: the file is there, has its size, and its superblock is sound and
 // fits the size. It takes one read of 4 KiB. Errors are ErrTruncated or ErrCorrupt, with cause and remedy.
 func (s *Store) Check(img *Image) error {
 	if err := checkFile(img); err != nil {
-		return fmt.Errorf("check image %s: %w; remove it and build it again", img.name(), err)
+		return fmt.Errorf("check image %s: %w; remove it and build it again", img.Name(), err)
 	}
 	return nil
 }
@@ -553,15 +684,15 @@ func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total 
 	}
 	f, err := os.Open(img.Path())
 	if err != nil {
-		return fmt.Errorf("verify image %s: %w", img.name(), err)
+		return fmt.Errorf("verify image %s: %w", img.Name(), err)
 	}
 	defer func() { _ = f.Close() }() // only read
 	got, err := hashFile(ctx, f, onRead)
 	if err != nil {
-		return fmt.Errorf("verify image %s: %w", img.name(), err)
+		return fmt.Errorf("verify image %s: %w", img.Name(), err)
 	}
 	if got != img.ID {
-		return fmt.Errorf("verify image %s: %w: its content has SHA-256 %s; remove it and build it again", img.name(), ErrCorrupt, got)
+		return fmt.Errorf("verify image %s: %w: its content has SHA-256 %s; remove it and build it again", img.Name(), ErrCorrupt, got)
 	}
 	return nil
 }
@@ -572,8 +703,8 @@ func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (
 	if err != nil {
 		return "", err
 	}
-	h := newHash()
-	src := &watchedReader{ctx: ctx, r: sparse.NewReader(f, st.Size())}
+	h := sha256.New()
+	src := artifact.NewReader(ctx, sparse.NewReader(f, st.Size()))
 	buf := make([]byte, sparse.BufBytes)
 	var done int64
 	for {

@@ -168,6 +168,17 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	return k.publish(ctx, cacheDir, staging)
 }
 
+// Download returns the path of the Debian package that holds the kernel that the package of a name stands for. It is in
+// the cache, fetched by apt if need be, and compared with the hash in apt's signed index.
+func Download(ctx context.Context, cacheDir, name string) (string, error) {
+	a := &apt{cacheDir: cacheDir}
+	p, err := resolveKernel(ctx, a.candidate, name)
+	if err != nil {
+		return "", err
+	}
+	return a.download(ctx, p)
+}
+
 // maxMetaPackages bounds the chain of packages that only depend on a kernel; Debian's has one.
 const maxMetaPackages = 4
 

@@ -112,7 +112,7 @@ func copyFile(ctx context.Context, to, from string) error {
 	}
 	defer in.Close()
 	return artifact.WriteFile(to, func(f *os.File) error {
-		_, err := io.Copy(f, artifact.Reader(ctx, in))
+		_, err := io.Copy(f, artifact.NewReader(ctx, in))
 		return err
 	})
 }

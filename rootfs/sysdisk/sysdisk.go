@@ -102,7 +102,7 @@ func write(ctx context.Context, f *os.File, agentPath, sum string) error {
 		return err
 	}
 	hash := sha256.New()
-	if _, err := io.Copy(init, io.TeeReader(artifact.Reader(ctx, agent), hash)); err != nil {
+	if _, err := io.Copy(init, io.TeeReader(artifact.NewReader(ctx, agent), hash)); err != nil {
 		return err
 	}
 	if hex.EncodeToString(hash.Sum(nil)) != sum {

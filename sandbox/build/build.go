@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/pool"
@@ -36,12 +37,12 @@ type Options struct {
 	// From says how a base image is made that is a source and no image of the store:
 	// platform, plain HTTP, limits, log. Its Store, From and Tag are not looked at.
 	// MaxBytes and MaxFiles bound what the steps add as well.
-	From image.Options
+	From builder.Options
 	// VM is what the commands run in: CPUs, memory, disk, kernel, network and policy. Its
 	// Name, Image and Hostname are not looked at. Without a network there is none.
 	VM sandbox.Spec
 
-	// Progress is told of stages, as in image.Options.
+	// Progress is told of stages, as in builder.Options.
 	Progress func(stage string, done, total int64)
 	// Begin is told of each step before it is done; n counts from 1.
 	Begin func(n, of int, step drowsefile.Step)
@@ -95,7 +96,7 @@ const (
 // results of steps are kept in the image store, for builds that begin in the same way.
 //
 // Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
-// context, those of image.Build for the base image and of Store.Run for the VM.
+// context, those of builder.Build for the base image and of Host.Create for the VM.
 func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
@@ -132,7 +133,7 @@ func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ 
 	if err := Sweep(ctx, s); err != nil {
 		return Result{}, err
 	}
-	b.asm, err = image.NewAssembly(ctx, image.AssemblyOptions{
+	b.asm, err = builder.NewAssembly(ctx, builder.AssemblyOptions{
 		Store: images, Base: base, MaxBytes: o.From.MaxBytes, MaxFiles: o.From.MaxFiles, Progress: o.Progress,
 	})
 	if err != nil {
@@ -173,7 +174,7 @@ type build struct {
 	s       *sandbox.Host
 	l       pool.Launcher
 	o       Options
-	asm     *image.Assembly
+	asm     *builder.Assembly
 	context *os.Root
 	ignore  *drowsefile.Ignore
 	result  Result
@@ -230,15 +231,15 @@ func (b *build) from(ctx context.Context, images *image.Store, ref string) (*ima
 	if !errors.Is(err, image.ErrNotFound) {
 		return img, err
 	}
-	if _, perr := image.ParseSource(ref); perr != nil {
+	if _, perr := builder.ParseSource(ref); perr != nil {
 		return nil, fmt.Errorf("%w: it is neither an image of `drowse image ls` nor a source; an image of a registry is written docker://%s", perr, ref)
 	}
 	o := b.o.From
 	o.Store, o.From, o.Tag, o.Progress = images, ref, "", b.o.Progress
-	if !strings.HasPrefix(ref, string(image.KindDebian)+":") {
+	if !strings.HasPrefix(ref, string(builder.KindDebian)+":") {
 		o.Mirrors = nil
 	}
-	return image.Build(ctx, o)
+	return builder.Build(ctx, o)
 }
 
 const dockerIgnore = ".dockerignore"
@@ -291,14 +292,14 @@ func (b *build) copy(ctx context.Context, step drowsefile.Step) (cached bool, er
 	if len(c.Sources) > 0 && b.context == nil {
 		return false, errors.New("there is no context to take files from: give a directory with --context")
 	}
-	in := image.CopyIn{
+	in := builder.CopyIn{
 		Context: b.context, Sources: c.Sources, Dest: c.Dest, DestDir: c.DestDir, Unpack: c.Unpack, Owner: c.Owner, Mode: c.Mode,
 	}
 	if b.ignore != nil {
 		in.Ignore, in.Deep = b.ignore.Match, b.ignore.Exceptions()
 	}
 	for _, f := range c.Inline {
-		in.Inline = append(in.Inline, image.InlineFile(f))
+		in.Inline = append(in.Inline, builder.InlineFile(f))
 	}
 	return b.asm.Copy(ctx, in, step.Text, b.o.NoCache)
 }

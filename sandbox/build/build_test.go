@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/oci"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
 	"github.com/drowse-vm/drowse/sandbox/pool"
@@ -169,7 +170,7 @@ type fileOf struct {
 func filesOf(t *testing.T, images *image.Store, img *image.Image) map[string]fileOf {
 	t.Helper()
 	r, w := io.Pipe()
-	go func() { w.CloseWithError(images.Export(t.Context(), img, image.FormatTar, w, nil)) }()
+	go func() { w.CloseWithError(oci.Export(t.Context(), images, img, oci.FormatTar, w, nil)) }()
 	out := map[string]fileOf{}
 	for tr := tar.NewReader(r); ; {
 		h, err := tr.Next()

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -49,7 +50,7 @@ func newHost(t *testing.T) *host {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := image.Build(t.Context(), image.Options{Store: images, From: "dir:" + tree})
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"compress/gzip"
 	"debug/elf"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"os"
 	"path/filepath"
@@ -303,4 +304,18 @@ func FuzzUnpackBzImage(f *testing.F) {
 		}
 		UnpackBzImage(p)
 	})
+}
+
+// xz --check=crc32 --x86 --lzma2=dict=1MiB, as scripts/xz_wrap.sh packs kernels.
+func TestPayloadOfXzWithTheFilterForX86IsUnpacked(t *testing.T) {
+	const want = "\x7fELF and what follows it, so that a payload is not only zeros"
+	payload, err := hex.DecodeString("fd377a585a0000016922de3602010400210110008b216f4901003c7f454c4620616e64207768617420666f6c6c6f7773" +
+		"2069742c20736f20746861742061207061796c6f6164206973206e6f74206f6e6c79207a65726f73000000003b77929d0001513d2f954edb9042990d010000000001595a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, _, err := UnpackBzImage(bzImage(binary.LittleEndian.AppendUint32(payload, uint32(len(want)))))
+	if err != nil || string(got) != want {
+		t.Errorf("got %q (%v)", got, err)
+	}
 }

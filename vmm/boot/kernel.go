@@ -12,8 +12,8 @@ import (
 	"os"
 
 	"github.com/klauspost/compress/zstd"
+	"github.com/mikelolasagasti/xz"
 	"github.com/pierrec/lz4/v4"
-	"github.com/ulikunitz/xz"
 	"github.com/ulikunitz/xz/lzma"
 
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -156,6 +156,9 @@ const (
 	hdrEnd           = 0x290
 )
 
+// maxXzDict bounds the memory of an xz stream, in bytes: scripts/xz_wrap.sh asks for 128 MiB at most.
+const maxXzDict = 128 << 20
+
 // UnpackBzImage returns the ELF kernel inside a bzImage, and the image's setup
 // header from offset 0x1f1 on. It knows gzip, bzip2, lzma, xz, lz4 and zstd.
 func UnpackBzImage(image []byte) (vmlinux, header []byte, err error) {
@@ -195,7 +198,12 @@ func unpack(p []byte) ([]byte, error) {
 	case bytes.HasPrefix(p, []byte{0x1f, 0x8b}):
 		out, err = gzip.NewReader(r)
 	case bytes.HasPrefix(p, []byte("\xfd7zXZ\x00")):
-		out, err = xz.ReaderConfig{SingleStream: true}.NewReader(r)
+		// Kernels are filtered for x86 before LZMA2 (scripts/xz_wrap.sh), which github.com/ulikunitz/xz does not know.
+		z, zerr := xz.NewReader(r, maxXzDict)
+		if zerr == nil {
+			z.Multistream(false) // the unpacked size follows
+		}
+		out, err = z, zerr
 	case bytes.HasPrefix(p, []byte{0x28, 0xb5, 0x2f, 0xfd}):
 		var d *zstd.Decoder
 		d, err = zstd.NewReader(r, zstd.WithDecoderMaxWindow(maxKernel))

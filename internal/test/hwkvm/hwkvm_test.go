@@ -3,7 +3,6 @@ package hwkvm
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"io/fs"
 	"os"
@@ -99,52 +98,6 @@ func TestLastWinsKeepsTheLastValueOfEachVariable(t *testing.T) {
 	got := lastWins([]string{"A=1", "B=2", "A=3", "C="})
 	if want := []string{"B=2", "A=3", "C="}; !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
-	}
-}
-
-func TestFirstDependency(t *testing.T) {
-	got, err := firstDependency([]byte("Package: linux-image-amd64\nDepends: linux-image-6.1.0-9-amd64 (= 6.1.1-1), other\n"))
-	if err != nil || got != "linux-image-6.1.0-9-amd64" {
-		t.Errorf("got %q, error %v", got, err)
-	}
-	if _, err := firstDependency([]byte("Package: x\n")); !errors.Is(err, ErrNoKernel) {
-		t.Errorf("a record without dependencies gives %v", err)
-	}
-}
-
-// bzImage makes a kernel with the given payload, whose last four bytes are the uncompressed size.
-func bzImage(payload []byte, uncompressed uint32) []byte {
-	b := make([]byte, 2*sectorSize+16)
-	b[bzSetupSects] = 1
-	copy(b[bzMagic:], "HdrS")
-	binary.LittleEndian.PutUint16(b[bzVersion:], 0x20f)
-	binary.LittleEndian.PutUint32(b[bzPayloadOffset:], 16)
-	binary.LittleEndian.PutUint32(b[bzPayloadLength:], uint32(len(payload)+4))
-	b = append(b, payload...)
-	return binary.LittleEndian.AppendUint32(b, uncompressed)
-}
-
-func TestDecompressKernelRefuses(t *testing.T) {
-	cut := bzImage(make([]byte, 100), 100)
-	cut = cut[:len(cut)-50]
-	for _, c := range []struct {
-		name, want string
-		in         []byte
-	}{
-		{"an empty file", "not a bzImage", nil},
-		{"a file without the magic", "not a bzImage", make([]byte, 4096)},
-		{"a payload beyond the end", "payload at", cut},
-		{"an absurd size", "announces", bzImage([]byte("\x28\xb5\x2f\xfd1234"), maxKernelImage+1)},
-		{"damaged data", "", bzImage([]byte("\x28\xb5\x2f\xfd1234"), 100)},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			if _, err := decompressKernel(t.Context(), c.in); err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("error is %v, want one with %q", err, c.want)
-			}
-		})
-	}
-	if _, err := decompressKernel(t.Context(), bzImage([]byte("LZO!1234"), 100)); !errors.Is(err, errCompression) {
-		t.Errorf("an unknown compression gives %v, want errCompression", err)
 	}
 }
 

@@ -47,7 +47,7 @@ const initModule = "module github.com/drowse-vm/drowse\n\ngo 1.26\n"
 // Image is what a machine is started from. It does not change and may be used by several machines at once.
 type Image struct {
 	QEMU      string // path of qemu-system-x86_64
-	Kernel    string // path of the uncompressed kernel, or of the bzImage where its compression is not known here
+	Kernel    string // path of the uncompressed kernel
 	Initramfs string // path
 	Release   string // uname -r of the kernel
 }

@@ -128,26 +128,48 @@ func HashFile(ctx context.Context, path string) (sum string, size int64, err err
 	}
 	defer f.Close()
 	h := sha256.New()
-	size, err = io.Copy(h, Reader(ctx, f))
+	size, err = io.Copy(h, NewReader(ctx, f))
 	if err != nil {
 		return "", 0, fmt.Errorf("reading %s: %w", path, err)
 	}
 	return hex.EncodeToString(h.Sum(nil)), size, nil
 }
 
-// Reader returns a reader of r that fails with ctx's error once ctx has ended.
-func Reader(ctx context.Context, r io.Reader) io.Reader { return contextReader{ctx, r} }
-
-type contextReader struct {
+// Reader fails with the cause once its context has ended, and remembers the error of the reader below.
+type Reader struct {
 	ctx context.Context
 	r   io.Reader
+	Err error // not io.EOF
 }
 
-func (c contextReader) Read(p []byte) (int, error) {
-	if err := c.ctx.Err(); err != nil {
+// NewReader returns a reader of r that lasts as long as ctx.
+func NewReader(ctx context.Context, r io.Reader) *Reader { return &Reader{ctx: ctx, r: r} }
+
+// Read implements io.Reader.
+func (c *Reader) Read(p []byte) (int, error) {
+	if err := context.Cause(c.ctx); err != nil {
+		c.Err = err
 		return 0, err
 	}
-	return c.r.Read(p)
+	n, err := c.r.Read(p)
+	if err != nil && err != io.EOF {
+		c.Err = err
+	}
+	return n, err
+}
+
+// ReadFile reads a whole file of at most limit bytes.
+func ReadFile(name string, limit int64) ([]byte, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err == nil && int64(len(b)) > limit {
+		err = &fs.PathError{Op: "read", Path: name, Err: fmt.Errorf("it has more than %d bytes", limit)}
+	}
+	return b, err
 }
 
 // removeStale removes temporary files in dir that no living writer can own. It is tidiness, not correctness, so errors

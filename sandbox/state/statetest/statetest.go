@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -192,7 +193,7 @@ func NewHost(t *testing.T) *Host {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := image.Build(t.Context(), image.Options{Store: images, From: "dir:" + tree})
+	img, err := builder.Build(t.Context(), builder.Options{Store: images, From: "dir:" + tree})
 	if err != nil {
 		t.Fatal(err)
 	}

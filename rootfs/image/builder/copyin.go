@@ -1,0 +1,654 @@
+package builder
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/image/layers"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
+)
+
+// Limits of a copy from a context. Those of a tree and of Options hold as well.
+const (
+	maxContextDepth = 256 // directories above each other
+	maxContextFiles = DefaultMaxFiles
+	archivePeek     = 1 << 20 // bytes in which the first entry of an archive must show
+)
+
+// CopyIn says which files of a directory of the host go into an image.
+type CopyIn struct {
+	// Context is the directory; symlinks are followed within it alone. Nil when there are no Sources.
+	Context *os.Root
+	// Ignore says which files are no part of it, by their path in it; nil takes all. Deep says that something below an
+	// ignored directory may be a part of it.
+	Ignore func(p string) bool
+	Deep   bool
+	// Sources are paths in the context, or patterns as path.Match has them. Of a directory what is in it is copied.
+	Sources []string
+	// Inline are files that are given here: names and contents.
+	Inline []InlineFile
+	// Dest is where they go: absolute and clean. It is a directory if DestDir says so, if one is there, or if there are
+	// several files.
+	Dest    string
+	DestDir bool
+	// Unpack unpacks archives among the sources, which their content tells, into Dest.
+	Unpack bool
+	// Owner is USER[:GROUP], by name or number; "" is root. Mode has the permissions, or is -1: those of the files.
+	Owner string
+	Mode  int64
+}
+
+// InlineFile is a file given as text.
+type InlineFile struct{ Name, Text string }
+
+// picked is a file that is to be copied.
+type picked struct {
+	src    string // in the context; "" for a text
+	name   string // below the destination; "" for what may be named by it
+	base   string // how it is called if the destination is a directory
+	mode   fs.FileMode
+	size   int64
+	link   string
+	mtime  time.Time
+	sum    string // SHA-256 of the content, in hex
+	text   string
+	packed bool // an archive
+}
+
+// pick finds the files of a copy and hashes them. dir says that the destination must be a directory.
+func (a *Assembly) pick(ctx context.Context, c *CopyIn) (list []picked, dir bool, err error) {
+	p := &picker{ctx: ctx, c: c, lim: a.b.newBudget()}
+	for _, s := range c.Sources {
+		n := len(p.list)
+		matches, err := p.matches(s)
+		if err != nil {
+			return nil, false, fmt.Errorf("copy %q: %w", s, err)
+		}
+		for _, m := range matches {
+			if err := p.source(m); err != nil {
+				return nil, false, fmt.Errorf("copy %q: %w", s, err)
+			}
+		}
+		if len(matches) == 0 || n == len(p.list) && !p.dirs {
+			return nil, false, fmt.Errorf("copy %q: %w: the context has no such file, or ignores it (.dockerignore)", s, fs.ErrNotExist)
+		}
+	}
+	for _, f := range c.Inline {
+		h := sha256.New()
+		_, _ = io.WriteString(h, f.Text) // never fails
+		p.list = append(p.list, picked{base: f.Name, mode: 0o644, size: int64(len(f.Text)), text: f.Text, mtime: time.Unix(0, 0), sum: hex.EncodeToString(h.Sum(nil))})
+	}
+	return p.list, c.DestDir || p.dirs || p.tops+len(c.Inline) > 1, nil
+}
+
+type picker struct {
+	ctx  context.Context
+	c    *CopyIn
+	lim  *layers.Budget
+	list []picked
+	dirs bool // one of the sources is a directory, or an archive
+	tops int
+}
+
+func (p *picker) ignored(name string) bool { return p.c.Ignore != nil && p.c.Ignore(name) }
+
+// matches gives the files of the context that a pattern names, in byte order.
+func (p *picker) matches(pattern string) ([]string, error) {
+	if !strings.ContainsAny(pattern, `*?[\`) {
+		return []string{pattern}, nil
+	}
+	found := []string{"."}
+	for _, part := range strings.Split(pattern, "/") {
+		var next []string
+		for _, dir := range found {
+			entries, err := p.readDir(dir)
+			if err != nil {
+				continue // not a directory: nothing below it fits
+			}
+			for _, e := range entries {
+				ok, err := path.Match(part, e.Name())
+				if err != nil {
+					return nil, fmt.Errorf("%w: the pattern: %w", image.ErrInvalidOption, err)
+				}
+				if name := path.Join(dir, e.Name()); ok && (!p.ignored(name) || p.c.Deep) {
+					next = append(next, name)
+				}
+			}
+		}
+		if found = next; len(found) > maxContextFiles {
+			return nil, layers.TooManyFiles(maxContextFiles)
+		}
+	}
+	return slices.DeleteFunc(found, func(name string) bool {
+		st, err := p.c.Context.Lstat(name)
+		return err == nil && !st.IsDir() && p.ignored(name)
+	}), nil
+}
+
+func (p *picker) readDir(name string) ([]fs.DirEntry, error) {
+	d, err := p.c.Context.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = d.Close() }() // only read
+	st, err := d.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !st.IsDir() {
+		return nil, &fs.PathError{Op: "read", Path: name, Err: errors.New("it is no directory")}
+	}
+	entries, err := d.ReadDir(-1)
+	slices.SortFunc(entries, func(a, b fs.DirEntry) int { return strings.Compare(a.Name(), b.Name()) })
+	return entries, err
+}
+
+// source takes what a COPY names. A symlink there stands for what it leads to.
+func (p *picker) source(name string) error {
+	if name != "." && p.ignored(name) && !p.c.Deep {
+		return fmt.Errorf("%w: it is ignored (.dockerignore)", fs.ErrNotExist)
+	}
+	st, err := p.c.Context.Stat(name)
+	if err != nil {
+		return err
+	}
+	if st.IsDir() {
+		p.dirs = true
+		return p.below(name, "", 0)
+	}
+	if p.ignored(name) {
+		return fmt.Errorf("%w: it is ignored (.dockerignore)", fs.ErrNotExist)
+	}
+	p.tops++
+	return p.file(name, "", st)
+}
+
+// below takes what is in a directory.
+func (p *picker) below(dir, as string, depth int) error {
+	if depth > maxContextDepth {
+		return fmt.Errorf("%w: more than %d directories above each other", image.ErrTooLarge, maxContextDepth)
+	}
+	entries, err := p.readDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := context.Cause(p.ctx); err != nil {
+			return err
+		}
+		name, to := path.Join(dir, e.Name()), path.Join(as, e.Name())
+		ignored := p.ignored(name)
+		if ignored && !(p.c.Deep && e.IsDir()) {
+			continue
+		}
+		st, err := p.c.Context.Lstat(name)
+		if err != nil {
+			return vanished("describe", name, err)
+		}
+		if !st.IsDir() {
+			if err := p.file(name, to, st); err != nil {
+				return err
+			}
+			continue
+		}
+		at := len(p.list)
+		p.list = append(p.list, picked{src: name, name: to, mode: st.Mode(), mtime: st.ModTime()})
+		if err := p.take(name, 0); err != nil {
+			return err
+		}
+		if err := p.below(name, to, depth+1); err != nil {
+			return err
+		}
+		if ignored && len(p.list) == at+1 {
+			p.list = p.list[:at] // nothing in it is a part of the context
+		}
+	}
+	return nil
+}
+
+func (p *picker) take(name string, size int64) error {
+	return p.lim.Take(&tar.Header{Name: name}, size)
+}
+
+func (p *picker) file(name, to string, st fs.FileInfo) error {
+	f := picked{src: name, name: to, base: path.Base(name), mode: st.Mode(), mtime: st.ModTime()}
+	switch st.Mode().Type() {
+	case fs.ModeSymlink:
+		var err error
+		if f.link, err = p.c.Context.Readlink(name); err != nil {
+			return vanished("read", name, err)
+		}
+	case 0:
+		f.size = st.Size()
+		if err := p.take(name, f.size); err != nil {
+			return err
+		}
+		r, err := p.c.Context.Open(name)
+		if err != nil {
+			return vanished("open", name, err)
+		}
+		defer func() { _ = r.Close() }() // only read
+		h := sha256.New()
+		n, err := io.Copy(h, artifact.NewReader(p.ctx, r))
+		if err != nil {
+			return err
+		}
+		if n != f.size {
+			return fmt.Errorf("%s has %d bytes of %d: %w", name, n, f.size, image.ErrChanged)
+		}
+		f.sum = hex.EncodeToString(h.Sum(nil))
+		if p.c.Unpack && to == "" {
+			if f.packed, err = isArchive(r); err != nil {
+				return err
+			}
+			p.dirs = p.dirs || f.packed
+		}
+	default:
+		return fmt.Errorf("%w: %s is a %v, and only files, directories and symlinks can be copied", image.ErrUnsupportedSource, name, st.Mode().Type())
+	}
+	p.list = append(p.list, f)
+	return nil
+}
+
+// isArchive says whether a file is a tar archive, compressed or not.
+func isArchive(f *os.File) (bool, error) {
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return false, err
+	}
+	u, err := layers.Unpack(f, true, archivePeek)
+	if err != nil {
+		return false, nil // it only begins like one
+	}
+	defer func() { _ = u.Close() }() // only read
+	h, err := tar.NewReader(u).Next()
+	return err == nil && h.Name != "", nil
+}
+
+// copyKey names a copy: the state, what goes where, and the content of all files. Times are no part of it.
+func (a *Assembly) copyKey(c *CopyIn, list []picked, dir bool) (string, error) {
+	type file struct {
+		Name, Base, Link, Sum string
+		Mode                  fs.FileMode
+		Packed                bool
+	}
+	files := make([]file, 0, len(list))
+	for _, f := range list {
+		files = append(files, file{f.name, f.base, f.link, f.sum, f.mode, f.packed})
+	}
+	return a.Key(struct {
+		Copy        string
+		Dir, Unpack bool
+		Owner       string
+		Mode        int64
+		Files       []file
+	}{c.Dest, dir, c.Unpack, c.Owner, c.Mode, files})
+}
+
+// Copy puts files into the image, and says whether the result was there already. text is the step for people.
+func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool) (cached bool, err error) {
+	if clean := path.Clean(c.Dest); !path.IsAbs(c.Dest) || clean != c.Dest {
+		return false, fmt.Errorf("%w: the destination %.200q is not absolute and clean", image.ErrInvalidOption, c.Dest)
+	}
+	if len(c.Sources) > 0 && c.Context == nil {
+		return false, fmt.Errorf("%w: there is no context to take files from", image.ErrInvalidOption)
+	}
+	list, dir, err := a.pick(ctx, &c)
+	if err != nil {
+		return false, err
+	}
+	key, err := a.copyKey(&c, list, dir)
+	if err != nil {
+		return false, err
+	}
+	if !noCache && a.Use(key) {
+		return true, nil
+	}
+	m, err := a.tree(ctx)
+	if err != nil {
+		return false, err
+	}
+	w := &copyWriter{ctx: ctx, a: a, c: &c, m: m}
+	if w.uid, w.gid, err = account(m.Tree, c.Owner); err != nil {
+		return false, err
+	}
+	defer func() {
+		for _, f := range w.spools {
+			_ = f.Close() // thrown away
+		}
+	}()
+	if err := w.collect(list, dir); err != nil {
+		return false, err
+	}
+	return false, a.commit(ctx, key, text, len(a.layers), func(tw *tar.Writer) error { return w.write(tw) })
+}
+
+// MakeDir makes a directory, and those above it, if it is not there. It says whether the result was there already, and
+// whether it has changed anything.
+func (a *Assembly) MakeDir(ctx context.Context, dir, text string, noCache bool) (cached, changed bool, err error) {
+	key, err := a.Key(struct{ Dir string }{dir})
+	if err != nil {
+		return false, false, err
+	}
+	before := a.layers
+	if !noCache && a.Use(key) {
+		return true, len(a.layers) != len(before), nil
+	}
+	m, err := a.tree(ctx)
+	if err != nil {
+		return false, false, err
+	}
+	w := &copyWriter{ctx: ctx, a: a, c: &CopyIn{Mode: -1}, m: m}
+	if err := w.parents(dir); err != nil {
+		return false, false, err
+	}
+	if len(w.entries) == 0 {
+		return false, false, a.Keep(key, text)
+	}
+	return false, true, a.commit(ctx, key, text, len(a.layers), func(tw *tar.Writer) error { return w.write(tw) })
+}
+
+// copyWriter makes a layer of files.
+type copyWriter struct {
+	ctx      context.Context
+	a        *Assembly
+	c        *CopyIn
+	m        *layers.Merger // what is below
+	uid, gid uint32
+	entries  []layers.Entry
+	spools   []*os.File
+}
+
+// parents adds the directories of a path that are not there.
+func (w *copyWriter) parents(dir string) error {
+	parts, err := fstree.SplitPath(dir)
+	if err != nil {
+		return err
+	}
+	mtime := w.m.Tree.Root.Mtime
+	for i := range parts {
+		p, err := w.m.Find(slices.Clone(parts[:i+1]), false, nil)
+		switch {
+		case err == nil:
+			mtime = p.Dir.Mtime
+			continue
+		case !errors.Is(err, layers.ErrNotThere):
+			return fmt.Errorf("/%s: %w", strings.Join(parts[:i+1], "/"), err)
+		}
+		if what, err := w.at(parts[:i+1]); err != nil {
+			return err
+		} else if what != nil {
+			return fmt.Errorf("%w: /%s is no directory in the image", image.ErrInvalidOption, strings.Join(parts[:i+1], "/"))
+		}
+		w.entries = append(w.entries, layers.Entry{Path: strings.Join(parts[:i+1], "/"), Inode: &fstree.Inode{Mode: fs.ModeDir | 0o755, UID: w.uid, GID: w.gid, Mtime: mtime}})
+	}
+	return nil
+}
+
+// at gives what the image has at a path, symlinks on the way followed, not at its end.
+func (w *copyWriter) at(parts []string) (*fstree.Inode, error) {
+	if len(parts) == 0 {
+		return w.m.Tree.Root, nil
+	}
+	p, err := w.m.Find(slices.Clone(parts[:len(parts)-1]), false, nil)
+	if errors.Is(err, layers.ErrNotThere) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return p.Dir.Children[parts[len(parts)-1]], nil
+}
+
+func (w *copyWriter) collect(list []picked, dir bool) error {
+	dest, err := fstree.SplitPath(w.c.Dest)
+	if err != nil {
+		return err
+	}
+	if !dir {
+		if _, err := w.m.Find(slices.Clone(dest), false, nil); err == nil {
+			dir = true
+		}
+	}
+	above := dest
+	if !dir {
+		above = dest[:max(len(dest)-1, 0)]
+	}
+	if err := w.parents(strings.Join(above, "/")); err != nil {
+		return err
+	}
+	for _, f := range list {
+		if err := context.Cause(w.ctx); err != nil {
+			return err
+		}
+		if f.packed {
+			if err := w.archive(f, strings.Join(dest, "/")); err != nil {
+				return fmt.Errorf("unpack %s: %w", f.src, err)
+			}
+			continue
+		}
+		to := w.c.Dest
+		switch {
+		case f.name != "":
+			to = path.Join(to, f.name)
+		case dir:
+			to = path.Join(to, f.base)
+		}
+		if err := w.add(f, to); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *copyWriter) add(f picked, to string) error {
+	parts, err := fstree.SplitPath(to)
+	if err != nil {
+		return err
+	}
+	there, err := w.at(parts)
+	if err != nil {
+		return fmt.Errorf("%s: %w", to, err)
+	}
+	if f.mode.IsDir() {
+		if there != nil && !there.IsDir() {
+			if _, err := w.m.Find(slices.Clone(parts), false, nil); err != nil {
+				return fmt.Errorf("%w: %s is a directory in the context and none in the image", image.ErrInvalidOption, to)
+			}
+			return nil // a symlink to a directory: what is copied goes there
+		}
+	} else if there != nil && there.IsDir() {
+		return fmt.Errorf("%w: %s is a directory in the image and none in the context", image.ErrInvalidOption, to)
+	}
+	n := &fstree.Inode{Mode: f.mode, UID: w.uid, GID: w.gid, Mtime: f.mtime, Size: f.size, Target: f.link}
+	if w.c.Mode >= 0 && f.mode.Type() != fs.ModeSymlink {
+		n.Mode = f.mode.Type() | unixMode(w.c.Mode)
+	}
+	switch {
+	case f.size == 0:
+	case f.src == "":
+		n.Data = fstree.BytesContent(f.text)
+	default:
+		n.Data = contextContent{w.c.Context, f}
+	}
+	w.entries = append(w.entries, layers.Entry{Path: strings.Join(parts, "/"), Inode: n})
+	return nil
+}
+
+// unixMode makes permissions with setuid, setgid and sticky of a number.
+func unixMode(m int64) fs.FileMode {
+	return (&tar.Header{Mode: m}).FileInfo().Mode() & (fs.ModePerm | fs.ModeSetuid | fs.ModeSetgid | fs.ModeSticky)
+}
+
+// archive adds what is in an archive, with its own owners and permissions.
+func (w *copyWriter) archive(f picked, dest string) error {
+	if w.c.Owner != "" || w.c.Mode >= 0 {
+		return fmt.Errorf("%w: what an archive has keeps its owners and permissions: leave out --chown and --chmod", image.ErrInvalidOption)
+	}
+	r, err := contextContent{w.c.Context, f}.Open()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = r.Close() }() // only read
+	u, err := layers.Unpack(artifact.NewReader(w.ctx, r), true, w.a.b.MaxBytes+layers.MaxTarOverhead)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = u.Close() }() // only read
+	spool, err := layers.NewSpool(w.a.tmp.Dir)
+	if err != nil {
+		return err
+	}
+	w.spools = append(w.spools, spool)
+	l, err := layers.Read(w.ctx, u, spool, w.a.b.newBudget(), false)
+	if err != nil {
+		return err
+	}
+	if _, err := io.Copy(io.Discard, u); err != nil {
+		return err
+	}
+	if _, err := io.Copy(io.Discard, r); err != nil { // to the end, where it is compared with its hash
+		return err
+	}
+	for _, e := range l.Entries {
+		if e.Path == "" {
+			continue // the destination is what it is
+		}
+		e.Path = path.Join(dest, e.Path)
+		if e.Link != "" {
+			e.Link = path.Join(dest, e.Link)
+		}
+		if there, err := w.at(layers.Split(e.Path)); err == nil && there != nil && !there.IsDir() && e.Inode.IsDir() && e.Link == "" {
+			if _, err := w.m.Find(layers.Split(e.Path), false, nil); err == nil {
+				continue // a symlink to a directory: what is unpacked goes there
+			}
+		}
+		w.entries = append(w.entries, e)
+	}
+	return nil
+}
+
+// contextContent is the content of a file of a context. It insists on what was there when it was hashed.
+type contextContent struct {
+	root *os.Root
+	f    picked
+}
+
+func (c contextContent) Open() (io.ReadCloser, error) {
+	r, err := c.root.Open(c.f.src)
+	if err != nil {
+		return nil, vanished("open", c.f.src, err)
+	}
+	return &sameReader{r: r, h: sha256.New(), f: c.f}, nil
+}
+
+type sameReader struct {
+	r *os.File
+	h hash.Hash
+	n int64
+	f picked
+}
+
+func (s *sameReader) Read(p []byte) (int, error) {
+	n, err := s.r.Read(p)
+	s.h.Write(p[:n])
+	if s.n += int64(n); s.n > s.f.size || errors.Is(err, io.EOF) && (s.n != s.f.size || hex.EncodeToString(s.h.Sum(nil)) != s.f.sum) {
+		return 0, fmt.Errorf("read %s: %w", s.f.src, image.ErrChanged)
+	}
+	return n, err
+}
+
+// Close implements io.Closer.
+func (s *sameReader) Close() error { return s.r.Close() }
+
+// write writes the layer.
+func (w *copyWriter) write(tw *tar.Writer) error {
+	for _, e := range w.entries {
+		if err := context.Cause(w.ctx); err != nil {
+			return err
+		}
+		if layers.IsWhiteout(e.Path) {
+			return fmt.Errorf("/%s: %w: the name would be a whiteout in a layer", e.Path, image.ErrUnsupportedSource)
+		}
+		if err := layers.WriteEntry(w.ctx, tw, e); err != nil {
+			return fmt.Errorf("/%s: %w", e.Path, err)
+		}
+	}
+	return nil
+}
+
+// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number
+// without a group has the group of that number, one by name that of its entry.
+func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
+	if owner == "" {
+		return 0, 0, nil
+	}
+	user, group, hasGroup := strings.Cut(owner, ":")
+	bad := func(what, name, file string) error {
+		return fmt.Errorf("%w: owner %.100q: the %s %.100q is not in the image's /%s", image.ErrInvalidOption, owner, what, name, file)
+	}
+	id, numeric := strconv.ParseUint(user, 10, 32)
+	uid, gid = uint32(id), uint32(id)
+	if numeric != nil {
+		f, err := accountLine(t, "etc/passwd", user, 4)
+		if err != nil {
+			return 0, 0, err
+		}
+		if f == nil {
+			return 0, 0, bad("user", user, "etc/passwd")
+		}
+		u, err1 := strconv.ParseUint(f[2], 10, 32)
+		g, err2 := strconv.ParseUint(f[3], 10, 32)
+		if err1 != nil || err2 != nil {
+			return 0, 0, bad("user", user, "etc/passwd")
+		}
+		uid, gid = uint32(u), uint32(g)
+	}
+	if !hasGroup {
+		return uid, gid, nil
+	}
+	id, numeric = strconv.ParseUint(group, 10, 32)
+	if numeric != nil {
+		f, err := accountLine(t, "etc/group", group, 3)
+		if err != nil {
+			return 0, 0, err
+		}
+		if f == nil {
+			return 0, 0, bad("group", group, "etc/group")
+		}
+		if id, numeric = strconv.ParseUint(f[2], 10, 32); numeric != nil {
+			return 0, 0, bad("group", group, "etc/group")
+		}
+	}
+	return uid, uint32(id), nil
+}
+
+// accountLine gives the fields of the line of a name; nil when there is none.
+func accountLine(t *fstree.Tree, file, name string, least int) ([]string, error) {
+	text, err := t.ReadText(file, maxStatusBytes)
+	if err != nil {
+		return nil, err
+	}
+	for line := range bytes.Lines([]byte(text)) {
+		f := strings.Split(strings.TrimSuffix(string(line), "\n"), ":")
+		if len(f) >= least && f[0] == name {
+			return f, nil
+		}
+	}
+	return nil, nil
+}

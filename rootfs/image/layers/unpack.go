@@ -1,0 +1,202 @@
+package layers
+
+import (
+	"bufio"
+	"bytes"
+	"compress/bzip2"
+	"crypto/sha256"
+	"crypto/sha512"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"regexp"
+	"strings"
+
+	"github.com/klauspost/compress/gzip"
+	"github.com/klauspost/compress/zstd"
+	"github.com/mikelolasagasti/xz"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+)
+
+// Limits of decompression.
+const (
+	maxWindow = 128 << 20 // bytes of history that a zstd frame or an xz block may ask for; zstd --long=27 needs as many
+	// A stream may expand to freeBytes however small it is, and beyond that to maxExpansion times its own size. Root
+	// filesystems compress to between half and a tenth.
+	freeBytes    = 1 << 30
+	maxExpansion = 500
+)
+
+// Beginnings of compressed streams: RFC 1952 (gzip), RFC 8878 (zstd, and its skippable frames), the .xz file format,
+// bzip2.
+var (
+	magicGzip = []byte{0x1f, 0x8b}
+	magicZstd = []byte{0x28, 0xb5, 0x2f, 0xfd}
+	magicXz   = []byte{0xfd, '7', 'z', 'X', 'Z', 0}
+	magicBz2  = []byte("BZh")
+)
+
+// Unpacked is what a stream gives that may be compressed, which its first bytes tell. Its errors are ErrBadArchive and
+// ErrTooLarge; those of the stream below are passed on as they are.
+type Unpacked struct {
+	src     *countedReader
+	r       io.Reader
+	close   func()
+	Packed  bool  // it is compressed
+	out     int64 // bytes given so far
+	max     int64 // bytes to give at most
+	failure error // of before
+}
+
+// Unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by
+// these. most bounds what comes out, in bytes. Close frees memory, and leaves r open.
+func Unpack(r io.Reader, all bool, most int64) (*Unpacked, error) {
+	src := &countedReader{r: r}
+	b := bufio.NewReaderSize(src, 64<<10)
+	head, err := b.Peek(6)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	u := &Unpacked{src: src, r: b, close: func() {}, Packed: true, max: most}
+	switch {
+	case bytes.HasPrefix(head, magicGzip):
+		z, err := gzip.NewReader(b)
+		if err != nil {
+			return nil, u.failed("gzip", err)
+		}
+		u.r, u.close = z, func() { _ = z.Close() } // nothing is left to say
+	case bytes.HasPrefix(head, magicZstd), len(head) > 3 && head[0]&0xf0 == 0x50 && bytes.Equal(head[1:4], []byte{0x2a, 0x4d, 0x18}):
+		z, err := zstd.NewReader(b, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
+		if err != nil {
+			return nil, u.failed("zstd", err)
+		}
+		u.r, u.close = z, z.Close
+	case all && bytes.HasPrefix(head, magicXz):
+		z, err := xz.NewReader(b, maxWindow)
+		if err != nil {
+			return nil, u.failed("xz", err)
+		}
+		u.r = z
+	case all && bytes.HasPrefix(head, magicBz2):
+		u.r = bzip2.NewReader(b)
+	default:
+		u.Packed = false
+	}
+	return u, nil
+}
+
+func (u *Unpacked) failed(what string, err error) error {
+	if u.src.err != nil {
+		return u.src.err
+	}
+	if !u.Packed {
+		return err
+	}
+	return fmt.Errorf("%w: decompress it (%s): %w", image.ErrBadArchive, what, err)
+}
+
+// Read implements io.Reader.
+func (u *Unpacked) Read(p []byte) (int, error) {
+	if u.failure != nil {
+		return 0, u.failure
+	}
+	n, err := u.r.Read(p)
+	u.out += int64(n)
+	switch {
+	case u.out > u.max:
+		err = fmt.Errorf("%w: it unpacks to more than %d bytes; raise MaxBytes (--max-size) to take it", image.ErrTooLarge, u.max)
+	case u.Packed && u.out > freeBytes && u.out/maxExpansion > u.src.n:
+		err = fmt.Errorf("%w: it expands to more than %d times its size; unpack it first if it is what it should be", image.ErrTooLarge, maxExpansion)
+	case err != nil && !errors.Is(err, io.EOF):
+		err = u.failed("damaged", err)
+	case errors.Is(err, io.EOF) && u.src.err != nil:
+		err = u.src.err
+	}
+	u.failure = err
+	return n, err
+}
+
+// Close frees what decompression needed.
+func (u *Unpacked) Close() error {
+	u.close()
+	return nil
+}
+
+// countedReader counts what it gives, and remembers the error of the reader below.
+type countedReader struct {
+	r   io.Reader
+	n   int64
+	err error // not io.EOF
+}
+
+func (c *countedReader) Read(p []byte) (int, error) {
+	n, err := c.r.Read(p)
+	c.n += int64(n)
+	if err != nil && err != io.EOF {
+		c.err = err
+	}
+	return n, err
+}
+
+// digestRE is of the digests that the OCI image specification registers.
+var digestRE = regexp.MustCompile(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
+
+// IsDigest says whether a text is a digest that can be checked.
+func IsDigest(s string) bool { return digestRE.MatchString(s) }
+
+// Verifier is a hash that compares itself with a digest when all has been written to it.
+type Verifier struct {
+	hash.Hash
+	want string
+}
+
+func NewVerifier(digest string) (*Verifier, error) {
+	switch {
+	case !IsDigest(digest):
+		return nil, fmt.Errorf("%w: digest %.100q", image.ErrBadManifest, digest)
+	case strings.HasPrefix(digest, "sha512:"):
+		return &Verifier{sha512.New(), digest}, nil
+	}
+	return &Verifier{sha256.New(), digest}, nil
+}
+
+// Check is ErrDigest if the digest is another one.
+func (v *Verifier) Check() error {
+	algorithm, want, _ := strings.Cut(v.want, ":")
+	if got := fmt.Sprintf("%x", v.Sum(nil)); got != want {
+		return fmt.Errorf("%w: %s has the digest %s:%s", image.ErrDigest, v.want, algorithm, got)
+	}
+	return nil
+}
+
+// digester hashes what is read through it and knows how long that should be.
+type digester struct {
+	r    io.Reader
+	v    *Verifier // nil: nothing to compare
+	n    int64
+	size int64 // expected; -1 when nobody has said
+}
+
+func (d *digester) Read(p []byte) (int, error) {
+	n, err := d.r.Read(p)
+	if d.v != nil {
+		d.v.Write(p[:n])
+	}
+	if d.n += int64(n); d.size >= 0 && d.n > d.size {
+		return 0, fmt.Errorf("%w: it is longer than the %d bytes that its descriptor says", image.ErrDigest, d.size)
+	}
+	return n, err
+}
+
+// check compares when all has been read.
+func (d *digester) check() error {
+	if d.size >= 0 && d.n != d.size {
+		return fmt.Errorf("%w: it has %d bytes, its descriptor says %d", image.ErrDigest, d.n, d.size)
+	}
+	if d.v == nil {
+		return nil
+	}
+	return d.v.Check()
+}

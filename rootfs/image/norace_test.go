@@ -1,5 +1,0 @@
-//go:build !race
-
-package image
-
-const raceEnabled = false

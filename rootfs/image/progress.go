@@ -1,0 +1,19 @@
+package image
+
+// Progress is told the stage of a build (Stage...), and what of it is done, in bytes; total is 0 when it is not known.
+type Progress func(stage string, done, total int64)
+
+// Stages of a build, in their order, as Progress is told them. A stage that has nothing to do is left out.
+const (
+	StageWait     = "wait"     // another build of the same spec is under way
+	StageDeps     = "deps"     // installing the build tool
+	StageResolve  = "resolve"  // reading the manifest of an image
+	StagePrepare  = "prepare"  // starting the build tool
+	StageIndex    = "index"    // fetching the package index
+	StageDownload = "download" // downloading packages, or layers: bytes of them
+	StageInstall  = "install"  // unpacking and configuring packages
+	StageRead     = "read"     // reading the root filesystem; bytes of content, total unknown (0)
+	StageWrite    = "write"    // writing the image; bytes of content
+	StageHash     = "hash"     // computing the id; bytes of the image
+	StagePublish  = "publish"  // putting the image into the store
+)

@@ -1,0 +1,29 @@
+package image
+
+import (
+	"fmt"
+	"regexp"
+	"strings"
+)
+
+var (
+	tagNameRE    = regexp.MustCompile(`^[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$`)
+	tagVersionRE = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$`)
+)
+
+// MaxTagName bounds the name of a tag, in bytes.
+const MaxTagName = 200
+
+// NormalizeTag checks a tag and completes it: "name" becomes "name:latest". Names are lower-case letters, digits and
+// single separators (. _ - /), as docker has them.
+func NormalizeTag(tag string) (string, error) {
+	name, version, ok := strings.Cut(tag, ":")
+	if !ok {
+		version = "latest"
+	}
+	if len(name) > MaxTagName || !tagNameRE.MatchString(name) || !tagVersionRE.MatchString(version) {
+		return "", fmt.Errorf("%w: %q is not a tag; use NAME or NAME:VERSION with lower-case letters, digits and . _ - / in NAME",
+			ErrInvalidOption, tag)
+	}
+	return name + ":" + version, nil
+}
