@@ -72,8 +72,8 @@ check-go:
 
 # kernel and image build what guests need, or find it in the cache.
 .PHONY: kernel image kernel-debian
+# The program looks for the kernel first, and installs compilers only if it has to build one.
 kernel: build
-	@scripts/deps build
 	@$(DROWSE) kernel build --install-deps --share "$(KERNEL_SHARE)" >&2
 
 kernel-debian: build
