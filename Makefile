@@ -54,7 +54,7 @@ export DROWSE_AGENT = $(CURDIR)/bin/drowse-agent
 export DROWSE_HWKVM_CACHE ?= $(CURDIR)/.cache/hwkvm
 # The kernel's tests build and fetch in the same cache.
 export DROWSE_TEST_KERNEL_CACHE ?= $(STATE)
-# Tests that have guests end with this make, however it ends: internal/guesttest.
+# Tests that have guests end with this make, however it ends: internal/test/guesttest.
 export GUESTTEST_PROCESS := $(shell echo $$PPID)
 # The suite that the test of Debian images builds.
 export DROWSE_TEST_DEBIAN ?= bookworm
