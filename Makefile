@@ -54,7 +54,7 @@ export DROWSE_AGENT = $(CURDIR)/bin/drowse-agent
 export DROWSE_HWKVM_CACHE ?= $(CURDIR)/.cache/hwkvm
 # The kernel's tests build and fetch in the same cache.
 export DROWSE_TEST_KERNEL_CACHE ?= $(STATE)
-# Tests that have guests end with this make, however it ends: internal/guesttest.
+# Tests that have guests end with this make, however it ends: internal/test/guesttest.
 export GUESTTEST_PROCESS := $(shell echo $$PPID)
 # The suite that the test of Debian images builds.
 export DROWSE_TEST_DEBIAN ?= bookworm
@@ -72,8 +72,8 @@ check-go:
 
 # kernel and image build what guests need, or find it in the cache.
 .PHONY: kernel image kernel-debian
+# The program looks for the kernel first, and installs compilers only if it has to build one.
 kernel: build
-	@scripts/deps build
 	@$(DROWSE) kernel build --install-deps --share "$(KERNEL_SHARE)" >&2
 
 kernel-debian: build

@@ -60,9 +60,6 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 	if err != nil {
 		return nil, err
 	}
-	if len(o.Pools) == 0 {
-		o.Pools = []bool{false}
-	}
 	type way struct {
 		n    int
 		pool bool
@@ -70,7 +67,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 	var ways []way
 	all := map[way]*concurrent{}
 	for _, n := range o.AtOnce {
-		for _, pool := range o.Pools {
+		for _, pool := range orOne(o.Pools, false) {
 			w := way{n, pool}
 			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(), ratio: newSeries()}
 		}

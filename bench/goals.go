@@ -157,13 +157,10 @@ func (g *RowGoal) String() string {
 	for _, l := range []struct {
 		name  string
 		limit float64
-	}{{"p50", g.P50}, {"p50", g.Within}, {"p99", g.P99}} {
+	}{{"p50 ≤", g.P50}, {"p50 ≤", g.Within}, {"p99 ≤", g.P99}, {"p50 ≥", g.AtLeast}} {
 		if l.limit > 0 {
-			limits = append(limits, fmt.Sprintf("%s ≤ %.4g", l.name, l.limit))
+			limits = append(limits, fmt.Sprintf("%s %.4g", l.name, l.limit))
 		}
-	}
-	if g.AtLeast > 0 {
-		limits = append(limits, fmt.Sprintf("p50 ≥ %.4g", g.AtLeast))
 	}
 	verdict += ": " + strings.Join(limits, ", ")
 	if g.FewRuns {

@@ -5,16 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"net"
 	"net/netip"
-	"runtime"
 	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -108,29 +107,21 @@ const policyNone, policyRules = "none", "rules"
 // faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets
 // that they have denied.
 func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (rows []Row, err error) {
-	done := make(chan struct{})
-	// The namespace is the thread's, which ends with its goroutine. The VM's process, which
-	// this thread starts, has it too.
-	go func() {
-		defer close(done)
-		runtime.LockOSThread()
-		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			err = fmt.Errorf("making a network namespace: %w: run as root", err)
-			return
-		}
+	// The VM's process, which this thread starts, is in the namespace too.
+	err = inNamespace(func() error {
 		for _, link := range o.Links {
 			measure := e.tapThroughput
 			if link == linkVeth {
 				measure = e.vethThroughput
 			}
-			var some []Row
-			if some, err = measure(ctx, o); err != nil {
-				return
+			some, err := measure(ctx, o)
+			if err != nil {
+				return err
 			}
 			rows = append(rows, some...)
 		}
-	}()
-	<-done
+		return nil
+	})
 	return rows, err
 }
 
@@ -457,9 +448,7 @@ func (t *throughputs) rows(common map[string]any) (rows []Row) {
 		if w.rules == noPolicy {
 			p["policy"] = policyNone
 		}
-		for k, v := range common {
-			p[k] = v
-		}
+		maps.Copy(p, common)
 		return p
 	}
 	for _, w := range t.ways {

@@ -4,11 +4,12 @@ import (
 	"bufio"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"os"
 	"runtime"
 	"runtime/debug"
-	"sort"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -187,12 +188,7 @@ func (r Report) Text(w io.Writer) {
 		}
 		if len(row.Stages) > 0 {
 			fmt.Fprintf(w, "\n%s %s, medians in %s:\n", row.Name, sorted(row.Params), row.Unit)
-			names := make([]string, 0, len(row.Stages))
-			for name := range row.Stages {
-				names = append(names, name)
-			}
-			sort.Strings(names)
-			for _, name := range names {
+			for _, name := range slices.Sorted(maps.Keys(row.Stages)) {
 				fmt.Fprintf(w, "  %-12s %.3f\n", name, row.Stages[name])
 			}
 		}
@@ -204,7 +200,7 @@ func sorted(params map[string]any) string {
 	for k, v := range params {
 		words = append(words, fmt.Sprintf("%s=%v", k, v))
 	}
-	sort.Strings(words)
+	slices.Sort(words)
 	return strings.Join(words, " ")
 }
 

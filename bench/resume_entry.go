@@ -173,25 +173,22 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 }
 
 func (r resumes) variants() (all []variant) {
-	caches, pools := r.caches, r.pools
-	if len(caches) == 0 {
-		caches = []string{cacheWarm}
-	}
-	if len(pools) == 0 {
-		pools = []bool{false}
-	}
-	pages := r.pages
-	if len(pages) == 0 {
-		pages = []bool{false}
-	}
-	for _, cache := range caches {
-		for _, pool := range pools {
-			for _, kept := range pages {
+	for _, cache := range orOne(r.caches, cacheWarm) {
+		for _, pool := range orOne(r.pools, false) {
+			for _, kept := range orOne(r.pages, false) {
 				all = append(all, variant{cache, pool, kept})
 			}
 		}
 	}
 	return all
+}
+
+// orOne is a list, or one value if it is empty.
+func orOne[T any](list []T, value T) []T {
+	if len(list) == 0 {
+		return []T{value}
+	}
+	return list
 }
 
 // run restores a VM once in each way. What peers are compared with is the first.

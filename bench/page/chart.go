@@ -1,6 +1,7 @@
 package page
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -245,7 +246,7 @@ func (p *Page) against(rows []*row, name, unit string) (out []chart) {
 	for _, group := range groups(rows, byName) {
 		var series [][]*row
 		for _, s := range groups(group, func(r *row) string { return fmt.Sprint(r.Report, " ", r.without(name)) }) {
-			slices.SortStableFunc(s, func(a, b *row) int { return cmpFloat(*a.param(name).number, *b.param(name).number) })
+			slices.SortStableFunc(s, func(a, b *row) int { return cmp.Compare(*a.param(name).number, *b.param(name).number) })
 			if *s[0].param(name).number < *s[len(s)-1].param(name).number {
 				series = append(series, s)
 			}
@@ -403,16 +404,6 @@ func value(v *float64, otherwise float64) float64 {
 		return otherwise
 	}
 	return *v
-}
-
-func cmpFloat(a, b float64) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	}
-	return 0
 }
 
 func only(rows []*row, keep func(*row) bool) (out []*row) {

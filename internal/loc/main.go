@@ -1,6 +1,7 @@
 // Command loc prints how many lines of Go each package has: code, comments and tests,
 // and apart from these what is generated. A line with code and a comment counts as code,
-// a line of a test file as a test, and an empty line as none.
+// a line of a test file as a test, and an empty line as none. Packages that only tests
+// use come last, with a total of their own.
 package main
 
 import (
@@ -73,13 +74,25 @@ func run(w io.Writer, root string) error {
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t  %s\n", l.code, l.comments, l.tests, l.generated, name)
 	}
 	fmt.Fprintln(t, "code\tcomments\ttests\tgenerated\t  package")
-	var total lines
-	for _, name := range slices.Sorted(maps.Keys(packages)) {
-		row(*packages[name], name)
-		total.add(*packages[name])
+	for _, group := range []string{"production", "test support"} {
+		var total lines
+		n := 0
+		for _, name := range slices.Sorted(maps.Keys(packages)) {
+			if isTestSupport(name) == (group == "test support") {
+				row(*packages[name], name)
+				total.add(*packages[name])
+				n++
+			}
+		}
+		row(total, fmt.Sprintf("total of %d packages: %s", n, group))
 	}
-	row(total, fmt.Sprintf("total of %d packages", len(packages)))
 	return t.Flush()
+}
+
+// isTestSupport tells by its path whether only tests use a package. Imports do not say so: nothing here imports what
+// only embedders use either.
+func isTestSupport(pkg string) bool {
+	return strings.HasPrefix(pkg, "internal/test/") || strings.HasSuffix(pkg, "test")
 }
 
 // count counts the lines of one file.

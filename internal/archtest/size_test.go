@@ -1,0 +1,79 @@
+package archtest
+
+import (
+	"go/ast"
+	"go/scanner"
+	"go/token"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// Limits of a package without a reason in largePackages: lines of code, and files, both without tests.
+const maxCode, maxFiles = 4000, 25
+
+// largePackages are beyond a limit, for a reason.
+var largePackages = map[string]string{
+	"cmd/drowse":   "a file for each command, which nothing else shares",
+	"bench":        "a file for each published number",
+	"sandbox":      "is being split",
+	"netpolicy":    "is being split",
+	"rootfs/image": "is being split",
+}
+
+// codeLines counts the lines of a Go file that have code.
+func codeLines(text []byte) int {
+	file := token.NewFileSet().AddFile("", -1, len(text))
+	var s scanner.Scanner
+	s.Init(file, text, nil, 0)
+	lines := map[int]bool{}
+	for {
+		pos, tok, lit := s.Scan()
+		switch {
+		case tok == token.EOF:
+			return len(lines)
+		case tok == token.SEMICOLON && lit == "\n": // the scanner's own
+			continue
+		}
+		for i := range 1 + strings.Count(lit, "\n") {
+			lines[file.Line(pos)+i] = true
+		}
+	}
+}
+
+func TestPackagesAreSmallOrHaveAReason(t *testing.T) {
+	code, files := map[string]int{}, map[string]int{}
+	for _, s := range sources(t) {
+		text, err := os.ReadFile(filepath.Join("../..", s.path))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.isTest() || ast.IsGenerated(s.file) {
+			continue
+		}
+		code[s.pkg()] += codeLines(text)
+		files[s.pkg()]++
+	}
+	for pkg, n := range code {
+		large := n > maxCode || files[pkg] > maxFiles
+		switch reason := largePackages[pkg]; {
+		case large && reason == "":
+			t.Errorf("%s has %d lines of code in %d files, and the limits are %d and %d: split it, or say why not in largePackages", pkg, n, files[pkg], maxCode, maxFiles)
+		case !large && reason != "":
+			t.Errorf("%s is within the limits: take it out of largePackages", pkg)
+		}
+	}
+	for pkg := range largePackages {
+		if code[pkg] == 0 {
+			t.Errorf("there is no package %s: take it out of largePackages", pkg)
+		}
+	}
+}
+
+func TestCodeLines_are_those_with_code(t *testing.T) {
+	const text = "// Package p is one.\npackage p\n\n/* two\n\nlines */\nvar s = `a\n\nb` // with a comment\n"
+	if got := codeLines([]byte(text)); got != 4 {
+		t.Errorf("%d lines, want 4", got)
+	}
+}
