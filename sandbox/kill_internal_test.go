@@ -102,7 +102,8 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 func TestRemove_waits_for_who_looks_at_the_vm(t *testing.T) {
 	t.Parallel()
 	s := startingVM(t, state.Stopped, 0, 0)
-	l, err := s.State.Lock("a")
+	// Programs that other tests start have its descriptor for a moment.
+	l, err := s.State.LockSoon(t.Context(), "a")
 	if err != nil {
 		t.Fatal(err)
 	}
