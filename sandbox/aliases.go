@@ -14,10 +14,4 @@ var (
 	ErrExists     = spec.ErrExists
 	ErrNotRunning = spec.ErrNotRunning
 	ErrRunning    = spec.ErrRunning
-	ErrCrashed    = spec.ErrCrashed
-	ErrRecord     = spec.ErrRecord
-	ErrServed     = spec.ErrServed
-	ErrHooks      = spec.ErrHooks
-	ErrShare      = spec.ErrShare
-	ErrSecrets    = spec.ErrSecrets
 )

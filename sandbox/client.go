@@ -140,12 +140,12 @@ func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.B
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
 func (s *Host) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
-	spec := old.Spec
-	spec.Image = old.Boot.ImageID
+	want := old.Spec
+	want.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
-		spec.Kernel = old.Boot.KernelID
+		want.Kernel = old.Boot.KernelID
 	}
-	b, err := s.resolve(ctx, l, spec)
+	b, err := s.resolve(ctx, l, want)
 	if err != nil {
 		return b, err
 	}
@@ -154,7 +154,7 @@ func (s *Host) resolveAgain(ctx context.Context, l pool.Launcher, old state.Reco
 		// cache, under the same folder as the new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
 		if _, err := os.Stat(s.State.BootPath(same)); err != nil {
-			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", ErrRecord, err)
+			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", spec.ErrRecord, err)
 		}
 		b.SystemDisk = same
 	}
@@ -466,7 +466,7 @@ func (s *Host) cloneRecord(ctx context.Context, l pool.Launcher, id, name string
 	}
 	var old state.Record
 	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
-		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, ErrRecord, err)
+		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, spec.ErrRecord, err)
 	}
 	// What it says of files is not taken over: a snapshot may come from elsewhere.
 	boot, err := s.resolveAgain(ctx, l, old)
@@ -516,8 +516,8 @@ type SleepOptions struct {
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
 // and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
-// hooks in the guest refuse (ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done, as
-// deleting the sleep before, is in the result's Problem, and left to the next sweep.
+// hooks in the guest refuse (spec.ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done,
+// as deleting the sleep before, is in the result's Problem, and left to the next sweep.
 func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepResult, err error) {
 	s, name := b.host, b.name
 	if err := o.Hooks.Validate(); err != nil {
@@ -788,7 +788,7 @@ func (s *Host) giveUp(ctx context.Context, name string) (done bool, err error) {
 }
 
 // DeleteOptions change a deletion. The zero value refuses a sandbox that runs, with ErrRunning, and one whose record
-// cannot be read, with ErrRecord.
+// cannot be read, with spec.ErrRecord.
 type DeleteOptions struct {
 	// Force deletes either: one that runs is killed first.
 	Force bool
@@ -800,7 +800,7 @@ type DeleteOptions struct {
 func (b *Sandbox) Delete(ctx context.Context, o DeleteOptions) error {
 	if o.Force {
 		switch r, err := b.host.State.Get(b.name); {
-		case errors.Is(err, ErrRecord):
+		case errors.Is(err, spec.ErrRecord):
 		case err != nil:
 			return err
 		case r.Phase == state.Running || r.Phase == state.Starting:

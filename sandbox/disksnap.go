@@ -55,7 +55,7 @@ func (s *Host) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m
 	}
 	switch {
 	case size == 0 || size%(1<<20) != 0:
-		return nil, fmt.Errorf("%w: it has no disk of drowse's", ErrRecord)
+		return nil, fmt.Errorf("%w: it has no disk of drowse's", spec.ErrRecord)
 	case want.DiskMiB != 0 && uint64(want.DiskMiB) != size>>20:
 		return nil, fmt.Errorf("%w: a disk of %d MiB was asked for, and it has %d", ErrSpec, want.DiskMiB, size>>20)
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
@@ -310,7 +311,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		fails("too many", sandbox.ErrSpec, func() error {
 			return fork(t.Context(), e.Launcher, sandbox.ForkOptions{Count: sandbox.MaxForks + 1})
 		})
-		fails("children that do not start", sandbox.ErrCrashed, func() error {
+		fails("children that do not start", spec.ErrCrashed, func() error {
 			return fork(t.Context(), pool.Launcher{Command: []string{"/bin/false"}, Agent: e.Launcher.Agent}, sandbox.ForkOptions{Count: 2, Name: "never"})
 		})
 		fails("a caller that gives up", context.Canceled, func() error {

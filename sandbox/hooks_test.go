@@ -96,7 +96,7 @@ func TestHooksInAGuest(t *testing.T) {
 
 	e.Sh("c", "touch /root/fail-sleep /root/fail-wake /root/fail-snapshot")
 	_, err = e.Store.Sandbox("c").Sleep(t.Context(), sandbox.SleepOptions{})
-	if !errors.Is(err, sandbox.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
+	if !errors.Is(err, spec.ErrHooks) || !strings.Contains(err.Error(), "exit status 3: not now") {
 		t.Errorf("a hook that fails: %v, want ErrHooks with its words", err)
 	}
 	var told *control.ErrorReport
@@ -105,7 +105,7 @@ func TestHooksInAGuest(t *testing.T) {
 	}
 	wantNotes(e, "c", "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
 	host.noted("notes", "sleep c", "wake c")
-	if _, err = e.Store.Sandbox("c").Snapshot(t.Context(), sandbox.SnapshotOptions{}); !errors.Is(err, sandbox.ErrHooks) {
+	if _, err = e.Store.Sandbox("c").Snapshot(t.Context(), sandbox.SnapshotOptions{}); !errors.Is(err, spec.ErrHooks) {
 		t.Errorf("a snapshot with a hook that fails: %v, want ErrHooks", err)
 	}
 	if r, err := e.Store.State.Get("c"); err != nil || r.Phase != state.Running {

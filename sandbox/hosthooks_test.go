@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -112,7 +113,7 @@ func (h onHost) refuses(vm string) {
 	}
 	_, err := h.e.Store.Sandbox(vm).Sleep(h.e.T.Context(), sandbox.SleepOptions{})
 	var there *control.ErrorReport
-	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, sandbox.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
+	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, spec.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
 		h.e.T.Errorf("a hook of the host that fails: %v, want ErrHostHooks with its words", err)
 	}
 	if r, err := h.e.Store.State.Get(vm); err != nil || r.Phase != state.Running {

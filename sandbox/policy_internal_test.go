@@ -86,7 +86,7 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 				t.Errorf("without %s: %v, %v, want none, which denies", key, got, err)
 			}
 			less[key] = labels[key][1:]
-			if _, err := state.PolicyOf(less); !errors.Is(err, ErrRecord) {
+			if _, err := state.PolicyOf(less); !errors.Is(err, spec.ErrRecord) {
 				t.Errorf("with a damaged %s: %v", key, err)
 			}
 		}
@@ -185,7 +185,7 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if err := os.WriteFile(path, []byte(strings.Replace(string(text), `"direction": "egress"`, `"direktion": "egress"`, 1)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.State.Get("with"); !errors.Is(err, ErrRecord) {
+	if _, err := s.State.Get("with"); !errors.Is(err, spec.ErrRecord) {
 		t.Errorf("a damaged policy: %v", err)
 	}
 }

@@ -54,8 +54,8 @@ func TestProxyKey_is_made_once_and_for_its_owner_alone(t *testing.T) {
 		if err := errors.Join(os.WriteFile(path, keys[0], 0o600), os.Chmod(path, 0o600), spoil()); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.State.ProxyKey(); !errors.Is(err, ErrRecord) {
-			t.Errorf("%s: %v, want ErrRecord", what, err)
+		if _, err := s.State.ProxyKey(); !errors.Is(err, spec.ErrRecord) {
+			t.Errorf("%s: %v, want spec.ErrRecord", what, err)
 		}
 	}
 }
@@ -117,8 +117,8 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 		s := c.secret
 		err := control.ForProxy(&s, c.policy, c.there)
 		if c.bad {
-			if !errors.Is(err, ErrSecrets) {
-				t.Errorf("%s: %v, want ErrSecrets", name, err)
+			if !errors.Is(err, spec.ErrSecrets) {
+				t.Errorf("%s: %v, want spec.ErrSecrets", name, err)
 			}
 			continue
 		}
@@ -126,7 +126,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 			t.Errorf("%s: %+v %q, %v", name, s.SecretFile, s.Value, err)
 		}
 	}
-	if err := control.CheckSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, ErrSecrets) {
+	if err := control.CheckSecret(&spec.Secret{SecretFile: spec.SecretFile{Name: "K", Proxy: true, Mode: 0o444}, Value: []byte("12345678")}); !errors.Is(err, spec.ErrSecrets) {
 		t.Errorf("a mode for one of the proxy's: %v", err)
 	}
 }

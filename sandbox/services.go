@@ -18,52 +18,28 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// ServiceStatus is a service of a VM, and how it is.
-type ServiceStatus struct {
-	spec.Service
-	// State is that of guest.ServiceState while the VM runs. "unknown" is one that the guest
-	// does not know: start it. Of a VM that does not run it is "asleep", or empty.
-	State    string     `json:"state,omitempty"`
-	PID      int        `json:"pid,omitempty"`
-	Restarts uint64     `json:"restarts"`
-	Started  *time.Time `json:"started,omitempty"`
-	// ExitCode, as a shell gives it, and Ended are of the last run that has ended.
-	ExitCode *int       `json:"exit_code,omitempty"`
-	Ended    *time.Time `json:"ended,omitempty"`
-	Problem  string     `json:"problem,omitempty"`
-	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has
-	// failed, CheckRestarts how often it was ended for that.
-	Ready         bool       `json:"ready"`
-	ReadyAt       *time.Time `json:"ready_at,omitempty"`
-	CheckProblem  string     `json:"check_problem,omitempty"`
-	CheckRestarts uint64     `json:"check_restarts,omitempty"`
-}
-
-// ErrServiceNotReady: a service has stopped, ended or failed, and is not going to be ready by itself.
-var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
-
 // WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to
 // sleep by itself meanwhile. The error is ErrServiceNotReady when it need not be waited for.
-func (b *Sandbox) WaitService(ctx context.Context, service string) (ServiceStatus, error) {
+func (b *Sandbox) WaitService(ctx context.Context, service string) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
-		return ServiceStatus{}, err
+		return control.ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{Service: spec}
+	out := control.ServiceStatus{Service: spec}
 	for {
 		begun := time.Now()
 		g, err := c.WaitService(ctx, service)
 		if err != nil {
 			return out, err
 		}
-		out.is(g)
+		out.Set(g)
 		switch {
 		case g.Ready:
 			return out, nil
 		case g.State == guest.ServiceStopped || g.State == guest.ServiceEnded || g.State == guest.ServiceFailed:
-			return out, fmt.Errorf("%w: %s of %s has %s: see `drowse service logs %s %s`", ErrServiceNotReady, service, name, g.State, name, service)
+			return out, fmt.Errorf("%w: %s of %s has %s: see `drowse service logs %s %s`", control.ErrServiceNotReady, service, name, g.State, name, service)
 		}
 		// A guest that answers at once without an end must not be asked in a loop.
 		if time.Since(begun) < time.Second {
@@ -76,42 +52,22 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (ServiceStatu
 	}
 }
 
-// States of services that only the host knows.
-const (
-	ServiceUnknown = "unknown"
-	ServiceAsleep  = "asleep"
-)
-
-func (s *ServiceStatus) is(g guest.ServiceState) {
-	s.State, s.PID, s.Restarts, s.Problem = g.State, g.PID, g.Restarts, g.Problem
-	s.Ready, s.CheckProblem, s.CheckRestarts, s.ReadyAt = g.Ready, g.CheckProblem, g.CheckRestarts, nil
-	if !g.ReadyAt.IsZero() {
-		s.ReadyAt = &g.ReadyAt
-	}
-	if !g.Started.IsZero() {
-		s.Started = &g.Started
-	}
-	if g.Exit != nil {
-		s.ExitCode, s.Ended = &g.Exit.Code, &g.Ended
-	}
-}
-
 // SetService gives a VM a service, in the place of one of that name, for good. In a VM that
 // runs it is started, anew if it is another than before; one that has stopped starts it when
 // it boots. One that sleeps is ErrNotRunning: wake it first. It is in the VM's record before
 // the guest is told.
-func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (ServiceStatus, error) {
+func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	if err := spec.Validate(); err != nil {
-		return ServiceStatus{}, err
+		return control.ServiceStatus{}, err
 	}
 	body, err := json.Marshal(spec)
 	if err != nil {
-		return ServiceStatus{}, err
+		return control.ServiceStatus{}, err
 	}
 	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *state.Record) error { return r.SetService(spec) })
 	if err != nil || !live {
-		return ServiceStatus{Service: spec}, err
+		return control.ServiceStatus{Service: spec}, err
 	}
 	return b.StartService(ctx, spec.Name, false)
 }
@@ -143,33 +99,33 @@ func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 
 // StartService starts a service of a running VM if it does not run, or, with restart, in any
 // case.
-func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (ServiceStatus, error) {
+func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
-		return ServiceStatus{}, err
+		return control.ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{Service: spec}
+	out := control.ServiceStatus{Service: spec}
 	state, err := c.SetService(ctx, control.GuestService(&spec), true, restart)
 	if err == nil {
-		out.is(state)
+		out.Set(state)
 	}
 	return out, err
 }
 
 // StopService stops a service of a running VM, until it is started or the VM boots.
-func (b *Sandbox) StopService(ctx context.Context, service string) (ServiceStatus, error) {
+func (b *Sandbox) StopService(ctx context.Context, service string) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
 	if err != nil {
-		return ServiceStatus{}, err
+		return control.ServiceStatus{}, err
 	}
 	defer c.Close()
-	out := ServiceStatus{Service: spec}
+	out := control.ServiceStatus{Service: spec}
 	state, err := c.StopService(ctx, service, false)
 	if err == nil {
-		out.is(state)
+		out.Set(state)
 	}
 	return out, err
 }
@@ -190,20 +146,20 @@ func (s *Host) serviceOf(ctx context.Context, name, service string) (spec.Servic
 
 // Services lists the services of a VM in the order of their names. A VM that sleeps is not
 // woken.
-func (b *Sandbox) Services(ctx context.Context) ([]ServiceStatus, error) {
+func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]ServiceStatus, len(r.Spec.Services))
+	out := make([]control.ServiceStatus, len(r.Spec.Services))
 	for i, spec := range r.Spec.Services {
 		out[i].Service = spec
 		if r.Phase == state.Asleep {
-			out[i].State = ServiceAsleep
+			out[i].State = control.ServiceAsleep
 		}
 	}
-	slices.SortFunc(out, func(a, b ServiceStatus) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(out, func(a, b control.ServiceStatus) int { return strings.Compare(a.Name, b.Name) })
 	if r.Phase != state.Running || len(out) == 0 {
 		return out, nil
 	}
@@ -217,10 +173,10 @@ func (b *Sandbox) Services(ctx context.Context) ([]ServiceStatus, error) {
 		return nil, err
 	}
 	for i := range out {
-		out[i].State = ServiceUnknown
+		out[i].State = control.ServiceUnknown
 		for _, g := range states {
 			if g.Name == out[i].Name {
-				out[i].is(g)
+				out[i].Set(g)
 			}
 		}
 	}

@@ -57,8 +57,8 @@ func TestSecretNames(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"", ".", "..", ".a", "a/b", "a b", "a\n", "ä", strings.Repeat("x", spec.MaxSecretName+1)} {
-		if err := spec.CheckSecretName(name); !errors.Is(err, ErrSecrets) {
-			t.Errorf("%q: got %v, want ErrSecrets", name, err)
+		if err := spec.CheckSecretName(name); !errors.Is(err, spec.ErrSecrets) {
+			t.Errorf("%q: got %v, want spec.ErrSecrets", name, err)
 		}
 	}
 }

@@ -10,18 +10,19 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // service returns a service of a VM once it is in a state.
-func service(e *guesttest.Env, vm, name, state string) sandbox.ServiceStatus {
+func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
 	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		list, err := e.Store.Sandbox(vm).Services(e.T.Context())
 		if err != nil {
 			e.T.Fatal(err)
 		}
-		var got sandbox.ServiceStatus
+		var got control.ServiceStatus
 		for _, s := range list {
 			if s.Name == name {
 				got = s
@@ -62,7 +63,7 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Errorf("one that fails is %+v", s)
 	}
 	// Without a check it is ready as long as it runs, so only its end tells.
-	if _, err := e.Store.Sandbox("sv").WaitService(t.Context(), "crash"); !errors.Is(err, sandbox.ErrServiceNotReady) {
+	if _, err := e.Store.Sandbox("sv").WaitService(t.Context(), "crash"); !errors.Is(err, control.ErrServiceNotReady) {
 		t.Errorf("waiting for one that fails: %v, want ErrServiceNotReady", err)
 	}
 	var log strings.Builder
@@ -80,7 +81,7 @@ func TestServicesOfAGuest(t *testing.T) {
 
 	e.Sleep("sv")
 	list, err := e.Store.Sandbox("sv").Services(t.Context())
-	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != sandbox.ServiceAsleep {
+	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != control.ServiceAsleep {
 		t.Errorf("asleep they are %+v, %v", list, err)
 	}
 	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), keep); !errors.Is(err, sandbox.ErrNotRunning) {

@@ -28,10 +28,10 @@ func (s *Host) findShares(shares []spec.Share) error {
 		}
 		source, err := filepath.EvalSymlinks(sh.Source)
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrShare, err)
+			return fmt.Errorf("%w: %w", spec.ErrShare, err)
 		}
 		if within(source, state) || within(state, source) {
-			return fmt.Errorf("%w: %s has to do with the state directory %s, where a guest must not be: share another directory", ErrShare, sh.Source, s.State.Dir())
+			return fmt.Errorf("%w: %s has to do with the state directory %s, where a guest must not be: share another directory", spec.ErrShare, sh.Source, s.State.Dir())
 		}
 	}
 	return nil

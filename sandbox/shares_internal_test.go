@@ -89,7 +89,7 @@ func TestSharesOfWhatIsMissingOrTheStateItselfAreRefused(t *testing.T) {
 		"missing": filepath.Join(dir, "missing"), "a file": filepath.Join(dir, "file"), "proc": "/proc",
 		"the state": state, "in the state": filepath.Join(state, "vms"), "above the state": dir, "everything": "/", "a link to the state": link,
 	} {
-		if err := s.findShares([]spec.Share{{Source: source, Path: "/b"}}); !errors.Is(err, ErrShare) {
+		if err := s.findShares([]spec.Share{{Source: source, Path: "/b"}}); !errors.Is(err, spec.ErrShare) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

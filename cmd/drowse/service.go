@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -26,7 +27,7 @@ again when they end. They sleep and wake with the VM like everything else in its
 docs/guides/services.md has the rules.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	do := func(use, short string, f func(context.Context, *sandbox.Host, string, string) (sandbox.ServiceStatus, error)) *cobra.Command {
+	do := func(use, short string, f func(context.Context, *sandbox.Host, string, string) (control.ServiceStatus, error)) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 			RunE: func(cmd *cobra.Command, args []string) error {
@@ -47,13 +48,13 @@ docs/guides/services.md has the rules.`,
 	}
 	cmd.AddCommand(
 		a.serviceSetCommand(), a.serviceListCommand(),
-		do("start", "Start a service that does not run", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+		do("start", "Start a service that does not run", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
 			return s.Sandbox(vm).StartService(ctx, name, false)
 		}),
-		do("restart", "End a service and start it again", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+		do("restart", "End a service and start it again", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
 			return s.Sandbox(vm).StartService(ctx, name, true)
 		}),
-		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Host, vm, name string) (sandbox.ServiceStatus, error) {
+		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
 			return s.Sandbox(vm).StopService(ctx, name)
 		}),
 		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
@@ -193,7 +194,7 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 }
 
 // serviceLine is how a service is, in a line.
-func serviceLine(l sandbox.ServiceStatus) string {
+func serviceLine(l control.ServiceStatus) string {
 	line := l.Name + " " + l.State
 	if l.Ready {
 		line += ", ready"
@@ -261,7 +262,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 				return err
 			}
 			if list == nil {
-				list = []sandbox.ServiceStatus{}
+				list = []control.ServiceStatus{}
 			}
 			return a.print(list, func(w io.Writer) {
 				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)

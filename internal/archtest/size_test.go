@@ -2,6 +2,7 @@ package archtest
 
 import (
 	"go/ast"
+	"go/parser"
 	"go/scanner"
 	"go/token"
 	"os"
@@ -15,9 +16,9 @@ const maxCode, maxFiles = 4000, 25
 
 // largePackages are beyond a limit, for a reason.
 var largePackages = map[string]string{
-	"cmd/drowse":   "a file for each command, which nothing else shares",
-	"bench":        "a file for each published number",
-	"netpolicy":    "is being split",
+	"cmd/drowse": "a file for each command, which nothing else shares",
+	"bench":      "a file for each published number",
+	"netpolicy":  "is being split",
 }
 
 // codeLines counts the lines of a Go file that have code.
@@ -73,5 +74,56 @@ func TestCodeLines_are_those_with_code(t *testing.T) {
 	const text = "// Package p is one.\npackage p\n\n/* two\n\nlines */\nvar s = `a\n\nb` // with a comment\n"
 	if got := codeLines([]byte(text)); got != 4 {
 		t.Errorf("%d lines, want 4", got)
+	}
+}
+
+// maxNames is how many names package sandbox may export, methods included: a user has to find his way among them.
+const maxNames = 80
+
+func TestPackageSandboxHasFewNames(t *testing.T) {
+	names := 0
+	add := func(id *ast.Ident) {
+		if id.IsExported() {
+			names++
+		}
+	}
+	for _, s := range sources(t) {
+		if s.pkg() != "sandbox" || s.isTest() {
+			continue
+		}
+		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("../..", s.path), nil, parser.SkipObjectResolution)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range f.Decls {
+			switch d := d.(type) {
+			case *ast.FuncDecl:
+				if d.Recv != nil {
+					recv := d.Recv.List[0].Type
+					if star, ok := recv.(*ast.StarExpr); ok {
+						recv = star.X
+					}
+					if id, ok := recv.(*ast.Ident); ok && !id.IsExported() {
+						continue
+					}
+				}
+				add(d.Name)
+			case *ast.GenDecl:
+				for _, spec := range d.Specs {
+					switch spec := spec.(type) {
+					case *ast.TypeSpec:
+						add(spec.Name)
+					case *ast.ValueSpec:
+						for _, id := range spec.Names {
+							add(id)
+						}
+					}
+				}
+			}
+		}
+	}
+	t.Logf("%d names", names)
+	if names == 0 || names > maxNames {
+		t.Errorf("package sandbox exports %d names, and the limit is %d", names, maxNames)
 	}
 }

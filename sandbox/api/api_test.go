@@ -31,6 +31,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -416,7 +417,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 	s.vms.Fail = func(op, name string) error {
 		switch name {
 		case "full":
-			return sandbox.ErrHooks
+			return spec.ErrHooks
 		case "refused":
 			return &state.HostHooksError{Failures: []state.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 		case "late":
@@ -435,7 +436,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
 		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: state.Metadata{Expires: expired}})), state.ErrMetadata, "metadata"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
-		"hooks":             {second(c.Wake(ctx, "full")), sandbox.ErrHooks, "hooks"},
+		"hooks":             {second(c.Wake(ctx, "full")), spec.ErrHooks, "hooks"},
 		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), state.ErrHostHooks, "host-hooks"},
 		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
 		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), state.ErrSnapshotInUse, "snapshot-in-use"},

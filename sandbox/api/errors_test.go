@@ -34,6 +34,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
@@ -62,28 +63,26 @@ const (
 
 // sentinels has all errors that packages export which the server is made of.
 var sentinels = map[string]answered{
-	"sandbox.ErrNotFound":        {sandbox.ErrNotFound, "not-found", 404, ""},
-	"sandbox.ErrExists":          {sandbox.ErrExists, "exists", 409, ""},
-	"sandbox.ErrNotRunning":      {sandbox.ErrNotRunning, "not-running", 409, ""},
-	"sandbox.ErrRunning":         {sandbox.ErrRunning, "running", 409, ""},
-	"sandbox.ErrCrashed":         {sandbox.ErrCrashed, "crashed", 409, ""},
+	"spec.ErrNotFound":           {sandbox.ErrNotFound, "not-found", 404, ""},
+	"spec.ErrExists":             {sandbox.ErrExists, "exists", 409, ""},
+	"spec.ErrNotRunning":         {sandbox.ErrNotRunning, "not-running", 409, ""},
+	"spec.ErrRunning":            {sandbox.ErrRunning, "running", 409, ""},
+	"spec.ErrCrashed":            {spec.ErrCrashed, "crashed", 409, ""},
 	"control.ErrStopped":         {control.ErrStopped, "stopped", 409, ""},
-	"sandbox.ErrRecord":          {sandbox.ErrRecord, "record", 500, ""},
-	"sandbox.ErrSpec":            {sandbox.ErrSpec, "invalid", 400, ""},
+	"spec.ErrRecord":             {spec.ErrRecord, "record", 500, ""},
+	"spec.ErrInvalid":            {sandbox.ErrSpec, "invalid", 400, ""},
 	"state.ErrMetadata":          {state.ErrMetadata, "metadata", 400, ""},
 	"state.ErrExpired":           {state.ErrExpired, "expired", 409, ""},
-	"sandbox.ErrHooks":           {sandbox.ErrHooks, "hooks", 409, ""},
+	"spec.ErrHooks":              {spec.ErrHooks, "hooks", 409, ""},
 	"state.ErrHostHooks":         {state.ErrHostHooks, "host-hooks", 409, ""},
 	"control.ErrPromote":         {control.ErrPromote, "promote", 409, ""},
 	"control.ErrDrop":            {control.ErrDrop, "drop", 409, ""},
 	"control.ErrPersistLimit":    {control.ErrPersistLimit, "persist-limit", 409, ""},
-	"sandbox.ErrSecrets":         {sandbox.ErrSecrets, "secrets", 409, ""},
-	"sandbox.ErrShare":           {sandbox.ErrShare, "share-unusable", 409, ""},
+	"spec.ErrSecrets":            {spec.ErrSecrets, "secrets", 409, ""},
+	"spec.ErrShare":              {spec.ErrShare, "share-unusable", 409, ""},
 	"state.ErrDiskOnly":          {state.ErrDiskOnly, "disk-only", 409, ""},
 	"state.ErrForeignSnapshot":   {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
 	"state.ErrSnapshotInUse":     {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
-	"sandbox.ErrNoKVM":           {sandbox.ErrNoKVM, "no-kvm", 503, ""},
-	"sandbox.ErrNoPermission":    {sandbox.ErrNoPermission, "no-permission", 503, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
 	"state.ErrImport":            never("the API imports nothing"),
 	"control.ErrCanceled":        never("who would get it does not wait any more"),
@@ -91,8 +90,8 @@ var sentinels = map[string]answered{
 	"state.ErrBetween":           never("who gets it looks again"),
 	"state.ErrNothingToTell":     never("a change of metadata ends with it that is none"),
 	"state.ErrStoreBusy":         never("it waits for a sweep, which ends; a request that gives up says how long it waited"),
-	"sandbox.ErrServed":          never("one pool is served, before requests are answered"),
-	"sandbox.ErrServiceNotReady": never("the API waits for no service"),
+	"spec.ErrServed":             never("one pool is served, before requests are answered"),
+	"control.ErrServiceNotReady": never("the API waits for no service"),
 	"state.ErrNoForker":          never(asks),
 	"state.ErrOwnersTimer":       never(asks),
 	"state.ErrExtension":         never(asks),
@@ -225,7 +224,7 @@ var sentinels = map[string]answered{
 
 // sources are the folders of the packages, from the top of the repository.
 var sources = []string{
-	"sandbox", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
+	"sandbox", "sandbox/spec", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
 	"guest", "guest/audit", "netpolicy", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 
@@ -252,8 +251,13 @@ func exported(t *testing.T) (names []string) {
 					continue
 				}
 				for _, s := range g.Specs {
-					for _, id := range s.(*ast.ValueSpec).Names {
-						if isErr.MatchString(id.Name) {
+					for i, id := range s.(*ast.ValueSpec).Names {
+						// Another name for one of another package is that one.
+						alias := false
+						if v := s.(*ast.ValueSpec); dir == "sandbox" && i < len(v.Values) {
+							_, alias = v.Values[i].(*ast.SelectorExpr)
+						}
+						if isErr.MatchString(id.Name) && !alias {
 							names = append(names, f.Name.Name+"."+id.Name)
 						}
 					}

@@ -1,6 +1,7 @@
 package control
 
 import (
+	"errors"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -45,4 +46,48 @@ func GuestService(s *spec.Service) guest.Service {
 		u.MaxRestarts = uint32(s.MaxRestarts)
 	}
 	return u
+}
+
+// ServiceStatus is a service of a VM, and how it is.
+type ServiceStatus struct {
+	spec.Service
+	// State is that of guest.ServiceState while the VM runs. "unknown" is one that the guest
+	// does not know: start it. Of a VM that does not run it is "asleep", or empty.
+	State    string     `json:"state,omitempty"`
+	PID      int        `json:"pid,omitempty"`
+	Restarts uint64     `json:"restarts"`
+	Started  *time.Time `json:"started,omitempty"`
+	// ExitCode, as a shell gives it, and Ended are of the last run that has ended.
+	ExitCode *int       `json:"exit_code,omitempty"`
+	Ended    *time.Time `json:"ended,omitempty"`
+	Problem  string     `json:"problem,omitempty"`
+	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has
+	// failed, CheckRestarts how often it was ended for that.
+	Ready         bool       `json:"ready"`
+	ReadyAt       *time.Time `json:"ready_at,omitempty"`
+	CheckProblem  string     `json:"check_problem,omitempty"`
+	CheckRestarts uint64     `json:"check_restarts,omitempty"`
+}
+
+// ErrServiceNotReady: a service has stopped, ended or failed, and is not going to be ready by itself.
+var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
+
+// States of services that only the host knows.
+const (
+	ServiceUnknown = "unknown"
+	ServiceAsleep  = "asleep"
+)
+
+func (s *ServiceStatus) Set(g guest.ServiceState) {
+	s.State, s.PID, s.Restarts, s.Problem = g.State, g.PID, g.Restarts, g.Problem
+	s.Ready, s.CheckProblem, s.CheckRestarts, s.ReadyAt = g.Ready, g.CheckProblem, g.CheckRestarts, nil
+	if !g.ReadyAt.IsZero() {
+		s.ReadyAt = &g.ReadyAt
+	}
+	if !g.Started.IsZero() {
+		s.Started = &g.Started
+	}
+	if g.Exit != nil {
+		s.ExitCode, s.Ended = &g.Exit.Code, &g.Ended
+	}
 }

@@ -124,7 +124,7 @@ type supervisor struct {
 }
 
 // Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
-// supervisor with a pool: another one ends with sandbox.ErrServed.
+// supervisor with a pool: another one ends with spec.ErrServed.
 func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err error) {
 	if o.MaxConns < 0 {
 		return fmt.Errorf("%w: %d connections at once: use 1 or more", sandbox.ErrSpec, o.MaxConns)
