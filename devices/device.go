@@ -121,8 +121,12 @@ type Payload struct {
 // MaxPayload bounds the saved state of one device, in bytes.
 const MaxPayload = 16 << 20
 
-// ErrPayload says that a saved device state cannot be used.
-var ErrPayload = errors.New("unusable device state")
+// ErrPayload says that a saved device state cannot be used, ErrNotPaused that the state of a running device was asked
+// for.
+var (
+	ErrPayload   = errors.New("unusable device state")
+	ErrNotPaused = errors.New("the device is not paused")
+)
 
 // Check returns an error that wraps ErrPayload unless the payload is of the
 // given kind and version and no larger than MaxPayload.

@@ -59,9 +59,6 @@ const (
 	MaxMTU = 65535
 )
 
-// ErrNotPaused is returned by Export while the device is running.
-var ErrNotPaused = errors.New("the device is not paused")
-
 // Backend carries frames. One write to its descriptor sends a frame and one read
 // receives one; each begins with a struct virtio_net_hdr of HeaderSize bytes.
 type Backend interface {
@@ -107,7 +104,6 @@ type Device struct {
 	mu     sync.Mutex // guards what follows
 	mac    MAC
 	engine *engine // nil while the device is not active
-	paused bool
 	// told is what the guest last heard of the link. The engine has it while
 	// the device is active.
 	told bool
@@ -187,7 +183,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	if err != nil {
 		return fmt.Errorf("activating a network device: %w", err)
 	}
-	d.engine, d.paused = e, a.Restored
+	d.engine = e
 	return nil
 }
 
@@ -217,7 +213,7 @@ func (d *Device) Reset() error {
 	if d.engine != nil {
 		d.engine.loop.Stop()
 	}
-	d.engine, d.paused = nil, false
+	d.engine = nil
 	// The next driver reads the status for itself.
 	d.told = d.link.Load()
 	return nil
@@ -255,11 +251,7 @@ func (d *Device) Pause(ctx context.Context) error {
 	if d.engine == nil {
 		return nil
 	}
-	if err := d.engine.loop.Pause(ctx); err != nil {
-		return fmt.Errorf("pausing a network device: %w", err)
-	}
-	d.paused = true
-	return nil
+	return d.engine.loop.Pause(ctx)
 }
 
 // Resume implements [devices.Pauser].
@@ -267,7 +259,6 @@ func (d *Device) Resume() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.engine != nil {
-		d.paused = false
 		d.engine.loop.Resume()
 	}
 	return nil

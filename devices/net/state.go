@@ -1,7 +1,6 @@
 package net
 
 import (
-	"context"
 	"fmt"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -14,19 +13,15 @@ const (
 	stateVersion = 1
 )
 
-// Export implements [devices.Stateful]. It fails with ErrNotPaused when the device
+// Export implements [devices.Stateful]. It fails with [devices.ErrNotPaused] when the device
 // is active and runs.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	told := d.told
 	if d.engine != nil {
-		if !d.paused {
-			return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
-		}
-		// The loop is parked, or will be before it does anything.
-		if err := d.engine.loop.Pause(context.Background()); err != nil {
-			return devices.Payload{}, err
+		if err := d.engine.loop.AwaitPaused(); err != nil {
+			return devices.Payload{}, fmt.Errorf("exporting %s state: %w", stateKind, err)
 		}
 		told = d.engine.told
 	}

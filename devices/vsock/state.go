@@ -1,7 +1,6 @@
 package vsock
 
 import (
-	"context"
 	"encoding/binary"
 	"fmt"
 
@@ -75,19 +74,16 @@ func decodeState(p []byte) (*state, error) {
 	return s, nil
 }
 
-// Export returns the state of a paused device. It fails with ErrNotPaused when
+// Export returns the state of a paused device. It fails with [devices.ErrNotPaused] when
 // the device is active and runs.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	s := &state{}
 	switch {
-	case d.engine != nil && !d.paused:
-		return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
 	case d.engine != nil:
-		// The loop is parked, or will be before it does anything.
-		if err := d.engine.loop.Pause(context.Background()); err != nil {
-			return devices.Payload{}, err
+		if err := d.engine.loop.AwaitPaused(); err != nil {
+			return devices.Payload{}, fmt.Errorf("exporting %s state: %w", stateKind, err)
 		}
 		d.engine.export(s)
 	case d.carried != nil:
