@@ -46,6 +46,14 @@ type Device interface {
 	Reset() error
 }
 
+// ReadConfig fills p from a configuration space at off, as ReadConfig of a [Device] does.
+func ReadConfig(config []byte, off uint32, p []byte) {
+	clear(p)
+	if uint64(off) < uint64(len(config)) {
+		copy(p, config[off:])
+	}
+}
+
 // Activation is what a device gets from its transport when the driver is ready.
 type Activation struct {
 	// Features that both sides agreed on.

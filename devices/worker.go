@@ -1,6 +1,10 @@
 package devices
 
-import "context"
+import (
+	"context"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
+)
 
 // Worker runs a function on a goroutine of its own, each time its event is
 // signalled. It is the engine of a virtqueue: it starts, pauses between two
@@ -60,6 +64,15 @@ func (w *Worker) Stop() {
 // Workers are those of a device that has several queues.
 type Workers []*Worker
 
+// Serve adds a worker by which handle does what the driver sends ([Queue.Serve]); without a queue there is none. The
+// transport hears of a broken queue by irq, and waits for a reset.
+func (ws *Workers) Serve(q *Queue, irq Interrupt, handle func(*virtq.Chain) error) {
+	if q != nil {
+		chain := new(virtq.Chain)
+		*ws = append(*ws, q.StartWorker(func() { _ = q.Serve(irq, chain, handle) }))
+	}
+}
+
 // Pause pauses all of them, or none when ctx ends first.
 func (ws Workers) Pause(ctx context.Context) error {
 	// All are told before the first is waited for: one may have to wait for another.
@@ -69,18 +82,19 @@ func (ws Workers) Pause(ctx context.Context) error {
 	}
 	for i, w := range ws {
 		if err := w.Pause(ctx); err != nil {
-			ws[:i].Resume()
+			_ = ws[:i].Resume()
 			return err
 		}
 	}
 	return nil
 }
 
-// Resume resumes all of them.
-func (ws Workers) Resume() {
+// Resume resumes all of them. It does not fail.
+func (ws Workers) Resume() error {
 	for _, w := range ws {
 		w.Resume()
 	}
+	return nil
 }
 
 // Stop ends all of them and waits for them.

@@ -91,7 +91,7 @@ func (t *Transport) Export() (devices.Payload, error) {
 	e.Bytes([]byte(inner.Kind))
 	e.Uint32(inner.Version)
 	e.Bytes(inner.Data)
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 func decode(data []byte) (*state, error) {

@@ -156,10 +156,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	}
 	binary.LittleEndian.PutUint16(config[configMaxPairs:], 1)
 	binary.LittleEndian.PutUint16(config[configMTU:], d.config.MTU)
-	clear(p)
-	if off < configSize {
-		copy(p, config[off:])
-	}
+	devices.ReadConfig(config[:], off, p)
 }
 
 // WriteConfig implements [devices.Device]; nothing here can be written.

@@ -31,15 +31,12 @@ func (d *Device) Export() (devices.Payload, error) {
 	}
 	e.Bool(d.link.Load())
 	e.Bool(told)
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Import implements [devices.Stateful].
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	r := devices.NewDecoder(p.Data)
+	r := p.Decode(stateKind, stateVersion)
 	var mac MAC
 	for i := range mac {
 		mac[i] = r.Uint8()
@@ -49,7 +46,7 @@ func (d *Device) Import(p devices.Payload) error {
 		r.Fail("the MAC is not the address of one host")
 	}
 	if err := r.Finish(); err != nil {
-		return fmt.Errorf("importing %s state: %w", stateKind, err)
+		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -108,10 +108,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	d.mu.Lock()
 	binary.LittleEndian.PutUint64(config[:], d.cid)
 	d.mu.Unlock()
-	clear(p)
-	if off < uint32(len(config)) {
-		copy(p, config[off:])
-	}
+	devices.ReadConfig(config[:], off, p)
 }
 
 // WriteConfig does nothing: the configuration space is read-only.
