@@ -15,7 +15,6 @@ type ID uint32
 const (
 	IDNet     ID = 1
 	IDBlock   ID = 2
-	IDConsole ID = 3
 	IDEntropy ID = 4
 	IDBalloon ID = 5
 	IDVsock   ID = 19
