@@ -201,10 +201,16 @@ func TestPayloadOfAnotherKindIsRefused(t *testing.T) {
 	}
 }
 
+func startWorker(event *Event, handle func()) *Worker {
+	w := newWorker(event, handle)
+	go w.run()
+	return w
+}
+
 func TestWorkerRunsAfterEachSignalAndNotWhilePaused(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
-	w := StartWorker(e, func() { calls.Add(1) })
+	w := startWorker(e, func() { calls.Add(1) })
 	defer w.Stop()
 	waitFor(t, func() bool { e.Signal(); return calls.Load() > 0 })
 	ctx := context.Background()
@@ -228,7 +234,7 @@ func TestWorkerRunsAfterEachSignalAndNotWhilePaused(t *testing.T) {
 func TestWorkerResumeRunsItOnceWithoutASignal(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
-	w := StartWorker(e, func() { calls.Add(1) })
+	w := startWorker(e, func() { calls.Add(1) })
 	defer w.Stop()
 	if err := w.Pause(context.Background()); err != nil {
 		t.Fatal(err)
@@ -249,7 +255,7 @@ func waitFor(t testing.TB, f func() bool) {
 func TestWorkerPauseGivesUpWithItsContextAndTheWorkerRunsOn(t *testing.T) {
 	e := newEvent(t)
 	entered, leave := make(chan struct{}), make(chan struct{})
-	w := StartWorker(e, func() { entered <- struct{}{}; <-leave })
+	w := startWorker(e, func() { entered <- struct{}{}; <-leave })
 	e.Signal()
 	<-entered
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
@@ -271,7 +277,7 @@ func TestWorkerPausesThatOverlap(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
 	entered, leave := make(chan struct{}, 10), make(chan struct{})
-	w := StartWorker(e, func() {
+	w := startWorker(e, func() {
 		calls.Add(1)
 		entered <- struct{}{}
 		<-leave
@@ -303,7 +309,7 @@ func TestWorkerPausesThatOverlap(t *testing.T) {
 
 func TestWorkerStopsFromAnyState(t *testing.T) {
 	for _, paused := range []bool{false, true} {
-		w := StartWorker(newEvent(t), func() {})
+		w := startWorker(newEvent(t), func() {})
 		if paused {
 			if err := w.Pause(context.Background()); err != nil {
 				t.Fatal(err)
@@ -321,8 +327,8 @@ func TestWorkersPauseAllOrNone(t *testing.T) {
 	var calls atomic.Int64
 	entered, leave := make(chan struct{}), make(chan struct{})
 	ws := Workers{
-		StartWorker(a, func() { calls.Add(1) }),
-		StartWorker(b, func() { entered <- struct{}{}; <-leave }),
+		startWorker(a, func() { calls.Add(1) }),
+		startWorker(b, func() { entered <- struct{}{}; <-leave }),
 	}
 	b.Signal()
 	<-entered

@@ -17,14 +17,8 @@ type Worker struct {
 	handle func()
 }
 
-// StartWorker starts a worker that calls handle after each signal of event. The
-// event stays the caller's and must outlive the worker.
-func StartWorker(event *Event, handle func()) *Worker {
-	w := newWorker(event, handle)
-	go w.run()
-	return w
-}
-
+// newWorker makes a worker that calls handle after each signal of event, once run runs. The event stays the caller's
+// and must outlive the worker.
 func newWorker(event *Event, handle func()) *Worker {
 	w := &Worker{event: event, handle: handle}
 	w.setUp()

@@ -52,12 +52,8 @@ const (
 	statusLinkUp = 1
 )
 
-// MinMTU and MaxMTU bound what Config may say (virtio 1.2, 5.1.4.1, and the
-// length field of IP).
-const (
-	MinMTU = 68
-	MaxMTU = 65535
-)
+// MinMTU is the least that Config may say (virtio 1.2, 5.1.4.1); the most is 65535, by the length field of IP.
+const MinMTU = 68
 
 // Backend carries frames. One write to its descriptor sends a frame and one read
 // receives one; each begins with a struct virtio_net_hdr of HeaderSize bytes.
@@ -79,7 +75,7 @@ type Config struct {
 	// MAC is the guest's address: unicast, not zero. After Import it is the
 	// one of the saved state, which the guest knows.
 	MAC MAC
-	// MTU is announced to the guest when it is not zero; MinMTU to MaxMTU.
+	// MTU is announced to the guest when it is not zero; at least MinMTU.
 	MTU uint16
 	// LinkDown makes the device start with its link down, also when it
 	// imports the state of one whose link was up: a clone is not to be heard
