@@ -15,7 +15,6 @@ type ID uint32
 const (
 	IDNet     ID = 1
 	IDBlock   ID = 2
-	IDConsole ID = 3
 	IDEntropy ID = 4
 	IDBalloon ID = 5
 	IDVsock   ID = 19
@@ -44,6 +43,14 @@ type Device interface {
 	// any more, and forgets all that Activate was given. Resetting a device
 	// that is not active does nothing.
 	Reset() error
+}
+
+// ReadConfig fills p from a configuration space at off, as ReadConfig of a [Device] does.
+func ReadConfig(config []byte, off uint32, p []byte) {
+	clear(p)
+	if uint64(off) < uint64(len(config)) {
+		copy(p, config[off:])
+	}
 }
 
 // Activation is what a device gets from its transport when the driver is ready.
@@ -121,8 +128,12 @@ type Payload struct {
 // MaxPayload bounds the saved state of one device, in bytes.
 const MaxPayload = 16 << 20
 
-// ErrPayload says that a saved device state cannot be used.
-var ErrPayload = errors.New("unusable device state")
+// ErrPayload says that a saved device state cannot be used, ErrNotPaused that the state of a running device was asked
+// for.
+var (
+	ErrPayload   = errors.New("unusable device state")
+	ErrNotPaused = errors.New("the device is not paused")
+)
 
 // Check returns an error that wraps ErrPayload unless the payload is of the
 // given kind and version and no larger than MaxPayload.

@@ -4,64 +4,66 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
 )
+
+// SettleBytes bounds the work on a queue that the owner of a [Loop] does before a pause, of [virtq.Queue.Work].
+const SettleBytes = 16 << 20
 
 // loopBatch is how many events a Loop takes from the kernel at once.
 const loopBatch = 64
 
-// loopControl is the token of the loop's own event.
-const loopControl int32 = -1 << 31
+// Tokens of the loop itself: its own event, and after it its queues' kicks. Those of its owner are larger.
+const (
+	loopControl int32 = -1 << 31
+	loopQueues        = loopControl + 1
+	loopOwner   int32 = -1 << 30
+)
 
-// Looper is what a [Loop] drives. All methods are called on the loop's goroutine,
-// one at a time.
+// Looper is what a [Loop] drives. All methods are called on the loop's goroutine, one at a time. An error gives the
+// device up.
 type Looper interface {
-	// Turn does all that there is to do, in bounded amounts so that a pause
-	// need not wait for long, ends early when [Loop.Yield] says so, and returns how long nothing else is due: zero
-	// to be called again after a look at the descriptors, negative for as long
-	// as no descriptor is ready.
-	Turn() time.Duration
+	// Turn does all that there is to do, in bounded amounts so that a pause need not wait for long, ends early when
+	// [Loop.Yield] says so, and returns how long nothing else is due: zero to be called again after a look at the
+	// descriptors, negative for as long as no descriptor is ready. It is called after the device has failed as well.
+	Turn() (time.Duration, error)
+	// Kicked says that the driver has kicked the queue of that number.
+	Kicked(queue int)
 	// Ready says that a watched descriptor is ready.
 	Ready(token, generation int32, events uint32)
-	// Settle is called before the loop stands still.
-	Settle()
+	// Settle is called before the loop stands still, unless the device has failed.
+	Settle() error
 	// Rested is called when it goes on, after the time that it stood still.
 	Rested(time.Duration)
-	// Lost says that the loop cannot wait for its descriptors.
-	Lost(error)
-	// End is the last call.
+	// End is called when the device fails, and again when the loop ends.
 	End()
 }
 
-// Loop is the engine of a device that waits for several things at once, such as
-// its queues and a socket: one goroutine around an epoll(7) set. Waiting is a
-// plain blocking system call, as with [Event]. Like a [Worker] it pauses between
-// two turns, resumes, and stops.
+// Loop is the engine of a device that waits for several things at once, its queues and such as a socket: one goroutine
+// around an epoll(7) set. Waiting is a plain blocking system call, as with [Event]. Like a [Worker] it pauses between
+// two turns, resumes, and stops. When something fails it gives the device up until its driver resets it.
 type Loop struct {
+	standstill
 	epfd    int
 	control *Event
-	done    chan struct{}
-
-	mu        sync.Mutex
-	cond      *sync.Cond // signalled on every change of what mu guards
-	wantPause bool       // guarded by mu
-	wantStop  bool       // guarded by mu
-	parked    bool       // guarded by mu: the loop stands still
-	started   bool       // guarded by mu
-
-	hurried atomic.Bool // a pause or the end is wanted
+	looper  Looper // nil before Start
+	queues  []*Queue
+	irq     Interrupt
 
 	// Of the loop's goroutine.
-	obey   bool // look at what is wanted
-	events [loopBatch]unix.EpollEvent
+	failed   bool
+	settling bool
+	obey     bool // look at what is wanted
+	events   [loopBatch]unix.EpollEvent
 }
 
-// NewLoop makes a loop that watches nothing yet.
-func NewLoop() (*Loop, error) {
+// NewLoop makes a loop for the device that is being activated. Of a restored one it does nothing before Resume: the
+// rest of the machine may not be in place.
+func NewLoop(a Activation) (*Loop, error) {
 	control, err := NewEvent()
 	if err != nil {
 		return nil, err
@@ -70,9 +72,19 @@ func NewLoop() (*Loop, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("creating an epoll set: %w", err), control.Close())
 	}
-	l := &Loop{epfd: epfd, control: control, done: make(chan struct{}), obey: true}
-	l.cond = sync.NewCond(&l.mu)
-	if err := l.Watch(control.FD(), unix.EPOLLIN, loopControl, 0); err != nil {
+	l := &Loop{epfd: epfd, control: control, queues: a.Queues, irq: a.Interrupt, obey: true}
+	l.setUp()
+	l.set(func() { l.paused = a.Restored })
+	err = l.Watch(control.FD(), unix.EPOLLIN, loopControl, 0)
+	for i, q := range l.queues {
+		if q == nil {
+			continue
+		}
+		// The driver of a broken queue knows that it has to reset the device.
+		l.failed = l.failed || q.Broken() != nil
+		err = errors.Join(err, l.Watch(q.Kick.FD(), unix.EPOLLIN, loopQueues+int32(i), 0))
+	}
+	if err != nil {
 		l.release()
 		return nil, err
 	}
@@ -84,9 +96,8 @@ func (l *Loop) release() {
 	_ = l.control.Close()
 }
 
-// Watch has the loop tell of a descriptor, edge-triggered: once each time that
-// it becomes ready. token and generation are given back with every event; the
-// smallest int32 is taken. Closing the descriptor ends it.
+// Watch has the loop tell of a descriptor, edge-triggered: once each time that it becomes ready. token and generation
+// are given back with every event; tokens up to -1<<30 are taken. Closing the descriptor ends it.
 func (l *Loop) Watch(fd int, events uint32, token, generation int32) error {
 	return l.ctl(unix.EPOLL_CTL_ADD, fd, events, token, generation)
 }
@@ -105,127 +116,170 @@ func (l *Loop) ctl(how, fd int, events uint32, token, generation int32) error {
 	return nil
 }
 
-// Start runs the loop, at first paused if that is wanted.
-func (l *Loop) Start(h Looper, paused bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.started, l.wantPause = true, paused
-	l.changed()
-	go l.run(h)
+// Start runs the loop.
+func (l *Loop) Start(h Looper) {
+	l.looper = h
+	go l.run()
 }
 
 // Yield reports whether somebody waits for the loop to stand still or to end.
 func (l *Loop) Yield() bool { return l.hurried.Load() }
 
-// changed follows every change of what is wanted. mu is held.
-func (l *Loop) changed() {
-	l.hurried.Store(l.wantPause || l.wantStop)
-	l.cond.Broadcast()
+// Failed reports whether the device waits for a reset. It is for the loop's goroutine.
+func (l *Loop) Failed() bool { return l.failed }
+
+// Enough reports whether the work on a queue since a moment ([virtq.Queue.Work]) is enough for one turn, or for what is
+// done before a pause.
+func (l *Loop) Enough(q *Queue, since uint64) bool {
+	if l.settling {
+		return q.Work()-since >= SettleBytes
+	}
+	return q.Work()-since >= TurnBytes || l.Yield()
 }
 
-func (l *Loop) run(h Looper) {
+// Drain has handle do what the driver sends, up to limit chains and until that is Enough, and gives the chains back. It
+// reports whether there may be more; otherwise there comes a kick. A chain for which handle returns ErrLater waits.
+func (l *Loop) Drain(q *Queue, c *virtq.Chain, limit int, handle func(*virtq.Reader) error) (more bool, err error) {
+	if err := q.DisableKicks(); err != nil {
+		return true, err
+	}
+	begin := q.Work()
+	for ; limit > 0 && !l.Enough(q, begin); limit-- {
+		ok, err := q.Pop(c)
+		if err != nil {
+			return true, err
+		}
+		if !ok {
+			if more, err := q.EnableKicks(); err != nil || !more {
+				return false, err
+			}
+			continue
+		}
+		if err := handle(&c.Reader); errors.Is(err, ErrLater) {
+			q.Unpop(c)
+			return true, nil
+		} else if err != nil {
+			return true, err
+		}
+		if err := q.Push(c.Head(), 0); err != nil {
+			return true, err
+		}
+	}
+	return true, nil
+}
+
+// fail gives the device up until its driver resets it.
+func (l *Loop) fail(err error) {
+	if err == nil || l.failed {
+		return
+	}
+	l.failed = true
+	for _, q := range l.queues {
+		if q != nil {
+			q.Break(err)
+		}
+	}
+	l.looper.End()
+	l.irq.NeedsReset(err)
+}
+
+func (l *Loop) run() {
 	defer close(l.done)
-	defer h.End()
+	defer l.looper.End()
 	for {
 		if l.obey {
 			l.obey = false
-			if !l.rest(h) {
+			if !l.rest() {
 				return
 			}
 		}
 		timeout := -1
-		if d := h.Turn(); l.obey {
+		d, err := l.looper.Turn()
+		l.fail(err)
+		if l.obey {
 			timeout = 0
-		} else if d >= 0 {
+		} else if d >= 0 && err == nil {
 			timeout = int((d + time.Millisecond - 1) / time.Millisecond)
 		}
 		n, err := unix.EpollWait(l.epfd, l.events[:], timeout)
 		if err != nil && !errors.Is(err, unix.EINTR) {
-			h.Lost(fmt.Errorf("waiting for a device's descriptors: %w", err))
+			l.fail(fmt.Errorf("waiting for a device's descriptors: %w", err))
 		}
-		for i := range max(n, 0) {
-			ev := &l.events[i]
-			if ev.Fd == loopControl {
+		for _, ev := range l.events[:max(n, 0)] {
+			switch {
+			case ev.Fd == loopControl:
 				l.obey = true
-				continue
+			case ev.Fd < loopOwner:
+				// epoll has just said that there are signals, and nobody else takes them: this does not block.
+				i := int(ev.Fd - loopQueues)
+				l.fail(l.queues[i].Kick.Wait())
+				l.looper.Kicked(i)
+			default:
+				l.looper.Ready(ev.Fd, ev.Pad, ev.Events)
 			}
-			h.Ready(ev.Fd, ev.Pad, ev.Events)
 		}
 	}
 }
 
 // rest stands still as long as a pause is wanted, and reports whether the loop
 // goes on after that.
-func (l *Loop) rest(h Looper) bool {
+func (l *Loop) rest() bool {
 	l.mu.Lock()
-	pausing := l.wantPause && !l.wantStop
+	pausing, stopped := l.paused || l.pausing > 0, l.stopped
 	l.mu.Unlock()
-	if pausing {
-		h.Settle()
+	if stopped || !pausing {
+		return !stopped
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.wantPause && !l.wantStop {
-		start := time.Now()
-		l.parked = true
-		l.cond.Broadcast()
-		for l.wantPause && !l.wantStop {
-			l.cond.Wait()
-		}
-		l.parked = false
-		if !l.wantStop {
-			h.Rested(time.Since(start))
-		}
+	if !l.failed {
+		l.fail(l.Settle())
 	}
-	return !l.wantStop
+	start := time.Now()
+	l.stand()
+	if !l.goOn() {
+		return false
+	}
+	l.looper.Rested(time.Since(start))
+	return true
+}
+
+// Settle does what comes before a pause. It is for the loop's goroutine, and for tests while that stands still.
+func (l *Loop) Settle() error {
+	l.settling = true
+	defer func() { l.settling = false }()
+	return l.looper.Settle()
 }
 
 // Pause returns when the loop stands still. When ctx ends first the loop runs on,
 // and Pause returns its error.
 func (l *Loop) Pause(ctx context.Context) error {
-	stop := context.AfterFunc(ctx, func() {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		l.cond.Broadcast()
-	})
-	defer stop()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	before := l.wantPause
-	l.wantPause = true
-	l.changed()
+	l.want(1)
+	defer l.want(-1)
 	l.control.Signal()
-	for !l.parked {
-		if err := ctx.Err(); err != nil {
-			l.wantPause = before
-			l.changed()
-			return err
-		}
-		l.cond.Wait()
+	return l.pause(ctx)
+}
+
+// AwaitPaused returns when the loop, of which a pause is wanted, stands still. Otherwise it fails with ErrNotPaused.
+func (l *Loop) AwaitPaused() error {
+	l.mu.Lock()
+	paused := l.paused
+	l.mu.Unlock()
+	if !paused {
+		return fmt.Errorf("%w: pause it first", ErrNotPaused)
 	}
-	return nil
+	return l.Pause(context.Background())
 }
 
 // Resume undoes Pause.
-func (l *Loop) Resume() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.wantPause = false
-	l.changed()
-}
+func (l *Loop) Resume() { l.resume() }
 
 // Do wakes the loop, so that it takes a turn.
 func (l *Loop) Do() { l.control.Signal() }
 
 // Stop ends the loop, waits for it, and releases what it has.
 func (l *Loop) Stop() {
-	l.mu.Lock()
-	started := l.started
-	l.wantStop = true
-	l.changed()
-	l.mu.Unlock()
+	l.set(func() { l.stopped = true })
 	l.control.Signal()
-	if started {
+	if l.looper != nil {
 		<-l.done
 	}
 	l.release()

@@ -18,23 +18,23 @@ type countingLooper struct {
 	delay                     atomic.Int64
 }
 
-func (c *countingLooper) Turn() time.Duration {
+func (c *countingLooper) Turn() (time.Duration, error) {
 	c.turns.Add(1)
-	return time.Duration(c.delay.Load())
+	return time.Duration(c.delay.Load()), nil
 }
+func (c *countingLooper) Kicked(int) {}
 func (c *countingLooper) Ready(token, generation int32, events uint32) {
 	if token == 7 && generation == 8 && events == unix.EPOLLIN {
 		c.ready.Add(1)
 	}
 }
-func (c *countingLooper) Settle()              { c.settled.Add(1) }
+func (c *countingLooper) Settle() error        { c.settled.Add(1); return nil }
 func (c *countingLooper) Rested(time.Duration) { c.rested.Add(1) }
-func (c *countingLooper) Lost(error)           {}
 func (c *countingLooper) End()                 { c.finished.Add(1) }
 
 func newCountingLoop(t *testing.T, paused bool) (*Loop, *countingLooper) {
 	t.Helper()
-	l, err := NewLoop()
+	l, err := NewLoop(Activation{Restored: paused})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +47,7 @@ func newCountingLoop(t *testing.T, paused bool) (*Loop, *countingLooper) {
 	if err := l.Watch(c.event.FD(), unix.EPOLLIN, 7, 8); err != nil {
 		t.Fatal(err)
 	}
-	l.Start(c, paused)
+	l.Start(c)
 	return l, c
 }
 
@@ -116,12 +116,12 @@ func TestPausedLoopDoesNothingAndKeepsItsEvents(t *testing.T) {
 }
 
 func TestPauseOfABusyLoopEndsWithItsContextAndTheLoopGoesOn(t *testing.T) {
-	l, err := NewLoop()
+	l, err := NewLoop(Activation{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	stuck := &stuckLooper{release: make(chan struct{})}
-	l.Start(stuck, false)
+	l.Start(stuck)
 	eventually(t, "the first turn", stuck.entered.Load)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
@@ -141,15 +141,15 @@ type stuckLooper struct {
 	release chan struct{}
 }
 
-func (s *stuckLooper) Turn() time.Duration {
+func (s *stuckLooper) Turn() (time.Duration, error) {
 	s.entered.Store(true)
 	<-s.release
 	s.turns.Add(1)
-	return -1
+	return -1, nil
 }
 
 func TestLoopThatNeverStartedReleasesWhatItHas(t *testing.T) {
-	l, err := NewLoop()
+	l, err := NewLoop(Activation{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,7 +36,6 @@ type Output struct {
 	ring     []byte // allocated by the first write
 	at, used int
 	writing  bool // the goroutine is inside w.Write
-	stalled  bool // w has let a deadline pass since its last Write
 	paused   bool
 	closed   bool
 	failed   error
@@ -58,59 +57,9 @@ func NewOutput(w io.Writer) *Output {
 func (o *Output) Write(p []byte) (int, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.put(p)
-	return len(p), nil
-}
-
-// WriteBefore queues p, of OutputSize at most, like Write, but waits for the writer to make room until the
-// deadline. A writer that has let a deadline pass is not waited for again until it
-// has taken something. It reports false, and queues nothing, if the queue that p comes from is to yield meanwhile.
-func (o *Output) WriteBefore(deadline time.Time, from *Queue, p []byte) bool {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if !o.stalled && !o.roomFor(len(p)) && !o.await(deadline, from.hurry(), len(p)) {
-		return false
-	}
-	o.put(p)
-	return true
-}
-
-// await waits for room for n bytes. It reports false when hurry is closed first. mu is held.
-func (o *Output) await(deadline time.Time, hurry <-chan struct{}, n int) bool {
-	timer := time.NewTimer(time.Until(deadline))
-	defer timer.Stop()
-	over := make(chan struct{})
-	defer close(over)
-	hurried := false
-	go func() {
-		select {
-		case <-over:
-			return
-		case <-hurry:
-			o.mu.Lock()
-			hurried = true
-		case <-timer.C:
-			o.mu.Lock()
-			o.stalled = true
-		}
-		defer o.mu.Unlock()
-		o.cond.Broadcast()
-	}()
-	for !o.stalled && !hurried && !o.roomFor(n) {
-		o.cond.Wait()
-	}
-	return !hurried || o.roomFor(n)
-}
-
-func (o *Output) roomFor(n int) bool {
-	return o.used+n <= OutputSize || o.closed || o.failed != nil
-}
-
-// put is Write with mu held.
-func (o *Output) put(p []byte) {
 	if o.closed || o.failed != nil {
 		o.dropped += uint64(len(p))
-		return
+		return len(p), nil
 	}
 	if o.ring == nil {
 		o.ring = make([]byte, OutputSize)
@@ -122,6 +71,7 @@ func (o *Output) put(p []byte) {
 	copy(o.ring, p[k:n])
 	o.used += n
 	o.cond.Broadcast()
+	return len(p), nil
 }
 
 func (o *Output) run() {
@@ -147,7 +97,7 @@ func (o *Output) run() {
 		o.mu.Unlock()
 		_, err := o.w.Write(chunk[:n])
 		o.mu.Lock()
-		o.writing, o.stalled = false, false
+		o.writing = false
 		if err != nil {
 			o.failed = err
 			o.dropped += uint64(o.used)

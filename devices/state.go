@@ -13,6 +13,11 @@ type Encoder struct{ b []byte }
 // Data is what has been written.
 func (e *Encoder) Data() []byte { return e.b }
 
+// Payload is what has been written as the state of a kind of device.
+func (e *Encoder) Payload(kind string, version uint32) Payload {
+	return Payload{Kind: kind, Version: version, Data: e.b}
+}
+
 // Bool writes one byte, 0 or 1.
 func (e *Encoder) Bool(v bool) {
 	if v {
@@ -44,16 +49,22 @@ func (e *Encoder) Bytes(p []byte) {
 // it return zeros, and Finish returns it, so that a state can be read whole and
 // checked once.
 type Decoder struct {
-	b   []byte
-	err error
+	b    []byte
+	err  error
+	kind string // "" unless of a Payload
 }
 
 // NewDecoder reads from data, which must not change meanwhile.
 func NewDecoder(data []byte) *Decoder { return &Decoder{b: data} }
 
+// Decode reads p, whose Check is its first error.
+func (p Payload) Decode(kind string, version uint32) *Decoder {
+	return &Decoder{b: p.Data, err: p.Check(kind, version), kind: kind}
+}
+
 func (d *Decoder) take(n int) []byte {
-	if d.err == nil && n > len(d.b) {
-		d.err = fmt.Errorf("the state ends early: %w", ErrPayload)
+	if n > len(d.b) {
+		d.Fail("the state ends early")
 	}
 	if d.err != nil {
 		return nil
@@ -120,6 +131,9 @@ func (d *Decoder) Bytes(limit int) []byte {
 // Fail makes the state unusable, unless it already is; why says what is wrong
 // with it.
 func (d *Decoder) Fail(why string) {
+	if d.err == nil && d.kind != "" {
+		why = "importing " + d.kind + " state: " + why
+	}
 	if d.err == nil {
 		d.err = fmt.Errorf("%s: %w", why, ErrPayload)
 	}

@@ -610,42 +610,60 @@ func (t *transfer) fail(err error) error {
 	return fail(t.op, t.ch.conn.err(err))
 }
 
-// recv takes the next message.
-func (t *transfer) recv() (*agentpb.TransferResponse, error) {
-	m, err := t.stream.Recv()
-	t.ch.conn.taken()
-	return m, err
+// await takes what the guest sends, up to its done message, and gives its data, if there may be any, to data.
+func (t *transfer) await(data func([]byte) error) (*agentpb.TransferDone, error) {
+	for {
+		m, err := t.stream.Recv()
+		t.ch.conn.taken()
+		if err != nil {
+			return nil, err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferResponse_Done:
+			return m.Done, nil
+		case *agentpb.TransferResponse_Ack:
+			err = t.window.Ack(m.Ack)
+		case *agentpb.TransferResponse_Info:
+			if data == nil {
+				err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+			}
+		case *agentpb.TransferResponse_Data:
+			switch {
+			case data == nil:
+				err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+			case len(m.Data) > agentpb.MaxChunk:
+				err = fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
+			default:
+				err = data(m.Data)
+			}
+		default:
+			err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+// consumed counts data as taken, and acknowledges it when that is due.
+func (t *transfer) consumed(acker *flow.Acker, data []byte) error {
+	n, due := acker.Consumed(len(data))
+	if !due {
+		return nil
+	}
+	return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
 }
 
 // receiveTo writes the data that the guest sends to w, up to its done message.
 // A slow w slows the guest down.
 func (t *transfer) receiveTo(w io.Writer) (*agentpb.TransferDone, error) {
 	var acker flow.Acker
-	for {
-		m, err := t.recv()
-		if err != nil {
-			return nil, err
+	return t.await(func(data []byte) error {
+		if _, err := w.Write(data); err != nil {
+			return err
 		}
-		switch m := m.Msg.(type) {
-		case *agentpb.TransferResponse_Info:
-		case *agentpb.TransferResponse_Data:
-			if len(m.Data) > agentpb.MaxChunk {
-				return nil, fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
-			}
-			if _, err := w.Write(m.Data); err != nil {
-				return nil, err
-			}
-			if n, due := acker.Consumed(len(m.Data)); due {
-				if err := t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}}); err != nil {
-					return nil, err
-				}
-			}
-		case *agentpb.TransferResponse_Done:
-			return m.Done, nil
-		default:
-			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-		}
-	}
+		return t.consumed(&acker, data)
+	})
 }
 
 // sendFrom sends what produce writes, then the end message, and waits for the
@@ -662,7 +680,7 @@ func (t *transfer) sendFrom(produce func(io.Writer) error) (*agentpb.TransferDon
 		}
 		produced <- err
 	}()
-	done, err := t.awaitDone()
+	done, err := t.await(nil)
 	cause := context.Cause(t.ctx)
 	t.cancel(nil)
 	perr := <-produced
@@ -687,7 +705,14 @@ func (t *transfer) converse(f func(io.ReadWriter) error) (*agentpb.TransferDone,
 		}
 		talked <- err
 	}()
-	done, err := d.route()
+	done, err := t.await(func(data []byte) error {
+		select {
+		case d.data <- data:
+			return nil
+		default:
+			return fmt.Errorf("%w: more than %d data messages unacknowledged", ErrProtocol, agentpb.Window)
+		}
+	})
 	cause := context.Cause(t.ctx)
 	if err != nil {
 		t.cancel(err)
@@ -712,36 +737,6 @@ type talk struct {
 	acker flow.Acker
 }
 
-// route takes what the guest sends, up to its done message.
-func (d *talk) route() (*agentpb.TransferDone, error) {
-	for {
-		m, err := d.t.recv()
-		if err != nil {
-			return nil, err
-		}
-		switch m := m.Msg.(type) {
-		case *agentpb.TransferResponse_Info:
-		case *agentpb.TransferResponse_Ack:
-			if err := d.t.window.Ack(m.Ack); err != nil {
-				return nil, err
-			}
-		case *agentpb.TransferResponse_Data:
-			if len(m.Data) > agentpb.MaxChunk {
-				return nil, fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
-			}
-			select {
-			case d.data <- m.Data:
-			default:
-				return nil, fmt.Errorf("%w: more than %d data messages unacknowledged", ErrProtocol, agentpb.Window)
-			}
-		case *agentpb.TransferResponse_Done:
-			return m.Done, nil
-		default:
-			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-		}
-	}
-}
-
 // Read returns data of the guest, io.EOF behind the last.
 func (d *talk) Read(p []byte) (int, error) {
 	for len(d.rest) == 0 {
@@ -756,38 +751,17 @@ func (d *talk) Read(p []byte) (int, error) {
 				return 0, io.EOF
 			}
 		}
-		if n, due := d.acker.Consumed(len(d.rest)); due {
-			if err := d.t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}}); err != nil {
-				select {
-				case <-d.end: // nobody waits for it any more
-				default:
-					return 0, err
-				}
+		if err := d.t.consumed(&d.acker, d.rest); err != nil {
+			select {
+			case <-d.end: // nobody waits for it any more
+			default:
+				return 0, err
 			}
 		}
 	}
 	n := copy(p, d.rest)
 	d.rest = d.rest[n:]
 	return n, nil
-}
-
-func (t *transfer) awaitDone() (*agentpb.TransferDone, error) {
-	for {
-		m, err := t.recv()
-		if err != nil {
-			return nil, err
-		}
-		switch m := m.Msg.(type) {
-		case *agentpb.TransferResponse_Ack:
-			if err := t.window.Ack(m.Ack); err != nil {
-				return nil, err
-			}
-		case *agentpb.TransferResponse_Done:
-			return m.Done, nil
-		default:
-			return nil, fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-		}
-	}
 }
 
 // dataWriter sends what is written to it as data messages.

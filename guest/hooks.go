@@ -178,6 +178,13 @@ const (
 // for the host is known before that end is. One connection is served at a time, for
 // 5 s at most, so a guest can hold up only itself.
 func ServeHooks(l net.Listener, known func(present bool)) {
+	serveEach(l, hooksTimeout, func(c net.Conn) { serveHooks(c, known) })
+}
+
+const acceptPause = 100 * time.Millisecond
+
+// serveEach serves connections one after the other, each for a limited time, until the listener is closed.
+func serveEach(l net.Listener, limit time.Duration, serve func(net.Conn)) {
 	for {
 		c, err := l.Accept()
 		if errors.Is(err, net.ErrClosed) {
@@ -187,17 +194,14 @@ func ServeHooks(l net.Listener, known func(present bool)) {
 			time.Sleep(acceptPause) // out of descriptors
 			continue
 		}
-		serveHooks(c, known)
+		if c.SetDeadline(time.Now().Add(limit)) == nil {
+			serve(c)
+		}
 		c.Close()
 	}
 }
 
-const acceptPause = 100 * time.Millisecond
-
 func serveHooks(c net.Conn, known func(present bool)) {
-	if c.SetDeadline(time.Now().Add(hooksTimeout)) != nil {
-		return
-	}
 	line, err := readLine(c, maxHooksLine)
 	if err != nil || line != "hooks 0" && line != "hooks 1" {
 		return

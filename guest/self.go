@@ -3,7 +3,6 @@ package guest
 import (
 	"bufio"
 	"encoding/json"
-	"errors"
 	"io"
 	"net"
 	"strconv"
@@ -47,27 +46,16 @@ const (
 // return what is to be done when the guest has had its answer. One connection is served at a time, so a
 // guest can hold up only itself. What is no request is answered with what is wrong with it.
 func ServeSelf(l net.Listener, do func(SelfRequest) (answer SelfAnswer, then func())) {
-	for {
-		c, err := l.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil {
-			time.Sleep(acceptPause) // out of descriptors
-			continue
-		}
+	serveEach(l, selfTimeout, func(c net.Conn) {
 		then := serveSelf(c, do)
 		c.Close()
 		if then != nil {
 			then()
 		}
-	}
+	})
 }
 
 func serveSelf(c net.Conn, do func(SelfRequest) (SelfAnswer, func())) (then func()) {
-	if c.SetDeadline(time.Now().Add(selfTimeout)) != nil {
-		return nil
-	}
 	line, err := bufio.NewReaderSize(io.LimitReader(c, agentpb.MaxSelfRequest+1), agentpb.MaxSelfRequest+1).ReadSlice('\n')
 	if err != nil {
 		return nil

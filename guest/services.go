@@ -2,7 +2,6 @@ package guest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -249,24 +248,10 @@ func ServicesPath(path string) string { return path + "_" + strconv.Itoa(agentpb
 // One connection is served at a time, for 5 s at most, so a guest can hold up only itself.
 // What is no event is not heard.
 func ServeServices(l net.Listener, f func(ServiceEvent)) {
-	for {
-		c, err := l.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil {
-			time.Sleep(acceptPause) // out of descriptors
-			continue
-		}
-		serveEvent(c, f)
-		c.Close()
-	}
+	serveEach(l, hooksTimeout, func(c net.Conn) { serveEvent(c, f) })
 }
 
 func serveEvent(c net.Conn, f func(ServiceEvent)) {
-	if c.SetDeadline(time.Now().Add(hooksTimeout)) != nil {
-		return
-	}
 	line, err := readLine(c, agentpb.MaxServiceEvent)
 	if err != nil {
 		return

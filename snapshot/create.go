@@ -411,14 +411,6 @@ func Discard(dir string) (free func() error, err error) {
 	}, nil
 }
 
-func remove(dir string, fsys FS) error {
-	temp, err := discard(dir, fsys)
-	if err != nil || temp == "" {
-		return err
-	}
-	return fsys.RemoveAll(temp)
-}
-
 // discard gives a snapshot a name that Clean knows; empty if there is none.
 func discard(dir string, fsys FS) (temp string, err error) {
 	id := randomID()

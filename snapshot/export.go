@@ -27,10 +27,9 @@ const (
 )
 
 const (
-	exportMagic   = "DROWSEXP"
-	exportEnd     = "DROWSEXE"
-	exportHeader  = 16
-	exportTrailer = len(exportEnd) + sha256.Size
+	exportMagic  = "DROWSEXP"
+	exportEnd    = "DROWSEXE"
+	exportHeader = 16
 	// exportName is what errors call the stream.
 	exportName = "export"
 )

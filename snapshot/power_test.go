@@ -291,3 +291,12 @@ func simHistory(t *testing.T, seed uint64) (*history, *faultfs.Sim) {
 	}
 	return newHistory(dir, simFS{sim}), sim
 }
+
+// remove is Remove on a file system of the test's.
+func remove(dir string, fsys FS) error {
+	temp, err := discard(dir, fsys)
+	if err != nil || temp == "" {
+		return err
+	}
+	return fsys.RemoveAll(temp)
+}

@@ -136,13 +136,10 @@ func (d *Device) QueueSizes() []uint16 {
 
 // ReadConfig implements [devices.Device].
 func (d *Device) ReadConfig(off uint32, p []byte) {
-	clear(p)
 	var c [configSize]byte
 	binary.LittleEndian.PutUint32(c[configTarget:], d.target.Load())
 	binary.LittleEndian.PutUint32(c[configActual:], d.actual.Load())
-	if off < configSize {
-		copy(p, c[off:])
-	}
+	devices.ReadConfig(c[:], off, p)
 }
 
 // WriteConfig implements [devices.Device]: the driver writes how many pages the
@@ -158,8 +155,8 @@ func (d *Device) Activate(a devices.Activation) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.irq = a.Interrupt
-	d.start(a, queueInflate, d.inflate)
-	d.start(a, queueDeflate, d.deflate)
+	d.serve(a, queueInflate, d.inflate)
+	d.serve(a, queueDeflate, d.deflate)
 	next := queueFirst
 	if a.Features&featureStats != 0 {
 		if q := a.Queues[next]; q != nil {
@@ -174,25 +171,15 @@ func (d *Device) Activate(a devices.Activation) error {
 	}
 	d.restored = nil
 	if a.Features&featureReporting != 0 {
-		d.start(a, next, d.report)
+		d.serve(a, next, d.report)
 	}
 	return nil
 }
 
-// start runs a queue whose requests handle does one by one.
-func (d *Device) start(a devices.Activation, i int, handle func(*devices.Queue, *virtq.Chain) error) {
+// serve has handle do the requests of a queue one by one.
+func (d *Device) serve(a devices.Activation, i int, handle func(*devices.Queue, *virtq.Chain) error) {
 	q := a.Queues[i]
-	if q == nil {
-		return
-	}
-	chain := new(virtq.Chain)
-	irq := a.Interrupt
-	one := func(c *virtq.Chain) error { return handle(q, c) }
-	d.workers = append(d.workers, q.StartWorker(func() {
-		// A broken queue has been reported to the transport, which waits
-		// for a reset.
-		_ = q.Serve(irq, chain, one)
-	}))
+	d.workers.Serve(q, a.Interrupt, func(c *virtq.Chain) error { return handle(q, c) })
 }
 
 // Reset implements [devices.Device]. The balloon is empty afterwards, since the
@@ -212,7 +199,4 @@ func (d *Device) Reset() error {
 func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].
-func (d *Device) Resume() error {
-	d.workers.Resume()
-	return nil
-}
+func (d *Device) Resume() error { return d.workers.Resume() }

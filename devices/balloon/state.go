@@ -35,15 +35,12 @@ func (d *Device) Export() (devices.Payload, error) {
 	for _, f := range d.guest.fields() {
 		e.Uint64(*f)
 	}
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Import implements [devices.Stateful].
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	dec := devices.NewDecoder(p.Data)
+	dec := p.Decode(stateKind, stateVersion)
 	target, actual := dec.Uint32(), dec.Uint32()
 	want, held, head := dec.Bool(), dec.Bool(), dec.Uint16()
 	var guest GuestStats
@@ -57,7 +54,7 @@ func (d *Device) Import(p devices.Payload) error {
 		dec.Fail(fmt.Sprintf("buffer %d is named, and none is held", head))
 	}
 	if err := dec.Finish(); err != nil {
-		return fmt.Errorf("importing a balloon: %w", err)
+		return err
 	}
 	d.target.Store(target)
 	d.actual.Store(actual)

@@ -8,7 +8,6 @@ import (
 	"syscall"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
 // SectorSize is the unit of the protocol's addresses and lengths, in bytes
@@ -99,12 +98,10 @@ type Device struct {
 	counters counters
 
 	// Between Activate and Reset; the worker alone uses what follows it.
-	worker *devices.Worker
-	queue  *devices.Queue
-	irq    devices.Interrupt
+	workers devices.Workers
+	queue   *devices.Queue
 	// accepted are the features that the driver has accepted.
 	accepted uint64
-	chain    virtq.Chain
 	flush    devices.Slow
 	scratch  [MaxRanges * rangeSize]byte
 
@@ -181,57 +178,32 @@ func (d *Device) Features() uint64 {
 func (d *Device) QueueSizes() []uint16 { return []uint16{QueueSize} }
 
 // ReadConfig implements [devices.Device].
-func (d *Device) ReadConfig(off uint32, p []byte) {
-	clear(p)
-	if off < configSize {
-		copy(p, d.config[off:])
-	}
-}
+func (d *Device) ReadConfig(off uint32, p []byte) { devices.ReadConfig(d.config[:], off, p) }
 
 // WriteConfig implements [devices.Device]; nothing here can be written.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device].
 func (d *Device) Activate(a devices.Activation) error {
-	d.accepted, d.irq, d.queue = a.Features, a.Interrupt, a.Queues[0]
-	if d.queue != nil {
-		d.worker = d.queue.StartWorker(d.serve)
-	}
+	d.accepted, d.queue = a.Features, a.Queues[0]
+	d.workers.Serve(d.queue, a.Interrupt, d.handle)
 	return nil
-}
-
-func (d *Device) serve() {
-	// A broken queue has been reported to the transport, which waits for a
-	// reset.
-	_ = d.queue.Serve(d.irq, &d.chain, d.handle)
 }
 
 // Reset implements [devices.Device].
 func (d *Device) Reset() error {
-	if d.worker != nil {
-		d.worker.Stop()
-	}
+	d.workers.Stop()
 	d.flush.End()
-	d.worker, d.queue, d.irq, d.accepted = nil, nil, nil, 0
+	d.workers, d.queue, d.accepted = nil, nil, 0
 	return nil
 }
 
 // Pause implements [devices.Pauser]: it waits for a piece of the request under way, which is done anew after Resume. A
 // flush goes on meanwhile.
-func (d *Device) Pause(ctx context.Context) error {
-	if d.worker == nil {
-		return nil
-	}
-	return d.worker.Pause(ctx)
-}
+func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].
-func (d *Device) Resume() error {
-	if d.worker != nil {
-		d.worker.Resume()
-	}
-	return nil
-}
+func (d *Device) Resume() error { return d.workers.Resume() }
 
 // Stats may be called at any time.
 func (d *Device) Stats() Stats {

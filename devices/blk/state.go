@@ -19,19 +19,16 @@ func (d *Device) Export() (devices.Payload, error) {
 	var e devices.Encoder
 	e.Uint64(d.sectors)
 	e.Bool(d.readOnly)
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Import implements [devices.Stateful]. It refuses a state of a disk of another
 // size, or one that was writable when this one is not, or the other way round.
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	dec := devices.NewDecoder(p.Data)
+	dec := p.Decode(stateKind, stateVersion)
 	sectors, readOnly := dec.Uint64(), dec.Bool()
 	if err := dec.Finish(); err != nil {
-		return fmt.Errorf("importing a block device: %w", err)
+		return err
 	}
 	if sectors != d.sectors || readOnly != d.readOnly {
 		return fmt.Errorf("importing a block device: the guest knows a disk of %d sectors (read-only: %t), this one has %d (read-only: %t): %w: use the disk that belongs to the snapshot",

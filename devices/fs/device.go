@@ -118,7 +118,6 @@ type Device struct {
 
 	// Between Activate and Reset.
 	workers devices.Workers
-	irq     devices.Interrupt
 
 	mu sync.Mutex // guards what follows: both workers use it
 	tree
@@ -151,30 +150,15 @@ func (d *Device) QueueSizes() []uint16 {
 }
 
 // ReadConfig implements [devices.Device].
-func (d *Device) ReadConfig(off uint32, p []byte) {
-	clear(p)
-	if off < configSize {
-		copy(p, d.config[off:])
-	}
-}
+func (d *Device) ReadConfig(off uint32, p []byte) { devices.ReadConfig(d.config[:], off, p) }
 
 // WriteConfig implements [devices.Device]; nothing here can be written.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device].
 func (d *Device) Activate(a devices.Activation) error {
-	d.irq = a.Interrupt
 	for _, q := range a.Queues {
-		if q == nil {
-			continue
-		}
-		c := new(virtq.Chain)
-		one := func(c *virtq.Chain) error { return d.handle(q, c) }
-		d.workers = append(d.workers, q.StartWorker(func() {
-			// A broken queue has been reported to the transport, which waits
-			// for a reset.
-			_ = q.Serve(d.irq, c, one)
-		}))
+		d.workers.Serve(q, a.Interrupt, func(c *virtq.Chain) error { return d.handle(q, c) })
 	}
 	return nil
 }
@@ -183,7 +167,7 @@ func (d *Device) Activate(a devices.Activation) error {
 // is forgotten.
 func (d *Device) Reset() error {
 	d.workers.Stop()
-	d.workers, d.irq = nil, nil
+	d.workers = nil
 	d.syncing.End()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -195,10 +179,7 @@ func (d *Device) Reset() error {
 func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].
-func (d *Device) Resume() error {
-	d.workers.Resume()
-	return nil
-}
+func (d *Device) Resume() error { return d.workers.Resume() }
 
 // Stats may be called at any time.
 func (d *Device) Stats() Stats {

@@ -42,10 +42,11 @@ func (d *Device) open(r *request) error {
 
 func (d *Device) create(r *request) error {
 	flags, mode, _, _ := r.body.u32(), r.body.u32(), r.body.u32(), r.body.u32()
-	name, err := r.name()
+	parent, dir, name, err := d.place(r)
 	if err != nil {
 		return err
 	}
+	defer dir.close()
 	access := flags & unix.O_ACCMODE
 	switch {
 	case access == unix.O_ACCMODE:
@@ -53,11 +54,6 @@ func (d *Device) create(r *request) error {
 	case len(d.handles) >= MaxHandles:
 		return errTooMany
 	}
-	parent, dir, err := d.findDir(r.node)
-	if err != nil {
-		return err
-	}
-	defer dir.close()
 	n, f, fd, err := d.newFile(parent, dir, name, int(access), mode)
 	if errors.Is(err, unix.EEXIST) && flags&unix.O_EXCL == 0 {
 		n, f, fd, err = d.openExisting(parent, dir, name, flags)

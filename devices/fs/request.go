@@ -251,12 +251,16 @@ func (r *request) name() (string, error) {
 	return s, checkName(s)
 }
 
-func (d *Device) lookup(r *request) error {
-	name, err := r.name()
-	if err != nil {
-		return err
+// place takes a name from the body, and finds the directory that it is in: the request's node.
+func (d *Device) place(r *request) (parent *node, dir *file, name string, err error) {
+	if name, err = r.name(); err == nil {
+		parent, dir, err = d.findDir(r.node)
 	}
-	parent, dir, err := d.findDir(r.node)
+	return parent, dir, name, err
+}
+
+func (d *Device) lookup(r *request) error {
+	parent, dir, name, err := d.place(r)
 	if err != nil {
 		return err
 	}
@@ -441,18 +445,14 @@ const privateMode = 0o600
 
 func (d *Device) mknod(r *request) error {
 	mode, _, _, _ := r.body.u32(), r.body.u32(), r.body.u32(), r.body.u32()
-	name, err := r.name()
-	if err != nil {
-		return err
-	}
-	if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != 0 {
-		return unix.EPERM
-	}
-	parent, dir, err := d.findDir(r.node)
+	parent, dir, name, err := d.place(r)
 	if err != nil {
 		return err
 	}
 	defer dir.close()
+	if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != 0 {
+		return unix.EPERM
+	}
 	n, f, fd, err := d.newFile(parent, dir, name, unix.O_WRONLY, mode)
 	if err != nil {
 		return err
@@ -488,11 +488,7 @@ func (d *Device) newFile(parent *node, dir *file, name string, access int, mode 
 
 func (d *Device) mkdir(r *request) error {
 	mode, _ := r.body.u32(), r.body.u32()
-	name, err := r.name()
-	if err != nil {
-		return err
-	}
-	parent, dir, err := d.findDir(r.node)
+	parent, dir, name, err := d.place(r)
 	if err != nil {
 		return err
 	}
@@ -507,11 +503,7 @@ func (d *Device) unlink(r *request) error { return d.remove(r, 0) }
 func (d *Device) rmdir(r *request) error  { return d.remove(r, unix.AT_REMOVEDIR) }
 
 func (d *Device) remove(r *request, flags int) error {
-	name, err := r.name()
-	if err != nil {
-		return err
-	}
-	parent, dir, err := d.findDir(r.node)
+	parent, dir, name, err := d.place(r)
 	if err != nil {
 		return err
 	}

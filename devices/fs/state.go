@@ -54,7 +54,7 @@ func (d *Device) Export() (devices.Payload, error) {
 		e.Uint8(uint8(h.flags))
 		e.Bool(h.dir)
 	}
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 func sorted[T any](m map[uint64]T) []uint64 {
@@ -70,16 +70,13 @@ func sorted[T any](m map[uint64]T) []uint64 {
 // was writable when this one is not, or the other way round. It opens nothing: what the guest
 // has open is looked for when it is used, and is ESTALE then if it has gone or is another file.
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	dec := devices.NewDecoder(p.Data)
+	dec := p.Decode(stateKind, stateVersion)
 	tag, writable := string(dec.Bytes(TagSize)), dec.Bool()
 	var t tree
 	t.clear()
 	t.read(dec)
 	if err := dec.Finish(); err != nil {
-		return fmt.Errorf("importing a shared directory: %w", err)
+		return err
 	}
 	if tag != d.tag || writable != d.dir.writable {
 		return fmt.Errorf("importing a shared directory: the guest knows share %q (writable: %t), this one is %q (writable: %t): %w: use the same shares as the VM in the snapshot",

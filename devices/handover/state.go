@@ -1,10 +1,6 @@
 package handover
 
-import (
-	"fmt"
-
-	"github.com/drowse-vm/drowse/devices"
-)
+import "github.com/drowse-vm/drowse/devices"
 
 const (
 	stateKind    = "handover"
@@ -15,20 +11,13 @@ const (
 func (d *Device) Export() (devices.Payload, error) {
 	var e devices.Encoder
 	e.Bool(d.StandingBy())
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Standing says of a saved state whether the agent stood by.
 func Standing(p devices.Payload) (bool, error) {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return false, err
-	}
-	dec := devices.NewDecoder(p.Data)
-	at := dec.Bool()
-	if err := dec.Finish(); err != nil {
-		return false, fmt.Errorf("importing the handover ports: %w", err)
-	}
-	return at, nil
+	dec := p.Decode(stateKind, stateVersion)
+	return dec.Bool(), dec.Finish()
 }
 
 // Import implements [devices.Stateful].

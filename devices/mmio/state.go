@@ -24,14 +24,8 @@ const (
 	maxKind      = 64
 )
 
-// Errors of Export and Import.
-var (
-	// ErrNotPaused says that the state of a running device was asked for.
-	ErrNotPaused = errors.New("the device is not paused")
-	// ErrInUse says that a state was to be put into a device that a driver
-	// already uses.
-	ErrInUse = errors.New("the device is already in use")
-)
+// ErrInUse says that a state was to be put into a device that a driver already uses.
+var ErrInUse = errors.New("the device is already in use")
 
 // state is what Export keeps, decoded.
 type state struct {
@@ -56,7 +50,7 @@ func (t *Transport) Export() (devices.Payload, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.paused {
-		return devices.Payload{}, fmt.Errorf("saving a virtio device of type %d: %w: pause it first", t.dev.ID(), ErrNotPaused)
+		return devices.Payload{}, fmt.Errorf("saving a virtio device of type %d: %w: pause it first", t.dev.ID(), devices.ErrNotPaused)
 	}
 	var inner devices.Payload
 	if s, ok := t.dev.(devices.Stateful); ok {
@@ -97,7 +91,7 @@ func (t *Transport) Export() (devices.Payload, error) {
 	e.Bytes([]byte(inner.Kind))
 	e.Uint32(inner.Version)
 	e.Bytes(inner.Data)
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 func decode(data []byte) (*state, error) {

@@ -457,7 +457,7 @@ func TestStateOfADeviceWithoutAnyOfItsOwn(t *testing.T) {
 	m := newMachine(t, dev)
 	m.start()
 	dev.activation.Queues[0].SetPosition(virtq.Position{NextAvail: 7, NextUsed: 6})
-	if _, err := m.Export(); !errors.Is(err, ErrNotPaused) {
+	if _, err := m.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Errorf("exporting a running device: %v", err)
 	}
 	if err := m.Pause(context.Background()); err != nil {
@@ -656,7 +656,7 @@ func TestPauseThatIsGivenUpLeavesTheDeviceRunning(t *testing.T) {
 	if err := m.Pause(ctx); !errors.Is(err, context.Canceled) {
 		t.Fatalf("got %v", err)
 	}
-	if _, err := m.Export(); !errors.Is(err, ErrNotPaused) {
+	if _, err := m.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Errorf("exporting: %v", err)
 	}
 	close(dev.release)

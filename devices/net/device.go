@@ -52,15 +52,8 @@ const (
 	statusLinkUp = 1
 )
 
-// MinMTU and MaxMTU bound what Config may say (virtio 1.2, 5.1.4.1, and the
-// length field of IP).
-const (
-	MinMTU = 68
-	MaxMTU = 65535
-)
-
-// ErrNotPaused is returned by Export while the device is running.
-var ErrNotPaused = errors.New("the device is not paused")
+// MinMTU is the least that Config may say (virtio 1.2, 5.1.4.1); the most is 65535, by the length field of IP.
+const MinMTU = 68
 
 // Backend carries frames. One write to its descriptor sends a frame and one read
 // receives one; each begins with a struct virtio_net_hdr of HeaderSize bytes.
@@ -82,7 +75,7 @@ type Config struct {
 	// MAC is the guest's address: unicast, not zero. After Import it is the
 	// one of the saved state, which the guest knows.
 	MAC MAC
-	// MTU is announced to the guest when it is not zero; MinMTU to MaxMTU.
+	// MTU is announced to the guest when it is not zero; at least MinMTU.
 	MTU uint16
 	// LinkDown makes the device start with its link down, also when it
 	// imports the state of one whose link was up: a clone is not to be heard
@@ -107,7 +100,6 @@ type Device struct {
 	mu     sync.Mutex // guards what follows
 	mac    MAC
 	engine *engine // nil while the device is not active
-	paused bool
 	// told is what the guest last heard of the link. The engine has it while
 	// the device is active.
 	told bool
@@ -160,10 +152,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	}
 	binary.LittleEndian.PutUint16(config[configMaxPairs:], 1)
 	binary.LittleEndian.PutUint16(config[configMTU:], d.config.MTU)
-	clear(p)
-	if off < configSize {
-		copy(p, config[off:])
-	}
+	devices.ReadConfig(config[:], off, p)
 }
 
 // WriteConfig implements [devices.Device]; nothing here can be written.
@@ -187,7 +176,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	if err != nil {
 		return fmt.Errorf("activating a network device: %w", err)
 	}
-	d.engine, d.paused = e, a.Restored
+	d.engine = e
 	return nil
 }
 
@@ -217,7 +206,7 @@ func (d *Device) Reset() error {
 	if d.engine != nil {
 		d.engine.loop.Stop()
 	}
-	d.engine, d.paused = nil, false
+	d.engine = nil
 	// The next driver reads the status for itself.
 	d.told = d.link.Load()
 	return nil
@@ -255,11 +244,7 @@ func (d *Device) Pause(ctx context.Context) error {
 	if d.engine == nil {
 		return nil
 	}
-	if err := d.engine.loop.Pause(ctx); err != nil {
-		return fmt.Errorf("pausing a network device: %w", err)
-	}
-	d.paused = true
-	return nil
+	return d.engine.loop.Pause(ctx)
 }
 
 // Resume implements [devices.Pauser].
@@ -267,7 +252,6 @@ func (d *Device) Resume() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.engine != nil {
-		d.paused = false
 		d.engine.loop.Resume()
 	}
 	return nil

@@ -593,7 +593,7 @@ func TestImportRefusesBadStatesAndChangesNothing(t *testing.T) {
 
 func TestExportRefusesARunningDevice(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
-	if _, err := n.dev.Export(); !errors.Is(err, ErrNotPaused) {
+	if _, err := n.dev.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Fatalf("got %v", err)
 	}
 	must(t, n.dev.Pause(context.Background()))

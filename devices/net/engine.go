@@ -12,20 +12,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-const (
-	tokenBackend int32 = iota
-	tokenRX
-	tokenTX
-)
-
 // Bounds.
 const (
 	// turnFrames is how many frames one turn of the loop passes on in each
 	// direction.
 	turnFrames = 128
-	// settleBytes is how much a pause still passes on in each direction, of [virtq.Queue.Work]: a queue of the largest
-	// frames.
-	settleBytes = 16 << 20
 	// maxHeld is how many receive buffers are kept at hand for a frame of
 	// unknown size.
 	maxHeld = queueSize
@@ -59,9 +50,7 @@ type engine struct {
 	want     int  // bytes, header included, that hold any frame
 	ordinary int  // bytes that hold any frame without a VLAN tag
 
-	failReason error // the device waits for a reset
-	settling   bool  // for a pause
-	told       bool  // what the guest knows of the link
+	told bool // what the guest knows of the link
 
 	txReady bool
 	blocked bool // the backend takes no more
@@ -112,58 +101,36 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 	}
 	e.ordinary = HeaderSize + ethernetHeader + payload
 	e.want = e.ordinary + vlanTag
-	for _, q := range a.Queues {
-		if q.Broken() != nil {
-			// The driver knows that it has to reset the device.
-			e.failReason = q.Broken()
-		}
-	}
 	var err error
-	if e.loop, err = devices.NewLoop(); err != nil {
+	if e.loop, err = devices.NewLoop(a); err != nil {
 		return nil, err
 	}
-	err = errors.Join(
-		e.loop.Watch(e.fd, unix.EPOLLIN|unix.EPOLLOUT, tokenBackend, 0),
-		e.loop.Watch(e.rx.Kick.FD(), unix.EPOLLIN, tokenRX, 0),
-		e.loop.Watch(e.tx.Kick.FD(), unix.EPOLLIN, tokenTX, 0),
-	)
-	if err != nil {
+	if err := e.loop.Watch(e.fd, unix.EPOLLIN|unix.EPOLLOUT, 0, 0); err != nil {
 		e.loop.Stop()
 		return nil, err
 	}
-	e.loop.Start(e, a.Restored)
+	e.loop.Start(e)
 	return e, nil
 }
 
 // Ready implements [devices.Looper].
-func (e *engine) Ready(token, _ int32, events uint32) {
-	switch token {
-	case tokenBackend:
-		if events&(unix.EPOLLIN|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
-			e.readable = true
-		}
-		if events&unix.EPOLLOUT != 0 {
-			e.blocked = false
-		}
-	case tokenRX:
-		e.kicked(e.rx)
+func (e *engine) Ready(_, _ int32, events uint32) {
+	if events&(unix.EPOLLIN|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
+		e.readable = true
+	}
+	if events&unix.EPOLLOUT != 0 {
+		e.blocked = false
+	}
+}
+
+// Kicked implements [devices.Looper].
+func (e *engine) Kicked(queue int) {
+	if queue == queueRX {
 		e.starved = false
-	case tokenTX:
-		e.kicked(e.tx)
+	} else {
 		e.txReady = true
 	}
 }
-
-// kicked takes the signals of a queue. epoll has just said that there are some,
-// and nobody else takes them, so this does not block.
-func (e *engine) kicked(q *devices.Queue) {
-	if err := q.Kick.Wait(); err != nil {
-		e.fail(err)
-	}
-}
-
-// Lost implements [devices.Looper].
-func (e *engine) Lost(err error) { e.fail(err) }
 
 // End implements [devices.Looper].
 func (e *engine) End() {}
@@ -176,13 +143,7 @@ func (e *engine) Rested(time.Duration) {
 }
 
 // Settle implements [devices.Looper].
-func (e *engine) Settle() {
-	if e.failReason != nil {
-		return
-	}
-	var err error
-	e.settling = true
-	defer func() { e.settling = false }()
+func (e *engine) Settle() (err error) {
 	held := e.dev.held.Load()
 	if !held {
 		err = e.pumpTX(queueSize)
@@ -193,12 +154,10 @@ func (e *engine) Settle() {
 		err = e.pumpRX(queueSize)
 	}
 	e.release()
-	if err == nil {
-		err = e.notify()
-	}
 	if err != nil {
-		e.fail(err)
+		return err
 	}
+	return e.notify()
 }
 
 // release makes the receive buffers at hand available again.
@@ -210,14 +169,12 @@ func (e *engine) release() {
 }
 
 // Turn implements [devices.Looper].
-func (e *engine) Turn() time.Duration {
-	if e.failReason == nil {
-		if err := e.turn(); err != nil {
-			e.fail(err)
-		}
+func (e *engine) Turn() (time.Duration, error) {
+	if e.loop.Failed() {
+		return -1, nil
 	}
-	if e.failReason != nil {
-		return -1
+	if err := e.turn(); err != nil {
+		return 0, err
 	}
 	wait := time.Duration(-1)
 	sooner := func(d time.Duration) {
@@ -230,7 +187,7 @@ func (e *engine) Turn() time.Duration {
 		sooner(0)
 	}
 	if e.dev.held.Load() {
-		return wait // until Release
+		return wait, nil // until Release
 	}
 	if e.txReady && !e.blocked {
 		sooner(0)
@@ -245,7 +202,7 @@ func (e *engine) Turn() time.Duration {
 			sooner(time.Until(e.readAt))
 		}
 	}
-	return wait
+	return wait, nil
 }
 
 // turn passes on a bounded number of frames and tells the guest once.
@@ -291,90 +248,34 @@ func (e *engine) notify() error {
 	return nil
 }
 
-// fail gives the device up until its driver resets it.
-func (e *engine) fail(err error) {
-	if e.failReason != nil {
-		return
-	}
-	e.failReason = err
-	e.rx.Break(err)
-	e.tx.Break(err)
-	e.irq.NeedsReset(err)
-}
-
-// enough reports whether the work on a queue since a moment is enough for one turn.
-func (e *engine) enough(q *devices.Queue, since uint64) bool {
-	if e.settling {
-		return q.Work()-since >= settleBytes
-	}
-	return q.Work()-since >= devices.TurnBytes || e.loop.Yield()
-}
-
 // pumpTX sends up to limit frames of the guest.
 func (e *engine) pumpTX(limit int) error {
-	if err := e.tx.DisableKicks(); err != nil {
-		return err
-	}
-	begin := e.tx.Work()
-	for range limit {
-		if e.enough(e.tx, begin) {
-			return nil
-		}
-		ok, err := e.tx.Pop(&e.txChain)
-		if err != nil {
-			return err
-		}
-		if !ok {
-			more, err := e.tx.EnableKicks()
-			if err != nil {
-				return err
-			}
-			if !more {
-				e.txReady = false
-				return nil
-			}
-			continue
-		}
-		done, err := e.send(&e.txChain.Reader)
-		if err != nil {
-			return err
-		}
-		if !done {
-			e.tx.Unpop(&e.txChain)
-			e.blocked = true
-			e.retryAt = time.Now().Add(txRetry)
-			e.stats.waits.Add(1)
-			return nil
-		}
-		if err := e.tx.Push(e.txChain.Head(), 0); err != nil {
-			return err
-		}
-	}
-	return nil
+	more, err := e.loop.Drain(e.tx, &e.txChain, limit, e.send)
+	e.txReady = more
+	return err
 }
 
-// send writes one frame to the backend, or drops it. It reports false when the
-// backend takes no more.
-func (e *engine) send(r *virtq.Reader) (bool, error) {
+// send writes one frame to the backend, or drops it.
+func (e *engine) send(r *virtq.Reader) error {
 	total := r.Remaining()
 	if total < HeaderSize+minFrame || total > HeaderSize+maxFrame {
 		e.stats.malformed.Add(1)
-		return true, nil
+		return nil
 	}
 	if err := r.ReadFull(e.header[:]); err != nil {
-		return false, err
+		return err
 	}
 	if !valid(&e.header, total-HeaderSize, e.features) {
 		e.stats.malformed.Add(1)
-		return true, nil
+		return nil
 	}
 	if !e.dev.link.Load() {
 		e.stats.linkDown.Add(1)
-		return true, nil
+		return nil
 	}
 	var err error
 	if e.txOut, err = r.Ranges(e.txOut[:0], total-HeaderSize); err != nil {
-		return false, err
+		return err
 	}
 	// The header that was checked, not the one that the guest has by now. Nothing in the frame was looked at.
 	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
@@ -386,13 +287,16 @@ func (e *engine) send(r *virtq.Reader) (bool, error) {
 		e.stats.framesFromGuest.Add(1)
 		e.stats.bytesFromGuest.Add(uint64(total - HeaderSize))
 	case errors.Is(err, unix.EAGAIN):
-		return false, nil
+		e.blocked = true
+		e.retryAt = time.Now().Add(txRetry)
+		e.stats.waits.Add(1)
+		return devices.ErrLater
 	case ofFrame(err):
 		e.stats.refused.Add(1)
 	default:
-		return false, &BackendError{"sending a frame", err}
+		return &BackendError{"sending a frame", err}
 	}
-	return true, nil
+	return nil
 }
 
 // ofFrame reports whether a write failed because of the frame or the state of the
@@ -424,7 +328,7 @@ func (e *engine) pumpRX(limit int) error {
 	}
 	begin := e.rx.Work()
 	for range limit {
-		if e.enough(e.rx, begin) {
+		if e.loop.Enough(e.rx, begin) {
 			return nil
 		}
 		if err := e.fill(); err != nil {

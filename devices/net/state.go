@@ -1,7 +1,6 @@
 package net
 
 import (
-	"context"
 	"fmt"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -14,19 +13,15 @@ const (
 	stateVersion = 1
 )
 
-// Export implements [devices.Stateful]. It fails with ErrNotPaused when the device
+// Export implements [devices.Stateful]. It fails with [devices.ErrNotPaused] when the device
 // is active and runs.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	told := d.told
 	if d.engine != nil {
-		if !d.paused {
-			return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
-		}
-		// The loop is parked, or will be before it does anything.
-		if err := d.engine.loop.Pause(context.Background()); err != nil {
-			return devices.Payload{}, err
+		if err := d.engine.loop.AwaitPaused(); err != nil {
+			return devices.Payload{}, fmt.Errorf("exporting %s state: %w", stateKind, err)
 		}
 		told = d.engine.told
 	}
@@ -36,15 +31,12 @@ func (d *Device) Export() (devices.Payload, error) {
 	}
 	e.Bool(d.link.Load())
 	e.Bool(told)
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Import implements [devices.Stateful].
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	r := devices.NewDecoder(p.Data)
+	r := p.Decode(stateKind, stateVersion)
 	var mac MAC
 	for i := range mac {
 		mac[i] = r.Uint8()
@@ -54,7 +46,7 @@ func (d *Device) Import(p devices.Payload) error {
 		r.Fail("the MAC is not the address of one host")
 	}
 	if err := r.Finish(); err != nil {
-		return fmt.Errorf("importing %s state: %w", stateKind, err)
+		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()

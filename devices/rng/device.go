@@ -6,7 +6,6 @@ import (
 	"io"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
 const (
@@ -31,12 +30,8 @@ type Options struct {
 type Device struct {
 	source io.Reader
 
-	// Between Activate and Reset; the worker alone uses what follows it.
-	worker *devices.Worker
-	queue  *devices.Queue
-	irq    devices.Interrupt
-	chain  virtq.Chain
-	piece  [pieceSize]byte
+	workers devices.Workers // between Activate and Reset
+	piece   [pieceSize]byte // the worker's own
 }
 
 // New makes an entropy device.
@@ -64,34 +59,19 @@ func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device].
 func (d *Device) Activate(a devices.Activation) error {
-	d.irq, d.queue = a.Interrupt, a.Queues[0]
-	if d.queue != nil {
-		d.worker = d.queue.StartWorker(d.serve)
-	}
+	d.workers.Serve(a.Queues[0], a.Interrupt, d.handle)
 	return nil
 }
 
 // Reset implements [devices.Device].
 func (d *Device) Reset() error {
-	if d.worker != nil {
-		d.worker.Stop()
-	}
-	d.worker, d.queue, d.irq = nil, nil, nil
+	d.workers.Stop()
+	d.workers = nil
 	return nil
 }
 
 // Pause implements [devices.Pauser].
-func (d *Device) Pause(ctx context.Context) error {
-	if d.worker == nil {
-		return nil
-	}
-	return d.worker.Pause(ctx)
-}
+func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].
-func (d *Device) Resume() error {
-	if d.worker != nil {
-		d.worker.Resume()
-	}
-	return nil
-}
+func (d *Device) Resume() error { return d.workers.Resume() }

@@ -7,12 +7,6 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-func (d *Device) serve() {
-	// A broken queue has been reported to the transport, which waits for a
-	// reset.
-	_ = d.queue.Serve(d.irq, &d.chain, d.handle)
-}
-
 // handle fills one buffer. What the guest may have put into a readable part does
 // not matter.
 func (d *Device) handle(c *virtq.Chain) error {

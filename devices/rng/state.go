@@ -1,10 +1,6 @@
 package rng
 
-import (
-	"fmt"
-
-	"github.com/drowse-vm/drowse/devices"
-)
+import "github.com/drowse-vm/drowse/devices"
 
 // The saved state is empty.
 const (
@@ -19,11 +15,5 @@ func (d *Device) Export() (devices.Payload, error) {
 
 // Import implements [devices.Stateful].
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	if err := devices.NewDecoder(p.Data).Finish(); err != nil {
-		return fmt.Errorf("importing an entropy device: %w", err)
-	}
-	return nil
+	return p.Decode(stateKind, stateVersion).Finish()
 }

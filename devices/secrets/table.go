@@ -17,7 +17,6 @@ const Awaited = ^uint32(0)
 // permissions (2), length of the name (1) and name.
 const (
 	tableVersion = 1
-	entryBytes   = 19 // without the name
 )
 
 func (d *Device) encodeTable() []byte {

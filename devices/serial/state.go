@@ -2,7 +2,6 @@ package serial
 
 import (
 	"context"
-	"fmt"
 
 	"github.com/drowse-vm/drowse/devices"
 )
@@ -28,16 +27,13 @@ func (u *UART) Export() (devices.Payload, error) {
 	e.Bool(u.regs.transmit)
 	e.Bytes(u.input)
 	e.Bytes(u.out.Pending())
-	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: e.Data()}, nil
+	return e.Payload(stateKind, stateVersion), nil
 }
 
 // Import implements [devices.Stateful]. The port is paused afterwards; Resume
 // raises an interrupt that is pending in the state.
 func (u *UART) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	d := devices.NewDecoder(p.Data)
+	d := p.Decode(stateKind, stateVersion)
 	var r registers
 	r.ier = d.Uint8()
 	r.lcr = d.Uint8()
@@ -52,7 +48,7 @@ func (u *UART) Import(p devices.Payload) error {
 		d.Fail("a register has bits that do not exist")
 	}
 	if err := d.Finish(); err != nil {
-		return fmt.Errorf("importing the serial port: %w", err)
+		return err
 	}
 	if err := u.Pause(context.Background()); err != nil {
 		return err

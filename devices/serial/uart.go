@@ -18,7 +18,7 @@ const (
 	IRQ = 4
 )
 
-// InputSize is how many bytes of input wait for the guest.
+// InputSize is how many bytes of looped-back output wait for the guest. The host types nothing.
 const InputSize = 4 << 10
 
 // fifoSize is that of the 16550A: what clearing the receive FIFO throws away.
@@ -78,12 +78,11 @@ type UART struct {
 	raise func()
 	out   *devices.Output
 
-	mu      sync.Mutex
-	regs    registers
-	input   []byte // at most InputSize
-	line    bool   // the interrupt line is high
-	paused  bool
-	refused uint64
+	mu     sync.Mutex
+	regs   registers
+	input  []byte // looped-back output that the guest has not read, at most InputSize
+	line   bool   // the interrupt line is high
+	paused bool
 }
 
 // New makes a port whose output goes to w, nil for nowhere. raise is called for
@@ -95,39 +94,6 @@ func New(w io.Writer, raise func()) *UART {
 
 // Close writes out what waits, for a second at most.
 func (u *UART) Close() error { return u.out.Close() }
-
-// Stats counts what went wrong.
-type Stats struct {
-	// OutputDropped is the number of bytes that a slow or failed writer lost.
-	OutputDropped uint64
-	// InputRefused is the number of bytes that Input did not take.
-	InputRefused uint64
-}
-
-// Stats may be called at any time.
-func (u *UART) Stats() Stats {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return Stats{OutputDropped: u.out.Dropped(), InputRefused: u.refused}
-}
-
-// Input types p at the guest and returns how many bytes of it were taken. Fewer
-// than len(p) means that the guest does not read: try the rest later, or drop it.
-func (u *UART) Input(p []byte) int {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	n := min(len(p), InputSize-len(u.input))
-	u.input = append(u.input, p[:n]...)
-	u.refused += uint64(len(p) - n)
-	if n > 0 {
-		// An edge for each input, also when the line is still high from an
-		// earlier one: should the guest ever have missed an edge, it
-		// recovers at the next key.
-		u.line = false
-	}
-	u.update()
-	return n
-}
 
 // update moves the interrupt line. Only a rising edge is an event: the handler of
 // an edge-triggered UART reads IIR until nothing is pending, which is when the
@@ -280,7 +246,7 @@ func (u *UART) write(off uint64, p []byte) {
 	}
 }
 
-// Pause implements [devices.Pauser]. Input and register accesses are still
+// Pause implements [devices.Pauser]. Register accesses are still
 // taken, but raise no interrupt before Resume. Output that a stuck writer has not
 // taken stays in the state.
 func (u *UART) Pause(ctx context.Context) error {

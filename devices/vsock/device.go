@@ -36,9 +36,6 @@ const (
 	MaxCID = 1<<32 - 2
 )
 
-// ErrNotPaused is returned by Export while the device is running.
-var ErrNotPaused = errors.New("the device is not paused")
-
 // Config says what a device is to be.
 type Config struct {
 	// CID is the guest's context ID, MinCID to MaxCID. Guests of different VMs
@@ -65,7 +62,6 @@ type Device struct {
 	cid      uint64
 	endpoint *endpoint
 	engine   *engine // nil while the device is not active
-	paused   bool    // the engine stands still
 	// carried is what a snapshot has brought and nobody has told the guest
 	// yet. The engine takes it over.
 	carried *state
@@ -112,10 +108,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	d.mu.Lock()
 	binary.LittleEndian.PutUint64(config[:], d.cid)
 	d.mu.Unlock()
-	clear(p)
-	if off < uint32(len(config)) {
-		copy(p, config[off:])
-	}
+	devices.ReadConfig(config[:], off, p)
 }
 
 // WriteConfig does nothing: the configuration space is read-only.
@@ -141,7 +134,7 @@ func (d *Device) Activate(a devices.Activation) error {
 		return fmt.Errorf("activating a vsock device: %w", err)
 	}
 	d.carried = nil
-	d.engine, d.paused = e, a.Restored
+	d.engine = e
 	return nil
 }
 
@@ -160,7 +153,7 @@ func (d *Device) reset() {
 	}
 	d.engine.loop.Stop()
 	d.nextPort = d.engine.nextPort
-	d.engine, d.paused = nil, false
+	d.engine = nil
 }
 
 // Close resets the device and removes its socket. The device is of no use
@@ -186,11 +179,7 @@ func (d *Device) Pause(ctx context.Context) error {
 	if d.engine == nil {
 		return nil
 	}
-	if err := d.engine.loop.Pause(ctx); err != nil {
-		return fmt.Errorf("pausing a vsock device: %w", err)
-	}
-	d.paused = true
-	return nil
+	return d.engine.loop.Pause(ctx)
 }
 
 // Resume undoes Pause.
@@ -198,7 +187,6 @@ func (d *Device) Resume() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.engine != nil {
-		d.paused = false
 		d.engine.loop.Resume()
 	}
 	return nil

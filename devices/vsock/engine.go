@@ -42,9 +42,6 @@ const (
 	// turnAccepts how many clients it accepts, so that everybody gets a turn.
 	turnChains  = 256
 	turnAccepts = 64
-	// settleBytes is how much of the guest's packets a pause still takes, of [virtq.Queue.Work], together with what it
-	// still writes of earlier ones.
-	settleBytes = 16 << 20
 	// maxBurst is how many receive buffers one read fills at most.
 	maxBurst = 16
 	// maxPacket is the most payload of one packet in bytes; Linux sends as
@@ -56,13 +53,8 @@ const (
 	spareBuffers = 4
 )
 
-// What an epoll event is about, where it is not a connection's slot.
-const (
-	tokenListener int32 = -1 - iota
-	tokenRX
-	tokenTX
-	tokenEvent
-)
+// tokenListener is the token of the listener; those of connections are their slots.
+const tokenListener int32 = -1
 
 // reset is a packet that refuses or ends a connection that the device does not
 // know (any more).
@@ -83,8 +75,6 @@ type engine struct {
 	irq      devices.Interrupt
 	loop     *devices.Loop
 
-	failReason error // the device waits for a reset
-	settling   bool  // for a pause
 	start      time.Time
 	now        int64
 	carried    *state // to be announced to the guest
@@ -140,34 +130,15 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 		resets:   make([]reset, maxResets),
 		ranges:   make([]guestmem.Range, 0, virtq.MaxSegments),
 	}
-	for _, q := range a.Queues {
-		if q != nil && q.Broken() != nil {
-			// The driver knows that it has to reset the device.
-			e.failReason = q.Broken()
-		}
-	}
 	var err error
-	if e.loop, err = devices.NewLoop(); err != nil {
+	if e.loop, err = devices.NewLoop(a); err != nil {
 		return nil, err
 	}
-	add := func(token int32, fd int) {
-		if err == nil {
-			err = e.loop.Watch(fd, unix.EPOLLIN, token, 0)
-		}
-	}
-	add(tokenListener, e.endpoint.fd)
-	add(tokenRX, e.rx.Kick.FD())
-	add(tokenTX, e.tx.Kick.FD())
-	if e.event != nil {
-		add(tokenEvent, e.event.Kick.FD())
-	}
-	if err != nil {
+	if err := e.loop.Watch(e.endpoint.fd, unix.EPOLLIN, tokenListener, 0); err != nil {
 		e.loop.Stop()
 		return nil, err
 	}
-	// A restored device does nothing before it is resumed: the rest of the
-	// machine may not be in place.
-	e.loop.Start(e, a.Restored)
+	e.loop.Start(e)
 	return e, nil
 }
 
@@ -182,19 +153,17 @@ func (e *engine) Rested(d time.Duration) {
 
 // Settle implements [devices.Looper]: it leaves nothing undone that the guest
 // believes to be done.
-func (e *engine) Settle() {
+func (e *engine) Settle() error {
 	e.now = e.clock()
-	if e.failReason != nil || e.carried != nil {
-		return
+	if e.carried != nil {
+		return nil
 	}
-	e.settling = true
 	begin := e.tx.Work()
 	err := e.drainTX(txSize)
-	e.settling = false
 	// All connections together may hold 64 MiB for sockets that now take it.
 	taken := e.tx.Work() - begin
 	for _, c := range e.slots {
-		if taken >= settleBytes {
+		if taken >= devices.SettleBytes {
 			break
 		}
 		if c != nil && c.backlog.n > 0 {
@@ -204,40 +173,40 @@ func (e *engine) Settle() {
 		}
 	}
 	e.txDeadline = e.now
-	if err == nil {
-		err = e.notify()
-	}
 	if err != nil {
-		e.fail(err)
+		return err
 	}
+	return e.notify()
 }
 
 func (e *engine) clock() int64 { return int64(time.Since(e.start)) + 1 }
 
-// End implements [devices.Looper].
-func (e *engine) End() { e.closeConnections() }
-
-// Lost implements [devices.Looper].
-func (e *engine) Lost(err error) { e.fail(err) }
+// End implements [devices.Looper]: it closes all connections.
+func (e *engine) End() {
+	for _, c := range e.slots {
+		if c != nil {
+			e.drop(c)
+		}
+	}
+}
 
 // Turn implements [devices.Looper].
-func (e *engine) Turn() time.Duration {
+func (e *engine) Turn() (time.Duration, error) {
 	e.now = e.clock()
-	if e.failReason == nil {
-		if err := e.turn(); err != nil {
-			e.fail(err)
+	if e.loop.Failed() {
+		if e.acceptReady {
+			e.accept()
 		}
-	} else if e.acceptReady {
-		e.accept()
+		return -1, nil
 	}
-	return e.timeout()
+	if err := e.turn(); err != nil {
+		return 0, err
+	}
+	return e.timeout(), nil
 }
 
 // timeout is how long nothing is due.
 func (e *engine) timeout() time.Duration {
-	if e.failReason != nil {
-		return -1
-	}
 	if e.txReady || e.acceptReady && e.acceptAfter == 0 || e.work() {
 		return 0
 	}
@@ -261,33 +230,20 @@ func (e *engine) work() bool {
 // Ready implements [devices.Looper].
 func (e *engine) Ready(token, generation int32, events uint32) {
 	e.now = e.clock()
-	switch token {
-	case tokenListener:
+	if token == tokenListener {
 		e.acceptReady = true
-	case tokenTX:
-		e.kicked(e.tx)
-		e.txReady = true
-	case tokenRX:
-		e.kicked(e.rx)
-		e.starved = false
-	case tokenEvent:
-		// Every turn looks at the event queue while it matters.
-		e.kicked(e.event)
-	default:
-		if token < 0 || int(token) >= len(e.slots) {
-			return
-		}
-		if c := e.slots[token]; c != nil && c.gen == generation {
-			e.ready(c, events)
-		}
+	} else if c := e.slots[token]; c != nil && c.gen == generation {
+		e.ready(c, events)
 	}
 }
 
-// kicked takes the signals of a queue. epoll has just said that there are some,
-// and nobody else takes them, so this does not block.
-func (e *engine) kicked(q *queue) {
-	if err := q.Kick.Wait(); err != nil {
-		e.fail(err)
+// Kicked implements [devices.Looper]. Every turn looks at the event queue while it matters.
+func (e *engine) Kicked(queue int) {
+	switch queue {
+	case queueTX:
+		e.txReady = true
+	case queueRX:
+		e.starved = false
 	}
 }
 
@@ -378,29 +334,6 @@ func (e *engine) notify() error {
 		e.irq.Queue()
 	}
 	return nil
-}
-
-// fail gives the device up until its driver resets it.
-func (e *engine) fail(err error) {
-	if e.failReason != nil {
-		return
-	}
-	e.failReason = err
-	for _, q := range []*queue{e.rx, e.tx, e.event} {
-		if q != nil {
-			q.Break(err)
-		}
-	}
-	e.closeConnections()
-	e.irq.NeedsReset(err)
-}
-
-func (e *engine) closeConnections() {
-	for _, c := range e.slots {
-		if c != nil {
-			e.drop(c)
-		}
-	}
 }
 
 // setDeadline lets the state of c expire after d, or never when d is zero.

@@ -15,7 +15,7 @@ import (
 func (e *engine) check() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	if e.failReason != nil {
+	if e.loop.Failed() {
 		return nil
 	}
 	open, large, buffered, keyed, queued := 0, 0, 0, 0, 0

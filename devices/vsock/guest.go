@@ -3,7 +3,6 @@ package vsock
 import (
 	"errors"
 
-	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"golang.org/x/sys/unix"
 )
@@ -11,48 +10,11 @@ import (
 // This file is about the guest's side: what its packets do, and how packets get
 // to it.
 
-// enough reports whether the work on a queue since a moment is enough for one turn.
-func (e *engine) enough(q *queue, since uint64) bool {
-	if e.settling {
-		return q.Work()-since >= settleBytes
-	}
-	return q.Work()-since >= devices.TurnBytes || e.loop.Yield()
-}
-
 // drainTX handles up to limit packets of the guest.
 func (e *engine) drainTX(limit int) error {
-	if err := e.tx.DisableKicks(); err != nil {
-		return err
-	}
-	begin := e.tx.Work()
-	for range limit {
-		if e.enough(e.tx, begin) {
-			break
-		}
-		ok, err := e.tx.Pop(&e.txChain)
-		if err != nil {
-			return err
-		}
-		if !ok {
-			more, err := e.tx.EnableKicks()
-			if err != nil {
-				return err
-			}
-			if !more {
-				e.txReady = false
-				return nil
-			}
-			continue
-		}
-		if err := e.packet(&e.txChain.Reader); err != nil {
-			return err
-		}
-		if err := e.tx.Push(e.txChain.Head(), 0); err != nil {
-			return err
-		}
-	}
-	e.txReady = true
-	return nil
+	more, err := e.loop.Drain(e.tx.Queue, &e.txChain, limit, e.packet)
+	e.txReady = more
+	return err
 }
 
 // packet handles one packet. Only errors of the host come back.
@@ -354,7 +316,7 @@ func (e *engine) pumpRX(limit int) error {
 	}
 	begin := e.rx.Work()
 	for range limit {
-		if e.resetsCount == 0 && e.head == nil || e.enough(e.rx, begin) {
+		if e.resetsCount == 0 && e.head == nil || e.loop.Enough(e.rx.Queue, begin) {
 			return nil
 		}
 		ok, err := e.popRX(&e.rxChain[0])

@@ -30,7 +30,7 @@ func (e *engine) accept() {
 	for range turnAccepts {
 		fd, _, err := unix.Accept4(e.endpoint.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
 		switch {
-		case err == nil && e.failReason != nil:
+		case err == nil && e.loop.Failed():
 			unix.Close(fd)
 			continue
 		case err == nil:

@@ -1,7 +1,6 @@
 package vsock
 
 import (
-	"context"
 	"encoding/binary"
 	"fmt"
 
@@ -47,8 +46,8 @@ func (s *state) encode() []byte {
 	return e.Data()
 }
 
-func decodeState(p []byte) (*state, error) {
-	d := devices.NewDecoder(p)
+func decodeState(p devices.Payload) (*state, error) {
+	d := p.Decode(stateKind, stateVersion)
 	s := &state{cid: d.Uint64(), nextPort: d.Uint32(), reset: d.Bool()}
 	if s.cid < MinCID || s.cid > MaxCID {
 		d.Fail("the context ID is out of range")
@@ -69,25 +68,19 @@ func decodeState(p []byte) (*state, error) {
 	}
 	s.live = keys(MaxConnections)
 	s.refused = keys(maxRefused)
-	if err := d.Finish(); err != nil {
-		return nil, fmt.Errorf("importing %s state: %w", stateKind, err)
-	}
-	return s, nil
+	return s, d.Finish()
 }
 
-// Export returns the state of a paused device. It fails with ErrNotPaused when
+// Export returns the state of a paused device. It fails with [devices.ErrNotPaused] when
 // the device is active and runs.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	s := &state{}
 	switch {
-	case d.engine != nil && !d.paused:
-		return devices.Payload{}, fmt.Errorf("exporting %s state: %w: pause it first", stateKind, ErrNotPaused)
 	case d.engine != nil:
-		// The loop is parked, or will be before it does anything.
-		if err := d.engine.loop.Pause(context.Background()); err != nil {
-			return devices.Payload{}, err
+		if err := d.engine.loop.AwaitPaused(); err != nil {
+			return devices.Payload{}, fmt.Errorf("exporting %s state: %w", stateKind, err)
 		}
 		d.engine.export(s)
 	case d.carried != nil:
@@ -102,10 +95,7 @@ func (d *Device) Export() (devices.Payload, error) {
 // Import takes over a saved state. The guest's context ID becomes the saved one,
 // and with [Device.Activate] the guest learns that its connections are gone.
 func (d *Device) Import(p devices.Payload) error {
-	if err := p.Check(stateKind, stateVersion); err != nil {
-		return err
-	}
-	s, err := decodeState(p.Data)
+	s, err := decodeState(p)
 	if err != nil {
 		return err
 	}

@@ -301,7 +301,7 @@ func TestDriverResetClosesAllConnectionsAndTheNextDriverStartsAfresh(t *testing.
 
 func TestExportRefusesARunningDevice(t *testing.T) {
 	g := newGuest(t, 4)
-	if _, err := g.dev.Export(); !errors.Is(err, ErrNotPaused) {
+	if _, err := g.dev.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Fatalf("got %v", err)
 	}
 }

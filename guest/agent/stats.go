@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"strconv"
 	"strings"
 
@@ -61,30 +63,16 @@ func (s *Server) Stats(context.Context, *agentpb.StatsRequest) (*agentpb.StatsRe
 
 // readProc reads a file of /proc to its end, or the whole lines within maxProcFile.
 func readProc(path string) ([]byte, error) {
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	f, err := os.Open(path)
 	if err != nil {
 		return nil, err
 	}
-	defer unix.Close(fd)
-	buf := make([]byte, 0, 8<<10)
-	for {
-		if len(buf) == cap(buf) {
-			if cap(buf) >= maxProcFile {
-				return buf[:bytes.LastIndexByte(buf, '\n')+1], nil
-			}
-			buf = append(make([]byte, 0, 2*cap(buf)), buf...)
-		}
-		n, err := unix.Read(fd, buf[len(buf):cap(buf)])
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case err != nil:
-			return nil, err
-		case n == 0:
-			return buf, nil
-		default:
-			buf = buf[:len(buf)+n]
-		}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxProcFile))
+	if len(text) == maxProcFile {
+		text = text[:bytes.LastIndexByte(text, '\n')+1]
 	}
+	return text, err
 }
 
 // each calls f for the fields of each line, at most limit of them.

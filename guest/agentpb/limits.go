@@ -23,9 +23,8 @@ const (
 	// MaxMessage bounds every ttrpc message that the host accepts, in bytes.
 	MaxMessage = 512 << 10
 
-	// MinEntropy and MaxEntropy bound one entropy delivery, in bytes.
+	// MinEntropy is the least of one entropy delivery, in bytes.
 	MinEntropy = 32
-	MaxEntropy = 512
 	// NoTransfer is what an agent says of a transfer that it does not know.
 	NoTransfer = "the first message must say what to transfer"
 

@@ -7,9 +7,8 @@
 // registers go through github.com/bobuhiro11/gokvm, whose structs for these equal
 // the kernel's (a test compares their sizes). Where it falls short the calls are
 // our own: MSRs and CPUID (its versions use reflection, and lose how many MSRs
-// the kernel has taken), GSI routing (its entry is 24 bytes, the kernel's 48), and
-// what it does not have: irqfd, ioeventfd, XSAVE2, dirty log with manual
-// protection, KVM_KVMCLOCK_CTRL, KVM_ENABLE_CAP, immediate_exit.
+// the kernel has taken), and what it does not have: irqfd, ioeventfd, XSAVE2, dirty
+// log with manual protection, KVM_KVMCLOCK_CTRL, KVM_ENABLE_CAP, immediate_exit.
 //
 // gokvm passes pointers to ioctl(2) through a Go function as uintptr. That is
 // safe only for memory that does not move, so all structs that are given to it

@@ -16,7 +16,6 @@ const (
 	nrGetSupportedCPUID  = 0x05
 	nrGetDirtyLog        = 0x42
 	nrSetIdentityMapAddr = 0x48
-	nrSetGSIRouting      = 0x6a
 	nrIRQFD              = 0x76
 	nrIOEventFD          = 0x79
 	nrRun                = 0x80
@@ -158,18 +157,13 @@ func setIdentityMapAddr(fd int, addr uint64) error {
 
 // irqfdArg is struct kvm_irqfd.
 type irqfdArg struct {
-	fd         uint32
-	gsi        uint32
-	flags      uint32
-	resamplefd uint32
-	_          [16]uint8
+	fd  uint32
+	gsi uint32
+	_   [24]uint8
 }
 
-func irqfd(vm, fd int, gsi uint32, deassign bool) error {
+func irqfd(vm, fd int, gsi uint32) error {
 	arg := &irqfdArg{fd: uint32(fd), gsi: gsi}
-	if deassign {
-		arg.flags = 1
-	}
 	_, err := ioctlPtr(vm, gokvm.IIOW(nrIRQFD, unsafe.Sizeof(*arg)), unsafe.Pointer(arg))
 	return err
 }
@@ -188,36 +182,6 @@ func ioeventfd(vm, fd int, addr uint64, value uint32) error {
 	const datamatch = 1
 	arg := &ioeventfdArg{datamatch: uint64(value), addr: addr, len: 4, fd: int32(fd), flags: datamatch}
 	_, err := ioctlPtr(vm, gokvm.IIOW(nrIOEventFD, unsafe.Sizeof(*arg)), unsafe.Pointer(arg))
-	return err
-}
-
-// routingEntry is struct kvm_irq_routing_entry with an irqchip in its union.
-type routingEntry struct {
-	gsi   uint32
-	typ   uint32
-	flags uint32
-	_     uint32
-	chip  uint32
-	pin   uint32
-	_     [6]uint32
-}
-
-// maxRoutes is KVM_MAX_IRQ_ROUTES of old kernels; the table here needs 40.
-const maxRoutes = 128
-
-func setGSIRouting(fd int, routes []Route) error {
-	if len(routes) > maxRoutes {
-		return fmt.Errorf("%w: %d routes, at most %d", ErrState, len(routes), maxRoutes)
-	}
-	const irqchip = 1
-	list := &struct {
-		nr, flags uint32
-		entries   [maxRoutes]routingEntry
-	}{nr: uint32(len(routes))}
-	for i, r := range routes {
-		list.entries[i] = routingEntry{gsi: r.GSI, typ: irqchip, chip: r.Chip, pin: r.Pin}
-	}
-	_, err := ioctlPtr(fd, gokvm.IIOW(nrSetGSIRouting, 8), unsafe.Pointer(list))
 	return err
 }
 

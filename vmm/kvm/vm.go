@@ -70,7 +70,7 @@ func (v *VM) SetMemory(slot uint32, gpa, size uint64, hva uintptr, flags uint32)
 
 // IRQFD makes the eventfd raise an edge on an interrupt line (api.rst 4.75).
 func (v *VM) IRQFD(fd int, gsi uint32) error {
-	if err := irqfd(v.fd, fd, gsi, false); err != nil {
+	if err := irqfd(v.fd, fd, gsi); err != nil {
 		return fmt.Errorf("KVM_IRQFD for GSI %d: %w", gsi, err)
 	}
 	return nil
@@ -83,18 +83,6 @@ func (v *VM) IOEventFD(fd int, addr uint64, value uint32) error {
 		return fmt.Errorf("KVM_IOEVENTFD at %#x: %w", addr, err)
 	}
 	return nil
-}
-
-// Route is one entry of the GSI routing table: an interrupt controller's pin.
-type Route struct {
-	GSI  uint32
-	Chip uint32 // 0 and 1: PIC, 2: IOAPIC
-	Pin  uint32
-}
-
-// SetGSIRouting replaces the routing table (api.rst 4.52).
-func (v *VM) SetGSIRouting(routes []Route) error {
-	return wrap("KVM_SET_GSI_ROUTING", setGSIRouting(v.fd, routes))
 }
 
 // EnableCap switches a capability on (api.rst 4.37).

@@ -147,115 +147,62 @@ func (s *server) handle(typ byte, id uint32, r *reader) error {
 		return s.read(id, r)
 	case typeWrite:
 		return s.write(r)
-	case typeStat, typeLstat:
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		stat := unix.Stat
-		if typ == typeLstat {
-			stat = unix.Lstat
-		}
-		var st unix.Stat_t
-		if err := stat(path, &st); err != nil {
-			return err
-		}
-		s.begin(typeAttrs, id)
-		s.reply = appendAttrs(s.reply, &st)
-		return nil
+	case typeStat:
+		return onPath(r, func(path string) error {
+			return s.stat(id, func(st *unix.Stat_t) error { return unix.Stat(path, st) })
+		})
+	case typeLstat:
+		return onPath(r, func(path string) error {
+			return s.stat(id, func(st *unix.Stat_t) error { return unix.Lstat(path, st) })
+		})
 	case typeFstat:
 		h, err := s.get(r)
 		if err != nil {
 			return err
 		}
-		var st unix.Stat_t
-		if err := unix.Fstat(int(h.f.Fd()), &st); err != nil {
-			return err
-		}
-		s.begin(typeAttrs, id)
-		s.reply = appendAttrs(s.reply, &st)
-		return nil
+		return s.stat(id, func(st *unix.Stat_t) error { return unix.Fstat(int(h.f.Fd()), st) })
 	case typeSetstat:
-		path, a := s.path(r), r.attrs()
-		if r.bad {
-			return errMessage
-		}
-		return setstat(path, a, true)
+		return onPath(r, func(path string) error { return setstat(path, r, true) })
 	case typeFsetstat:
 		h, err := s.get(r)
-		a := r.attrs()
-		if err != nil || r.bad {
-			return errors.Join(err, badIf(r.bad))
-		}
-		return fsetstat(h.f, a)
-	case typeOpendir:
-		return s.opendir(id, r)
-	case typeReaddir:
-		return s.readdir(id, r)
-	case typeMkdir:
-		path, a := s.path(r), r.attrs()
-		if r.bad {
-			return errMessage
-		}
-		mode := uint32(0o777)
-		if a.flags&attrPermissions != 0 {
-			mode = a.permissions & 0o7777
-		}
-		return unix.Mkdir(path, mode)
-	case typeRemove, typeRmdir:
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		if typ == typeRmdir {
-			return unix.Rmdir(path)
-		}
-		return unix.Unlink(path)
-	case typeRealpath:
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		return s.realpath(id, path)
-	case typeReadlink:
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		target, err := os.Readlink(path)
 		if err != nil {
 			return err
 		}
-		s.name(id, target)
-		return nil
+		return fsetstat(h.f, r)
+	case typeOpendir:
+		return onPath(r, func(path string) error { return s.opendir(id, path) })
+	case typeReaddir:
+		return s.readdir(id, r)
+	case typeMkdir:
+		return onPath(r, func(path string) error { return mkdir(path, r) })
+	case typeRemove:
+		return onPath(r, unix.Unlink)
+	case typeRmdir:
+		return onPath(r, unix.Rmdir)
+	case typeRealpath:
+		return onPath(r, func(path string) error { return s.realpath(id, path) })
+	case typeReadlink:
+		return onPath(r, func(path string) error {
+			target, err := os.Readlink(path)
+			if err == nil {
+				s.name(id, target)
+			}
+			return err
+		})
 	case typeRename:
-		from, to := s.path(r), s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		return renameNew(from, to)
+		return onPaths(r, renameNew)
 	case typeSymlink:
 		// OpenSSH has the two in this order, unlike the draft, and so have its clients.
-		target, path := r.string(), s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		return os.Symlink(target, path)
+		target := r.string()
+		return onPath(r, func(path string) error { return os.Symlink(target, path) })
 	case typeExtended:
 		return s.extended(id, r)
 	}
 	return errUnsupported
 }
 
-func badIf(bad bool) error {
-	if bad {
-		return errMessage
-	}
-	return nil
-}
-
 // path reads a path. An empty one is the working directory.
-func (s *server) path(r *reader) string {
+func (r *reader) path() string {
 	p := r.string()
 	if p == "" {
 		p = "."
@@ -264,6 +211,41 @@ func (s *server) path(r *reader) string {
 		r.bad = true
 	}
 	return p
+}
+
+// onPath calls f with a path that it reads.
+func onPath(r *reader, f func(path string) error) error {
+	path := r.path()
+	if r.bad {
+		return errMessage
+	}
+	return f(path)
+}
+
+// onPaths calls f with two of them.
+func onPaths(r *reader, f func(from, to string) error) error {
+	from := r.path()
+	return onPath(r, func(to string) error { return f(from, to) })
+}
+
+// stat answers with what f finds out of a file.
+func (s *server) stat(id uint32, f func(*unix.Stat_t) error) error {
+	var st unix.Stat_t
+	if err := f(&st); err != nil {
+		return err
+	}
+	s.begin(typeAttrs, id)
+	s.reply = appendAttrs(s.reply, &st)
+	return nil
+}
+
+// mkdir makes a directory with the attributes that come next.
+func mkdir(path string, r *reader) error {
+	a := r.attrs()
+	if r.bad {
+		return errMessage
+	}
+	return unix.Mkdir(path, a.mode(0o777))
 }
 
 // get reads a handle.
@@ -286,7 +268,7 @@ func (s *server) add(id uint32, h *handle) {
 var errHandles = fmt.Errorf("%d files are open, the limit", maxHandles)
 
 func (s *server) open(id uint32, r *reader) error {
-	path, pflags, a := s.path(r), r.uint32(), r.attrs()
+	path, pflags, a := r.path(), r.uint32(), r.attrs()
 	flags, err := openFlags(pflags)
 	if r.bad || err != nil {
 		return errMessage
@@ -294,11 +276,7 @@ func (s *server) open(id uint32, r *reader) error {
 	if len(s.handles) >= maxHandles {
 		return errHandles
 	}
-	mode := uint32(0o666)
-	if a.flags&attrPermissions != 0 {
-		mode = a.permissions & 0o7777
-	}
-	fd, err := unix.Open(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, mode)
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, a.mode(0o666))
 	if err != nil {
 		return err
 	}
@@ -358,7 +336,12 @@ func (s *server) write(r *reader) error {
 	return err
 }
 
-func setstat(path string, a attrs, follow bool) error {
+// setstat gives a file the attributes that come next.
+func setstat(path string, r *reader, follow bool) error {
+	a := r.attrs()
+	if r.bad {
+		return errMessage
+	}
 	flags := 0
 	if !follow {
 		flags = unix.AT_SYMLINK_NOFOLLOW
@@ -392,7 +375,11 @@ func setstat(path string, a attrs, follow bool) error {
 }
 
 // fsetstat changes an open file, whatever its name is by now.
-func fsetstat(f *os.File, a attrs) error {
+func fsetstat(f *os.File, r *reader) error {
+	a := r.attrs()
+	if r.bad {
+		return errMessage
+	}
 	if a.flags&attrSize != 0 {
 		if a.size > 1<<63-1 {
 			return unix.EINVAL
@@ -418,11 +405,7 @@ func fsetstat(f *os.File, a attrs) error {
 	return nil
 }
 
-func (s *server) opendir(id uint32, r *reader) error {
-	path := s.path(r)
-	if r.bad {
-		return errMessage
-	}
+func (s *server) opendir(id uint32, path string) error {
 	if len(s.handles) >= maxHandles {
 		return errHandles
 	}
@@ -521,17 +504,9 @@ var extensions = []struct{ name, version string }{
 func (s *server) extended(id uint32, r *reader) error {
 	switch r.string() {
 	case "posix-rename@openssh.com":
-		from, to := s.path(r), s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		return unix.Rename(from, to)
+		return onPaths(r, unix.Rename)
 	case "hardlink@openssh.com":
-		from, to := s.path(r), s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		return unix.Link(from, to)
+		return onPaths(r, unix.Link)
 	case "fsync@openssh.com":
 		h, err := s.get(r)
 		if err != nil {
@@ -539,33 +514,17 @@ func (s *server) extended(id uint32, r *reader) error {
 		}
 		return h.f.Sync()
 	case "lsetstat@openssh.com":
-		path, a := s.path(r), r.attrs()
-		if r.bad {
-			return errMessage
-		}
-		return setstat(path, a, false)
+		return onPath(r, func(path string) error { return setstat(path, r, false) })
 	case "statvfs@openssh.com":
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		var st unix.Statfs_t
-		if err := unix.Statfs(path, &st); err != nil {
-			return err
-		}
-		s.statvfs(id, &st)
-		return nil
+		return onPath(r, func(path string) error {
+			return s.statvfs(id, func(st *unix.Statfs_t) error { return unix.Statfs(path, st) })
+		})
 	case "fstatvfs@openssh.com":
 		h, err := s.get(r)
 		if err != nil {
 			return err
 		}
-		var st unix.Statfs_t
-		if err := unix.Fstatfs(int(h.f.Fd()), &st); err != nil {
-			return err
-		}
-		s.statvfs(id, &st)
-		return nil
+		return s.statvfs(id, func(st *unix.Statfs_t) error { return unix.Fstatfs(int(h.f.Fd()), st) })
 	case "limits@openssh.com":
 		s.begin(typeExtendedReply, id)
 		for _, n := range []uint64{maxPacket, maxData, maxData, maxHandles} {
@@ -573,22 +532,25 @@ func (s *server) extended(id uint32, r *reader) error {
 		}
 		return nil
 	case "expand-path@openssh.com":
-		path := s.path(r)
-		if r.bad {
-			return errMessage
-		}
-		if rest, ok := strings.CutPrefix(path, "~"); ok {
-			if rest != "" && rest[0] != '/' {
-				return fmt.Errorf("%w: the home of another user", errUnsupported)
+		return onPath(r, func(path string) error {
+			if rest, ok := strings.CutPrefix(path, "~"); ok {
+				if rest != "" && rest[0] != '/' {
+					return fmt.Errorf("%w: the home of another user", errUnsupported)
+				}
+				path = s.home + rest
 			}
-			path = s.home + rest
-		}
-		return s.realpath(id, path)
+			return s.realpath(id, path)
+		})
 	}
 	return errUnsupported
 }
 
-func (s *server) statvfs(id uint32, st *unix.Statfs_t) {
+// statvfs answers with what f finds out of a file system.
+func (s *server) statvfs(id uint32, f func(*unix.Statfs_t) error) error {
+	var st unix.Statfs_t
+	if err := f(&st); err != nil {
+		return err
+	}
 	const readOnly, noSetID = 1, 2
 	var flag uint64
 	if st.Flags&unix.ST_RDONLY != 0 {
@@ -605,4 +567,5 @@ func (s *server) statvfs(id uint32, st *unix.Statfs_t) {
 	} {
 		s.reply = binary.BigEndian.AppendUint64(s.reply, n)
 	}
+	return nil
 }

@@ -3,6 +3,7 @@ package sftp
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"syscall"
@@ -106,14 +107,7 @@ func (r *reader) uint64() uint64 {
 	return 0
 }
 
-func (r *reader) bytes() []byte {
-	n := r.uint32()
-	if uint64(n) > uint64(len(r.p)) {
-		r.p, r.bad = nil, true
-		return nil
-	}
-	return r.take(int(n))
-}
+func (r *reader) bytes() []byte { return r.take(int(r.uint32())) }
 
 func (r *reader) string() string { return string(r.bytes()) }
 
@@ -147,6 +141,14 @@ func (r *reader) attrs() (a attrs) {
 		}
 	}
 	return a
+}
+
+// mode is that of a new file, otherwise if none is to be set.
+func (a attrs) mode(otherwise uint32) uint32 {
+	if a.flags&attrPermissions != 0 {
+		return a.permissions & 0o7777
+	}
+	return otherwise
 }
 
 func appendString(b []byte, s string) []byte {
@@ -199,8 +201,7 @@ func longName(name string, st *unix.Stat_t) string {
 	if age := time.Since(t); age < 0 || age > 180*24*time.Hour {
 		when = t.Format("Jan _2  2006")
 	}
-	return lsMode(st.Mode) + " " + pad(st.Nlink, 4) + " " + pad(uint64(st.Uid), 8) + " " + pad(uint64(st.Gid), 8) + " " +
-		pad(uint64(st.Size), 8) + " " + when + " " + name
+	return fmt.Sprintf("%s %4d %8d %8d %8d %s %s", lsMode(st.Mode), st.Nlink, st.Uid, st.Gid, st.Size, when, name)
 }
 
 func lsMode(mode uint32) string {
@@ -239,24 +240,6 @@ func lsMode(mode uint32) string {
 		}
 	}
 	return string(b)
-}
-
-func pad(n uint64, width int) string {
-	var b [20]byte
-	i := len(b)
-	for {
-		i--
-		b[i] = byte('0' + n%10)
-		n /= 10
-		if n == 0 {
-			break
-		}
-	}
-	for len(b)-i < width {
-		i--
-		b[i] = ' '
-	}
-	return string(b[i:])
 }
 
 // openFlags turns the flags of an open into those of open(2).

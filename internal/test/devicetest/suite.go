@@ -636,7 +636,7 @@ func pausedIsQuiet(t *testing.T, c Case) {
 		t.Fatal(err)
 	}
 	c.Exercise(t, d)
-	if _, err := d.Transport().Export(); !errors.Is(err, mmio.ErrNotPaused) {
+	if _, err := d.Transport().Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Errorf("exporting a running device: %v, want ErrNotPaused", err)
 	}
 }
