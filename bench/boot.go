@@ -26,7 +26,7 @@ type BootOptions struct {
 //
 // Stages: shell, devices, load and entry are the host's until the first KVM_RUN, as far as the machine times them, and
 // guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
-// is the whole call of Store.Run, which begins with the choice of the files to boot and with the start
+// is the whole call of Host.Create, which begins with the choice of the files to boot and with the start
 // of the process, and ends when the caller knows.
 func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
 	type shape struct{ mib, vcpus int }

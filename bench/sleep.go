@@ -18,7 +18,7 @@ type SleepOptions struct {
 	MemoryMiB, DirtyMiB []int
 }
 
-// Sleeps measures sleeps: the time from the call of Store.Sleep until the VM's process has
+// Sleeps measures sleeps: the time from the call of Sandbox.Sleep until the VM's process has
 // ended (sleep), of which the guest stands still for stage pause and its memory is written
 // in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
 // before. Amounts are interleaved.

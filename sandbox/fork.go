@@ -22,7 +22,7 @@ import (
 // MaxForks is the most children of one fork.
 const MaxForks = 64
 
-// ForkOptions of Store.Fork.
+// ForkOptions of Sandbox.Fork.
 type ForkOptions struct {
 	// Count is how many children to make, 1 to MaxForks; 1 if 0.
 	Count int

@@ -78,7 +78,7 @@ func (a *app) bringUp(ctx context.Context, span, name string, up func() (control
 	return rep, err
 }
 
-// wake is Store.Wake, traced.
+// wake is Sandbox.Wake, traced.
 func (a *app) wake(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
 	return a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.With(l).Sandbox(name).Wake(ctx) })
 }

@@ -147,7 +147,7 @@ func (f *Fleet) Start(ctx context.Context, name string) (Sandbox, error) {
 	}
 }
 
-// Wake brings a sandbox back from its sleep: sandbox.Store.Wake.
+// Wake brings a sandbox back from its sleep: sandbox.Sandbox.Wake.
 func (f *Fleet) Wake(ctx context.Context, name string) (Sandbox, error) {
 	if _, err := f.vms.Wake(ctx, name); err != nil {
 		return Sandbox{}, fail("wake", name, err)
@@ -169,15 +169,15 @@ func (f *Fleet) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOpt
 	return res, fail("snapshot", name, err)
 }
 
-// Promote copies what the metadata of a running sandbox names to the host, and says where it is: sandbox.Store.Promote.
-// It is done before each sleep by itself.
+// Promote copies what the metadata of a running sandbox names to the host, and says where it is:
+// sandbox.Sandbox.Promote. It is done before each sleep by itself.
 func (f *Fleet) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
 	copies, err := f.vms.Promote(ctx, name)
 	return copies, fail("promote", name, err)
 }
 
 // Restore takes a sandbox that does not run back to one of its snapshots, in which it sleeps then:
-// sandbox.Store.RestoreTo.
+// state.Store.RestoreTo.
 func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, error) {
 	if _, err := f.vms.RestoreTo(ctx, name, snapshot); err != nil {
 		return Sandbox{}, fail("restore", name, err)
@@ -257,7 +257,7 @@ func (f *Fleet) forks(parentID string, children []Child) ([]Sandbox, error) {
 	return out, nil
 }
 
-// Rename gives a sandbox that does not run another name: sandbox.Store.Rename.
+// Rename gives a sandbox that does not run another name: state.Store.Rename.
 func (f *Fleet) Rename(ctx context.Context, name, to string) (Sandbox, error) {
 	if err := f.vms.Rename(ctx, name, to); err != nil {
 		return Sandbox{}, fail("rename", name, err)
@@ -286,8 +286,8 @@ type Changes struct {
 	Spec  spec.Changes
 }
 
-// Update changes a sandbox: first what is said of the VM (sandbox.Store.SetSpec, which wants most only of one that does
-// not run), then the metadata.
+// Update changes a sandbox: first what is said of the VM (sandbox.Sandbox.SetSpec, which wants most only of one that
+// does not run), then the metadata.
 func (f *Fleet) Update(ctx context.Context, name string, c Changes) (Sandbox, error) {
 	s, err := f.update(ctx, name, c)
 	return s, fail("update", name, err)
@@ -385,7 +385,7 @@ func (f *Fleet) Delete(ctx context.Context, name string) (state.Freed, error) {
 	return freed, fail("delete", name, err)
 }
 
-// Remove is Delete for one that has to be there, and, unless force is set, must not run: sandbox.Store.Remove.
+// Remove is Delete for one that has to be there, and, unless force is set, must not run: sandbox.Sandbox.Delete.
 func (f *Fleet) Remove(ctx context.Context, name string, force bool) (state.Freed, error) {
 	freed, err := f.remove(ctx, name, force)
 	return freed, fail("remove", name, err)

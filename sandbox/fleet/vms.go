@@ -15,15 +15,15 @@ import (
 // that has begun is waited for by a wake, what is there already is not made twice, and what fails has changed nothing.
 // All methods may be called from any goroutine.
 type VMs interface {
-	// Run makes a VM and boots it: Store.RunWithMetadata.
+	// Run makes a VM and boots it: Host.Create.
 	Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error)
 	Start(ctx context.Context, name string) (control.Report, error)
 	Wake(ctx context.Context, name string) (control.Report, error)
-	// BringUp is Wake that never takes a VM back: Store.BringUp.
+	// BringUp is Wake that never takes a VM back: Sandbox.BringUp.
 	BringUp(ctx context.Context, name string) (control.Report, error)
 	SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error)
 	SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error)
-	// Promote copies what the metadata names to the host: Store.Promote.
+	// Promote copies what the metadata names to the host: Sandbox.Promote.
 	Promote(ctx context.Context, name string) ([]control.Promoted, error)
 	RestoreTo(ctx context.Context, name, snapshot string) (*state.Record, error)
 	Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error)
@@ -42,7 +42,7 @@ type VMs interface {
 	TagSnapshot(prefix string, tags []string) (state.SnapshotInfo, error)
 	Sweep(ctx context.Context) (state.Freed, error)
 	// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back:
-	// Store.SweepAbandoned.
+	// state.Store.SweepAbandoned.
 	SweepAbandoned(ctx context.Context) (state.Freed, error)
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
 }

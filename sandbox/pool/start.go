@@ -53,7 +53,7 @@ type Launcher struct {
 	// (Pool.Serve), if there is one and Pool is nil.
 	Supervised bool
 	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
-	// waits for them: see Store.SetSecrets. It may be called from several goroutines.
+	// waits for them: see Sandbox.SetSecrets. It may be called from several goroutines.
 	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
 }
 

@@ -75,7 +75,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 // ProcessOptions of ServeProcessWith. The zero value is ServeProcess.
 type ProcessOptions struct {
 	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
-	// Store.WithHostHooks.
+	// Host.WithHostHooks.
 	HostHooks []state.HostHook
 }
 

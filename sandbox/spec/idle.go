@@ -8,7 +8,7 @@ import (
 // Idle says when a VM that nobody uses goes to sleep by itself. It is used while
 //
 //   - a command, a session, a copy or a forwarded connection has a connection to it, or the guest has one to a
-//     program of the host's, through vsock; or somebody holds it (Store.AcquireWakeLock), or it itself does ([Self]).
+//     program of the host's, through vsock; or somebody holds it (Sandbox.WakeLock), or it itself does ([Self]).
 //     What the guest tells the VM's own process, of its services and hooks, does not count, nor does Watch;
 //   - a packet passes on its network, either way; those that its policy denies do not count;
 //   - its processors work, but for bursts that take less than CPUPercent of the time until it sleeps, and MaxIdleBurst: what a kernel

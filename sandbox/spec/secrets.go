@@ -39,7 +39,7 @@ type Secret struct {
 	Transient bool `json:"transient,omitempty"`
 }
 
-// SecretState is what Store.Secrets says of a secret.
+// SecretState is what Sandbox.Secrets says of a secret.
 type SecretState struct {
 	SecretFile
 	// Present says that the value is there; else programs that open the file wait for it.

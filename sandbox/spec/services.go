@@ -22,7 +22,7 @@ type Service struct {
 	Name string   `json:"name"`
 	Argv []string `json:"argv"`
 	// Env has KEY=VALUE over the least that a program needs. It is kept in the VM's record:
-	// secrets belong into files, see Store.SetSecrets.
+	// secrets belong into files, see Sandbox.SetSecrets.
 	Env  []string `json:"env,omitempty"`
 	Dir  string   `json:"dir,omitempty"`
 	User string   `json:"user,omitempty"`

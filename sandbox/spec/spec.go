@@ -42,7 +42,7 @@ type VM struct {
 	// does not change once it is in a VM.
 	Policy *netpolicy.Policy `json:"policy,omitempty"`
 	// Tags are how rules of other VMs' policies name this one: at most
-	// netpolicy.MaxOwnTags. Forks and clones have them as well. Store.SetTags changes them.
+	// netpolicy.MaxOwnTags. Forks and clones have them as well. Sandbox.SetTags changes them.
 	Tags []string `json:"tags,omitempty"`
 	// Cmdline is added to the kernel's command line.
 	Cmdline string `json:"cmdline,omitempty"`

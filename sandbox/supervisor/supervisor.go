@@ -276,7 +276,7 @@ func (v *supervisor) look(ctx context.Context) error {
 }
 
 // ended says whether the process of a VM is gone that its record names: a process that is killed does not write that
-// down, and whoever reads the record then does (sandbox.Store.Get).
+// down, and whoever reads the record then does (state.Store.Get).
 func (v *supervisor) ended(name string) bool {
 	pid := v.pids[name]
 	return pid > 0 && errors.Is(unix.Kill(pid, 0), unix.ESRCH)

@@ -35,7 +35,7 @@ const (
 	refusalTime = time.Second
 )
 
-// held keeps a VM awake: sandbox.Store.AcquireWakeLock.
+// held keeps a VM awake: sandbox.Sandbox.WakeLock.
 type held interface {
 	Done() <-chan struct{}
 	Release()

@@ -212,7 +212,7 @@ func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions)
 	return act[control.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
 
-// Stop is sandbox.Store.Stop; the zero value of o gives it 30 s.
+// Stop is sandbox.Sandbox.Stop; the zero value of o gives it 30 s.
 func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sandbox, error) {
 	return act[fleet.Sandbox](ctx, c, "stop", name, o)
 }
@@ -283,17 +283,17 @@ func (c *Client) History(ctx context.Context, name string, span records.Span) (f
 	return h.History, err
 }
 
-// Stats is sandbox.Store.Stats.
+// Stats is sandbox.Sandbox.Stats.
 func (c *Client) Stats(ctx context.Context, name string) (sandbox.Stats, error) {
 	return get[sandbox.Stats](ctx, c, "stats", name, one(name)+"/stats")
 }
 
-// Policy is sandbox.Store.Policy.
+// Policy is sandbox.Sandbox.Policy.
 func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, error) {
 	return get[*netpolicy.Policy](ctx, c, "policy", name, one(name)+"/policy")
 }
 
-// SetPolicy is sandbox.Store.SetPolicy.
+// SetPolicy is sandbox.Sandbox.SetPolicy.
 func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
 	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
 	return res, err
@@ -328,7 +328,7 @@ func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string
 	return i, err
 }
 
-// RemoveSnapshot is sandbox.Store.RemoveSnapshot.
+// RemoveSnapshot is state.Store.RemoveSnapshot.
 func (c *Client) RemoveSnapshot(ctx context.Context, snapshot string) error {
 	return c.call(ctx, "remove snapshot", "", http.MethodDelete, "/v1/snapshots/"+url.PathEscape(snapshot), nil, &wire.Empty{})
 }

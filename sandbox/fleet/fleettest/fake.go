@@ -139,7 +139,7 @@ func (v *VMs) Read(name string) (string, error) {
 	return m.state, nil
 }
 
-// Ran notes that a command was run in a VM, as Store.Audit would tell of it.
+// Ran notes that a command was run in a VM, as state.Store.Audit would tell of it.
 func (v *VMs) Ran(name string, exit int, argv ...string) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
