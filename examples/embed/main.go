@@ -13,7 +13,6 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -26,43 +25,39 @@ func main() {
 	}
 }
 
-func run(ctx context.Context, state, program string) (err error) {
-	store, err := sandbox.Open(state)
+func run(ctx context.Context, state, program string) error {
+	host, err := sandbox.Open(state)
 	if err != nil {
 		return err
 	}
-	f := fleet.New(fleet.OfHost(store, pool.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"}), fleet.Options{})
+	host = host.With(pool.Launcher{Command: []string{program + "-vmm"}, Agent: program + "-agent"})
 	policy, err := netpolicy.Parse([]byte("rules: [{name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24], protocols: [tcp], ports: [443]}]\n"))
 	if err != nil {
 		return err
 	}
-	s, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: "embed", Image: "debian-python", Network: spec.NetworkTAP, Policy: policy}})
-	if err != nil {
+	if _, err := host.Create(ctx, sandbox.Spec{Name: "embed", Image: "debian-python", Network: spec.NetworkTAP, Policy: policy}, nil); err != nil {
 		return err
 	}
-	fmt.Println(s.Name, "is", s.Status, "and new:", created)
-	if _, err := f.Start(ctx, "embed"); err != nil { // it may sleep
+	parent, child := host.Sandbox("embed"), host.Sandbox("embed-fork")
+	if err := say(ctx, parent, "echo written before the sleep > /root/note"); err != nil {
 		return err
 	}
-	if err := say(ctx, store, "embed", "echo written before the sleep > /root/note"); err != nil {
-		return err
-	}
-	slept, err := f.Sleep(ctx, "embed", sandbox.SleepOptions{})
+	slept, err := parent.Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		return err
 	}
 	fmt.Println("asleep, with", slept.BytesStored, "bytes on disk")
-	if _, err := f.Wake(ctx, "embed"); err != nil {
+	if _, err := parent.Wake(ctx); err != nil { // so would the next command
 		return err
 	}
-	if _, err := f.Fork(ctx, "embed", []fleet.Child{{Name: "embed-fork"}}); err != nil {
+	if _, err := parent.Fork(ctx, sandbox.ForkOptions{Name: child.Name()}); err != nil {
 		return err
 	}
-	for _, name := range []string{"embed", "embed-fork"} {
-		if err := say(ctx, store, name, "read note < /root/note; echo $note"); err != nil {
+	for _, b := range []*sandbox.Sandbox{parent, child} {
+		if err := say(ctx, b, "read note < /root/note; echo $note"); err != nil {
 			return err
 		}
-		if _, err := f.Delete(ctx, name); err != nil {
+		if err := b.Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {
 			return err
 		}
 	}
@@ -70,18 +65,13 @@ func run(ctx context.Context, state, program string) (err error) {
 }
 
 // say runs a shell command and prints what it says.
-func say(ctx context.Context, store *sandbox.Host, name, script string) error {
-	agent, err := store.Sandbox(name).Agent(ctx)
-	if err != nil {
-		return err
-	}
-	defer agent.Close()
+func say(ctx context.Context, b *sandbox.Sandbox, script string) error {
 	var out bytes.Buffer
-	if _, err := agent.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", script}, IO: guest.IO{Stdout: &out}}); err != nil {
-		return fmt.Errorf("%s: %w", name, err)
+	if _, err := b.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", script}, IO: guest.IO{Stdout: &out}}); err != nil {
+		return fmt.Errorf("%s: %w", b.Name(), err)
 	}
 	if out.Len() > 0 {
-		fmt.Printf("%s: %s", name, out.Bytes())
+		fmt.Printf("%s: %s", b.Name(), out.Bytes())
 	}
 	return nil
 }
