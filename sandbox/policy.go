@@ -125,7 +125,7 @@ func (s *Store) NetworkEvents(ctx context.Context, name string, follow bool, fn 
 // NetworkFlows calls fn for the flows of a running VM that have ended or were denied, the oldest first,
 // as far as they are kept, and then, if follow is set, for those that end, until ctx ends or the
 // VM's process does, which writes all; else for those that are open. Times, counts and bounds are
-// those of netpolicy.FlowLog. It returns what fn returns, if that is an error.
+// those of flow.Log. It returns what fn returns, if that is an error.
 func (s *Store) NetworkFlows(ctx context.Context, name string, follow bool, fn func(netpolicy.FlowRecord) error) error {
 	return watch(ctx, s, name, "/policy/flows", follow, fn)
 }
