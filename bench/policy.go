@@ -21,6 +21,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox/process"
 )
 
@@ -141,7 +142,7 @@ func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, err
 }
 
 func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptions, flow string, params map[string]any) (_ Row, err error) {
-	t, err := netpolicy.NewTrial(spec)
+	t, err := link.NewTrial(spec)
 	if err != nil {
 		return Row{}, err
 	}
@@ -181,7 +182,7 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 }
 
 // policyRun has packets of one kind judged, and as many by an empty program.
-func policyRun(t *netpolicy.Trial, flow string, direction netpolicy.Direction, frame []byte, packets int) (empty, each time.Duration, err error) {
+func policyRun(t *link.Trial, flow string, direction netpolicy.Direction, frame []byte, packets int) (empty, each time.Duration, err error) {
 	if flow == "first" {
 		if empty, err = t.EmptyFirst(frame, packets); err != nil {
 			return 0, 0, err
@@ -262,7 +263,7 @@ func policySwaps(ctx context.Context, e Env, agents int, o PolicySwapOptions) (r
 	if err != nil {
 		return nil, err
 	}
-	trial := func() (*netpolicy.Trial, error) { return netpolicy.NewTrial(spec) }
+	trial := func() (*link.Trial, error) { return link.NewTrial(spec) }
 	if agents > 0 {
 		if err := sweepAttachRoots(); err != nil {
 			return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
@@ -308,7 +309,7 @@ func threadTime() (time.Duration, error) {
 }
 
 // policySwap is one row. The calling goroutine has a thread of its own.
-func policySwap(ctx context.Context, trial func() (*netpolicy.Trial, error), rules int, o PolicySwapOptions) (_ Row, err error) {
+func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o PolicySwapOptions) (_ Row, err error) {
 	specs, err := swapSpecs(rules)
 	if err != nil {
 		return Row{}, err
@@ -416,7 +417,7 @@ type PolicyAttachOptions struct {
 // attachRoot is where the agents of a benchmark have their pins.
 func attachRoot() string { return attachRootPrefix + strconv.Itoa(os.Getpid()) }
 
-const attachRootPrefix = netpolicy.DefaultRoot + "-bench-"
+const attachRootPrefix = link.DefaultRoot + "-bench-"
 
 // sweepAttachRoots removes what benchmarks have left that were killed: 600 MiB of the kernel's
 // memory for 1,000 agents. Their devices went with their namespaces.
@@ -474,7 +475,7 @@ func inNamespace(f func() error) (err error) {
 type attached struct {
 	root    string
 	spec    *netpolicy.Spec
-	links   []*netpolicy.Link
+	links   []*link.Link
 	devices []*tap.Device
 }
 
@@ -491,7 +492,7 @@ func (a *attached) device() (string, error) {
 
 func (a *attached) attach(name string) (took, up time.Duration, err error) {
 	begin := time.Now()
-	l, err := netpolicy.Attach(netpolicy.LinkConfig{Agent: name, Interface: name, Root: a.root}, a.spec)
+	l, err := link.Attach(link.Config{Agent: name, Interface: name, Root: a.root}, a.spec)
 	took = time.Since(begin)
 	if err != nil {
 		return 0, 0, err
@@ -510,11 +511,11 @@ func (a *attached) close() error {
 	for _, d := range a.devices {
 		errs = append(errs, d.Close())
 	}
-	names, err := netpolicy.Agents(a.root)
+	names, err := link.Agents(a.root)
 	for _, name := range names {
-		errs = append(errs, netpolicy.Remove(netpolicy.LinkConfig{Agent: name, Interface: name, Root: a.root}))
+		errs = append(errs, link.Remove(link.Config{Agent: name, Interface: name, Root: a.root}))
 	}
-	return errors.Join(append(errs, err, netpolicy.Sweep(a.root), os.Remove(a.root))...)
+	return errors.Join(append(errs, err, link.Sweep(a.root), os.Remove(a.root))...)
 }
 
 func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
@@ -585,7 +586,7 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 	return append(rows, row), nil
 }
 
-func recordMemory(s *series, l *netpolicy.Link) error {
+func recordMemory(s *series, l *link.Link) error {
 	parts, err := l.Memory()
 	if err != nil {
 		return err

@@ -57,6 +57,10 @@ func inside(p netip.Prefix, list []netip.Prefix) bool {
 	return false
 }
 
+// MayBePublic says whether an address of a prefix may be public: the prefix is not wholly among those that are always
+// denied, or private on every host.
+func MayBePublic(p netip.Prefix) bool { return !inside(p, floor) && !inside(p, private) }
+
 // classes tells the class of addresses quickly.
 type classes struct {
 	floor  []netip.Prefix

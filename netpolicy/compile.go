@@ -18,8 +18,7 @@ var ErrIdentity = errors.New("invalid agent or environment")
 type Spec struct {
 	rows  []row
 	flows int
-	names []string   // of the rules, by their number in the table
-	match [][]string // DNS names of the rules, by their number in the table
+	names []string // of the rules, by their number in the table
 	rules []flat
 	deflt Defaults
 	// tlsPort is Environment.TLSPort.
@@ -29,7 +28,7 @@ type Spec struct {
 }
 
 // Bytes is the size of the table.
-func (s *Spec) Bytes() int { return len(s.rows) * rowSize }
+func (s *Spec) Bytes() int { return len(s.rows) * RowSize }
 
 // RuleName names a rule of the table, for events: its name, or its place.
 func (s *Spec) RuleName(i int) string {
@@ -45,6 +44,15 @@ func (s *Spec) Public(a netip.Addr) bool { return a.IsValid() && s.class.of(a) =
 
 // Identity is the agent's that it was compiled for.
 func (s *Spec) Identity() Identity { return s.ident }
+
+// RuleNames are those of all rules of the table, by their number.
+func (s *Spec) RuleNames() []string { return s.names }
+
+// Flows is how many entries the flow table has.
+func (s *Spec) Flows() int { return s.flows }
+
+// TLSPort is Environment.TLSPort; 0 is none.
+func (s *Spec) TLSPort() uint16 { return s.tlsPort }
 
 // flat is a rule of the table.
 type flat struct {
@@ -169,15 +177,14 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 		c.classes.peers[peer.Address] = true
 	}
 	s := &Spec{
-		names: names, flows: p.Flows, ident: id, class: &c.classes, match: make([][]string, len(rules)), rules: rules, deflt: p.Default,
+		names: names, flows: p.Flows, ident: id, class: &c.classes, rules: rules, deflt: p.Default,
 		tlsPort: env.TLSPort,
 	}
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}
 	named := false
-	for i, r := range rules {
-		s.match[i] = r.Names
+	for _, r := range rules {
 		named = named || len(r.Names) > 0
 	}
 
@@ -193,11 +200,11 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 		}
 	}
 	h.allow, h.reject = c.set(allow), c.set(reject)
-	for d, dir := range []Direction{Egress, Ingress} {
+	for d, dir := range Directions {
 		h.ports[d][0] = c.ports(dir, TCP)
 		h.ports[d][1] = c.ports(dir, UDP)
 		h.icmp[d] = c.set(c.protocol(dir, ICMP))
-		h.fallback[d] = verdictCode([]Verdict{p.Default.Egress, p.Default.Ingress}[d])
+		h.fallback[d] = uint8(max(0, slices.Index(Verdicts[:], []Verdict{p.Default.Egress, p.Default.Ingress}[d])))
 	}
 	h.addr4 = c.addresses(false)
 	h.addr6 = c.addresses(true)
@@ -210,23 +217,6 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	h.put(c.table)
 	s.rows = c.table
 	return s, nil
-}
-
-// Verdicts as the programs know them.
-const (
-	codeDeny = iota
-	codeAllow
-	codeReject
-)
-
-func verdictCode(v Verdict) uint8 {
-	switch v {
-	case Allow:
-		return codeAllow
-	case Reject:
-		return codeReject
-	}
-	return codeDeny
 }
 
 // limit is the generic cell rate algorithm's parameters: nanoseconds for a unit, as a
@@ -365,8 +355,8 @@ func (c *compiler) checked() uint32 {
 	return c.tree(leaves, false)
 }
 
-// tagHash is how the programs know a tag: never 0, which is none.
-func tagHash(tag string) uint64 {
+// TagHash is how the programs know a tag: never 0, which is none.
+func TagHash(tag string) uint64 {
 	sum := sha256.Sum256([]byte(tag))
 	return binary.LittleEndian.Uint64(sum[:]) | 1
 }
@@ -376,7 +366,7 @@ func (c *compiler) tags() uint32 {
 	var changes []change
 	for i := range c.rules {
 		for _, tag := range c.rules[i].Agents {
-			h := tagHash(tag)
+			h := TagHash(tag)
 			changes = append(changes, change{number{hi: h}, i, 1, 1}, change{number{hi: h, lo: 1}, i, -1, 1})
 		}
 	}

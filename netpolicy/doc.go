@@ -1,13 +1,14 @@
-// Package netpolicy decides what the network may do to and for a VM (an agent), and
-// enforces it with eBPF programs on the agent's TAP device. A policy that names nothing
-// denies everything, in both directions.
+// Package netpolicy decides what the network may do to and for a VM (an agent). A policy
+// that names nothing denies everything, in both directions. This package is what a policy
+// and the records of its work are, on any system; package link enforces policies with eBPF
+// programs on TAP devices of Linux.
 //
 // # The parts
 //
 // Policy is the model, read strictly from YAML or JSON by Parse. Compile is a pure
 // function from a policy, the agent's Identity and its Environment to a Spec: the rows
-// of the table that the programs read. A Link holds the programs of one TAP device and
-// swaps specs under them. Package refmodel decides the same from this text alone, by a
+// of the table that the programs read. A link.Link holds the programs of one TAP device
+// and swaps specs under them; package flow is the flow table and its log. Package refmodel decides the same from this text alone, by a
 // linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
 // server that finds the addresses of the names in rules, and package tlsname checks that
 // connections which are opened for a name ask for it in TLS.
@@ -101,7 +102,7 @@
 // an agent has to be from one of these two. The kernel notes by which interface a packet came, and forwarding does not
 // change that; rp_filter has no part in it.
 //
-// What has waited at the gate for an agent to wake (GuardGate) is put on its device by the host. The gate lets in only
+// What has waited at the gate for an agent to wake (link.GuardGate) is put on its device by the host. The gate lets in only
 // what the rules above would, and marks it with a number that the loader has chosen at random.
 //
 // # Rules
@@ -124,7 +125,7 @@
 // match by any of them, and by agents' tags; they cannot have names, since an address
 // that was never resolved would not match.
 //
-// An agent has the tags that it was attached with (LinkConfig), or those of the last Link.SetTags, for the rules of
+// An agent has the tags that it was attached with (link.Config), or those of the last link.Link.SetTags, for the rules of
 // others of the same host and version of drowse, from the time before its device is up until it is removed. Only one
 // that is there at the moment is matched.
 //
@@ -142,7 +143,7 @@
 // address.
 //
 // Whoever listens there (package tlsname) reads the ClientHello and asks the rules again
-// (Link.OpensName). Now a rule matches by names that are checked only if one of them is the server
+// (link.Link.OpensName). Now a rule matches by names that are checked only if one of them is the server
 // name. If that is not allowed, or there is no proper name (TLSHello, TLSNoName, TLSName, TLSECH,
 // TLSTimeout, TLSBusy), the connection is reset; those reasons are in events and the log of flows, and
 // not in counters.
@@ -192,7 +193,7 @@
 // Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
 //
 // What a flow has carried, when it was opened and by which rule, is in the flow table for those who
-// tell of it (FlowLog), and decides nothing. A flow that a new policy has cut stays
+// tell of it (flow.Log), and decides nothing. A flow that a new policy has cut stays
 // in the table, marked so.
 //
 // # Limits

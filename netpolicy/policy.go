@@ -47,6 +47,12 @@ const (
 	Reject Verdict = "reject"
 )
 
+// Directions and Verdicts are in the order of the numbers by which the programs know them.
+var (
+	Directions = [...]Direction{Egress, Ingress}
+	Verdicts   = [...]Verdict{Deny, Allow, Reject}
+)
+
 // Group names a set of addresses; the package comment says which.
 type Group string
 

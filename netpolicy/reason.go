@@ -70,8 +70,8 @@ const (
 	ReasonInject
 )
 
-// maxReason is how many the programs count.
-const maxReason = 64
+// Reasons is how many the programs count.
+const Reasons = 64
 
 var reasonNames = map[Reason]string{
 	ReasonRule: "rule", ReasonDefault: "default", ReasonFlow: "flow", ReasonLink: "link", ReasonRelated: "related",

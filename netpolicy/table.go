@@ -22,18 +22,35 @@ import (
 // filled up with the highest key and the last value. Numbers are little-endian,
 // addresses as in packets.
 
+// RowSize is the bytes of a row.
+const RowSize = 160
+
 const (
-	rowSize   = 160
-	fanout4   = 16
-	fanout6   = 8
-	magic     = 0x31575244
-	genAt     = 4   // offset of the generation in row 0
-	claimAt   = 116 // offset of the number of the slot's agent
-	maxDepth4 = 5
-	maxDepth6 = 6
+	fanout4 = 16
+	fanout6 = 8
+	magic   = 0x31575244
+	genAt   = 4   // offset of the generation in row 0
+	claimAt = 116 // offset of the number of the slot's agent
 )
 
-type row [rowSize]byte
+type row [RowSize]byte
+
+// Rows is how many rows the table has.
+func (s *Spec) Rows() int { return len(s.rows) }
+
+// Fill writes the table, and says in it which it is and whose: see Head.
+func (s *Spec) Fill(mem []byte, generation, claim uint32) {
+	for i := range s.rows {
+		copy(mem[i*RowSize:], s.rows[i][:])
+	}
+	binary.LittleEndian.PutUint32(mem[genAt:], generation)
+	binary.LittleEndian.PutUint32(mem[claimAt:], claim)
+}
+
+// Head is what the first row of a table says.
+func Head(row [RowSize]byte) (generation, claim uint32) {
+	return binary.LittleEndian.Uint32(row[genAt:]), binary.LittleEndian.Uint32(row[claimAt:])
+}
 
 // number is an address or a port.
 type number struct{ hi, lo uint64 }
@@ -84,12 +101,16 @@ type leaf struct {
 	value uint32
 }
 
+func fanoutOf(six bool) int {
+	if six {
+		return fanout6
+	}
+	return fanout4
+}
+
 // tree puts a tree into the table and returns its root. The first key is 0.
 func (c *compiler) tree(leaves []leaf, six bool) uint32 {
-	fanout := fanout4
-	if six {
-		fanout = fanout6
-	}
+	fanout := fanoutOf(six)
 	for depth := uint32(1); ; depth++ {
 		var up []leaf
 		for len(leaves) > 0 {
@@ -107,11 +128,7 @@ func (c *compiler) tree(leaves []leaf, six bool) uint32 {
 
 func nodeRow(leaves []leaf, six bool) (r row) {
 	le := binary.LittleEndian
-	fanout := fanout4
-	if six {
-		fanout = fanout6
-	}
-	for i := range fanout {
+	for i := range fanoutOf(six) {
 		l := leaf{number{^uint64(0), ^uint64(0)}, leaves[len(leaves)-1].value}
 		if i < len(leaves) {
 			l = leaves[i]

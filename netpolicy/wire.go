@@ -50,13 +50,13 @@ type Environment struct {
 	// Host are addresses of the host, besides the gateway's; see HostAddresses. One
 	// that is left out counts as public or private.
 	Host []netip.Addr
-	// OnLink are the ranges in which the host has neighbours; see OnLink. They count as private.
+	// OnLink are the ranges in which the host has neighbours; see hostnet.OnLink. They count as private.
 	OnLink []netip.Prefix
 	// Agents are the ranges in which agents have their addresses.
 	Agents []netip.Prefix
 	// Peers are other agents, whose addresses need not lie in these ranges. Their tags are
 	// for those who explain a policy: the programs know the tags of those who are there,
-	// see LinkConfig.
+	// see link.Config.
 	Peers []Peer
 	// TLSPort is the port of the gateway's IPv4 address where names are checked: see package
 	// tlsname. If it is 0, flows whose names are to be checked are denied.
@@ -96,3 +96,7 @@ const (
 	MaxHostAddresses = 16384
 	MaxAgentRanges   = 256
 )
+
+// MaxAgents is how many agents may have a network at once, on one host and with one
+// version of the programs.
+const MaxAgents = 8192

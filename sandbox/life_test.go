@@ -25,7 +25,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
-	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -564,7 +564,7 @@ func (v *life) machines() map[string][]int {
 }
 
 func newLifeLeft(store string) *lifeLeft {
-	return &lifeLeft{store: store, ids: map[string]string{}, proc: "/proc", cgroups: "/sys/fs/cgroup", pins: netpolicy.DefaultRoot, netns: "/run/netns"}
+	return &lifeLeft{store: store, ids: map[string]string{}, proc: "/proc", cgroups: "/sys/fs/cgroup", pins: link.DefaultRoot, netns: "/run/netns"}
 }
 
 // nothingLeft removes all sandboxes, and looks for what nobody has any more.

@@ -36,6 +36,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -655,7 +656,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	}
 	e.WaitPhase("pol", state.Crashed, time.Minute)
 	gone(t, device, own, own6)
-	if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(filepath.Join(link.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the killed VM has left pins: %v", err)
 	}
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
@@ -237,7 +238,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Fatal(err)
 	}
 	e.WaitPhase("net", state.Crashed, time.Minute)
-	if names, err := netpolicy.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
+	if names, err := link.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
 		t.Errorf("killed, it has left %v of %v, %v", taps(t), names, err)
 	}
 }

@@ -129,7 +129,7 @@ func (b *Sandbox) NetworkEvents(ctx context.Context, follow bool, fn func(spec.N
 // NetworkFlows calls fn for the flows of a running VM that have ended or were denied, the oldest first,
 // as far as they are kept, and then, if follow is set, for those that end, until ctx ends or the
 // VM's process does, which writes all; else for those that are open. Times, counts and bounds are
-// those of netpolicy.FlowLog. It returns what fn returns, if that is an error.
+// those of flow.Log. It returns what fn returns, if that is an error.
 func (b *Sandbox) NetworkFlows(ctx context.Context, follow bool, fn func(netpolicy.FlowRecord) error) error {
 	s, name := b.host, b.name
 	return watch(ctx, s, name, "/policy/flows", follow, fn)

@@ -15,7 +15,6 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -323,7 +322,7 @@ func writeStats(w io.Writer, st spec.NetworkStats) {
 	if c := st.Proxy; c != nil {
 		fmt.Fprintf(w, "proxy: %d requests, %d tunnels, %d with a secret, %d refused, %d connections too many, %d cut, %d open\n", c.Requests, c.Tunnels, c.Injected, c.Refused, c.Busy, c.Cut, c.Open)
 	}
-	if c := st.TLS; c != (tlsname.Stats{}) {
+	if c := st.TLS; c != (netpolicy.TLSStats{}) {
 		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
 	}
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)

@@ -13,7 +13,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 )
 
 // costs are the processes of the store's VMs, and what they have of the host's RAM for themselves and their share of
@@ -82,7 +82,7 @@ func (l *life) nothing(ctx context.Context) error {
 				wrong("the device %s is left", link.Name)
 			}
 		}
-		if _, err := os.Stat(filepath.Join(netpolicy.DefaultRoot, id)); !errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Stat(filepath.Join(link.DefaultRoot, id)); !errors.Is(err, fs.ErrNotExist) {
 			wrong("the pins of %s are left (%v)", id, err)
 		}
 	}

@@ -37,9 +37,9 @@ var rules = []rule{
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/osfile", "internal/doctor"}},
 
 	// As programs elsewhere use the library.
-	{"examples/...", []string{"sandbox/...", "netpolicy", "guest"}},
+	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest"}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime", "internal/osfile"}},
@@ -57,19 +57,19 @@ var rules = []rule{
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// What a VM is, also for a client on another system.
-	{"sandbox/spec", []string{"netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "guest", "sandbox/lifetime"}},
+	{"sandbox/spec", []string{"netpolicy", "guest", "sandbox/lifetime"}},
 	// One VM in this process.
-	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
+	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
 	// The process of a VM; who starts it; what the two say to each other.
 	{"sandbox/process", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/secrets", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "rootfs/image", "guest", "internal/osfile"}},
-	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
-	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
+	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
+	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its
 	// proxy, and takes its address from the host's.
-	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
+	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
 	{"vmm/guestmem", nil},
 	{"vmm/kvm", nil},
@@ -81,7 +81,13 @@ var rules = []rule{
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/osfile"}},
-	{"netpolicy/...", []string{"netpolicy/...", "internal/osfile"}},
+	// What a policy is, also for a client on another system: see TestModelOfPoliciesIsForAllSystems.
+	{"netpolicy", nil},
+	{"netpolicy/bpf", nil},
+	{"netpolicy/refmodel", []string{"netpolicy"}},
+	{"netpolicy/flow", []string{"netpolicy", "netpolicy/bpf"}},
+	{"netpolicy/link", []string{"netpolicy", "netpolicy/bpf", "netpolicy/flow", "internal/osfile"}},
+	{"netpolicy/...", []string{"netpolicy", "netpolicy/flow", "netpolicy/tlsname", "netpolicy/resolver", "internal/osfile"}},
 	// The store knows no source of images: a VM's process has it.
 	{"rootfs/image", []string{"rootfs/image/fstree", "rootfs/image/sparse", "rootfs/image/erofs", "rootfs/internal/artifact", "internal/osfile"}},
 	{"rootfs/image/imagetest", []string{"rootfs/image/erofs", "rootfs/image/fstree", "rootfs/image/sparse"}},
@@ -124,7 +130,12 @@ var forTests = []string{"devices/handover", "devices/secrets", "devices/mmio", "
 // testsOf is what tests of single packages may import on top of that.
 var testsOf = map[string][]string{
 	// Each error that any package exports has its answer: one test names them all.
-	"sandbox/api":         {"guest/audit", "netpolicy/hostnet", "rootfs/...", "snapshot", "vmm/..."},
+	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "snapshot", "vmm/..."},
+	// Policies are compared with what the reference model says, and their parts are tested together.
+	"netpolicy/link":      {"netpolicy/refmodel", "netpolicy/hostnet", "netpolicy/resolver"},
+	"netpolicy/resolver":  {"netpolicy/link"},
+	"netpolicy/tlsname":   {"netpolicy/link"},
+	"netpolicy/proxy":     {"netpolicy/refmodel"},
 	"rootfs/image/debian": {"rootfs/image/imagetest"},
 	"rootfs/image/layers": {"rootfs/image/imagetest"},
 	"rootfs/image/oci":    {"rootfs/image/imagetest"},
@@ -292,6 +303,29 @@ func TestProgramOfAVMHasNoMoreThanAVMNeeds(t *testing.T) {
 				t.Errorf("drowse-vmm has %s, by %s", name, by)
 			}
 		}
+	}
+}
+
+// A client on another system reads and writes policies, and the records of what they did.
+func TestModelOfPoliciesIsForAllSystems(t *testing.T) {
+	seen := false
+	for _, s := range sources(t) {
+		if s.pkg() != "netpolicy" || s.isTest() {
+			continue
+		}
+		seen = true
+		for _, i := range s.file.Imports {
+			name, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if first, _, _ := strings.Cut(name, "/"); name == "syscall" || strings.Contains(first, ".") && first != "go.yaml.in" {
+				t.Errorf("%s imports %s: what needs Linux belongs into netpolicy/link or netpolicy/flow", s.path, name)
+			}
+		}
+	}
+	if !seen {
+		t.Fatal("there is no package netpolicy")
 	}
 }
 

@@ -18,7 +18,6 @@ const maxCode, maxFiles = 4000, 25
 var largePackages = map[string]string{
 	"cmd/drowse": "a file for each command, which nothing else shares",
 	"bench":      "a file for each published number",
-	"netpolicy":  "is being split",
 }
 
 // codeLines counts the lines of a Go file that have code.

@@ -79,7 +79,7 @@ func CheckSecret(value []byte) error {
 	return nil
 }
 
-// Rules judge connections: a netpolicy.Link.
+// Rules judge connections: a link.Link.
 type Rules interface {
 	// Opens says whether a peer may be connected to, and by which rule. Name is the server name in TLS that is
 	// certain to be asked for; empty is none.
@@ -133,17 +133,6 @@ type Config struct {
 
 	// For tests; 0 is the constant of that name.
 	HeaderTimeout, IdleTimeout, SecretTimeout, heldTimeout, sweepInterval time.Duration
-}
-
-// Stats count what became of what was asked for.
-type Stats struct {
-	Open     uint64 `json:"open"`     // connections of the agent, now
-	Requests uint64 `json:"requests"` // that were judged
-	Tunnels  uint64 `json:"tunnels"`  // that were opened
-	Injected uint64 `json:"injected"` // requests that were sent with a secret
-	Refused  uint64 `json:"refused"`  // by the policy, or for what they are
-	Busy     uint64 `json:"busy"`     // connections that were one too many
-	Cut      uint64 `json:"cut"`      // connections to peers, by another policy; and of the agent, since they were idle
 }
 
 // Server is one agent's proxy. Its methods may be called from any goroutine.
@@ -209,11 +198,11 @@ func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 }
 
 // Stats says what has happened so far.
-func (s *Server) Stats() Stats {
+func (s *Server) Stats() netpolicy.ProxyStats {
 	s.mu.Lock()
 	open := len(s.guests)
 	s.mu.Unlock()
-	return Stats{
+	return netpolicy.ProxyStats{
 		Open: uint64(open), Requests: s.requests.Load(), Tunnels: s.tunnels.Load(), Injected: s.injected.Load(),
 		Refused: s.refused.Load(), Busy: s.busy.Load(), Cut: s.cuts.Load(),
 	}

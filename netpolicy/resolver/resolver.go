@@ -36,7 +36,7 @@ const (
 	askTimeout     = 3 * time.Second
 )
 
-// Pinner lets rules with a name match an address for a time: a netpolicy.Link.
+// Pinner lets rules with a name match an address for a time: a link.Link.
 type Pinner interface {
 	Pin(name string, a netip.Addr, ttl time.Duration) error
 }
@@ -51,15 +51,6 @@ type Config struct {
 	Exchange Exchanger
 	// Now is the clock of the rate limit; nil is time.Now.
 	Now func() time.Time
-}
-
-// Stats count what became of queries.
-type Stats struct {
-	Answered uint64 `json:"answered"` // with addresses, or with the upstream's word that there are none
-	Refused  uint64 `json:"refused"`  // by the policy
-	Rebound  uint64 `json:"rebound"`  // addresses left out since they are not public
-	Dropped  uint64 `json:"dropped"`  // too many
-	Failed   uint64 `json:"failed"`
 }
 
 // Resolver is an agent's DNS server. Its methods may be called from any goroutine.
@@ -96,8 +87,10 @@ func (r *Resolver) SetPolicy(p *netpolicy.Policy, s *netpolicy.Spec) {
 }
 
 // Stats says what has happened so far.
-func (r *Resolver) Stats() Stats {
-	return Stats{r.answered.Load(), r.refused.Load(), r.rebound.Load(), r.dropped.Load(), r.failed.Load()}
+func (r *Resolver) Stats() netpolicy.ResolverStats {
+	return netpolicy.ResolverStats{
+		Answered: r.answered.Load(), Refused: r.refused.Load(), Rebound: r.rebound.Load(), Dropped: r.dropped.Load(), Failed: r.failed.Load(),
+	}
 }
 
 func exchange(ctx context.Context, m *dns.Msg, server netip.AddrPort) (*dns.Msg, error) {

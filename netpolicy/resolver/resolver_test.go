@@ -15,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -187,7 +188,7 @@ func TestAnswer_queries_and_answers(t *testing.T) {
 func TestAnswer_pin_that_fails_gives_no_address(t *testing.T) {
 	z := &zone{records: []string{"example.com. 300 IN A 93.184.216.34"}}
 	r, p := newResolver(t, z, false)
-	p.fail = netpolicy.ErrPinsFull
+	p.fail = link.ErrPinsFull
 	if a := r.Answer(t.Context(), query("example.com", dns.TypeA)); a.Rcode != dns.RcodeServerFailure || len(a.Answer) != 0 {
 		t.Errorf("%v, want SERVFAIL", a)
 	}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
 // Limits of a server, which is one VM's.
@@ -33,16 +34,16 @@ const (
 	eventsPerSecond = 100
 )
 
-// Flows are the agent's: a netpolicy.Link.
+// Flows are the agent's: a link.Link.
 type Flows interface {
-	Checked(port uint16) (netpolicy.Checked, error)
-	Lives(c netpolicy.Checked) (bool, error)
-	OpensName(c netpolicy.Checked, name string) bool
+	Checked(port uint16) (flow.Checked, error)
+	Lives(c flow.Checked) (bool, error)
+	OpensName(c flow.Checked, name string) bool
 }
 
 // Refusal is a connection that was reset for what its hello is.
 type Refusal struct {
-	Flow   netpolicy.Checked
+	Flow   flow.Checked
 	Reason netpolicy.Reason
 	// Name is the server name; empty if there is none that is one.
 	Name string
@@ -60,18 +61,9 @@ type Config struct {
 	// Refused is told of connections that are reset, and Named of the names of the others. They are called
 	// from several goroutines. Nil is nobody.
 	Refused func(Refusal)
-	Named   func(flow netpolicy.Checked, name string)
+	Named   func(flow flow.Checked, name string)
 	// HelloTimeout is for tests; 0 is HelloTimeout.
 	HelloTimeout time.Duration
-}
-
-// Stats count what became of connections.
-type Stats struct {
-	Open    uint64 `json:"open"`    // now
-	Passed  uint64 `json:"passed"`  // with an allowed name, to a peer that answered
-	Refused uint64 `json:"refused"` // for their hello
-	Cut     uint64 `json:"cut"`     // by another policy, or since their flow has ended
-	Failed  uint64 `json:"failed"`  // there was no such flow, or the peer did not answer
 }
 
 // Server checks the names of one VM's connections. Its methods may be called from any goroutine.
@@ -80,7 +72,7 @@ type Server struct {
 
 	mu    sync.Mutex // guards what follows
 	open  map[*connection]bool
-	stats Stats
+	stats netpolicy.TLSStats
 	told  struct {
 		second     int64
 		count      int
@@ -90,7 +82,7 @@ type Server struct {
 
 // connection is one that the guest has opened.
 type connection struct {
-	flow  netpolicy.Checked
+	flow  flow.Checked
 	guest *net.TCPConn
 	peer  *net.TCPConn // belongs to the goroutine that serves it
 	// Guarded by the server's mutex. A connection has its name when that is allowed.
@@ -107,7 +99,7 @@ func New(cfg Config) *Server {
 		cfg.Refused = func(Refusal) {}
 	}
 	if cfg.Named == nil {
-		cfg.Named = func(netpolicy.Checked, string) {}
+		cfg.Named = func(flow.Checked, string) {}
 	}
 	if cfg.HelloTimeout == 0 {
 		cfg.HelloTimeout = HelloTimeout
@@ -116,7 +108,7 @@ func New(cfg Config) *Server {
 }
 
 // Stats says what has happened so far.
-func (s *Server) Stats() Stats {
+func (s *Server) Stats() netpolicy.TLSStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st := s.stats
@@ -222,7 +214,7 @@ func (s *Server) admit(ctx context.Context, c *net.TCPConn) (*connection, contex
 	flow, err := s.cfg.Flows.Checked(from.Port())
 	if err != nil {
 		reset(c)
-		s.count(func(st *Stats) { st.Failed++ })
+		s.count(func(st *netpolicy.TLSStats) { st.Failed++ })
 		return nil, nil
 	}
 	x := &connection{flow: flow, guest: c}
@@ -249,7 +241,7 @@ func (s *Server) drop(x *connection) {
 	delete(s.open, x)
 }
 
-func (s *Server) count(f func(*Stats)) {
+func (s *Server) count(f func(*netpolicy.TLSStats)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f(&s.stats)
@@ -362,13 +354,13 @@ func (s *Server) serve(ctx context.Context, x *connection) {
 	peer, err := s.cfg.Dial(ctx, x.flow.Peer)
 	if err != nil {
 		s.end(stop, x.guest)
-		s.count(func(st *Stats) { st.Failed++ })
+		s.count(func(st *netpolicy.TLSStats) { st.Failed++ })
 		return
 	}
 	unfinished(peer)
 	x.peer = peer
 	stopPeer := context.AfterFunc(ctx, func() { reset(peer) })
-	s.count(func(st *Stats) { st.Passed++ })
+	s.count(func(st *netpolicy.TLSStats) { st.Passed++ })
 	reason, err = s.relay(x, name, buf, n)
 	if err != nil {
 		s.end(stop, x.guest)

@@ -31,6 +31,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
@@ -45,9 +47,9 @@ type lab struct {
 	t                    *testing.T
 	host, outside, guest netns.NsHandle
 	tap                  *os.File // the guest's end of the host's device
-	link                 *netpolicy.Link
+	link                 *link.Link
 	server               *tlsname.Server
-	flows                *netpolicy.FlowLog
+	flows                *flow.Log
 	port                 uint16
 	stop                 func()
 	dialed               atomic.Int32
@@ -135,11 +137,11 @@ func (l *lab) start(helloTimeout time.Duration) {
 	ln, err := tlsname.Listen(t.Context(), "tap0")
 	must(t, err)
 	l.port = uint16(ln.Addr().(*net.TCPAddr).Port)
-	root := fmt.Sprintf("%s-test-tlsname-%d", netpolicy.DefaultRoot, os.Getpid())
-	l.link, err = netpolicy.Attach(netpolicy.LinkConfig{Agent: "a1", Interface: "tap0", Root: root}, l.compile(labPolicy))
+	root := fmt.Sprintf("%s-test-tlsname-%d", link.DefaultRoot, os.Getpid())
+	l.link, err = link.Attach(link.Config{Agent: "a1", Interface: "tap0", Root: root}, l.compile(labPolicy))
 	must(t, err)
 	t.Cleanup(func() {
-		if err := errors.Join(l.link.Remove(), netpolicy.Sweep(root), os.Remove(root)); err != nil {
+		if err := errors.Join(l.link.Remove(), link.Sweep(root), os.Remove(root)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -163,7 +165,7 @@ func (l *lab) start(helloTimeout time.Duration) {
 			defer l.mu.Unlock()
 			l.refused = append(l.refused, r)
 		},
-		Named: func(c netpolicy.Checked, name string) {
+		Named: func(c flow.Checked, name string) {
 			l.flows.Named(c, name)
 			l.mu.Lock()
 			defer l.mu.Unlock()
@@ -727,7 +729,7 @@ func init() {
 		if err != nil {
 			return err
 		}
-		link, err := netpolicy.Attach(netpolicy.LinkConfig{Agent: "a1", Interface: "tap0", Root: os.Getenv(tlsname.ChildEnv)}, spec)
+		link, err := link.Attach(link.Config{Agent: "a1", Interface: "tap0", Root: os.Getenv(tlsname.ChildEnv)}, spec)
 		if err != nil {
 			return err
 		}
@@ -745,7 +747,7 @@ func init() {
 
 func TestServer_killed_in_the_midst_lets_nothing_pass(t *testing.T) {
 	l := newWires(t)
-	root := fmt.Sprintf("%s-test-tlsname-%d", netpolicy.DefaultRoot, os.Getpid())
+	root := fmt.Sprintf("%s-test-tlsname-%d", link.DefaultRoot, os.Getpid())
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), tlsname.ChildEnv+"="+root)
 	cmd.Stderr = os.Stderr
@@ -761,7 +763,7 @@ func TestServer_killed_in_the_midst_lets_nothing_pass(t *testing.T) {
 	})
 	t.Cleanup(func() {
 		kill()
-		if err := errors.Join(netpolicy.Remove(netpolicy.LinkConfig{Agent: "a1", Interface: "tap0", Root: root}), netpolicy.Sweep(root), os.Remove(root)); err != nil {
+		if err := errors.Join(link.Remove(link.Config{Agent: "a1", Interface: "tap0", Root: root}), link.Sweep(root), os.Remove(root)); err != nil {
 			t.Error(err)
 		}
 	})

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -197,16 +198,16 @@ var sentinels = map[string]answered{
 	"audit.ErrDamaged":        never("the API reads no trails"),
 
 	"netpolicy.ErrPolicy":   {netpolicy.ErrPolicy, "policy", 400, ""},
-	"netpolicy.ErrKernel":   {netpolicy.ErrKernel, "policy-kernel", 503, ""},
-	"netpolicy.ErrSlots":    {netpolicy.ErrSlots, "network-full", 503, ""},
-	"netpolicy.ErrBusy":     {netpolicy.ErrBusy, "network-busy", 409, ""},
-	"netpolicy.ErrRoot":     {netpolicy.ErrRoot, "network-pins", 503, ""},
-	"netpolicy.ErrUp":       never(internal),
-	"netpolicy.ErrGone":     never("the VM ends then"),
-	"netpolicy.ErrName":     never("names of sandboxes are names of agents"),
+	"link.ErrKernel":        {link.ErrKernel, "policy-kernel", 503, ""},
+	"link.ErrSlots":         {link.ErrSlots, "network-full", 503, ""},
+	"link.ErrBusy":          {link.ErrBusy, "network-busy", 409, ""},
+	"link.ErrRoot":          {link.ErrRoot, "network-pins", 503, ""},
+	"link.ErrUp":            never(internal),
+	"link.ErrGone":          never("the VM ends then"),
+	"link.ErrName":          never("names of sandboxes are names of agents"),
 	"netpolicy.ErrIdentity": never("tags are checked before: ErrMetadata, ErrSpec"),
-	"netpolicy.ErrPinsFull": never("a guest's name server says it to the guest"),
-	"netpolicy.ErrNoFlow":   never("only what checks names in TLS asks for it"),
+	"link.ErrPinsFull":      never("a guest's name server says it to the guest"),
+	"flow.ErrNoFlow":        never("only what checks names in TLS asks for it"),
 	"hostnet.ErrRange":      {hostnet.ErrRange, "address-range", 503, ""},
 	"hostnet.ErrFull":       {hostnet.ErrFull, "addresses-full", 503, ""},
 	"hostnet.ErrNAT":        {hostnet.ErrNAT, "network-nat", 503, ""},

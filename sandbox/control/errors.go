@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -57,7 +58,7 @@ var codes = []struct {
 	{"not-running", spec.ErrNotRunning},
 	{"running", spec.ErrRunning},
 	{"policy", netpolicy.ErrPolicy},
-	{"policy-kernel", netpolicy.ErrKernel},
+	{"policy-kernel", link.ErrKernel},
 	{"address-range", hostnet.ErrRange},
 	{"addresses-full", hostnet.ErrFull},
 	{"invalid", spec.ErrInvalid},
@@ -101,9 +102,9 @@ var codes = []struct {
 	{"disk-parent", disk.ErrMissingParent},
 	{"disk-io", disk.ErrIO},
 	{"disk-sync", disk.ErrSyncFailed},
-	{"network-busy", netpolicy.ErrBusy},
-	{"network-full", netpolicy.ErrSlots},
-	{"network-pins", netpolicy.ErrRoot},
+	{"network-busy", link.ErrBusy},
+	{"network-full", link.ErrSlots},
+	{"network-pins", link.ErrRoot},
 	{"network-nat", hostnet.ErrNAT},
 	{"not-recorded", guest.ErrNotRecorded},
 	// What a guest says comes last: it is the cause of much else.

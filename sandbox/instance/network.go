@@ -17,7 +17,9 @@ import (
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
@@ -95,12 +97,12 @@ type Network struct {
 	parts   Parts
 	secrets proxy.Secrets
 	events  *eventLog
-	flows   *netpolicy.FlowLog // nil until the policy is on the device
+	flows   *flow.Log // nil until the policy is on the device
 
 	// attached is closed when the policy is on the device, or err says why not.
 	attached chan struct{}
 	err      error
-	link     *netpolicy.Link
+	link     *link.Link
 	took     time.Duration // from the beginning until then
 
 	cancel context.CancelFunc
@@ -166,7 +168,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, e
 	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
 		return nil, err
 	}
-	var reserved *netpolicy.Reserved
+	var reserved *link.Reserved
 	defer func() {
 		if err != nil {
 			if n.cancel != nil {
@@ -186,7 +188,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, e
 	if n.host, err = netpolicy.HostAddresses(); err != nil {
 		return nil, err
 	}
-	if n.onLink, err = netpolicy.OnLink(); err != nil {
+	if n.onLink, err = hostnet.OnLink(); err != nil {
 		return nil, err
 	}
 	ahead, aerr := p.Shells.network()
@@ -238,7 +240,7 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 
 // attach puts the policy on the device and raises it. If the policy has names that are checked,
 // ln is where that is done.
-func (n *Network) attach(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+func (n *Network) attach(reserved *link.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
 	if ln != nil {
 		defer func() {
 			if err != nil && n.tls == nil {
@@ -293,7 +295,7 @@ func (n *Network) attach(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tag
 }
 
 // enforce puts the policy on the device.
-func (n *Network) enforce(reserved *netpolicy.Reserved, spec *netpolicy.Spec, tags []string) (*netpolicy.Link, error) {
+func (n *Network) enforce(reserved *link.Reserved, spec *netpolicy.Spec, tags []string) (*link.Link, error) {
 	if reserved != nil {
 		link, err := reserved.Attach(tags, spec)
 		if err == nil {
@@ -302,7 +304,7 @@ func (n *Network) enforce(reserved *netpolicy.Reserved, spec *netpolicy.Spec, ta
 		// It has stood for long, and somebody may have tidied it away.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
-	return netpolicy.Attach(netpolicy.LinkConfig{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
+	return link.Attach(link.Config{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 }
 
 // settle6 has the host say nothing of its own on a device that is not up yet: it would only be
@@ -650,7 +652,7 @@ func (n *Network) refresh() error {
 	if err != nil {
 		return err
 	}
-	onLink, err := netpolicy.OnLink()
+	onLink, err := hostnet.OnLink()
 	if err != nil {
 		return err
 	}
@@ -702,7 +704,7 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 }
 
 // FlowLog has the flows, also those that have ended.
-func (n *Network) FlowLog() *netpolicy.FlowLog { return n.flows }
+func (n *Network) FlowLog() *flow.Log { return n.flows }
 
 // RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is
 // nil if they are not to be followed.

@@ -6,8 +6,8 @@ import (
 	"sync"
 
 	"github.com/drowse-vm/drowse/devices/net/tap"
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -206,7 +206,7 @@ func (s *Prebuilt) Close() error {
 type prebuiltNetwork struct {
 	id   string
 	tap  *tap.Device
-	link *netpolicy.Reserved
+	link *link.Reserved
 }
 
 func newPrebuiltNetwork() (_ *prebuiltNetwork, err error) {
@@ -214,7 +214,7 @@ func newPrebuiltNetwork() (_ *prebuiltNetwork, err error) {
 	if s.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(s.id), Down: true}); err != nil {
 		return nil, err
 	}
-	if s.link, err = netpolicy.Reserve(netpolicy.LinkConfig{Agent: s.id, Interface: s.tap.Name()}); err != nil {
+	if s.link, err = link.Reserve(link.Config{Agent: s.id, Interface: s.tap.Name()}); err != nil {
 		return nil, errors.Join(err, s.tap.Close())
 	}
 	return s, nil

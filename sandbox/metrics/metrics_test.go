@@ -14,8 +14,6 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/resolver"
-	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
@@ -122,7 +120,7 @@ func (asked) NetworkStats(_ context.Context, name string) (spec.NetworkStats, er
 		return spec.NetworkStats{}, errors.New("no answer")
 	}
 	return spec.NetworkStats{
-		Name: "another", DNS: resolver.Stats{Refused: 3}, TLS: tlsname.Stats{Passed: 4},
+		Name: "another", DNS: netpolicy.ResolverStats{Refused: 3}, TLS: netpolicy.TLSStats{Passed: 4},
 		Counters: []netpolicy.Counter{{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Reason: netpolicy.ReasonDefault, Count: netpolicy.Count{Packets: 7, Bytes: 420}}},
 	}, nil
 }

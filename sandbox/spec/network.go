@@ -5,9 +5,6 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/proxy"
-	"github.com/drowse-vm/drowse/netpolicy/resolver"
-	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
 // NetEvent is a packet from or to a VM that did not pass; or, with Host, what the VM has asked its proxy for, and
@@ -69,9 +66,9 @@ type NetworkStats struct {
 	// Counters are packets by what became of them and why.
 	Counters []netpolicy.Counter `json:"counters"`
 	// DNS is what became of queries.
-	DNS resolver.Stats `json:"dns"`
+	DNS netpolicy.ResolverStats `json:"dns"`
 	// TLS is what became of connections whose names are checked.
-	TLS tlsname.Stats `json:"tls"`
+	TLS netpolicy.TLSStats `json:"tls"`
 	// Proxy is what became of what the VM has asked its proxy for; nil without one.
-	Proxy *proxy.Stats `json:"proxy,omitempty"`
+	Proxy *netpolicy.ProxyStats `json:"proxy,omitempty"`
 }

@@ -7,8 +7,8 @@ import (
 	"net"
 	"os"
 
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -19,8 +19,8 @@ func removeLeftNetwork(r *Record) error {
 		return nil
 	}
 	id := cmp.Or(r.NetworkID, r.ID)
-	err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: hostnet.InterfaceName(id)})
-	if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+	err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+	if err != nil && !errors.Is(err, link.ErrBusy) {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}
 	return nil
@@ -33,7 +33,7 @@ func SweepNetworks() error {
 	if os.Geteuid() != 0 {
 		return nil
 	}
-	names, err := netpolicy.Agents("")
+	names, err := link.Agents("")
 	if err != nil {
 		return err
 	}
@@ -45,12 +45,12 @@ func SweepNetworks() error {
 		if _, err := net.InterfaceByName(hostnet.InterfaceName(id)); err == nil {
 			continue
 		}
-		err := netpolicy.Remove(netpolicy.LinkConfig{Agent: id, Interface: hostnet.InterfaceName(id)})
-		if err != nil && !errors.Is(err, netpolicy.ErrBusy) {
+		err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+		if err != nil && !errors.Is(err, link.ErrBusy) {
 			errs = append(errs, err)
 		}
 	}
 	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for
 	// the next VM: this runs after each sleep, and it may have been the only VM's.
-	return errors.Join(append(errs, netpolicy.SweepOld(""))...)
+	return errors.Join(append(errs, link.SweepOld(""))...)
 }

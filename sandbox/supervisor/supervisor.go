@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -445,7 +446,7 @@ func (v *supervisor) openPacketWaker(ctx context.Context) error {
 		v.waker = g
 		v.carried.Go(func() {
 			// Or the first VM that wakes after a start of the host waits for it.
-			if err := netpolicy.Preload(""); err != nil {
+			if err := link.Preload(""); err != nil {
 				v.log.Warn("the programs of policies are not loaded ahead", "error", err)
 			}
 		})

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -186,7 +187,7 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	}
 	if now.Sub(g.hostAt) >= hostFor {
 		host, err := netpolicy.HostAddresses()
-		onLink, err2 := netpolicy.OnLink()
+		onLink, err2 := hostnet.OnLink()
 		if err == nil && err2 == nil {
 			g.host, g.onLink, g.hostAt = host, onLink, now
 		}
@@ -202,7 +203,7 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	}
 	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
 	f := refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}
-	// Only what has come by that VM's own device has got here: see netpolicy.GuardGate.
+	// Only what has come by that VM's own device has got here: see link.GuardGate.
 	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
 		f.By = src
 	}

@@ -1,0 +1,120 @@
+package flow
+
+import (
+	"errors"
+	"net/netip"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+)
+
+// ErrNoFlow is a connection that no flow of the agent belongs to any more.
+var ErrNoFlow = errors.New("there is no such flow")
+
+// Checked is a flow that the rules have opened for its name, which is to be checked: its
+// connection ends on the host. It is a value, and does not change.
+type Checked struct {
+	// Peer is who the guest believes to be connected to.
+	Peer      netip.AddrPort
+	GuestPort uint16
+	// Rule and Generation say by which rule of which table it was open when it was found, as
+	// in Event.
+	Rule       int
+	Generation uint32
+	// Opened is when it was opened, by Coarse, and Names the number of the names that it was opened for; 0 is none.
+	Opened uint64
+	Names  uint32
+
+	key   key
+	alias key // what the host knows it by
+}
+
+// Checked finds the flow that a connection from a port of the agent's address to the port where names are checked is
+// of. It fails with ErrNoFlow if there is none that lives.
+func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, err error) {
+	c.alias = keyOf(at, from)
+	if c.key, err = t.behind(c.alias); err != nil {
+		return c, err
+	}
+	c.Peer, c.GuestPort = netip.AddrPortFrom(peerOf(&c.key), port(c.key.PeerPort)), port(c.key.GuestPort)
+	f, err := t.find(c.key)
+	if err != nil {
+		return c, err
+	}
+	c.Rule, c.Generation, c.Opened, c.Names = int(f.Rule), f.Gen, f.First, f.Names
+	if f.Rule == noRule {
+		c.Rule = -1
+	}
+	if !c.is(f, now) {
+		return c, flowError(ebpf.ErrKeyNotExist)
+	}
+	return c, nil
+}
+
+// is says whether what is in the flow table is still the flow, and lives.
+func (c *Checked) is(f *bpf.AgentFlow, now uint64) bool {
+	return f.Via == c.alias.GuestPort && f.First == c.Opened && f.Cut == 0 && now < f.Seen+uint64(flowLife(f.State)+flowSlack)
+}
+
+// Lives says whether a flow is still the one that was found, and may carry packets by the policy that it was last
+// judged by.
+func (t *Table) Lives(c Checked, now uint64) (bool, error) {
+	f, err := t.find(c.key)
+	var behind key
+	if err == nil {
+		// Without it, nothing of the host's would reach the guest.
+		behind, err = t.behind(c.alias)
+	}
+	if errors.Is(err, ErrNoFlow) {
+		return false, nil
+	}
+	return err == nil && behind == c.key && c.is(f, now), err
+}
+
+// Refusal makes an event of a checked flow that was reset. It has no bytes: they have been
+// counted as the guest has sent them.
+func (c Checked) Refusal(reason netpolicy.Reason) netpolicy.Event {
+	return netpolicy.Event{
+		Uptime: time.Duration(Now()), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: reason, Rule: c.Rule, Generation: c.Generation,
+		Peer: c.Peer.Addr(), PeerPort: c.Peer.Port(), Protocol: unix.IPPROTO_TCP, GuestPort: c.GuestPort, EtherType: unix.ETH_P_IP,
+	}
+}
+
+// Named notes the server name that a checked flow has.
+func (g *Log) Named(c Checked, name string) { g.note(c, 0, name) }
+
+// Refused ends a checked flow in the log: it was reset, for a reason. Name is the server name
+// that was asked for, as far as it is known.
+func (g *Log) Refused(c Checked, reason netpolicy.Reason, name string) { g.note(c, reason, name) }
+
+func (g *Log) note(c Checked, reason netpolicy.Reason, name string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.ended {
+		return
+	}
+	t := g.flows.flows[c.key]
+	if t == nil || t.First != c.Opened {
+		f, err := g.table.find(c.key)
+		// If it is gone, or another one, or the last look is not over yet, the table tells of it.
+		if t != nil || err != nil || f.First != c.Opened || len(g.flows.flows) >= 2*netpolicy.MaxFlows {
+			return
+		}
+		t = g.begin(&c.key, f, g.now())
+		t.AgentFlow, t.look = *f, g.flows.looks
+	} else if f, err := g.table.find(c.key); err == nil && t.same(f) {
+		t.AgentFlow = *f
+	}
+	t.server = name
+	if reason == 0 || t.done {
+		return
+	}
+	t.refused, t.done = reason, true
+	g.write(g.record(c.key, t, netpolicy.FlowRefused))
+	close(g.more)
+	g.more = make(chan struct{})
+}

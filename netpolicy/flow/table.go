@@ -1,0 +1,208 @@
+package flow
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+)
+
+// Table is the flow table of one agent, in the maps of the programs.
+type Table struct {
+	// Flows and Lasting are the maps; Lasting has the flows that are established or answered.
+	Flows, Lasting *ebpf.Map
+	// Usages has the use of the network by all agents: two entries from Slot*2 on, egress and ingress.
+	Usages *ebpf.Map
+	Slot   uint32
+	// Names are those of addresses and rules.
+	Names *History
+}
+
+type key = bpf.AgentFlowKey
+
+// The states of flows are those in bpf/agent.c.
+const (
+	stateOpening = iota + 1
+	stateEstablished
+	stateClosing
+	stateOneWay
+	stateBothWays
+	stateEcho
+	stateAlias // no flow of its own: it leads to one
+)
+
+var stateNames = map[uint8]string{
+	stateOpening: "opening", stateEstablished: "established", stateClosing: "closing", stateOneWay: "one-way",
+	stateBothWays: "answered", stateEcho: "echo",
+}
+
+// flowLife is how long a flow lives after a packet, as in bpf/agent.c.
+func flowLife(state uint8) time.Duration {
+	switch state {
+	case stateOpening:
+		return 60 * time.Second
+	case stateEstablished:
+		return 4 * time.Hour
+	case stateBothWays:
+		return 180 * time.Second
+	}
+	return 30 * time.Second
+}
+
+// flowSlack is how long after its life a flow counts as ended. The programs' clock is behind by up
+// to a tick, and a packet may be on its way through them.
+const flowSlack = time.Second
+
+func peerOf(k *key) netip.Addr {
+	var b [16]byte
+	for i, w := range k.Peer {
+		binary.NativeEndian.PutUint32(b[4*i:], w)
+	}
+	a := netip.AddrFrom16(b)
+	if k.Six == 0 {
+		a = a.Unmap()
+	}
+	return a
+}
+
+// port turns a port as the programs store it, in the order of the network, into the host's order or back.
+func port(p uint16) uint16 {
+	var b [2]byte
+	binary.NativeEndian.PutUint16(b[:], p)
+	return binary.BigEndian.Uint16(b[:])
+}
+
+// noRule is what the programs write where no rule decided.
+const noRule = 0xffff
+
+// activity is how many flows were ever opened, and when a packet has last passed.
+func (t *Table) activity() (opened, active uint64, err error) {
+	for d := range uint32(2) {
+		var u bpf.AgentUsage
+		if err := t.Usages.LookupWithFlags(t.Slot*2+d, &u, ebpf.LookupLock); err != nil {
+			return 0, 0, fmt.Errorf("reading the use of the network: %w", err)
+		}
+		opened += u.Opened
+		active = max(active, u.Active)
+	}
+	return opened, active, nil
+}
+
+// reader reads a flow table, some entries at a time: its buffers are used again.
+type reader struct {
+	keys   []key
+	values []bpf.AgentFlow
+}
+
+// Entries that are read at once. The kernel gives whole buckets of its hash table, as many as
+// have room, and fails if one has not; a bucket has one entry on average.
+const (
+	flowBatch     = 512
+	flowBatchMost = netpolicy.MaxFlows
+)
+
+// each calls fn for each flow. One that stays is given once; of those that come or go meanwhile
+// some are.
+func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.AgentFlow)) error {
+	if r.keys == nil {
+		r.keys, r.values = make([]key, flowBatch), make([]bpf.AgentFlow, flowBatch)
+	}
+	var cursor ebpf.MapBatchCursor
+	for {
+		n, err := m.BatchLookup(&cursor, r.keys, r.values, nil)
+		if errors.Is(err, unix.ENOSPC) && len(r.keys) < flowBatchMost {
+			r.keys, r.values = make([]key, 2*len(r.keys)), make([]bpf.AgentFlow, 2*len(r.values))
+			continue
+		}
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("reading the flow table: %w", err)
+		}
+		for i := range n {
+			fn(&r.keys[i], &r.values[i])
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}
+
+// behind is the key of the flow that an alias leads to.
+func (t *Table) behind(alias key) (key, error) {
+	var a bpf.AgentAlias
+	// As the programs look for it: see find in bpf/agent.c.
+	err := t.Lasting.Lookup(&alias, &a)
+	for _, m := range []*ebpf.Map{t.Flows, t.Lasting} {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			err = m.Lookup(&alias, &a)
+		}
+	}
+	if err != nil {
+		return key{}, flowError(err)
+	}
+	if a.State != stateAlias {
+		return key{}, flowError(ebpf.ErrKeyNotExist)
+	}
+	return key{Peer: a.Peer, PeerPort: a.PeerPort, GuestPort: a.GuestPort, Proto: unix.IPPROTO_TCP}, nil
+}
+
+// find looks for a flow by its key.
+func (t *Table) find(k key) (*bpf.AgentFlow, error) {
+	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved
+	// meanwhile.
+	var last *bpf.AgentFlow
+	for _, m := range []*ebpf.Map{t.Lasting, t.Flows, t.Lasting} {
+		var f bpf.AgentFlow
+		err := m.Lookup(&k, &f)
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return nil, flowError(err)
+		}
+		if err == nil && (last == nil || f.First >= last.First) {
+			last = &f
+		}
+	}
+	if last == nil {
+		return nil, flowError(ebpf.ErrKeyNotExist)
+	}
+	return last, nil
+}
+
+func flowError(err error) error {
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		err = ErrNoFlow
+	}
+	return fmt.Errorf("finding the flow of a checked connection: %w", err)
+}
+
+// keyOf is the key of a flow of TCP over IPv4.
+func keyOf(peer netip.AddrPort, guestPort uint16) key {
+	k := key{PeerPort: port(peer.Port()), GuestPort: port(guestPort), Proto: unix.IPPROTO_TCP}
+	b := peer.Addr().As16()
+	for i := range k.Peer {
+		k.Peer[i] = binary.NativeEndian.Uint32(b[4*i:])
+	}
+	return k
+}
+
+// NameSets adds the numbers of names that flows were opened for: see bpf.AgentFlow. It reads the flows that do not last
+// first and last, since these become others.
+func (t *Table) NameSets(used map[uint32]bool) error {
+	var r reader
+	for _, m := range []*ebpf.Map{t.Flows, t.Lasting, t.Flows} {
+		err := r.each(m, func(_ *key, f *bpf.AgentFlow) {
+			if f.State != stateAlias {
+				used[f.Names] = true
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,451 @@
+package link
+
+import (
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
+)
+
+// ErrKernel is a kernel, or a lack of permission, that the programs cannot be loaded with.
+var ErrKernel = errors.New("the kernel does not take the programs")
+
+// ErrPinsFull is that the resolver has pinned as many addresses as it may.
+var ErrPinsFull = errors.New("too many addresses are pinned")
+
+// maxPins is how many addresses the resolver may pin for one agent. The map has room
+// for those of two generations.
+const maxPins = 4096
+
+// maxNameSets is how many sets of names are remembered for flows.
+const maxNameSets = 2048
+
+// maxPinNames is how many names of one address are pinned at once.
+const maxPinNames = 64
+
+// engine is the state of one agent, in maps of its own, and its own programs, which call
+// those of the host. With no table they deny everything.
+type engine struct {
+	place  place
+	shared *programs
+	// The agent's own. The one element of current says which of its tables is in force.
+	// Lasting has the flows that are established or answered, and flows the others.
+	flows, lasting, pinned, counts, events, current *ebpf.Map
+	entries                                         [2]*ebpf.Program // by direction
+
+	wg sync.WaitGroup // for writers into the slot, who take some time to end
+	// announced is closed when the maps of the agent are in its slot and their writers have ended; nil before announce.
+	announced chan struct{}
+	writers   chan struct{} // has as many elements as there are of those after the first
+
+	mu     sync.Mutex // guards what follows
+	gen    uint32
+	which  uint32   // the table that is in force
+	tables [2]table // the other one is spare, and may be none
+	spec   *netpolicy.Spec
+	pins   bool                             // there may be entries in the map of pins
+	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	known  nameSets
+
+	history flow.History
+}
+
+// eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
+const eventBytes = 32 << 10
+
+// ownMap is a map of an agent's own.
+type ownMap struct {
+	name       string
+	kind       ebpf.MapType
+	key, value any
+	entries    int
+	flags      uint32
+}
+
+func flowsOf(entries int) ownMap {
+	return ownMap{pinFlows, ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, entries, 0}
+}
+
+func (m ownMap) make() (*ebpf.Map, error) {
+	spec := &ebpf.MapSpec{Name: m.name, Type: m.kind, MaxEntries: uint32(m.entries), Flags: m.flags}
+	if m.key != nil {
+		spec.KeySize, spec.ValueSize = uint32(binary.Size(m.key)), uint32(binary.Size(m.value))
+	}
+	out, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("making the map of an agent's %s: %w", m.name, err)
+	}
+	return out, nil
+}
+
+// newEngine makes the maps of an agent and puts them into its slot. It takes over the
+// programs, also if it fails. With a policy, start has to follow; without, everything is denied.
+func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
+	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, e.close())
+		}
+	}()
+	for _, m := range []struct {
+		to **ebpf.Map
+		ownMap
+	}{
+		{&e.flows, flowsOf(flows)},
+		{&e.lasting, flowsOf(flows)},
+		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * (maxPins + maxNameSets), unix.BPF_F_NO_PREALLOC}},
+		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0}},
+		{&e.events, ownMap{"events", ebpf.RingBuf, nil, nil, eventBytes, 0}},
+		{&e.current, ownMap{"current", ebpf.Array, uint32(0), uint32(0), 1, 0}},
+	} {
+		if *m.to, err = m.make(); err != nil {
+			return nil, err
+		}
+	}
+	for d := range e.entries {
+		if e.entries[d], err = e.entry(p.calls, d); err != nil {
+			return nil, err
+		}
+	}
+	if err := p.resetUsage(at.slot); err != nil {
+		return nil, err
+	}
+	return e, nil
+}
+
+// flowTable is the agent's table of flows.
+func (e *engine) flowTable() *flow.Table {
+	return &flow.Table{Flows: e.flows, Lasting: e.lasting, Usages: e.shared.usages, Slot: e.place.slot, Names: &e.history}
+}
+
+func (e *engine) close() error {
+	e.wg.Wait()
+	errs := []error{e.shared.close()}
+	for _, m := range []*ebpf.Map{e.flows, e.lasting, e.pinned, e.counts, e.events, e.current} {
+		errs = append(errs, m.Close())
+	}
+	for i := range e.tables {
+		errs = append(errs, e.tables[i].close())
+	}
+	for _, p := range e.entries {
+		errs = append(errs, p.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// announce puts the agent's maps into its slot. Without a table, every packet is denied.
+func (e *engine) announce() error {
+	p := e.shared
+	wait, err := publish([]slotMap{
+		{p.flows, e.place.table(0), e.flows}, {p.flows, e.place.table(1), e.lasting},
+		{p.pins, e.place.slot, e.pinned}, {p.counters, e.place.slot, e.counts}, {p.stream, e.place.slot, e.events},
+	})
+	if err != nil {
+		return err
+	}
+	e.announced = make(chan struct{})
+	e.wg.Go(func() {
+		defer close(e.announced)
+		// What the writers have to say was said when their maps were seen to be there.
+		_ = wait()
+	})
+	return nil
+}
+
+// start puts the agent's first table into its slot, after its maps if announce has not. Nothing is judged
+// before, so no packet is waited for. With keep, all that agents share stays open; otherwise only
+// what is needed from now on: the tables, and the use of limits.
+func (e *engine) start(s *netpolicy.Spec, keep bool) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.announced == nil {
+		if err := e.announce(); err != nil {
+			return err
+		}
+	}
+	if err := e.clearSpare(); err != nil {
+		return err
+	}
+	t, err := e.newTable(s, e.gen+1)
+	if err != nil {
+		return err
+	}
+	p := e.shared
+	wait, err := publish([]slotMap{{p.policies, e.place.table(e.which), t.m}})
+	if err != nil {
+		return errors.Join(err, t.close())
+	}
+	e.gen++
+	e.history.Install(e.gen, s.RuleNames())
+	e.tables[e.which], e.spec = t, s
+	e.wg.Go(func() {
+		_ = wait()
+		<-e.announced
+		if !keep {
+			_ = p.closeShared()
+		}
+	})
+	return nil
+}
+
+// track gives the agent other tables of flows, in which there are none, before start.
+func (e *engine) track(flows int) (err error) {
+	brief, err := flowsOf(flows).make()
+	if err != nil {
+		return err
+	}
+	lasting, err := flowsOf(flows).make()
+	if err != nil {
+		return errors.Join(err, brief.Close())
+	}
+	wait, err := publish([]slotMap{{e.shared.flows, e.place.table(0), brief}, {e.shared.flows, e.place.table(1), lasting}})
+	if err != nil {
+		return errors.Join(err, brief.Close(), lasting.Close())
+	}
+	before := e.announced
+	e.announced = make(chan struct{})
+	e.wg.Go(func() {
+		defer close(e.announced)
+		_ = wait()
+		<-before
+	})
+	err = errors.Join(e.flows.Close(), e.lasting.Close())
+	e.flows, e.lasting = brief, lasting
+	return err
+}
+
+// mapID is the kernel's number of a map.
+func mapID(m *ebpf.Map) (ebpf.MapID, error) {
+	info, err := m.Info()
+	if err != nil {
+		return 0, fmt.Errorf("looking at an agent's map: %w", err)
+	}
+	id, _ := info.ID()
+	return id, nil
+}
+
+// pinSlots is how many times at which names of one address expire are told apart. Those
+// beyond expire early.
+const pinSlots = 4
+
+// matching is which rules the names of an address match, and until when. Remember gives names a number.
+func matching(s *netpolicy.Spec, names map[string]uint64, remember func(names []string) uint32) (p bpf.AgentPin, ok bool) {
+	type ruleSet = [netpolicy.MaxRules / 64]uint64
+	sets, meant := map[uint64]ruleSet{}, map[uint64][]string{} // by time
+	join := func(to *ruleSet, more ruleSet) {
+		for w, x := range more {
+			to[w] |= x
+		}
+	}
+	for name, until := range names {
+		if rules, ok := s.Naming(name); ok {
+			join(&rules, sets[until])
+			sets[until] = rules
+			meant[until] = append(meant[until], name)
+		}
+	}
+	// The latest first; each slot has what the later ones have as well.
+	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
+	var all ruleSet
+	var those []string
+	for i, t := range times[:min(len(times), pinSlots)] {
+		join(&all, sets[t])
+		those = append(those, meant[t]...)
+		at := min(len(times), pinSlots) - 1 - i
+		p.Expires[at], p.Set[at].W, p.Names[at] = t, all, remember(those)
+	}
+	return p, len(times) > 0
+}
+
+func pinKey(a netip.Addr, gen uint32) bpf.AgentPinKey {
+	k := bpf.AgentPinKey{Gen: gen}
+	b := a.As16()
+	for i := range k.Addr {
+		k.Addr[i] = binary.NativeEndian.Uint32(b[4*i:])
+	}
+	return k
+}
+
+// repin puts what the resolver has pinned into the map for the next generation.
+func (e *engine) repin(s *netpolicy.Spec) error {
+	now := flow.Now()
+	for a, names := range e.names {
+		for n, until := range names {
+			if until <= now {
+				delete(names, n)
+			}
+		}
+		if len(names) == 0 {
+			delete(e.names, a)
+			continue
+		}
+		if err := e.writePin(s, a, names); err != nil {
+			return err
+		}
+	}
+	// And what the names of flows mean now, though they may have expired.
+	for id, names := range e.known.names {
+		v, ok := matching(s, forever(names), func([]string) uint32 { return id })
+		if !ok {
+			continue
+		}
+		e.pins = true
+		if err := e.pinned.Put(bpf.AgentPinKey{Addr: [4]uint32{remembered, 0, 0, id}, Gen: e.gen}, &v); err != nil {
+			return fmt.Errorf("writing the names of flows: %w", err)
+		}
+	}
+	return nil
+}
+
+func (e *engine) writePin(s *netpolicy.Spec, a netip.Addr, names map[string]uint64) error {
+	v, ok := matching(s, names, e.remember)
+	if !ok {
+		return nil
+	}
+	e.pins = true
+	if err := e.pinned.Put(pinKey(a, e.gen), &v); err != nil {
+		return fmt.Errorf("pinning %v: %w", a, err)
+	}
+	return nil
+}
+
+// unpinOld removes the entries of generations that are gone. Most agents have none, and looking for them means a look
+// at each bucket of the map.
+func (e *engine) unpinOld() error {
+	if !e.pins {
+		return nil
+	}
+	var k bpf.AgentPinKey
+	var v bpf.AgentPin
+	var old []bpf.AgentPinKey
+	left := false
+	it := e.pinned.Iterate()
+	for it.Next(&k, &v) {
+		if k.Gen != e.gen {
+			old = append(old, k)
+		} else {
+			left = true
+		}
+	}
+	if err := it.Err(); err != nil {
+		return fmt.Errorf("looking for pinned addresses of an old policy: %w", err)
+	}
+	for _, k := range old {
+		if err := e.pinned.Delete(k); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("removing pinned addresses of an old policy: %w", err)
+		}
+	}
+	e.pins = left
+	return nil
+}
+
+// pin lets rules with a name match an address until a time on the kernel's clock.
+func (e *engine) pin(name string, a netip.Addr, until uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.spec == nil {
+		return errors.New("pinning an address: there is no policy")
+	}
+	names := e.names[a]
+	if names == nil {
+		if len(e.names) >= maxPins {
+			e.expire()
+		}
+		if len(e.names) >= maxPins {
+			return fmt.Errorf("pinning %v: %w (%d)", a, ErrPinsFull, maxPins)
+		}
+		names = map[string]uint64{}
+		e.names[a] = names
+	}
+	if _, ok := names[name]; !ok && len(names) >= maxPinNames {
+		makeRoom(names)
+	}
+	names[name] = max(names[name], until)
+	e.history.Given(name, a)
+	return e.writePin(e.spec, a, names)
+}
+
+// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that
+// asks for more names has the latest of them.
+func makeRoom(names map[string]uint64) {
+	now, first := flow.Now(), ""
+	for n, until := range names {
+		if until <= now {
+			delete(names, n)
+		} else if first == "" || until < names[first] {
+			first = n
+		}
+	}
+	if len(names) >= maxPinNames {
+		delete(names, first)
+	}
+}
+
+// expire forgets pins whose time is up.
+func (e *engine) expire() {
+	now := flow.Now()
+	for a, names := range e.names {
+		for n, until := range names {
+			if until <= now {
+				delete(names, n)
+			}
+		}
+		if len(names) == 0 {
+			delete(e.names, a)
+			// If it is not there, it has been removed with an old policy.
+			_ = e.pinned.Delete(pinKey(a, e.gen))
+		}
+	}
+}
+
+// counters reads the counts that are not zero.
+func (e *engine) counters() ([]netpolicy.Counter, error) {
+	var out []netpolicy.Counter
+	for d, dir := range netpolicy.Directions {
+		for v, verdict := range netpolicy.Verdicts {
+			for r := range netpolicy.Reasons {
+				var per []bpf.AgentCounter
+				if err := e.counts.Lookup(uint32((d*len(netpolicy.Verdicts)+v)*netpolicy.Reasons+r), &per); err != nil {
+					return nil, fmt.Errorf("reading counters: %w", err)
+				}
+				c := netpolicy.Counter{Direction: dir, Verdict: verdict, Reason: netpolicy.Reason(r)}
+				for _, p := range per {
+					c.Packets += p.Packets
+					c.Bytes += p.Bytes
+				}
+				if c.Packets != 0 {
+					out = append(out, c)
+				}
+			}
+		}
+	}
+	return out, nil
+}
+
+func (e *engine) usage(d netpolicy.Direction) (netpolicy.Usage, error) {
+	i := e.place.slot * 2
+	if d == netpolicy.Ingress {
+		i++
+	}
+	var u bpf.AgentUsage
+	if err := e.shared.usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
+		return netpolicy.Usage{}, fmt.Errorf("reading the use of the network: %w", err)
+	}
+	out := netpolicy.Usage{Bytes: u.Used, Idle: -1}
+	if u.Active != 0 {
+		out.Idle = max(0, time.Duration(flow.Now()-u.Active))
+	}
+	return out, nil
+}

@@ -1,0 +1,674 @@
+package link
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/ringbuf"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
+)
+
+// What can be wrong with a link, for errors.Is. A missing interface or agent is
+// os.ErrNotExist.
+var (
+	ErrUp   = errors.New("the interface is up")
+	ErrBusy = errors.New("another process has the agent's network")
+	ErrGone = errors.New("the programs are not on the interface")
+	ErrName = errors.New("unusable name of an agent")
+	ErrRoot = errors.New("the directory of pins is not safe")
+)
+
+// DefaultRoot is where agents have their pins: a directory each, with their maps and
+// programs; and where the programs are that they share.
+const DefaultRoot = bpffs + "/drowse"
+
+const bpffs = "/sys/fs/bpf"
+
+// agentName has no dot: the BPF file system allows none.
+var agentName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
+
+// Config says which agent has which interface.
+type Config struct {
+	// Agent names the directory of pins: 1 to 63 letters, digits, _ and -.
+	Agent string
+	// Interface is the name of its TAP device, in this network namespace.
+	Interface string
+	// Root is the directory of all agents' pins, in a BPF file system; empty is
+	// DefaultRoot.
+	Root string
+	// Tags are how rules of other agents on this host name this one. At most MaxOwnTags.
+	Tags []string
+}
+
+func (c Config) root() string {
+	if c.Root == "" {
+		return DefaultRoot
+	}
+	return c.Root
+}
+
+func (c Config) dir() string { return filepath.Join(c.root(), c.Agent) }
+
+// Link is the programs on an agent's TAP device. They stay there, with the last
+// policy, when the process that made them ends in any way; Adopt takes them over, and
+// Remove takes them away. If the device vanishes, they do nothing more. Its methods may
+// be called from any goroutine, but for Close and Remove, which must be the last.
+type Link struct {
+	cfg   Config
+	index int
+	eng   *engine
+	lock  *os.File // held as long as the Link is open
+}
+
+const (
+	filterName   = "drowse"
+	filterHandle = 0x6472
+	filterPrio   = 1
+	bpffsMode    = 0o700
+)
+
+// pinEntries are the names of an agent's own programs, by direction.
+var pinEntries = [2]string{"from_guest", "to_guest"}
+
+// Attach puts programs with a policy on an interface, which has to be down: nothing may
+// pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
+// agent's name is removed. If Attach fails, the interface stays down. The first call on
+// a host has the kernel verify the programs that all agents share.
+func Attach(cfg Config, spec *netpolicy.Spec) (*Link, error) {
+	if err := netpolicy.CheckTags(cfg.Tags); err != nil {
+		return nil, err
+	}
+	r, err := reserve(cfg, spec.Flows())
+	if err != nil {
+		return nil, err
+	}
+	return r.Attach(cfg.Tags, spec)
+}
+
+func openUsages(dir string) (*ebpf.Map, error) {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinUsages), &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("opening the use of the network: %w", err)
+	}
+	return m, nil
+}
+
+// own is what is pinned for an agent, by the names of the pins.
+func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
+	return map[string]pinnable{
+		pinCalls: calls, pinFlows: e.flows, pinLasting: e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events,
+		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
+	}
+}
+
+// pinnable is a map or a program.
+type pinnable interface {
+	Pin(string) error
+}
+
+// prepare checks the name, mounts the BPF file system and makes the root of pins.
+func prepare(cfg Config) error {
+	if !agentName.MatchString(cfg.Agent) {
+		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Agent)
+	}
+	return prepareRoot(cfg.root())
+}
+
+func prepareRoot(root string) error {
+	if err := mountBPFFS(); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(root, bpffsMode); err != nil {
+		return fmt.Errorf("making the directory of pins: %w", err)
+	}
+	// Whoever can change it can exchange the programs of agents that are yet to come.
+	return ownedByUs(root)
+}
+
+// Preload has the kernel verify the programs that agents share, if nobody has since the host was started: the first
+// Attach takes most of a second otherwise. Empty is DefaultRoot. It may be called at any time.
+func Preload(root string) error {
+	root = Config{Root: root}.root()
+	if err := prepareRoot(root); err != nil {
+		return err
+	}
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return err
+	}
+	defer s.unlock()
+	p, _, err := s.openOrLoad()
+	if err != nil {
+		return err
+	}
+	return p.close()
+}
+
+func mountBPFFS() error {
+	is, err := isBPFFS(bpffs)
+	if err != nil {
+		return fmt.Errorf("looking for the BPF file system: %w", err)
+	}
+	if !is {
+		if err := unix.Mount("bpf", bpffs, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700"); err != nil {
+			return fmt.Errorf("mounting the BPF file system on %s: %w: run as root, or have it mounted", bpffs, err)
+		}
+	}
+	return nil
+}
+
+func isBPFFS(path string) (bool, error) {
+	var s unix.Statfs_t
+	if err := unix.Statfs(path, &s); err != nil {
+		return false, &os.PathError{Op: "statfs", Path: path, Err: err}
+	}
+	return s.Type == unix.BPF_FS_MAGIC, nil
+}
+
+func findInterface(name string) (netlink.Link, error) {
+	nl, err := netlink.LinkByName(name)
+	if err != nil {
+		var none netlink.LinkNotFoundError
+		if errors.As(err, &none) {
+			err = os.ErrNotExist
+		}
+		return nil, fmt.Errorf("finding interface %q: %w", name, err)
+	}
+	return nl, nil
+}
+
+// lockDir makes sure that one process at a time has an agent. The kernel gives the
+// lock back when the process ends.
+func lockDir(dir string) (*os.File, error) {
+	f, err := osfile.TryOpenLocked(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, osfile.Exclusive)
+	if errors.Is(err, osfile.ErrLocked) {
+		err = fmt.Errorf("%s: %w", dir, ErrBusy)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("locking an agent's pins: %w", err)
+	}
+	return f, nil
+}
+
+func clearPins(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("reading an agent's pins: %w", err)
+	}
+	for _, e := range entries {
+		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("removing a pin: %w", err)
+		}
+	}
+	return nil
+}
+
+// sides are the programs and the hooks of clsact.
+func (e *engine) sides() map[uint32]*ebpf.Program {
+	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.entries[0], netlink.HANDLE_MIN_EGRESS: e.entries[1]}
+}
+
+// attach puts both programs on the interface, as filters of a clsact qdisc. They stay as
+// long as the interface does, whoever ends. TCX links would too, but to attach one the kernel waits until
+// all processors have passed through a quiet state, holding the lock of all its network
+// configuration: 20 ms for both, against less than 1 ms.
+func (l *Link) attach(nl netlink.Link) error {
+	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+		LinkIndex: l.index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+	}}
+	if err := netlink.QdiscReplace(qdisc); err != nil {
+		return fmt.Errorf("adding a clsact qdisc to %q: %w", nl.Attrs().Name, err)
+	}
+	for parent, prog := range l.eng.sides() {
+		err := netlink.FilterReplace(&netlink.BpfFilter{
+			FilterAttrs: netlink.FilterAttrs{
+				LinkIndex: l.index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
+			},
+			Fd: prog.FD(), Name: filterName, DirectAction: true,
+		})
+		if err != nil {
+			return fmt.Errorf("adding a filter to %q: %w", nl.Attrs().Name, err)
+		}
+	}
+	return nil
+}
+
+// check says whether the programs are on the interface, both of them.
+func (l *Link) check() error {
+	gone := func(why string) error {
+		return fmt.Errorf("agent %s on %q: %w: %s", l.cfg.Agent, l.cfg.Interface, ErrGone, why)
+	}
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return gone("the interface does not exist")
+	}
+	for parent, prog := range l.eng.sides() {
+		info, err := prog.Info()
+		if err != nil {
+			return fmt.Errorf("looking at a program of agent %s: %w", l.cfg.Agent, err)
+		}
+		id, _ := info.ID()
+		filters, err := netlink.FilterList(nl, parent)
+		if err != nil {
+			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
+		}
+		found := false
+		for _, f := range filters {
+			b, ok := f.(*netlink.BpfFilter)
+			found = found || ok && b.Id == int(id) && b.Priority == filterPrio
+		}
+		if !found {
+			return gone("a filter is missing")
+		}
+	}
+	return nil
+}
+
+// Adopt takes over what another process, which has ended, has left. The flows, the use
+// of limits and the counters go on; what the resolver had pinned counts until the next
+// Swap. It fails with os.ErrNotExist when there is nothing of that name, with ErrBusy
+// when its process is still there, with ErrGone when the interface is gone.
+func Adopt(cfg Config) (_ *Link, err error) {
+	if err := prepare(cfg); err != nil {
+		return nil, err
+	}
+	l := &Link{cfg: cfg}
+	if l.lock, err = lockDir(cfg.dir()); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.Close())
+		}
+	}()
+	nl, err := findInterface(cfg.Interface)
+	if err != nil {
+		return nil, err
+	}
+	l.index = nl.Attrs().Index
+	if l.eng, err = adoptEngine(cfg); err != nil {
+		return nil, fmt.Errorf("adopting agent %s: %w", cfg.Agent, err)
+	}
+	return l, l.check()
+}
+
+// adoptEngine opens what is pinned for an agent.
+func adoptEngine(cfg Config) (_ *engine, err error) {
+	at, err := placeOf(cfg.dir())
+	if err != nil {
+		return nil, err
+	}
+	if at.version != digest() {
+		return nil, fmt.Errorf("%w: it is of another version of drowse", ErrGone)
+	}
+	e := &engine{place: at, shared: &programs{}, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, e.close())
+		}
+	}()
+	for name, m := range map[string]**ebpf.Map{
+		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
+	} {
+		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
+			return nil, err
+		}
+	}
+	for d, name := range pinEntries {
+		if e.entries[d], err = ebpf.LoadPinnedProgram(filepath.Join(cfg.dir(), name), nil); err != nil {
+			return nil, err
+		}
+	}
+	dir := programsDir(cfg.root(), at.version)
+	if e.shared.policies, err = ebpf.LoadPinnedMap(filepath.Join(dir, pinPolicies), nil); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			err = fmt.Errorf("%w: nobody can find their policies any more", ErrGone)
+		}
+		return nil, err
+	}
+	if e.shared.usages, err = openUsages(dir); err != nil {
+		return nil, err
+	}
+	return e, e.adoptTables()
+}
+
+// Up gives the interface the gateway's addresses, tells the host where the agent's
+// address is, and raises it.
+func (l *Link) Up(id netpolicy.Identity) error {
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return fmt.Errorf("raising %q: %w", l.cfg.Interface, err)
+	}
+	if err := l.check(); err != nil {
+		return err
+	}
+	type family struct {
+		own, guest, gateway netip.Addr
+		bits                int
+	}
+	families := []family{{id.Address4, netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, 30}}
+	if id.Address6.IsValid() {
+		families = append(families, family{id.Address6, netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6, 64})
+	}
+	for _, f := range families {
+		addr := &netlink.Addr{IPNet: ipNet(f.gateway, f.bits)}
+		if f.gateway.Is6() {
+			addr.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrReplace(nl, addr); err != nil {
+			return fmt.Errorf("giving %q the address %v: %w", l.cfg.Interface, f.gateway, err)
+		}
+	}
+	if err := netlink.LinkSetUp(nl); err != nil {
+		return fmt.Errorf("raising %q: %w", l.cfg.Interface, err)
+	}
+	for _, f := range families {
+		// The guest's MAC is known, so the host never has to ask for it.
+		n := &netlink.Neigh{LinkIndex: l.index, State: netlink.NUD_PERMANENT, IP: f.guest.AsSlice(), HardwareAddr: netpolicy.TheWire.GuestMAC[:]}
+		if err := netlink.NeighSet(n); err != nil {
+			return fmt.Errorf("telling the host the guest's MAC on %q: %w", l.cfg.Interface, err)
+		}
+		if f.own == f.guest {
+			continue
+		}
+		r := &netlink.Route{
+			LinkIndex: l.index, Dst: ipNet(f.own, f.own.BitLen()), Gw: f.guest.AsSlice(), Src: f.gateway.AsSlice(),
+			Flags: int(netlink.FLAG_ONLINK),
+		}
+		if err := netlink.RouteReplace(r); err != nil {
+			return fmt.Errorf("routing %v to %q: %w", f.own, l.cfg.Interface, err)
+		}
+	}
+	if id.Address6.IsValid() {
+		return awaitLocal(netpolicy.TheWire.Gateway6, l.cfg.Interface)
+	}
+	return nil
+}
+
+// The kernel puts an IPv6 address into service in a work item of its own, some time
+// after it has said yes.
+const (
+	localWithin = 30 * time.Second
+	localPause  = time.Millisecond
+)
+
+// awaitLocal waits until the host takes packets to one of its addresses.
+func awaitLocal(a netip.Addr, name string) error {
+	for end := time.Now().Add(localWithin); ; time.Sleep(localPause) {
+		routes, err := netlink.RouteGet(a.AsSlice())
+		if err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL {
+			return nil
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("raising %q: the kernel has not put %v into service for %v: is IPv6 switched off (sysctl net.ipv6.conf.*.disable_ipv6)?", name, a, localWithin)
+		}
+	}
+}
+
+func ipNet(a netip.Addr, bits int) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
+}
+
+// Swap replaces the policy while packets pass. Each packet is judged by the old policy or by the new one. When Swap
+// returns, no packet is judged by the old one any more. It takes half a millisecond with 1,000 rules, and longer the
+// more addresses the resolver has pinned. If the policy is too large for the memory of the one before the last, it gets
+// new memory; more than maxWriters of these in a row wait for the kernel, up to 100 ms each. The size of the flow table
+// stays.
+func (l *Link) Swap(s *netpolicy.Spec) error { return l.eng.install(s) }
+
+// SetTags changes by which tags the rules of other agents name this one. At most MaxOwnTags. When it returns, no packet
+// of another agent is judged by the old ones any more, and flows with this one are judged anew: those that its new tags
+// do not open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other agents cannot be told:
+// the pins of what agents share were removed.
+func (l *Link) SetTags(tags []string) error {
+	if err := netpolicy.CheckTags(tags); err != nil {
+		return err
+	}
+	s, err := lockShared(l.cfg.root(), l.eng.place.version)
+	if err != nil {
+		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+	}
+	err = s.retag(l.cfg.Agent, l.eng.place.claim, tags)
+	s.unlock()
+	if errors.Is(err, os.ErrNotExist) {
+		err = fmt.Errorf("%w: %w", ErrGone, err)
+	}
+	if err != nil {
+		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+	}
+	return l.eng.settle()
+}
+
+// Pin says that the resolver has given the guest an address for a name, for so long.
+// Rules with a matching name match the address until then. The name is in lower case,
+// without a final dot. It fails with ErrPinsFull when there are too many.
+func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
+	return l.eng.pin(name, a.Unmap(), flow.Now()+uint64(max(0, ttl)))
+}
+
+// Name is the last name that Pin was called with for an address; empty is none.
+func (l *Link) Name(a netip.Addr) string { return l.eng.history.Name(a.Unmap(), ^uint64(0)) }
+
+// RuleName names a rule of a table by its generation, for events: its name, or its place. It
+// is empty for tables before the last few, and for those of a process before this one.
+func (l *Link) RuleName(generation uint32, rule int) string {
+	return l.eng.history.Rule(generation, rule)
+}
+
+// FlowLog begins a log of the agent's flows: see flow.NewLog.
+func (l *Link) FlowLog(id netpolicy.Identity) (*flow.Log, error) {
+	return flow.NewLog(l.eng.flowTable(), id, flow.Now, flow.Coarse())
+}
+
+// Counters says what became of packets since the programs were loaded.
+func (l *Link) Counters() ([]netpolicy.Counter, error) { return l.eng.counters() }
+
+// Usage says what has passed in a direction, and how long ago the last packet has.
+func (l *Link) Usage(d netpolicy.Direction) (netpolicy.Usage, error) { return l.eng.usage(d) }
+
+// Events calls fn for each event until the context ends, whose error it returns. Only
+// one call at a time gets them.
+func (l *Link) Events(ctx context.Context, fn func(netpolicy.Event)) error {
+	r, err := ringbuf.NewReader(l.eng.events)
+	if err != nil {
+		return fmt.Errorf("reading events: %w", err)
+	}
+	defer r.Close()
+	// Setting a deadline would wait for the next event.
+	stop := context.AfterFunc(ctx, func() { _ = r.Flush() })
+	defer stop()
+	var rec ringbuf.Record
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := r.ReadInto(&rec); err != nil {
+			if errors.Is(err, ringbuf.ErrFlushed) {
+				continue
+			}
+			return fmt.Errorf("reading events: %w", err)
+		}
+		if ev, ok := decodeEvent(rec.RawSample); ok {
+			fn(ev)
+		}
+	}
+}
+
+// sizes of an event as bpf/agent.c writes it.
+const eventSize = 48
+
+func decodeEvent(b []byte) (netpolicy.Event, bool) {
+	if len(b) < eventSize {
+		return netpolicy.Event{}, false
+	}
+	le, be := binary.LittleEndian, binary.BigEndian
+	v, d := int(b[44]), int(b[46])
+	if v >= len(netpolicy.Verdicts) || d >= len(netpolicy.Directions) {
+		return netpolicy.Event{}, false
+	}
+	e := netpolicy.Event{
+		Uptime: time.Duration(le.Uint64(b)), Peer: netip.AddrFrom16([16]byte(b[8:24])).Unmap(), Generation: le.Uint32(b[24:]), Bytes: le.Uint32(b[28:]),
+		Suppressed: le.Uint32(b[32:]), Rule: int(le.Uint16(b[36:])), PeerPort: be.Uint16(b[38:]), GuestPort: be.Uint16(b[40:]),
+		EtherType: be.Uint16(b[42:]), Verdict: netpolicy.Verdicts[v], Reason: netpolicy.Reason(b[45]), Direction: netpolicy.Directions[d], Protocol: b[47],
+	}
+	if e.Rule == 0xffff {
+		e.Rule = -1
+	}
+	return e, true
+}
+
+// Close lets go of the agent; the programs stay where they are, with their policy.
+func (l *Link) Close() error {
+	var errs []error
+	if l.eng != nil {
+		errs = append(errs, l.eng.close())
+	}
+	if l.lock != nil {
+		errs = append(errs, l.lock.Close())
+		l.lock = nil
+	}
+	return errors.Join(errs...)
+}
+
+// Remove sets the interface down, if it is still there, takes the programs off it and
+// removes their pins. The Link is closed.
+func (l *Link) Remove() error {
+	return errors.Join(l.takeOff(), removeAgent(l.cfg), l.Close())
+}
+
+func (l *Link) takeOff() error {
+	nl, err := netlink.LinkByIndex(l.index)
+	if err != nil {
+		return nil // it has taken them with it
+	}
+	if err := netlink.LinkSetDown(nl); err != nil {
+		return fmt.Errorf("setting %q down: %w", l.cfg.Interface, err)
+	}
+	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
+		filters, err := netlink.FilterList(nl, parent)
+		if err != nil {
+			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
+		}
+		for _, f := range filters {
+			if b, ok := f.(*netlink.BpfFilter); ok && b.Handle == filterHandle && b.Priority == filterPrio {
+				if err := netlink.FilterDel(f); err != nil {
+					return fmt.Errorf("removing a filter of %q: %w", l.cfg.Interface, err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// clearAgent gives back the slot of an agent whose programs are not on an interface that
+// is up, and removes its pins. The slot's link is the last to go.
+func clearAgent(cfg Config) error {
+	at, err := placeOf(cfg.dir())
+	if err == nil {
+		err = giveBack(cfg, at)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return clearPins(cfg.dir())
+}
+
+func giveBack(cfg Config, at place) error {
+	s, err := lockShared(cfg.root(), at.version)
+	if err != nil {
+		return err
+	}
+	defer s.unlock()
+	return s.release(cfg.Agent, at)
+}
+
+// removeAgent is clearAgent, and removes the agent's directory.
+func removeAgent(cfg Config) error {
+	if err := clearAgent(cfg); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	return removePins(cfg.dir())
+}
+
+// removePins removes a directory of pins.
+func removePins(dir string) error {
+	if err := clearPins(dir); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("removing an agent's pins: %w", err)
+	}
+	return nil
+}
+
+// Remove takes away what a process that has ended left under an agent's name: see
+// Link.Remove. It is no error if there is nothing. It fails with ErrBusy if the process
+// is still there.
+func Remove(cfg Config) error {
+	l, err := Adopt(cfg)
+	switch {
+	case err == nil:
+		return l.Remove()
+	case errors.Is(err, ErrBusy), errors.Is(err, ErrName), errors.Is(err, ErrRoot):
+		return err
+	}
+	// Incomplete, or without its interface. What may still be attached is taken off
+	// an interface that is down.
+	lock, err := lockDir(cfg.dir())
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	if nl, err := findInterface(cfg.Interface); err == nil {
+		if err := netlink.LinkSetDown(nl); err != nil {
+			return fmt.Errorf("setting %q down: %w", cfg.Interface, err)
+		}
+	}
+	return removeAgent(cfg)
+}
+
+// Agents lists the names under a root of pins; empty is DefaultRoot.
+func Agents(root string) ([]string, error) {
+	root = Config{Root: root}.root()
+	if err := ownedByUs(root); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("listing agents: %w", err)
+	}
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		return nil, fmt.Errorf("listing agents: %w", err)
+	}
+	var out []string
+	for _, e := range entries {
+		if e.IsDir() && agentName.MatchString(e.Name()) {
+			out = append(out, e.Name())
+		}
+	}
+	return out, nil
+}

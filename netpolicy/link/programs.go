@@ -1,0 +1,703 @@
+package link
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+)
+
+// ErrSlots is that a host has as many agents as it can.
+var ErrSlots = errors.New("there are too many agents")
+
+// Under the root of pins are the directories of agents and, for each version of the
+// programs, one that agents share. Its name is no agent's.
+//
+//	_programs-DIGEST/ready      a link that is made last: all that follows is there. It says DIGEST/MARK, the mark of answers
+//	_programs-DIGEST/MAP        the maps in which programs find those of an agent
+//	_programs-DIGEST/slot-N     a link: the name of the agent that has slot N
+//	AGENT/slot                  a link: DIGEST/N/CLAIM
+//	AGENT/known-ADDRESS         a link: others know the agent by this address, 16 bytes in hexadecimal
+//
+// Whoever makes or looks for a slot locks the directory. The programs live as long as
+// anything refers to them, which every agent's own program does by the map of calls that is pinned
+// in the agent's directory as well; so removing the shared directory harms nobody who is
+// there.
+const (
+	programsPrefix = "_programs-"
+	pinReady       = "ready"
+	pinSlot        = "slot"
+	slotPrefix     = "slot-"
+	pinCalls       = "calls"
+	pinPolicies    = "policies"
+	pinUsages      = "usages"
+	pinAgents      = "agents"
+	pinFlows       = "flows"
+	pinLasting     = "lasting"
+	knownPrefix    = "known-"
+)
+
+// layout is the version of what the loader, apart from the objects, agrees on with itself:
+// rows of the table, sizes, names of pins.
+const layout = "4"
+
+func digest() string { return bpf.Digest() + layout }
+
+// programs are the maps of the programs that agents share, open. All but calls, usages and agents
+// are maps of maps, by slot.
+type programs struct {
+	calls, policies, usages, agents *ebpf.Map
+	flows, pins, counters, stream   *ebpf.Map
+	mark                            uint32 // of answers; known to who has loaded them alone
+}
+
+func (p *programs) byName() map[string]**ebpf.Map {
+	return map[string]**ebpf.Map{
+		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages, pinAgents: &p.agents,
+		pinFlows: &p.flows, "pins": &p.pins, "counters": &p.counters, "events": &p.stream,
+	}
+}
+
+func (p *programs) close() error {
+	var errs []error
+	for _, m := range p.byName() {
+		if *m != nil {
+			errs = append(errs, (*m).Close())
+			*m = nil
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// closeShared closes what an agent that has its slot does not need any more, and would only be
+// harmful in the wrong hands: with it, others' flows and events could be exchanged.
+func (p *programs) closeShared() error {
+	var errs []error
+	for _, m := range []**ebpf.Map{&p.calls, &p.agents, &p.flows, &p.pins, &p.counters, &p.stream} {
+		errs = append(errs, (*m).Close())
+		*m = nil
+	}
+	return errors.Join(errs...)
+}
+
+// kernelTypes keeps what has been read of the kernel's BTF, which is much.
+var kernelTypes = btf.NewCache()
+
+// loadPrograms has the kernel verify and compile the programs, which takes up to half a second.
+// Under test their clock stands until it is set, with the variable that is returned.
+func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
+	spec, err := bpf.LoadAgent()
+	if err != nil {
+		return nil, nil, fmt.Errorf("reading the eBPF objects: %w", err)
+	}
+	if testing {
+		if err := spec.Variables["testing"].Set(uint32(1)); err != nil {
+			return nil, nil, fmt.Errorf("preparing the eBPF objects: %w", err)
+		}
+	}
+	// Nobody but the host marks packets; a random mark keeps it from doing so by chance.
+	mark, err := randomWord()
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := spec.Variables["answer_mark"].Set(mark); err != nil {
+		return nil, nil, fmt.Errorf("preparing the eBPF objects: %w", err)
+	}
+	var o bpf.AgentObjects
+	if err := spec.LoadAndAssign(&o, &ebpf.CollectionOptions{Cache: kernelTypes}); err != nil {
+		if errors.Is(err, os.ErrPermission) {
+			err = fmt.Errorf("%w: run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN", err)
+		}
+		return nil, nil, fmt.Errorf("loading the eBPF programs: %w: %w", ErrKernel, err)
+	}
+	p := &programs{
+		calls: o.Calls, policies: o.Policies, usages: o.Usages, agents: o.Agents,
+		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events, mark: mark,
+	}
+	err = o.ToGate.Close() // GuardGate loads another one
+	for i, prog := range []*ebpf.Program{o.FromGuest, o.ToGuest} {
+		err = errors.Join(err, p.calls.Put(uint32(i), prog), prog.Close())
+	}
+	if err != nil {
+		return nil, nil, errors.Join(fmt.Errorf("storing the eBPF programs: %w", err), p.close())
+	}
+	return p, o.TestNow, nil
+}
+
+// randomWord is any number but 0.
+func randomWord() (uint32, error) {
+	var b [4]byte
+	if _, err := rand.Read(b[:]); err != nil {
+		return 0, fmt.Errorf("choosing a random number: %w", err)
+	}
+	return binary.NativeEndian.Uint32(b[:]) | 1, nil
+}
+
+// shared is the directory of the programs that agents share, locked.
+type shared struct {
+	root, digest string
+	dir          string
+	lock         *os.File
+}
+
+// How long to wait for others who make or give back slots, and how long between looks.
+const (
+	lockWithin = 30 * time.Second
+	lockPause  = time.Millisecond
+)
+
+func programsDir(root, digest string) string { return filepath.Join(root, programsPrefix+digest) }
+
+// lockShared locks the directory of a version of the programs. It is made if there is
+// none, but for those of another version: os.ErrNotExist. It waits for others.
+func lockShared(root, version string) (*shared, error) {
+	for end := time.Now().Add(lockWithin); ; time.Sleep(lockPause) {
+		if version == digest() {
+			if err := os.MkdirAll(programsDir(root, version), bpffsMode); err != nil {
+				return nil, fmt.Errorf("making the directory of the programs: %w", err)
+			}
+		}
+		s, err := tryShared(root, version)
+		switch {
+		case err == nil:
+			return s, nil
+		case errors.Is(err, ErrBusy), errors.Is(err, os.ErrNotExist) && version == digest():
+			if time.Now().After(end) {
+				return nil, fmt.Errorf("waiting for others who attach policies: %w after %v", err, lockWithin)
+			}
+		default:
+			return nil, err
+		}
+	}
+}
+
+// tryShared locks a directory that is there, or says ErrBusy.
+func tryShared(root, version string) (*shared, error) {
+	s := &shared{root: root, digest: version, dir: programsDir(root, version)}
+	var err error
+	if s.lock, err = lockDir(s.dir); err != nil {
+		return nil, err
+	}
+	// Someone may have removed it before it was locked.
+	if there, err := os.Lstat(s.dir); err == nil {
+		if own, err := s.lock.Stat(); err == nil && os.SameFile(there, own) {
+			return s, nil
+		}
+	}
+	s.unlock()
+	return nil, &os.PathError{Op: "lock", Path: s.dir, Err: os.ErrNotExist}
+}
+
+func (s *shared) unlock() { s.lock.Close() }
+
+// usable says whether an open map is of the kind that its name says: its pin may be what
+// somebody else has put there.
+func usable(name string, m *ebpf.Map) bool {
+	kind, entries, value := ebpf.ArrayOfMaps, uint32(netpolicy.MaxAgents), uint32(4)
+	switch name {
+	case pinCalls:
+		kind, entries = ebpf.ProgramArray, uint32(len(netpolicy.Directions))
+	case pinAgents:
+		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*netpolicy.MaxAgents && m.KeySize() == 16 &&
+			m.ValueSize() == uint32(binary.Size(bpf.AgentTagged{}))
+	case pinPolicies, pinFlows:
+		entries = 2 * netpolicy.MaxAgents
+	case pinUsages:
+		kind, entries, value = ebpf.Array, 2*netpolicy.MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
+	}
+	if m.Type() != kind || m.MaxEntries() != entries || m.KeySize() != 4 || m.ValueSize() != value {
+		return false
+	}
+	if name != pinCalls {
+		return true
+	}
+	for d := range entries {
+		var program uint32
+		if err := m.Lookup(d, &program); err != nil {
+			return false // it would drop every packet
+		}
+	}
+	return true
+}
+
+// open opens the maps that are pinned. If something is missing or is not what it should
+// be, it is os.ErrNotExist.
+func (s *shared) open() (_ *programs, err error) {
+	if _, err := os.Readlink(filepath.Join(s.dir, pinReady)); err != nil {
+		return nil, err
+	}
+	p := &programs{}
+	for name, m := range p.byName() {
+		if *m, err = ebpf.LoadPinnedMap(filepath.Join(s.dir, name), nil); err != nil {
+			return nil, errors.Join(fmt.Errorf("opening the programs: %s: %w", name, err), p.close())
+		}
+		if !usable(name, *m) {
+			return nil, errors.Join(fmt.Errorf("opening the programs: %s is something else: %w", name, os.ErrNotExist), p.close())
+		}
+	}
+	return p, nil
+}
+
+// openOrLoad opens the programs, or loads them if nobody has before.
+func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
+	p, err = s.open()
+	if err == nil || !errors.Is(err, os.ErrNotExist) {
+		return p, false, err
+	}
+	// Slots of agents whose programs are others go with what is removed; they are not
+	// given back again, since their claims are not known here.
+	if err := clearPins(s.dir); err != nil {
+		return nil, false, err
+	}
+	if p, _, err = loadPrograms(false); err != nil {
+		return nil, false, err
+	}
+	for name, m := range p.byName() {
+		if err := (*m).Pin(filepath.Join(s.dir, name)); err != nil {
+			return nil, false, errors.Join(fmt.Errorf("pinning %s of the programs: %w", name, err), p.close())
+		}
+	}
+	if err := os.Symlink(fmt.Sprintf("%s/%d", s.digest, p.mark), filepath.Join(s.dir, pinReady)); err != nil {
+		return nil, false, errors.Join(fmt.Errorf("pinning the programs: %w", err), p.close())
+	}
+	return p, true, nil
+}
+
+// place is where the programs find an agent: its slot, and the number by which they know
+// that the slot is still the agent's.
+type place struct {
+	version     string
+	slot, claim uint32
+}
+
+// table is where one of the agent's two tables is in the map of them.
+func (p place) table(which uint32) uint32 { return p.slot*2 + which }
+
+func (p place) String() string { return fmt.Sprintf("%s/%d/%d", p.version, p.slot, p.claim) }
+
+// placeOf reads what an agent's directory says.
+func placeOf(dir string) (p place, err error) {
+	text, err := os.Readlink(filepath.Join(dir, pinSlot))
+	if err != nil {
+		return p, err
+	}
+	words := strings.Split(text, "/")
+	if len(words) == 3 {
+		slot, err1 := strconv.ParseUint(words[1], 10, 32)
+		claim, err2 := strconv.ParseUint(words[2], 10, 32)
+		if errors.Join(err1, err2) == nil && slot < netpolicy.MaxAgents && agentName.MatchString(words[0]) {
+			return place{words[0], uint32(slot), uint32(claim)}, nil
+		}
+	}
+	return p, fmt.Errorf("reading the slot of %s: %q is none: %w", dir, text, os.ErrNotExist)
+}
+
+func (s *shared) slotLink(slot uint32) string {
+	return filepath.Join(s.dir, slotPrefix+strconv.FormatUint(uint64(slot), 10))
+}
+
+// take gives an agent a slot, beginning anywhere. A slot whose agent does not say that
+// it has it is free. The agent's directory says so first: what is not in the shared one then
+// is taken by nobody.
+func (s *shared) take(agent string) (place, error) {
+	first, err := randomWord()
+	if err != nil {
+		return place{}, err
+	}
+	return s.takeFrom(agent, first)
+}
+
+func (s *shared) takeFrom(agent string, first uint32) (p place, err error) {
+	claim, err := randomWord()
+	if err != nil {
+		return p, err
+	}
+	dir := filepath.Join(s.root, agent)
+	for i := range uint32(netpolicy.MaxAgents) {
+		p = place{s.digest, (first + i) % netpolicy.MaxAgents, claim}
+		owner, err := os.Readlink(s.slotLink(p.slot))
+		switch {
+		case errors.Is(err, os.ErrNotExist):
+		case err != nil:
+			return p, fmt.Errorf("looking for a slot: %w", err)
+		default:
+			has, err := placeOf(filepath.Join(s.root, owner))
+			if err == nil && has.version == s.digest && has.slot == p.slot {
+				continue
+			}
+			if err := os.Remove(s.slotLink(p.slot)); err != nil {
+				return p, fmt.Errorf("taking a slot: %w", err)
+			}
+		}
+		if err := os.Symlink(p.String(), filepath.Join(dir, pinSlot)); err != nil {
+			return p, fmt.Errorf("taking a slot: %w", err)
+		}
+		if err := os.Symlink(agent, s.slotLink(p.slot)); err != nil {
+			return p, fmt.Errorf("taking a slot: %w", err)
+		}
+		return p, nil
+	}
+	return p, fmt.Errorf("taking a slot: %w: %d", ErrSlots, netpolicy.MaxAgents)
+}
+
+// release gives a slot back, with the maps that are in it.
+func (s *shared) release(agent string, p place) error {
+	owner, err := os.Readlink(s.slotLink(p.slot))
+	if errors.Is(err, os.ErrNotExist) || err == nil && owner != agent {
+		return nil // it is another's by now
+	}
+	if err != nil {
+		return fmt.Errorf("giving back a slot: %w", err)
+	}
+	progs, err := s.open()
+	if err == nil {
+		err = errors.Join(s.forget(agent, p.claim), progs.empty(p.slot), progs.close())
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	if err := os.Remove(s.slotLink(p.slot)); err != nil {
+		return fmt.Errorf("giving back a slot: %w", err)
+	}
+	return nil
+}
+
+// used says whether an agent has a slot.
+func (s *shared) used() (bool, error) {
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		return false, fmt.Errorf("looking for slots: %w", err)
+	}
+	for _, e := range entries {
+		n, ok := strings.CutPrefix(e.Name(), slotPrefix)
+		if !ok {
+			continue
+		}
+		owner, err := os.Readlink(filepath.Join(s.dir, e.Name()))
+		if err != nil {
+			return false, fmt.Errorf("looking for slots: %w", err)
+		}
+		has, err := placeOf(filepath.Join(s.root, owner))
+		if err == nil && has.version == s.digest && strconv.FormatUint(uint64(has.slot), 10) == n {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// Sweep removes programs that no agent uses, of all versions. The next agent loads them
+// anew. Empty is DefaultRoot.
+func Sweep(root string) error { return unloadIdle(Config{Root: root}.root(), "") }
+
+// SweepOld removes those of other versions alone: an agent that comes after all others have gone, as the only VM of a
+// host that sleeps and wakes does, should not wait for the kernel to verify the programs once more. Empty is
+// DefaultRoot.
+func SweepOld(root string) error { return unloadIdle(Config{Root: root}.root(), digest()) }
+
+// unloadIdle keeps those of one version.
+func unloadIdle(root, keep string) error {
+	if err := ownedByUs(root); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return fmt.Errorf("listing programs: %w", err)
+	}
+	entries, err := os.ReadDir(root)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("listing programs: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		version, ok := strings.CutPrefix(e.Name(), programsPrefix)
+		if !ok || version == keep || !e.IsDir() {
+			continue
+		}
+		errs = append(errs, unload(root, version))
+	}
+	return errors.Join(errs...)
+}
+
+func unload(root, version string) error {
+	s, err := tryShared(root, version)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, ErrBusy) {
+		return nil // whoever has locked it uses it, or removes it
+	}
+	if err != nil {
+		return err
+	}
+	defer s.unlock()
+	used, err := s.used()
+	if err != nil || used {
+		return err
+	}
+	return removePins(s.dir)
+}
+
+// slotMap is a map of an agent's and the one in which the programs find it.
+type slotMap struct {
+	of   *ebpf.Map
+	slot uint32
+	own  *ebpf.Map
+}
+
+// publish puts maps into slots of which nobody uses what was there before. The kernel makes each writer wait until all
+// processors have passed through a quiet state, 10 to 100 ms, for the sake of those who would. So publish returns when
+// the maps can be seen, and wait says what became of the writers.
+func publish(maps []slotMap) (wait func() error, err error) {
+	done := make(chan error, len(maps))
+	for _, m := range maps {
+		// By its number: once it can be seen its owner may close it, while the writer still waits.
+		fd := uint32(m.own.FD())
+		go func() { done <- m.of.Put(m.slot, fd) }()
+	}
+	ended := 0
+	wait = func() error {
+		var errs []error
+		for ; ended < len(maps); ended++ {
+			errs = append(errs, <-done)
+		}
+		return errors.Join(errs...)
+	}
+	for _, m := range maps {
+		id, err := mapID(m.own)
+		if err != nil {
+			return nil, errors.Join(err, wait())
+		}
+		for {
+			var there ebpf.MapID
+			if err := m.of.Lookup(m.slot, &there); err == nil && there == id {
+				break
+			}
+			if ended == len(maps) {
+				return nil, errors.New("an agent's map is not where it was put")
+			}
+			select {
+			case err := <-done:
+				if ended++; err != nil {
+					return nil, errors.Join(fmt.Errorf("storing an agent's maps: %w", err), wait())
+				}
+			case <-time.After(publishPause):
+			}
+		}
+	}
+	return wait, nil
+}
+
+// publishPause is how long it may take until a writer has been given a processor.
+const publishPause = 50 * time.Microsecond
+
+// empty takes all maps out of a slot. The writers wait side by side.
+func (p *programs) empty(slot uint32) error {
+	at := place{slot: slot}
+	all := []slotMap{
+		{of: p.policies, slot: at.table(0)}, {of: p.policies, slot: at.table(1)},
+		{of: p.flows, slot: at.table(0)}, {of: p.flows, slot: at.table(1)}, {of: p.pins, slot: slot}, {of: p.counters, slot: slot}, {of: p.stream, slot: slot},
+	}
+	done := make(chan error, len(all))
+	for _, m := range all {
+		go func() {
+			err := m.of.Delete(m.slot)
+			if errors.Is(err, ebpf.ErrKeyNotExist) {
+				err = nil
+			}
+			done <- err
+		}()
+	}
+	var errs []error
+	for range all {
+		errs = append(errs, <-done)
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("emptying a slot: %w", err)
+	}
+	return nil
+}
+
+// tagged is an agent as the programs of others see it, but for its device.
+func tagged(claim, edition uint32, tags []string) bpf.AgentTagged {
+	v := bpf.AgentTagged{Claim: claim, Edition: edition}
+	for i, t := range tags {
+		v.Tag[i] = netpolicy.TagHash(t)
+	}
+	return v
+}
+
+// introduce tells other agents an agent's tags, before its device is up. Its directory says
+// first what forget has to take back. Others who have had its addresses are forgotten, in
+// programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
+func (s *shared) introduce(p *programs, agent string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) error {
+	mine := tagged(claim, 0, tags)
+	cookie, err := netnsCookie()
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	mine.Ifindex, mine.Netns = uint32(ifindex), cookie
+	var keys [][16]byte
+	for _, a := range []netip.Addr{id.Address4, id.Address6} {
+		if a.IsValid() {
+			keys = append(keys, a.As16())
+		}
+	}
+	others, err := filepath.Glob(programsDir(s.root, "*"))
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	for _, dir := range others {
+		if dir != s.dir {
+			err = errors.Join(err, forgetIn(dir, keys, 0))
+		}
+	}
+	for _, k := range keys {
+		if err == nil {
+			err = os.Symlink(agent, filepath.Join(s.root, agent, knownPrefix+hex.EncodeToString(k[:])))
+		}
+		if err == nil {
+			err = p.agents.Put(k, &mine)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	}
+	return nil
+}
+
+// netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have
+// their numbers in one alone.
+func netnsCookie() (uint64, error) {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, fmt.Errorf("making a socket: %w", err)
+	}
+	defer unix.Close(fd)
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	if err != nil {
+		return 0, fmt.Errorf("asking for the network namespace: %w", err)
+	}
+	return cookie, nil
+}
+
+// retag changes the tags by which others know an agent, all at one moment for each of its addresses.
+func (s *shared) retag(agent string, claim uint32, tags []string) error {
+	keys, err := s.known(agent)
+	if err != nil {
+		return err
+	}
+	m, err := ebpf.LoadPinnedMap(filepath.Join(s.dir, pinAgents), nil)
+	if err == nil && !usable(pinAgents, m) {
+		err = errors.Join(os.ErrNotExist, m.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("opening the list of agents: %w", err)
+	}
+	defer m.Close()
+	// First all are looked at: nothing is changed if one is not there.
+	next := make([]bpf.AgentTagged, len(keys))
+	for i, k := range keys {
+		var v bpf.AgentTagged
+		if err := m.Lookup(k, &v); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("looking for agent %s: %w", agent, err)
+		}
+		if v.Claim != claim {
+			return fmt.Errorf("%w: others do not know %s by its address any more", ErrGone, agent)
+		}
+		next[i] = tagged(claim, v.Edition+1, tags)
+		next[i].Ifindex, next[i].Netns = v.Ifindex, v.Netns
+	}
+	for i, k := range keys {
+		if err := m.Update(k, &next[i], ebpf.UpdateExist); err != nil {
+			return fmt.Errorf("telling other agents of %s: %w", agent, err)
+		}
+	}
+	return nil
+}
+
+// forget takes back what introduce has told of an agent.
+func (s *shared) forget(agent string, claim uint32) error {
+	keys, err := s.known(agent)
+	if err != nil {
+		return err
+	}
+	return forgetIn(s.dir, keys, claim)
+}
+
+// known are the addresses by which others know an agent.
+func (s *shared) known(agent string) (keys [][16]byte, err error) {
+	entries, err := os.ReadDir(filepath.Join(s.root, agent))
+	if err != nil {
+		return nil, fmt.Errorf("looking for an agent's addresses: %w", err)
+	}
+	for _, e := range entries {
+		if text, ok := strings.CutPrefix(e.Name(), knownPrefix); ok {
+			if k, err := hex.DecodeString(text); err == nil && len(k) == 16 {
+				keys = append(keys, [16]byte(k))
+			}
+		}
+	}
+	return keys, nil
+}
+
+// forgetIn takes agents away by their addresses, but not those of another claim than this; 0 is any.
+func forgetIn(dir string, keys [][16]byte, claim uint32) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinAgents), nil)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("opening the list of agents: %w", err)
+	}
+	defer m.Close()
+	if m.KeySize() != 16 {
+		return nil // it is none, or one of a version that has another
+	}
+	for _, k := range keys {
+		v, err := m.LookupBytes(k)
+		if err == nil && len(v) >= 4 && (claim == 0 || binary.NativeEndian.Uint32(v) == claim) {
+			err = m.Delete(k)
+		}
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("taking an agent from the list of agents: %w", err)
+		}
+	}
+	return nil
+}
+
+// resetUsage begins both directions of a slot anew.
+func (p *programs) resetUsage(slot uint32) error {
+	zero := make([]byte, p.usages.ValueSize())
+	for d := range uint32(2) {
+		if err := p.usages.Put(slot*2+d, zero); err != nil {
+			return fmt.Errorf("resetting the use of the network: %w", err)
+		}
+	}
+	return nil
+}
+
+// ownedByUs refuses a directory that somebody else could change.
+func ownedByUs(dir string) error {
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); err != nil {
+		return &os.PathError{Op: "lstat", Path: dir, Err: err}
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || int(st.Uid) != os.Geteuid() || st.Mode&0o022 != 0 {
+		return fmt.Errorf("%w: %s is not a directory that only user %d can write to: remove it", ErrRoot, dir, os.Geteuid())
+	}
+	return nil
+}

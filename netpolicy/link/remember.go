@@ -1,0 +1,100 @@
+package link
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/cilium/ebpf"
+
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
+)
+
+// A flow outlives what the resolver has said of its peer's address. So it has the number of the names that the address
+// was given for when it was opened, of those that the rules had, and a new policy is asked about these.
+
+// remembered stands where a key of pins has an address: see bpf/agent.c.
+const remembered = ^uint32(0)
+
+// nameSets are the sets of names that flows may have. The zero value is empty.
+type nameSets struct {
+	names map[uint32][]string
+	ids   map[string]uint32
+	last  uint32
+	full  uint64 // when there was no room, on the kernel's clock
+}
+
+// forgetEvery is how long sets that are in use are not looked for again after there was no room.
+const forgetEvery = 1e9
+
+// forever are names that do not expire.
+func forever(names []string) map[string]uint64 {
+	all := map[string]uint64{}
+	for _, n := range names {
+		all[n] = ^uint64(0)
+	}
+	return all
+}
+
+// remember gives a set of names its number; 0 if there are too many. The lock is held.
+func (e *engine) remember(names []string) uint32 {
+	k := &e.known
+	sorted := slices.Sorted(slices.Values(names))
+	key := strings.Join(sorted, " ")
+	if id, ok := k.ids[key]; ok {
+		return id
+	}
+	if len(k.names) >= maxNameSets {
+		if now := flow.Now(); k.full == 0 || now-k.full >= forgetEvery {
+			if err := e.forgetNames(); err != nil || len(k.names) >= maxNameSets {
+				k.full = now
+			}
+		}
+		if len(k.names) >= maxNameSets {
+			return 0
+		}
+	}
+	if k.ids == nil {
+		k.ids, k.names = map[string]uint32{}, map[uint32][]string{}
+		// Anywhere: flows of a process before this one may have numbers of its.
+		first, err := randomWord()
+		if err != nil {
+			return 0
+		}
+		k.last = first
+	}
+	k.last++
+	if k.last == 0 {
+		k.last++
+	}
+	k.ids[key], k.names[k.last] = k.last, sorted
+	return k.last
+}
+
+// forgetNames forgets the sets that no flow has, and that no address is given for now. The lock is held.
+func (e *engine) forgetNames() error {
+	used := map[uint32]bool{}
+	var pk bpf.AgentPinKey
+	var pin bpf.AgentPin
+	pins := e.pinned.Iterate()
+	for pins.Next(&pk, &pin) {
+		if pk.Addr[0] != remembered && pk.Gen == e.gen {
+			for _, id := range pin.Names {
+				used[id] = true
+			}
+		}
+	}
+	if err := pins.Err(); err != nil && !errors.Is(err, ebpf.ErrIterationAborted) {
+		return fmt.Errorf("looking for names that are in use: %w", err)
+	}
+	// After the pins, so that a flow that is opened meanwhile is among these or its names are among those.
+	if err := e.flowTable().NameSets(used); err != nil {
+		return fmt.Errorf("looking for names that are in use: %w", err)
+	}
+	maps.DeleteFunc(e.known.ids, func(_ string, id uint32) bool { return !used[id] })
+	maps.DeleteFunc(e.known.names, func(id uint32, _ []string) bool { return !used[id] })
+	return nil
+}

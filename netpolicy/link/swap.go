@@ -1,0 +1,315 @@
+package link
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync/atomic"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/bpf"
+)
+
+// An agent has room for two tables. One is in force, and nobody reads the other: a swap fills it, and then says
+// with one write which is in force. Programs that have begun before count as runs of the old table (entry.go), so
+// it is known when the last of them has ended. See docs/adr/0038.
+
+// table is a map with the rows of a policy.
+type table struct {
+	m    *ebpf.Map // nil is none
+	id   ebpf.MapID
+	rows int    // that there is room for
+	mem  []byte // the rows: the kernel's memory, shared with the programs
+}
+
+// tableFlags are those of the template in bpf/agent.c: tables differ in size, and are written to without system calls.
+const tableFlags = unix.BPF_F_INNER_MAP | unix.BPF_F_MMAPABLE
+
+// share maps the rows of a table. The kernel does so at once, for all pages, and they stay as long as they are mapped.
+func (t *table) share() (err error) {
+	if t.mem, err = unix.Mmap(t.m.FD(), 0, t.rows*netpolicy.RowSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		return fmt.Errorf("mapping a table of %d rows: %w", t.rows, err)
+	}
+	return nil
+}
+
+// close gives a table back, or none.
+func (t *table) close() error {
+	var err error
+	if t.mem != nil {
+		err = unix.Munmap(t.mem)
+	}
+	err = errors.Join(err, t.m.Close())
+	*t = table{}
+	return err
+}
+
+const (
+	// maxWriters is how many tables may be replaced by larger ones at once: each has a thread that waits for the
+	// kernel.
+	maxWriters = 4
+	// maxRoom is how many times as much room a table may have as the policy needs. One with more is replaced.
+	maxRoom = 4
+	// minRoom is the rows up to which that does not count.
+	minRoom = 64
+	// quietWithin is how long runs by a table may take to end before the kernel is asked to wait for them. One
+	// takes less than a microsecond, unless its processor is taken away.
+	quietWithin = 2 * time.Millisecond
+	// quietPause is between two looks, after some without one.
+	quietPause = 20 * time.Microsecond
+	quietLooks = 16
+)
+
+// room is how many rows a new table has for a policy of n, so that one that is a little larger has room as well.
+func room(n int) int { return n + n/8 + 8 }
+
+// fits says whether a policy of n rows goes into a table.
+func (t *table) fits(n int) bool {
+	return t.m != nil && n <= t.rows && (t.rows <= minRoom || t.rows/maxRoom <= n)
+}
+
+// newTable makes a table, and fills it.
+func (e *engine) newTable(s *netpolicy.Spec, gen uint32) (t table, err error) {
+	t.rows = room(s.Rows())
+	t.m, err = ebpf.NewMap(&ebpf.MapSpec{
+		Name: "table", Type: ebpf.Array, KeySize: 4, ValueSize: netpolicy.RowSize, MaxEntries: uint32(t.rows),
+		Flags: tableFlags,
+	})
+	if err != nil {
+		return table{}, fmt.Errorf("making a table of %d rows: %w", t.rows, err)
+	}
+	if t.id, err = mapID(t.m); err == nil {
+		err = t.share()
+	}
+	if err != nil {
+		return table{}, errors.Join(err, t.close())
+	}
+	e.fill(t, s, gen)
+	return t, nil
+}
+
+// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more. Whoever finds the
+// table in force sees all of it: that is said by a system call, which comes after these writes on x86.
+func (e *engine) fill(t table, s *netpolicy.Spec, gen uint32) {
+	s.Fill(t.mem, gen, e.place.claim)
+}
+
+// install makes all packets from now on be judged by a new policy. Each packet is
+// judged by exactly one, and when install returns none is judged by the old one any more.
+func (e *engine) install(s *netpolicy.Spec) error { return e.swap(s, func() {}) }
+
+// swap is install. It calls filled when the new table is there.
+func (e *engine) swap(s *netpolicy.Spec, filled func()) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	old, spare := e.which, 1-e.which
+	if err := e.owns(old); err != nil {
+		return err
+	}
+	if err := e.prepareSpare(s, spare); err != nil {
+		return err
+	}
+	filled()
+	e.gen++
+	e.history.Install(e.gen, s.RuleNames())
+	if err := e.repin(s); err != nil {
+		return err
+	}
+	// Only the lowest byte changes, so nobody can see half of it.
+	if err := e.current.Put(uint32(0), spare); err != nil {
+		return fmt.Errorf("installing a policy: %w", err)
+	}
+	e.which, e.spec = spare, s
+	if err := e.await(old); err != nil {
+		return err
+	}
+	return e.unpinOld()
+}
+
+// prepareSpare fills the table that is not in force. If it is too small, or much too large, another one takes its
+// place.
+func (e *engine) prepareSpare(s *netpolicy.Spec, spare uint32) error {
+	if err := e.owns(spare); err != nil {
+		return err
+	}
+	t := &e.tables[spare]
+	if t.fits(s.Rows()) {
+		// The last swap has waited for that; a process that was killed and whose agent was adopted may not have.
+		if err := e.await(spare); err != nil {
+			return err
+		}
+		e.fill(*t, s, e.gen+1)
+		return nil
+	}
+	// What was there goes when no program has it any more: the kernel sees to that, and so does not have to be waited
+	// for.
+	e.writers <- struct{}{}
+	ended := func() { <-e.writers }
+	next, err := e.newTable(s, e.gen+1)
+	if err != nil {
+		ended()
+		return err
+	}
+	wait, err := publish([]slotMap{{e.shared.policies, e.place.table(spare), next.m}})
+	if err != nil {
+		ended()
+		return errors.Join(err, next.close())
+	}
+	e.wg.Go(func() {
+		_ = wait()
+		ended()
+	})
+	before := *t
+	*t = next
+	return before.close()
+}
+
+// clearSpare takes away what one that died long ago has left in the place of the other table.
+func (e *engine) clearSpare() error {
+	var there ebpf.MapID
+	at := e.place.table(1 - e.which)
+	err := e.shared.policies.Lookup(at, &there)
+	if err == nil {
+		err = e.shared.policies.Delete(at)
+	}
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("clearing a slot: %w", err)
+	}
+	return nil
+}
+
+// owns says whether what is in the slot is still the agent's table, or nothing where it has none. If somebody has
+// removed the agent's pins, its slot may be another's, whose flows its packets would pass by.
+func (e *engine) owns(which uint32) error {
+	var there ebpf.MapID
+	err := e.shared.policies.Lookup(e.place.table(which), &there)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("finding the table: %w", err)
+	}
+	if there != e.tables[which].id {
+		return fmt.Errorf("installing a policy: %w: the agent's pins were removed, and its slot is not its own any more", ErrGone)
+	}
+	return nil
+}
+
+// await returns when no packet is judged by a table that is not in force.
+func (e *engine) await(which uint32) error {
+	// What was written before has to be there before the counters are read; on x86 only this sees to it.
+	var fence atomic.Uint32
+	fence.Add(1)
+	end := time.Now().Add(quietWithin)
+	for i := 0; ; i++ {
+		quiet, err := e.quiet(which)
+		if err != nil || quiet {
+			return err
+		}
+		switch {
+		case time.Now().After(end):
+			return e.grace()
+		case i < quietLooks:
+			runtime.Gosched()
+		default:
+			time.Sleep(quietPause)
+		}
+	}
+}
+
+// quiet says whether all runs by a table have ended. Those that have ended are read first: whoever is counted there has
+// been counted as begun before.
+func (e *engine) quiet(which uint32) (bool, error) {
+	_, ended, err := e.runs(which)
+	if err != nil {
+		return false, err
+	}
+	begun, _, err := e.runs(which)
+	return begun == ended, err
+}
+
+// runs is how many runs by a table have begun and ended.
+func (e *engine) runs(which uint32) (begun, ended uint64, err error) {
+	var per []bpf.AgentCounter
+	if err := e.counts.Lookup(runsAt+which, &per); err != nil {
+		return 0, 0, fmt.Errorf("counting runs: %w", err)
+	}
+	for _, c := range per {
+		begun += c.Packets
+		ended += c.Bytes
+	}
+	return begun, ended, nil
+}
+
+// settle returns when all packets of all agents that are judged now have been.
+func (e *engine) settle() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if err := e.owns(e.which); err != nil {
+		return err
+	}
+	return e.grace()
+}
+
+// grace has the kernel wait until every program that runs now has ended, as every write into a map of maps does.
+func (e *engine) grace() error {
+	if err := e.shared.policies.Put(e.place.table(e.which), e.tables[e.which].m); err != nil {
+		return fmt.Errorf("waiting for packets to be judged: %w", err)
+	}
+	return nil
+}
+
+// adoptTables opens the tables that another process has left.
+func (e *engine) adoptTables() error {
+	if err := e.current.Lookup(uint32(0), &e.which); err != nil {
+		return fmt.Errorf("finding the table: %w", err)
+	}
+	if e.which >= uint32(len(e.tables)) {
+		return fmt.Errorf("%w: there is no table %d", ErrGone, e.which)
+	}
+	gen, err := e.adoptTable(e.which)
+	if err != nil {
+		return err
+	}
+	e.gen = gen
+	// The other one may be half of a policy, or none.
+	if _, err := e.adoptTable(1 - e.which); err != nil && !errors.Is(err, ErrGone) {
+		return err
+	}
+	// What was pinned for a policy that did not come into force would count for the next one of its generation.
+	e.pins = true
+	return e.unpinOld()
+}
+
+// adoptTable opens one. It fails with ErrGone if there is none of the agent's.
+func (e *engine) adoptTable(which uint32) (gen uint32, err error) {
+	var t table
+	if err := e.shared.policies.Lookup(e.place.table(which), &t.id); err != nil {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			err = ErrGone
+		}
+		return 0, fmt.Errorf("finding the table: %w", err)
+	}
+	if t.m, err = ebpf.NewMapFromID(t.id); err != nil {
+		return 0, fmt.Errorf("opening the table: %w", err)
+	}
+	t.rows = int(t.m.MaxEntries())
+	var head [netpolicy.RowSize]byte
+	err = t.m.Lookup(uint32(0), &head)
+	if err != nil {
+		err = fmt.Errorf("reading the table: %w", err)
+	}
+	gen, claim := netpolicy.Head(head)
+	if err == nil && claim != e.place.claim {
+		err = fmt.Errorf("%w: its slot is another's", ErrGone)
+	}
+	if err == nil {
+		err = t.share()
+	}
+	if err != nil {
+		return 0, errors.Join(err, t.close())
+	}
+	e.tables[which] = t
+	return gen, nil
+}
