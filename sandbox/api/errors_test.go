@@ -226,7 +226,7 @@ var sentinels = map[string]answered{
 // sources are the folders of the packages, from the top of the repository.
 var sources = []string{
 	"sandbox", "sandbox/spec", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
-	"guest", "guest/audit", "netpolicy", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
+	"guest", "guest/audit", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 
 // exported are the names of errors that are exported there, as package.ErrName.
