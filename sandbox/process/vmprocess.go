@@ -119,17 +119,17 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	}
 	s = s.WithHostHooks(o.HostHooks...)
 	if standby {
-		return standBy(s, ctx, told, shape)
+		return standBy(ctx, told, s, shape)
 	}
 	files := []*os.File{os.NewFile(control.ReportFD, "report")}
 	if ord.Third() {
 		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
 	}
-	return obey(s, ctx, told, ord, files, nil)
+	return obey(ctx, told, s, ord, files, nil)
 }
 
 // obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
-func obey(s *state.Store, ctx, told context.Context, ord control.Order, files []*os.File, shells *instance.Prebuilt) error {
+func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []*os.File, shells *instance.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -165,7 +165,7 @@ func obey(s *state.Store, ctx, told context.Context, ord control.Order, files []
 
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
 // the other end of the socket is closed, or told ends.
-func standBy(s *state.Store, ctx, told context.Context, shape spec.Shape) (err error) {
+func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err error) {
 	shells, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1})
 	if err != nil {
 		return err
@@ -207,5 +207,5 @@ func standBy(s *state.Store, ctx, told context.Context, shape spec.Shape) (err e
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return obey(s, ctx, told, ord, files[1:], shells)
+	return obey(ctx, told, s, ord, files[1:], shells)
 }
