@@ -106,10 +106,11 @@ func (n *counts) add(before, now *control) {
 const (
 	// moreMemory is what devices may hold for a guest (vsock alone 64 MiB), and the garbage of this test, in bytes.
 	moreMemory = 128 << 20
-	// moreFiles and moreGoroutines are for connections and files that the guest has open: those of vsock and of a share
-	// are bounded.
-	moreFiles      = 2600
-	moreGoroutines = 2000
+	// moreFiles are for connections and files that the guest has open: those of vsock and of a share are bounded. A
+	// connection has two ends here.
+	moreFiles = 2600
+	// moreGoroutines are those of a machine and its devices: none for a connection or a request.
+	moreGoroutines = 100
 	// A machine's log has a few lines of its life; the guest adds none.
 	logPerMachine = 4 << 10
 )
@@ -374,7 +375,7 @@ func (a *attack) usage() usage {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	u := usage{files: len(files), goroutines: runtime.NumGoroutine()}
+	u := usage{files: len(files), goroutines: runtime.NumGoroutine() - int(a.w.serving.Load())}
 	if u.memory, err = a.resident(); err != nil {
 		a.t.Fatal(err)
 	}

@@ -80,6 +80,16 @@ type world struct {
 	closers []func() error
 	done    chan struct{}
 	wg      sync.WaitGroup
+	serving atomic.Int64 // goroutines of the host's ends of connections, which are not the VMM's
+}
+
+// serve runs f, which ends when the world does.
+func (w *world) serve(f func()) {
+	w.serving.Add(1)
+	w.wg.Go(func() {
+		defer w.serving.Add(-1)
+		f()
+	})
 }
 
 // counter counts bytes.
@@ -236,21 +246,21 @@ func (w *world) listen(t *testing.T, port int, serve func(stdnet.Conn)) {
 		t.Fatal(err)
 	}
 	w.closers = append(w.closers, l.Close)
-	w.wg.Go(func() {
+	w.serve(func() {
 		for {
 			c, err := l.Accept()
 			if err != nil {
 				return
 			}
 			stop := make(chan struct{})
-			w.wg.Go(func() {
+			w.serve(func() {
 				select {
 				case <-w.done:
 				case <-stop:
 				}
 				_ = c.Close()
 			})
-			w.wg.Go(func() {
+			w.serve(func() {
 				defer close(stop)
 				serve(c)
 			})
@@ -366,7 +376,7 @@ func (w *world) dial(r *rand.Rand) {
 		return // there is none while a machine is made
 	}
 	port, size := 1000+r.IntN(64), r.IntN(100_000)
-	w.wg.Go(func() {
+	w.serve(func() {
 		defer c.Close()
 		_ = c.SetDeadline(time.Now().Add(2 * time.Second))
 		_, _ = fmt.Fprintf(c, "CONNECT %d\n", port)

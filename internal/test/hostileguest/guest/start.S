@@ -3,7 +3,8 @@
 //
 // The machine starts vCPU 0 at start, in 64-bit mode with the first 4 GiB mapped one to one (package vmm/boot). Its page
 // tables are copied, to where devices are not told to write by chance, and made accessible to CPL 3, so that the devices'
-// registers and all of RAM are. IOPL is 3.
+// registers and all of RAM are. IOPL is 3, and the maps of ports in the task-state segments allow every port: a KVM
+// that runs CPL 3 without hardware virtualisation looks there.
 
 #include "layout.h"
 
@@ -12,6 +13,8 @@
 .set USER_CODE, 0x28 | 3
 .set TSS0, 0x30
 .set TSS1, 0x40
+.set TSS_SIZE, 104	// what follows it is the map of ports
+.set PORTS_SIZE, 8192
 .set RFLAGS, 0x3002		// IOPL 3, interrupts off
 
 .section .text.start, "ax"
@@ -49,7 +52,13 @@ start:
 	movw	%ax, 6(%rdi)
 	addl	$16, %edi
 	loop	3b
-	// Base addresses of the task-state segments.
+	// Task-state segments: the stack of exceptions, and the map of ports behind them (SDM volume 1, 19.5.2).
+	movl	$stack0, tss0 + 4
+	movl	$stack1, tss1 + 4
+	movw	$TSS_SIZE, tss0 + 102
+	movw	$TSS_SIZE, tss1 + 102
+	movb	$0xff, tss0 + TSS_SIZE + PORTS_SIZE
+	movb	$0xff, tss1 + TSS_SIZE + PORTS_SIZE
 	movl	$tss0, %eax
 	movl	$gdt + TSS0, %edi
 	call	set_base
@@ -127,8 +136,8 @@ gdt:
 	.quad	0, 0
 	.quad	0x00af9b000000ffff, 0x00cf93000000ffff	// kernel code and data
 	.quad	0x00cff3000000ffff, 0x00affb000000ffff	// user data and code
-	.quad	0x0000890000000067, 0	// the task-state segments
-	.quad	0x0000890000000067, 0
+	.quad	0x0000890000000000 + TSS_SIZE + PORTS_SIZE, 0	// the task-state segments
+	.quad	0x0000890000000000 + TSS_SIZE + PORTS_SIZE, 0
 gdt_end:
 gdt_pointer:
 	.word	gdt_end - gdt - 1
@@ -136,17 +145,6 @@ gdt_pointer:
 idt_pointer:
 	.word	32 * 16 - 1
 	.quad	idt
-// Where exceptions find their stack.
-.align 16
-tss0:
-	.long	0
-	.quad	stack0
-	.fill	92, 1, 0
-.align 16
-tss1:
-	.long	0
-	.quad	stack1
-	.fill	92, 1, 0
 // What IRETQ takes.
 .align 16
 frame0:
@@ -155,6 +153,11 @@ frame1:
 	.quad	mutate, USER_CODE, RFLAGS, user_stack1 - 8, USER_DATA
 
 .bss
+.align 16
+tss0:
+	.skip	TSS_SIZE + PORTS_SIZE + 8
+tss1:
+	.skip	TSS_SIZE + PORTS_SIZE + 8
 .align 4096
 tables:
 	.skip	TABLES_SIZE
