@@ -12,7 +12,7 @@ import (
 )
 
 // SettleBytes bounds the work on a queue that the owner of a [Loop] does before a pause, of [virtq.Queue.Work].
-const SettleBytes = 16 << 20
+const SettleBytes = 8 << 20
 
 // loopBatch is how many events a Loop takes from the kernel at once.
 const loopBatch = 64
