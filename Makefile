@@ -140,7 +140,7 @@ test-hostile: check-go
 	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@status=0; \
-	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest $(HOSTILE) || status=1; \
+	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest -hostile-pause 50ms $(HOSTILE) || status=1; \
 	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/test/hostileguest $(HOSTILE) || status=1; \
 	exit $$status
 
