@@ -11,10 +11,11 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/report"
 )
 
 // HookEvent is what hooks in the guest are run for, and their first argument.
-type HookEvent string
+type HookEvent = report.HookEvent
 
 // The events. Those of one line belong together: a hook that was started for the
 // first is run for one of the others afterwards.
@@ -27,23 +28,8 @@ const (
 	HookThaw     HookEvent = agentpb.HookThaw
 )
 
-// HookFailure is one hook that did not do what it should. All of it is what the
-// guest says, cut and made printable.
-type HookFailure struct {
-	Name    string    `json:"name"` // at most 255 bytes, and more for what had to be quoted
-	Event   HookEvent `json:"event"`
-	Problem string    `json:"problem"`          // at most 256 bytes
-	Output  string    `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
-}
-
-// String is one line.
-func (f HookFailure) String() string {
-	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
-	if f.Output != "" {
-		s += ": " + f.Output
-	}
-	return s
-}
+// HookFailure is one hook that did not do what it should.
+type HookFailure = report.HookFailure
 
 // HookLimits say how long hooks may take, each of them and all together: more
 // than 0 and at most 5 min.

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
@@ -46,17 +47,7 @@ var (
 type Promotion struct{ Path, Dir string }
 
 // Promoted is a copy that was made.
-type Promoted struct {
-	Path string `json:"path"`
-	// At is where the copy is, on the host.
-	At      string `json:"at"`
-	Entries int64  `json:"entries"`
-	Bytes   int64  `json:"bytes"`
-	// Skipped are the names of links out of the tree, which are left out, the first 100 of SkippedCount. Devices, pipes
-	// and sockets are left out as well.
-	Skipped      []string `json:"skipped,omitempty"`
-	SkippedCount int64    `json:"skipped_count,omitempty"`
-}
+type Promoted = report.Promoted
 
 // Promote copies files and directories of the guest to the host, below directories of the name. What Look has found of
 // them is seen, in the same order; those that are absent or empty are left out. All copies are made, and on disk,

@@ -79,12 +79,6 @@ const (
 	CheckFile = agentpb.CheckFile
 )
 
-// CheckLocal says whether HOST:PORT is a port of the guest itself, which is all that a check may connect to.
-func CheckLocal(address string) error {
-	_, err := agentpb.Loopback(address)
-	return err
-}
-
 // States of services, see ServiceState.
 const (
 	ServiceRunning = agentpb.ServiceRunning

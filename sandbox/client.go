@@ -579,7 +579,7 @@ func lastSleep(r *state.Record) control.SleepResult {
 	res := control.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {
-			res.Take(sl)
+			control.Take(&res, sl)
 		}
 	}
 	return res

@@ -57,9 +57,9 @@ func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
 // quickForks has requests time out soon.
 func quickForks(t *testing.T) {
 	t.Helper()
-	begin, all, poll := state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll
-	state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = 300*time.Millisecond, 2*time.Second, time.Millisecond
-	t.Cleanup(func() { state.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = begin, all, poll })
+	begin, all, poll := spec.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll
+	spec.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = 300*time.Millisecond, 2*time.Second, time.Millisecond
+	t.Cleanup(func() { spec.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = begin, all, poll })
 }
 
 func askedFork(t *testing.T, s *Host, change func(*state.AskedFork)) {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -84,8 +85,8 @@ func timerOf(now time.Time, f timerFlags) (t state.Timer, err error) {
 		if err != nil {
 			return t, fmt.Errorf("%s: %w", f.names[2], err)
 		}
-		if t.Every = int64(d / time.Second); t.Every < state.MinTimer {
-			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, state.MinTimer)
+		if t.Every = int64(d / time.Second); t.Every < spec.MinTimer {
+			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, spec.MinTimer)
 		}
 		if f.in == "" {
 			first = f.every

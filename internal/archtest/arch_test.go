@@ -57,7 +57,7 @@ var rules = []rule{
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// What a VM is, also for a client on another system.
-	{"sandbox/spec", []string{"netpolicy", "guest", "sandbox/lifetime"}},
+	{"sandbox/spec", []string{"netpolicy", "guest/agentpb", "guest/report", "sandbox/lifetime"}},
 	// One VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
 	// The process of a VM; who starts it; what the two say to each other.
@@ -66,7 +66,7 @@ var rules = []rule{
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
 	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
-	{"sandbox/hosthooks", []string{"sandbox/events"}},
+	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its
 	// proxy, and takes its address from the host's.
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},

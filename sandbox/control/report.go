@@ -9,43 +9,18 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Promoted is a copy of a part of a VM on the host.
-type Promoted = guest.Promoted
-
-// Persisted says what a sleep has done about what does not persist.
-type Persisted struct {
-	Promoted []Promoted `json:"promoted,omitempty"`
-	Dropped  []Dropped  `json:"dropped,omitempty"`
-	// DiskBytes is how much data the writable disk has, if that has a limit.
-	DiskBytes int64 `json:"disk_bytes,omitempty"`
-	// Problems are what has failed and was ignored. What was to be promoted and was not has not been dropped.
-	Problems []string `json:"problems,omitempty"`
-}
-
-// Dropped says what has gone from a directory, by the guest's word.
-type Dropped struct {
-	Path    string `json:"path"`
-	Entries uint64 `json:"entries"`
-	// Bytes are those on the guest's disk that no other name has.
-	Bytes uint64 `json:"bytes"`
-	// Kept are entries that stay, since a promotion may not have them as they are, and Mounts those on which something
-	// is mounted.
-	Kept   uint64 `json:"kept,omitempty"`
-	Mounts uint64 `json:"mounts,omitempty"`
-}
+// What package spec says of results.
+type (
+	Promoted     = spec.Promoted
+	Persisted    = spec.Persisted
+	Dropped      = spec.Dropped
+	PolicyResult = spec.PolicyResult
+	SleepResult  = spec.SleepResult
+)
 
 // NoNetwork says that a VM has none.
 func NoNetwork(name string) error {
 	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", spec.ErrInvalid, name, spec.NetworkTAP)
-}
-
-// PolicyResult says what SetPolicy has done.
-type PolicyResult struct {
-	Name string `json:"name"`
-	// Live says that the VM runs and packets are judged by the new policy; else it is
-	// the one that the VM will be brought back with.
-	Live    bool              `json:"live"`
-	Network *spec.NetworkInfo `json:"network,omitempty"`
 }
 
 // Report is what a VM's process says of its start: one JSON object, when the guest
@@ -75,48 +50,8 @@ type Report struct {
 // Milliseconds has the microseconds as a fraction.
 func Milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
-// SleepResult says what a sleep has done.
-type SleepResult struct {
-	Name        string `json:"name"`
-	Snapshot    string `json:"snapshot"`
-	BytesRaw    uint64 `json:"bytes_raw"`
-	BytesStored int64  `json:"bytes_stored"`
-	// BytesShared are in files that the snapshot has in common with the one
-	// before, and PagesChanged how many pages may differ from it.
-	BytesShared  int64  `json:"bytes_shared"`
-	PagesChanged uint64 `json:"pages_changed"`
-	// PagesFree are those of them that the guest has no use for. They are not stored.
-	PagesFree  uint64             `json:"pages_free"`
-	Stages     map[string]float64 `json:"stages_ms"`
-	Faults     uint64             `json:"faults"`
-	MiBTouched float64            `json:"mib_touched"`
-	// Awake is when the VM's process began, and Asleep when the sleep was committed; both are zero for what was no
-	// sleep. The others are of the time between, as in SleepRecord.
-	Awake      time.Time `json:"awake,omitzero"`
-	Asleep     time.Time `json:"asleep,omitzero"`
-	CPUSeconds float64   `json:"cpu_seconds,omitempty"`
-	NetworkIn  uint64    `json:"network_in_bytes,omitempty"`
-	NetworkOut uint64    `json:"network_out_bytes,omitempty"`
-	// Hooks are those in the guest that have failed and were ignored, or failed
-	// afterwards.
-	Hooks []guest.HookFailure `json:"hooks,omitempty"`
-	// HostHooks are those on the host that have failed before a sleep and were ignored.
-	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
-	// Persist is what was done about what does not persist; nil if all does.
-	Persist *Persisted `json:"persist,omitempty"`
-	// Problem is what could not be done after a sleep. The VM sleeps all the same.
-	Problem string `json:"problem,omitempty"`
-}
-
-// Note adds what has failed after the sleep.
-func (r *SleepResult) Note(err error) {
-	if err != nil {
-		r.Problem = err.Error()
-	}
-}
-
-// Take adds what the record of the sleep says.
-func (r *SleepResult) Take(s state.SleepRecord) {
+// Take adds what the record of a sleep says to its result.
+func Take(r *SleepResult, s state.SleepRecord) {
 	r.BytesRaw, r.BytesStored, r.BytesShared = s.Raw, s.Stored, s.Shared
 	r.Awake, r.Asleep, r.CPUSeconds, r.NetworkIn, r.NetworkOut = s.Awake, s.Asleep, s.CPUSeconds, s.NetworkIn, s.NetworkOut
 }

@@ -12,7 +12,11 @@ import (
 	"unicode"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
+
+// Failure is a hook that has not done what it should.
+type Failure = spec.HostHookFailure
 
 // Words by which hooks are told what they are run for: their only argument.
 const (
@@ -56,25 +60,6 @@ const (
 	// maxProblem bounds what is said of a failure, in bytes.
 	maxProblem = 1 << 10
 )
-
-// Failure is one hook that has not done what it should.
-type Failure struct {
-	// Name is its file's, or the one that its program has given it; "*" is all.
-	Name string `json:"name"`
-	// Event is what it was run for: a word such as Sleep.
-	Event   string `json:"event"`
-	Problem string `json:"problem"`          // at most 1 KiB
-	Output  string `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
-}
-
-// String is one line.
-func (f Failure) String() string {
-	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
-	if f.Output != "" {
-		s += ": " + f.Output
-	}
-	return s
-}
 
 // Func is a hook that is a function of the program.
 type Func struct {

@@ -598,7 +598,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	// From here on the snapshot is what counts.
 	top := p.r.Disk.Layers[len(p.r.Disk.Layers)-1]
 	slept := p.sleepRecord(res)
-	res.Take(slept)
+	control.Take(&res, slept)
 	if err := p.fallAsleep(c.ID, c.Disk, slept); err != nil {
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
 		hooks.After(ctx)

@@ -5,14 +5,14 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/report"
 )
 
 // ErrHooks says that hooks in the guest stand against a sleep or a snapshot.
 var ErrHooks = errors.New("hooks in the guest have refused")
 
 // HooksError is an ErrHooks with what the hooks said.
-type HooksError struct{ Failures []guest.HookFailure }
+type HooksError struct{ Failures []report.HookFailure }
 
 // Error is one line.
 func (e *HooksError) Error() string {

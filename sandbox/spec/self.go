@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
@@ -27,16 +27,16 @@ func (s Self) Validate() error {
 	for _, entry := range s.Allow {
 		what, amount, has := strings.Cut(entry, "=")
 		switch {
-		case !slices.Contains(guest.SelfWords(), what), has && what != guest.SelfExtend && what != guest.SelfFork:
-			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s, %s=24h or %s=2", ErrInvalid, entry, guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend, guest.SelfFork)
+		case !slices.Contains(agentpb.SelfWords(), what), has && what != agentpb.SelfExtend && what != agentpb.SelfFork:
+			return fmt.Errorf("%w: a guest cannot be allowed %q: use %s, %s, %s, %s, %s=24h or %s=2", ErrInvalid, entry, agentpb.SelfSleep, agentpb.SelfSnapshot, agentpb.SelfHold, agentpb.SelfWake, agentpb.SelfExtend, agentpb.SelfFork)
 		case slices.Contains(seen, what):
 			return fmt.Errorf("%w: the guest is allowed %q twice", ErrInvalid, what)
-		case what == guest.SelfExtend:
+		case what == agentpb.SelfExtend:
 			if d, err := lifetime.ParseDuration(amount); err != nil || d < time.Second || d > lifetime.MaxSeconds*time.Second {
-				return fmt.Errorf("%w: a guest cannot be allowed %q: say by how much in all it may put its expiry off, as %s=24h, and at most %d s", ErrInvalid, entry, guest.SelfExtend, lifetime.MaxSeconds)
+				return fmt.Errorf("%w: a guest cannot be allowed %q: say by how much in all it may put its expiry off, as %s=24h, and at most %d s", ErrInvalid, entry, agentpb.SelfExtend, lifetime.MaxSeconds)
 			}
 		}
-		if what == guest.SelfFork {
+		if what == agentpb.SelfFork {
 			if _, err := parseSelfForks(amount); err != nil {
 				return err
 			}
@@ -57,7 +57,7 @@ func (s Self) Allows(what string) bool {
 // Extension is by how much the guest may put its expiry off in all.
 func (s Self) Extension() time.Duration {
 	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, guest.SelfExtend+"="); is {
+		if amount, is := strings.CutPrefix(entry, agentpb.SelfExtend+"="); is {
 			d, err := lifetime.ParseDuration(amount)
 			if err != nil {
 				return 0 // check has refused it
@@ -75,7 +75,7 @@ const MaxSelfForks = 64
 func parseSelfForks(amount string) (int, error) {
 	n, err := strconv.Atoi(amount)
 	if err != nil || n < 1 || n > MaxSelfForks {
-		return 0, fmt.Errorf("%w: a guest cannot be allowed %s=%q: say how many children it may have at once, 1 to %d", ErrInvalid, guest.SelfFork, amount, MaxSelfForks)
+		return 0, fmt.Errorf("%w: a guest cannot be allowed %s=%q: say how many children it may have at once, 1 to %d", ErrInvalid, agentpb.SelfFork, amount, MaxSelfForks)
 	}
 	return n, nil
 }
@@ -83,7 +83,7 @@ func parseSelfForks(amount string) (int, error) {
 // Forks is how many children that it has asked for a guest may have at once.
 func (s Self) Forks() int {
 	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, guest.SelfFork+"="); is {
+		if amount, is := strings.CutPrefix(entry, agentpb.SelfFork+"="); is {
 			n, err := parseSelfForks(amount)
 			if err != nil {
 				return 0 // check has refused it
@@ -98,6 +98,6 @@ func (s Self) Forks() int {
 func (s Self) Childless() Self {
 	return Self{Allow: slices.DeleteFunc(slices.Clone(s.Allow), func(entry string) bool {
 		word, _, _ := strings.Cut(entry, "=")
-		return word == guest.SelfFork
+		return word == agentpb.SelfFork
 	})}
 }

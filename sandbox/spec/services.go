@@ -11,7 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
 // Service is a program that the VM's agent keeps running: a service of the VM. It is
@@ -93,13 +93,19 @@ func (c *ServiceCheck) check() string {
 			return "a word of its check has a zero byte"
 		}
 	}
-	if c.TCP != "" && guest.CheckLocal(c.TCP) != nil {
+	if c.TCP != "" && !local(c.TCP) {
 		return fmt.Sprintf("its check is at %q: use a port of 127.0.0.1, ::1 or localhost", c.TCP)
 	}
-	if u, err := url.Parse(c.HTTP); c.HTTP != "" && (err != nil || u.Scheme != "http" || u.User != nil || guest.CheckLocal(net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "80"))) != nil) {
+	if u, err := url.Parse(c.HTTP); c.HTTP != "" && (err != nil || u.Scheme != "http" || u.User != nil || !local(net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "80")))) {
 		return fmt.Sprintf("its check asks %q: use a URL of http at 127.0.0.1, ::1 or localhost", c.HTTP)
 	}
 	return ""
+}
+
+// local says whether HOST:PORT is a port of the guest itself, which is all that a check may connect to.
+func local(address string) bool {
+	_, err := agentpb.Loopback(address)
+	return err == nil
 }
 
 // Defaults and bounds of services.
@@ -107,7 +113,7 @@ const (
 	DefaultMaxRestarts = 10
 	// MaxServices is how many a VM has, and MaxServicesBytes how long all of them are as JSON:
 	// they are in each snapshot's manifest.
-	MaxServices      = guest.MaxServices
+	MaxServices      = agentpb.MaxServices
 	MaxServicesBytes = 16 << 10
 )
 
@@ -126,8 +132,8 @@ func (s *Service) Validate() error {
 		return bad("it has no command")
 	case s.Dir != "" && !filepath.IsAbs(s.Dir):
 		return bad("its directory %q is not an absolute path", s.Dir)
-	case s.Restart != "" && s.Restart != guest.RestartAlways && s.Restart != guest.RestartOnFailure && s.Restart != guest.RestartNever:
-		return bad("restart %q: use %q, %q or %q", s.Restart, guest.RestartAlways, guest.RestartOnFailure, guest.RestartNever)
+	case s.Restart != "" && s.Restart != agentpb.RestartAlways && s.Restart != agentpb.RestartOnFailure && s.Restart != agentpb.RestartNever:
+		return bad("restart %q: use %q, %q or %q", s.Restart, agentpb.RestartAlways, agentpb.RestartOnFailure, agentpb.RestartNever)
 	case !within(s.BackoffSeconds, 1, 3600) || !within(s.MaxBackoffSeconds, max(1, s.BackoffSeconds), 3600):
 		return bad("a back-off of %d to %d s: use 1 to 3600, the larger one last", s.BackoffSeconds, s.MaxBackoffSeconds)
 	case s.MaxRestarts < -1 || s.MaxRestarts > 1<<20:
@@ -136,8 +142,8 @@ func (s *Service) Validate() error {
 		return bad("signal %d: use 1 to 64", s.StopSignal)
 	case !within(s.StopSeconds, 1, 300):
 		return bad("%d s to stop: use 1 to 300", s.StopSeconds)
-	case !within(s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10):
-		return bad("a log of %d KiB: use %d to %d", s.LogKiB, guest.MinServiceLog>>10, guest.MaxServiceLog>>10)
+	case !within(s.LogKiB, agentpb.MinServiceLog>>10, agentpb.MaxServiceLog>>10):
+		return bad("a log of %d KiB: use %d to %d", s.LogKiB, agentpb.MinServiceLog>>10, agentpb.MaxServiceLog>>10)
 	}
 	if s.Check != nil {
 		if wrong := s.Check.check(); wrong != "" {

@@ -86,7 +86,7 @@ func FuzzMetadataFile(f *testing.F) {
 			}
 			return
 		}
-		if len(data) > maxMetadata || len(l.Owner) > MaxMetadataOwner || len(l.Purpose) > MaxMetadataPurpose || len(l.Tags) > MaxMetadataTags || len(l.Rotate.To) > maxSnapshotID {
+		if len(data) > maxMetadata || len(l.Owner) > spec.MaxMetadataOwner || len(l.Purpose) > spec.MaxMetadataPurpose || len(l.Tags) > spec.MaxMetadataTags || len(l.Rotate.To) > spec.MaxSnapshotID {
 			t.Fatalf("%d bytes are read as %+v", len(data), l)
 		}
 		text, err := json.Marshal(metadataDoc{metadataVersion, l})
@@ -97,7 +97,7 @@ func FuzzMetadataFile(f *testing.F) {
 			return
 		}
 		again, err := parseMetadata(text)
-		if err != nil || !again.equal(l) {
+		if err != nil || !again.Equal(l) {
 			t.Fatalf("%q is written as %q, and read as %+v (%v)", data, text, again, err)
 		}
 	})

@@ -2,11 +2,8 @@ package state
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"log/slog"
 	"slices"
-	"strings"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
@@ -16,8 +13,14 @@ import (
 // HostHook is a hook on the host that is a function of the program, beside the executables in hooks.d of the store.
 type HostHook = hosthooks.Func
 
-// HostHookFailure is a hook on the host that has not done what it should.
-type HostHookFailure = hosthooks.Failure
+// What package spec says of hooks on the host.
+type (
+	HostHookFailure = spec.HostHookFailure
+	HostHooksError  = spec.HostHooksError
+)
+
+// ErrHostHooks says that hooks on the host stand against a sleep.
+var ErrHostHooks = spec.ErrHostHooks
 
 // WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are
 // called before the executables in hooks.d, by whichever process does what they are told of: this one for forks,
@@ -34,28 +37,6 @@ func (s *Store) withHooks(hooks []HostHook) *Store {
 	other.hostHooks = slices.Clone(hooks)
 	return &other
 }
-
-// ErrHostHooks says that hooks on the host stand against a sleep.
-var ErrHostHooks = errors.New("hooks on the host have refused")
-
-// HostHooksError is an ErrHostHooks with the hooks that have failed.
-type HostHooksError struct{ Failures []HostHookFailure }
-
-// Error is one line.
-func (e *HostHooksError) Error() string {
-	var all []string
-	for i, f := range e.Failures {
-		if i == 3 {
-			all = append(all, fmt.Sprintf("and %d more", len(e.Failures)-i))
-			break
-		}
-		all = append(all, f.String())
-	}
-	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), spec.HooksIgnore)
-}
-
-// Unwrap makes it an ErrHostHooks.
-func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
 
 // FindHostHooks returns the hooks that there are now. With an error these are the functions alone.
 func (s *Store) FindHostHooks() (hosthooks.Hooks, error) {

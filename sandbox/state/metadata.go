@@ -11,8 +11,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
-	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -20,43 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Metadata says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed
-// whether that runs or not. A VM without one has the zero Metadata, which counts as a workspace of nobody's that never
-// expires.
-type Metadata struct {
-	// Class is ephemeral, resumable or workspace; empty is workspace.
-	Class lifetime.Class `json:"class,omitempty"`
-	// Owner is at most MaxMetadataOwner bytes, Purpose MaxMetadataPurpose: printable characters in one line.
-	Owner   string `json:"owner,omitempty"`
-	Purpose string `json:"purpose,omitempty"`
-	// Tags are at most MaxMetadataTags words of at most MaxMetadataTag bytes. They are there to be found by; those that
-	// count in network policies are in the Spec.
-	Tags []string `json:"tags,omitempty"`
-	// Expires is when its time is over, by the host's clock; zero is never.
-	Expires time.Time `json:"expires,omitzero"`
-	// Keep says which of its sleeps are kept.
-	Keep lifetime.Keep `json:"keep,omitzero"`
-	// Wake is when it is woken; the zero value is never.
-	Wake Timer `json:"wake,omitzero"`
-	// Rotate says at which wakes it begins anew, and from which snapshot; the zero value is never.
-	Rotate Rotation `json:"rotate,omitzero"`
-	// Persist says what of it does not persist over its sleeps.
-	Persist lifetime.Persist `json:"persist,omitzero"`
-	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
-	ExpiryTold time.Time `json:"expiry_told,omitzero"`
-	// Asked is what of Expires and Wake the guest has asked for itself: spec.Self.
-	Asked Asked `json:"asked,omitzero"`
-}
-
-// Limits of a Metadata.
-const (
-	MaxMetadataOwner   = 128
-	MaxMetadataPurpose = 1024
-	MaxMetadataTags    = 32
-	MaxMetadataTag     = 64
-	// maxMetadata bounds the file, in bytes.
-	maxMetadata = 64 << 10
-)
+// maxMetadata bounds the file, in bytes.
+const maxMetadata = 64 << 10
 
 // metadataVersion is counted up by incompatible changes of the file.
 const metadataVersion = 1
@@ -67,76 +30,20 @@ const (
 	metadataLock = "sandbox.lock"
 )
 
-var (
-	// ErrMetadata says that a sandbox cannot have such metadata, or that the one it has cannot be read.
-	ErrMetadata = errors.New("invalid metadata of a sandbox")
-	// ErrExpired says that a sandbox's time is over.
-	ErrExpired = errors.New("the sandbox has expired")
+// What package spec says of metadata.
+type (
+	Metadata  = spec.Metadata
+	Timer     = spec.Timer
+	Rotation  = spec.Rotation
+	Asked     = spec.Asked
+	AskedFork = spec.AskedFork
 )
 
-// EffectiveClass is the class, or what an empty one counts as.
-func (l Metadata) EffectiveClass() lifetime.Class {
-	if l.Class == "" {
-		return lifetime.Workspace
-	}
-	return l.Class
-}
-
-// ForChild is the metadata of a fork: without what was said of the one that is forked alone, its timer, its rotation
-// and what its guest has asked for. What the guest has put its expiry off by counts for the child as well.
-func (l Metadata) ForChild() Metadata {
-	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
-	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
-	return l
-}
-
-// Empty says that it is what a VM without one has.
-func (l Metadata) Empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
-}
-
-// Check refuses what is out of bounds.
-func (l Metadata) Check() error {
-	text := func(what, s string, limit int) error {
-		if len(s) > limit {
-			return fmt.Errorf("%w: %s of %d bytes: use %d at most", ErrMetadata, what, len(s), limit)
-		}
-		if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return fmt.Errorf("%w: %s %q: use printable characters in one line", ErrMetadata, what, s)
-		}
-		return nil
-	}
-	if err := l.EffectiveClass().Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
-	}
-	if err := l.Keep.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
-	}
-	if err := l.Persist.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
-	}
-	if err := errors.Join(text("owner", l.Owner, MaxMetadataOwner), text("purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
-		return err
-	}
-	if len(l.Tags) > MaxMetadataTags {
-		return fmt.Errorf("%w: %d tags: use %d at most", ErrMetadata, len(l.Tags), MaxMetadataTags)
-	}
-	for _, t := range l.Tags {
-		if t == "" || strings.ContainsAny(t, ", ") {
-			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", ErrMetadata, t)
-		}
-		if err := text("tag", t, MaxMetadataTag); err != nil {
-			return err
-		}
-	}
-	if err := errors.Join(l.Wake.check(), l.Rotate.check()); err != nil {
-		return err
-	}
-	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {
-		return fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrMetadata, y)
-	}
-	return nil
-}
+// Its errors.
+var (
+	ErrMetadata = spec.ErrMetadata
+	ErrExpired  = spec.ErrExpired
+)
 
 // metadataDoc is the file.
 type metadataDoc struct {
@@ -294,25 +201,18 @@ var ErrNothingToTell = errors.New("there is nothing to tell of")
 // tellMetadata tells of a changed metadata.
 func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l Metadata, unreadable error) {
 	before.Asked = l.Asked // who has asked for it is no change of what it says
-	if unreadable == nil && before.equal(l) {
+	if unreadable == nil && before.Equal(l) {
 		return
 	}
 	e := s.Event(ctx, r, events.Updated)
 	if same := before; unreadable == nil {
 		same.Expires = l.Expires
-		if same.equal(l) && !before.Expires.IsZero() && (l.Expires.IsZero() || l.Expires.After(before.Expires)) {
+		if same.Equal(l) && !before.Expires.IsZero() && (l.Expires.IsZero() || l.Expires.After(before.Expires)) {
 			e.Type = events.Extended
 		}
 	}
 	e.Details.Expires = l.Expires
 	s.Tell(e)
-}
-
-// equal says whether two metadata say the same.
-func (l Metadata) equal(m Metadata) bool {
-	a, aerr := json.Marshal(l)
-	b, berr := json.Marshal(m)
-	return aerr == nil && berr == nil && string(a) == string(b)
 }
 
 // lockMetadata serialises those who change metadata. Nobody has the lock for longer than a change takes.
@@ -414,45 +314,11 @@ func (s *Store) lasts(r *Record) lifetime.Sandbox {
 
 // How long a guest's fork may take. Variables, so that tests need not wait as long.
 var (
-	// selfForkBegin is until somebody has begun with it: a request that is older is of nobody who still waits.
-	SelfForkBegin = 10 * time.Second
 	// selfForkTime is until it is done.
 	SelfForkTime = 2 * time.Minute
 	// selfForkPoll is how often the VM's process looks for an answer.
 	SelfForkPoll = 50 * time.Millisecond
 )
-
-// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the
-// metadata, as timers are, and who serves the store makes it.
-type AskedFork struct {
-	// ID is the request's, and At when it was made.
-	ID string    `json:"id"`
-	At time.Time `json:"at"`
-	// Begun says that somebody is at it, who then says which Child it has become, or why it has not.
-	Begun bool   `json:"begun,omitempty"`
-	Child string `json:"child,omitempty"`
-	Error string `json:"error,omitempty"`
-}
-
-// Wanted says that nobody has begun with it, and that somebody waits for it.
-func (a AskedFork) Wanted(now time.Time) bool {
-	age := now.Sub(a.At)
-	return a.ID != "" && !a.Begun && age < SelfForkBegin && age > -SelfForkBegin
-}
-
-// Asked is what a guest has asked for that is in its sandbox's Metadata, so that it can change that, and nothing that
-// its owner has set.
-type Asked struct {
-	// Wake is the time of the timer that it has asked for. The Metadata's timer is the guest's as long as it is that
-	// one.
-	Wake time.Time `json:"wake,omitzero"`
-	// Expires is the expiry that it has asked for, and From the one that its owner had set. They count as long as the
-	// Metadata expires then.
-	Expires time.Time `json:"expires,omitzero"`
-	From    time.Time `json:"from,omitzero"`
-	// Fork is a fork that it has asked for, until it has been told of it.
-	Fork AskedFork `json:"fork,omitzero"`
-}
 
 // selfMetadataTime bounds the wait for metadata that somebody else changes.
 const selfMetadataTime = 10 * time.Second

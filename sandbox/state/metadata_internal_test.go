@@ -85,14 +85,14 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	}
 	for name, bad := range map[string]Metadata{
 		"class":                {Class: "eternal"},
-		"owner too long":       {Owner: strings.Repeat("x", MaxMetadataOwner+1)},
+		"owner too long":       {Owner: strings.Repeat("x", spec.MaxMetadataOwner+1)},
 		"owner in two lines":   {Owner: "a\nb"},
-		"purpose too long":     {Purpose: strings.Repeat("x", MaxMetadataPurpose+1)},
+		"purpose too long":     {Purpose: strings.Repeat("x", spec.MaxMetadataPurpose+1)},
 		"purpose not UTF-8":    {Purpose: "\xff"},
-		"too many tags":        {Tags: strings.Fields(strings.Repeat("x ", MaxMetadataTags+1))},
+		"too many tags":        {Tags: strings.Fields(strings.Repeat("x ", spec.MaxMetadataTags+1))},
 		"an empty tag":         {Tags: []string{""}},
 		"a tag of two words":   {Tags: []string{"a b"}},
-		"a tag too long":       {Tags: []string{strings.Repeat("x", MaxMetadataTag+1)}},
+		"a tag too long":       {Tags: []string{strings.Repeat("x", spec.MaxMetadataTag+1)}},
 		"drops no path":        {Persist: lifetime.Persist{Drop: []string{"x"}}},
 		"keeps too many":       {Keep: lifetime.Keep{Last: lifetime.MaxLast + 1}},
 		"expires in 300 years": {Expires: time.Now().AddDate(300, 0, 0)},
@@ -119,18 +119,18 @@ func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
 	withMetadata(t, s, "a", Stopped, nil)
 	// Each of them takes six bytes in JSON.
 	wide := func(n int) string { return strings.Repeat("<", n) }
-	want := Metadata{Owner: wide(MaxMetadataOwner), Purpose: wide(MaxMetadataPurpose), Persist: lifetime.Persist{
+	want := Metadata{Owner: wide(spec.MaxMetadataOwner), Purpose: wide(spec.MaxMetadataPurpose), Persist: lifetime.Persist{
 		Drop:    []string{"/" + wide(lifetime.MaxPersistPath-1), "/a" + wide(lifetime.MaxPersistPath-2)},
 		Promote: []lifetime.Promotion{{Path: "/" + wide(lifetime.MaxPersistPath-1), To: "/" + wide(lifetime.MaxPersistPath-1)}},
 	}}
-	for i := range MaxMetadataTags {
-		want.Tags = append(want.Tags, wide(MaxMetadataTag-2)+fmt.Sprintf("%02d", i))
+	for i := range spec.MaxMetadataTags {
+		want.Tags = append(want.Tags, wide(spec.MaxMetadataTag-2)+fmt.Sprintf("%02d", i))
 	}
 	got, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = want; return nil })
 	if err != nil {
 		t.Fatal(err)
 	}
-	if again, err := s.Metadata("a"); err != nil || !again.equal(got) {
+	if again, err := s.Metadata("a"); err != nil || !again.Equal(got) {
 		t.Errorf("%v, of %d bytes of paths", err, lifetime.MaxPersistPaths)
 	}
 }
@@ -201,7 +201,7 @@ func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 	s := tempStore(t)
 	withMetadata(t, s, "a", Stopped, nil)
 	var wg sync.WaitGroup
-	for i := range MaxMetadataTags {
+	for i := range spec.MaxMetadataTags {
 		wg.Go(func() {
 			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Tags = append(l.Tags, fmt.Sprint("t", i)); return nil }); err != nil {
 				t.Error(err)
@@ -209,7 +209,7 @@ func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if l, err := s.Metadata("a"); err != nil || len(l.Tags) != MaxMetadataTags {
+	if l, err := s.Metadata("a"); err != nil || len(l.Tags) != spec.MaxMetadataTags {
 		t.Errorf("%d tags, %v", len(l.Tags), err)
 	}
 }

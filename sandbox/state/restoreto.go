@@ -119,7 +119,7 @@ type keptDoc struct {
 }
 
 // TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
-// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of MaxMetadataTag bytes.
+// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of spec.MaxMetadataTag bytes.
 func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -129,8 +129,8 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) 
 		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrMetadata, len(tags), MaxSnapshotTags)
 	}
 	for _, t := range tags {
-		if t == "" || len(t) > MaxMetadataTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrMetadata, t, MaxMetadataTag)
+		if t == "" || len(t) > spec.MaxMetadataTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
+			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrMetadata, t, spec.MaxMetadataTag)
 		}
 	}
 	// A sweep either sees the tags, or is over.

@@ -38,7 +38,7 @@ func (s *Store) SelfFork(ctx context.Context, name string) (child string, err er
 				return "", errors.New(a.Error)
 			}
 			return a.Child, nil
-		case !a.Begun && time.Since(begin) > SelfForkBegin:
+		case !a.Begun && time.Since(begin) > spec.SelfForkBegin:
 			err := s.forgetFork(ctx, name, id, false)
 			if errors.Is(err, errForkBegun) {
 				continue

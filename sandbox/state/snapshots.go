@@ -91,31 +91,8 @@ func (NoMemory) ReadPages(_ uint64, p []byte) error {
 	return nil
 }
 
-// SnapshotInfo describes a snapshot in the store.
-type SnapshotInfo struct {
-	ID      string    `json:"id"`
-	VM      string    `json:"vm"` // the name that it had then
-	Owner   string    `json:"vm_id,omitempty"`
-	Kind    string    `json:"kind"` // "sleep", "named", "disk", "fork" or "abandoned"
-	Note    string    `json:"note,omitempty"`
-	Created time.Time `json:"created"`
-	RAM     uint64    `json:"ram_bytes"` // 0 for one of a disk
-	// Stored is what its files take on disk, and Exclusive what of that no other
-	// snapshot has as well: what removing it frees.
-	Stored    int64 `json:"stored_bytes"`
-	Exclusive int64 `json:"exclusive_bytes"`
-	// Base is the snapshot that it is a delta of, empty for a full one, and Depth
-	// how many deltas lie between it and a full one. The base may be gone: a
-	// snapshot has all that it needs.
-	Base  string `json:"base,omitempty"`
-	Depth int    `json:"depth"`
-	// Tags keep it from being pruned: TagSnapshot.
-	Tags []string `json:"tags,omitempty"`
-	// Kept says that it has tags, or was imported.
-	Kept bool `json:"kept,omitempty"`
-	// Problem is why it cannot be used, empty if nothing is known.
-	Problem string `json:"problem,omitempty"`
-}
+// SnapshotInfo is what is told of a snapshot.
+type SnapshotInfo = spec.SnapshotInfo
 
 // ErrSnapshotInUse says that a VM may still need the snapshot.
 var ErrSnapshotInUse = errors.New("the snapshot is in use")

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
 )
@@ -33,14 +34,8 @@ func Lightest(sizes []int64, window int) (first int) {
 	return first
 }
 
-// Freed is what a sweep has deleted.
-type Freed struct {
-	Snapshots int `json:"snapshots"`
-	Layers    int `json:"layers"`
-	// CacheFiles had decompressed pages of snapshots that are gone.
-	CacheFiles int   `json:"cache_files"`
-	Bytes      int64 `json:"bytes"`
-}
+// Freed is what was deleted.
+type Freed = spec.Freed
 
 // templateOwner begins the names of the empty file systems, which are small and
 // needed again.

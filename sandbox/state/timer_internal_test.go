@@ -17,13 +17,13 @@ func TestTimer_after_it_has_fired(t *testing.T) {
 		want  Timer
 	}{
 		"once":                        {Timer{At: at}, at, Timer{}},
-		"daily, on time":              {Timer{at, 86400}, at.Add(time.Second), Timer{at.Add(24 * time.Hour), 86400}},
-		"daily, three days late":      {Timer{at, 86400}, at.Add(73 * time.Hour), Timer{at.Add(96 * time.Hour), 86400}},
-		"at the very next time":       {Timer{at, 60}, at.Add(time.Minute), Timer{at.Add(2 * time.Minute), 60}},
-		"with a clock that went back": {Timer{at, 60}, at.Add(-time.Hour), Timer{at, 60}},
+		"daily, on time":              {Timer{At: at, Every: 86400}, at.Add(time.Second), Timer{At: at.Add(24 * time.Hour), Every: 86400}},
+		"daily, three days late":      {Timer{At: at, Every: 86400}, at.Add(73 * time.Hour), Timer{At: at.Add(96 * time.Hour), Every: 86400}},
+		"at the very next time":       {Timer{At: at, Every: 60}, at.Add(time.Minute), Timer{At: at.Add(2 * time.Minute), Every: 60}},
+		"with a clock that went back": {Timer{At: at, Every: 60}, at.Add(-time.Hour), Timer{At: at, Every: 60}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := c.timer.after(c.now); got != c.want {
+			if got := c.timer.After(c.now); got != c.want {
 				t.Fatalf("got %+v, want %+v", got, c.want)
 			}
 		})

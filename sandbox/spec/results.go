@@ -1,0 +1,160 @@
+package spec
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/report"
+)
+
+// SnapshotInfo describes a snapshot in the store.
+type SnapshotInfo struct {
+	ID      string    `json:"id"`
+	VM      string    `json:"vm"` // the name that it had then
+	Owner   string    `json:"vm_id,omitempty"`
+	Kind    string    `json:"kind"` // "sleep", "named", "disk", "fork" or "abandoned"
+	Note    string    `json:"note,omitempty"`
+	Created time.Time `json:"created"`
+	RAM     uint64    `json:"ram_bytes"` // 0 for one of a disk
+	// Stored is what its files take on disk, and Exclusive what of that no other
+	// snapshot has as well: what removing it frees.
+	Stored    int64 `json:"stored_bytes"`
+	Exclusive int64 `json:"exclusive_bytes"`
+	// Base is the snapshot that it is a delta of, empty for a full one, and Depth
+	// how many deltas lie between it and a full one. The base may be gone: a
+	// snapshot has all that it needs.
+	Base  string `json:"base,omitempty"`
+	Depth int    `json:"depth"`
+	// Tags keep it from being pruned: TagSnapshot.
+	Tags []string `json:"tags,omitempty"`
+	// Kept says that it has tags, or was imported.
+	Kept bool `json:"kept,omitempty"`
+	// Problem is why it cannot be used, empty if nothing is known.
+	Problem string `json:"problem,omitempty"`
+}
+
+// Freed is what a sweep has deleted.
+type Freed struct {
+	Snapshots int `json:"snapshots"`
+	Layers    int `json:"layers"`
+	// CacheFiles had decompressed pages of snapshots that are gone.
+	CacheFiles int   `json:"cache_files"`
+	Bytes      int64 `json:"bytes"`
+}
+
+// HostHookFailure is one hook that has not done what it should.
+type HostHookFailure struct {
+	// Name is its file's, or the one that its program has given it; "*" is all.
+	Name string `json:"name"`
+	// Event is what it was run for: a word such as Sleep.
+	Event   string `json:"event"`
+	Problem string `json:"problem"`          // at most 1 KiB
+	Output  string `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
+}
+
+// String is one line.
+func (f HostHookFailure) String() string {
+	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
+	if f.Output != "" {
+		s += ": " + f.Output
+	}
+	return s
+}
+
+// ErrHostHooks says that hooks on the host stand against a sleep.
+var ErrHostHooks = errors.New("hooks on the host have refused")
+
+// HostHooksError is an ErrHostHooks with the hooks that have failed.
+type HostHooksError struct{ Failures []HostHookFailure }
+
+// Error is one line.
+func (e *HostHooksError) Error() string {
+	var all []string
+	for i, f := range e.Failures {
+		if i == 3 {
+			all = append(all, fmt.Sprintf("and %d more", len(e.Failures)-i))
+			break
+		}
+		all = append(all, f.String())
+	}
+	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), HooksIgnore)
+}
+
+// Unwrap makes it an ErrHostHooks.
+func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
+
+// Promoted is a copy of a part of a VM on the host.
+type Promoted = report.Promoted
+
+// Persisted says what a sleep has done about what does not persist.
+type Persisted struct {
+	Promoted []Promoted `json:"promoted,omitempty"`
+	Dropped  []Dropped  `json:"dropped,omitempty"`
+	// DiskBytes is how much data the writable disk has, if that has a limit.
+	DiskBytes int64 `json:"disk_bytes,omitempty"`
+	// Problems are what has failed and was ignored. What was to be promoted and was not has not been dropped.
+	Problems []string `json:"problems,omitempty"`
+}
+
+// Dropped says what has gone from a directory, by the guest's word.
+type Dropped struct {
+	Path    string `json:"path"`
+	Entries uint64 `json:"entries"`
+	// Bytes are those on the guest's disk that no other name has.
+	Bytes uint64 `json:"bytes"`
+	// Kept are entries that stay, since a promotion may not have them as they are, and Mounts those on which something
+	// is mounted.
+	Kept   uint64 `json:"kept,omitempty"`
+	Mounts uint64 `json:"mounts,omitempty"`
+}
+
+// PolicyResult says what SetPolicy has done.
+type PolicyResult struct {
+	Name string `json:"name"`
+	// Live says that the VM runs and packets are judged by the new policy; else it is
+	// the one that the VM will be brought back with.
+	Live    bool         `json:"live"`
+	Network *NetworkInfo `json:"network,omitempty"`
+}
+
+// SleepResult says what a sleep has done.
+type SleepResult struct {
+	Name        string `json:"name"`
+	Snapshot    string `json:"snapshot"`
+	BytesRaw    uint64 `json:"bytes_raw"`
+	BytesStored int64  `json:"bytes_stored"`
+	// BytesShared are in files that the snapshot has in common with the one
+	// before, and PagesChanged how many pages may differ from it.
+	BytesShared  int64  `json:"bytes_shared"`
+	PagesChanged uint64 `json:"pages_changed"`
+	// PagesFree are those of them that the guest has no use for. They are not stored.
+	PagesFree  uint64             `json:"pages_free"`
+	Stages     map[string]float64 `json:"stages_ms"`
+	Faults     uint64             `json:"faults"`
+	MiBTouched float64            `json:"mib_touched"`
+	// Awake is when the VM's process began, and Asleep when the sleep was committed; both are zero for what was no
+	// sleep. The others are of the time between, as in SleepRecord.
+	Awake      time.Time `json:"awake,omitzero"`
+	Asleep     time.Time `json:"asleep,omitzero"`
+	CPUSeconds float64   `json:"cpu_seconds,omitempty"`
+	NetworkIn  uint64    `json:"network_in_bytes,omitempty"`
+	NetworkOut uint64    `json:"network_out_bytes,omitempty"`
+	// Hooks are those in the guest that have failed and were ignored, or failed
+	// afterwards.
+	Hooks []report.HookFailure `json:"hooks,omitempty"`
+	// HostHooks are those on the host that have failed before a sleep and were ignored.
+	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	// Persist is what was done about what does not persist; nil if all does.
+	Persist *Persisted `json:"persist,omitempty"`
+	// Problem is what could not be done after a sleep. The VM sleeps all the same.
+	Problem string `json:"problem,omitempty"`
+}
+
+// Note adds what has failed after the sleep.
+func (r *SleepResult) Note(err error) {
+	if err != nil {
+		r.Problem = err.Error()
+	}
+}
