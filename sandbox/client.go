@@ -508,12 +508,6 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 	return info, err
 }
 
-// SleepOptions change a sleep. The zero value goes by the VM's Spec.
-type SleepOptions struct {
-	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks spec.HookPolicy
-}
-
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
 // and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
 // hooks in the guest refuse (spec.ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done,
@@ -627,17 +621,6 @@ func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 		case <-time.After(time.Millisecond):
 		}
 	}
-}
-
-// SnapshotOptions say what a snapshot of a running VM is like.
-type SnapshotOptions struct {
-	// Note is kept with it.
-	Note string
-	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks spec.HookPolicy
-	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
-	// frozen for a moment, and the guest computes on meanwhile.
-	DiskOnly bool
 }
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and lets it run on.

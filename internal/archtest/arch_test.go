@@ -48,8 +48,8 @@ var rules = []rule{
 	{"sandbox/traces/otlp", nil},
 	{"sandbox/traces", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
-	{"sandbox/api/wire", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest"}},
-	{"sandbox/api/client", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/wire", "sandbox/fleet/...", "sandbox/records", "netpolicy"}},
+	{"sandbox/api/wire", []string{"sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "guest/report"}},
+	{"sandbox/api/client", []string{"sandbox/spec", "sandbox/api/wire", "sandbox/fleet", "sandbox/records", "netpolicy"}},
 	// The page is files; its tests put it before an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
