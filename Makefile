@@ -199,7 +199,7 @@ life-proofs: test-state
 # example runs the program in examples/embed.
 .PHONY: example
 example: test-state
-	@go run ./examples/embed -state $(STATE) -drowse $(CURDIR)/bin/drowse
+	@go run ./examples/embed $(STATE) $(CURDIR)/bin/drowse
 
 # agentlife runs the program in examples/agentlife and prints what it does: some ten minutes where the guest's kernel is interpreted. SLACK is how long after its 15 s without use the workspace may take until
 # it is asleep: more on a busy machine.

@@ -19,6 +19,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
@@ -114,8 +115,8 @@ func (d *demo) run(ctx context.Context) error {
 	d.spec.Name = name
 	d.say("booting %s", name)
 	d.vms = append(d.vms, name)
-	rep, err := d.store.With(d.launcher).Create(ctx, d.spec, nil)
-	if err != nil {
+	var rep control.Report
+	if _, err := d.store.With(d.launcher).Create(ctx, d.spec, sandbox.CreateOptions{Report: &rep}); err != nil {
 		return err
 	}
 	d.stages(rep.Stages, "boot")
@@ -274,7 +275,7 @@ func (d *demo) clones(ctx context.Context, snapshot string) error {
 	for i := range seen {
 		name := fmt.Sprintf("demo-%d-%c", os.Getpid(), 'a'+i)
 		d.vms = append(d.vms, name)
-		if _, err := d.store.With(d.launcher).Restore(ctx, snapshot, sandbox.RestoreChanges{Name: name}); err != nil {
+		if _, err := d.store.With(d.launcher).Clone(ctx, snapshot, sandbox.CloneOptions{Name: name}); err != nil {
 			return err
 		}
 		c, err := d.store.Sandbox(name).Agent(ctx)

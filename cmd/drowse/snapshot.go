@@ -302,11 +302,15 @@ func (a *app) restoreCommand() *cobra.Command {
 			if err != nil {
 				return control.Report{}, err
 			}
-			c := sandbox.RestoreChanges{Name: name, Policy: p}
+			c := sandbox.CloneOptions{Name: name, Policy: p}
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.With(l).Restore(ctx, id, c) })
+			return a.bringUp(ctx, traces.Restore, name, func() (rep control.Report, err error) {
+				c.Report = &rep
+				_, err = s.With(l).Clone(ctx, id, c)
+				return rep, err
+			})
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

@@ -133,10 +133,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
-				if fromDisk != "" {
-					return s.With(l).CreateFromDisk(ctx, full, fromDisk, own)
-				}
-				return s.With(l).Create(ctx, full, own)
+				var rep control.Report
+				_, err := s.With(l).Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep})
+				return rep, err
 			})
 			if err != nil {
 				return err
