@@ -39,7 +39,7 @@ func (p *Policy) validate() error {
 		total.cidrs += len(r.CIDRs)
 		total.ports += len(r.Ports) + len(r.TLS)
 		total.names += len(r.Names)
-		total.tags += len(r.Agents)
+		total.tags += len(r.Endpoints)
 	}
 	for _, l := range []struct {
 		what   string
@@ -56,7 +56,7 @@ func (p *Policy) validate() error {
 		return err
 	}
 	if total.names > 0 && p.DNS == nil {
-		return fmt.Errorf("rules: names are matched by what the agent's resolver finds: add dns with its upstreams")
+		return fmt.Errorf("rules: names are matched by what the endpoint's resolver finds: add dns with its upstreams")
 	}
 	if d := p.DNS; d != nil {
 		if len(d.Upstreams) > MaxUpstreams {
@@ -173,7 +173,7 @@ func (r *Rule) validate(where string) error {
 			return fmt.Errorf("%s.names[%d]: %w", where, i, err)
 		}
 	}
-	for i, t := range r.Agents {
+	for i, t := range r.Endpoints {
 		if err := checkTag(t); err != nil {
 			return fmt.Errorf("%s.agents[%d]: %w", where, i, err)
 		}
@@ -220,10 +220,10 @@ func checkName(name string) error {
 	return nil
 }
 
-// CheckTags says whether an agent can have these tags. Errors are of ErrPolicy.
+// CheckTags says whether an endpoint can have these tags. Errors are of ErrPolicy.
 func CheckTags(tags []string) error {
 	if len(tags) > MaxOwnTags {
-		return fmt.Errorf("%w: %d tags: an agent has at most %d", ErrPolicy, len(tags), MaxOwnTags)
+		return fmt.Errorf("%w: %d tags: an endpoint has at most %d", ErrPolicy, len(tags), MaxOwnTags)
 	}
 	for i, t := range tags {
 		if err := checkTag(t); err != nil {

@@ -21,11 +21,11 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// InterfacePrefix begins the names of agents' TAP devices.
+// InterfacePrefix begins the names of endpoints' TAP devices.
 const InterfacePrefix = "drowse"
 
-// InterfaceName is the name of the TAP device of an agent with this id of 32 hex digits. No other agent's is the same,
-// so that what tidies up after a killed process never means another one's.
+// InterfaceName is the name of the TAP device of an endpoint with this id of 32 hex digits. No other endpoint's is the
+// same, so that what tidies up after a killed process never means another one's.
 func InterfaceName(id string) string { return InterfacePrefix + id[:min(9, len(id))] }
 
 // Names in nftables. Nothing else uses the table.
@@ -75,7 +75,7 @@ type Status struct {
 	// Ranges are translated.
 	Ranges []string `json:"ranges"`
 	// Forwarding is net.ipv4.ip_forward. Guarded says that it was switched on by
-	// Forward, and is for agents alone.
+	// Forward, and is for endpoints alone.
 	Forwarding bool `json:"forwarding"`
 	Guarded    bool `json:"guarded"`
 	// Forwarding6 and Guarded6 are the same for net.ipv6.conf.all.forwarding and Forward6.
@@ -167,8 +167,8 @@ func (n *nft) flush() error {
 	return nil
 }
 
-// notAgents matches packets whose interface is not an agent's.
-func notAgents(key expr.MetaKey) []expr.Any {
+// notEndpoints matches packets whose interface is not an endpoint's.
+func notEndpoints(key expr.MetaKey) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: key, Register: 1},
 		// Less than a whole name compares its beginning.
@@ -178,8 +178,8 @@ func notAgents(key expr.MetaKey) []expr.Any {
 
 func rangeWords(in netip.Prefix) string { return rangePrefix + in.String() }
 
-// Translate has the host translate what agents in a range, of IPv4 or IPv6, send to other
-// interfaces than agents'. It changes nothing when that is so already, and may be called from
+// Translate has the host translate what endpoints in a range, of IPv4 or IPv6, send to other
+// interfaces than endpoints'. It changes nothing when that is so already, and may be called from
 // several processes at once.
 func Translate(in netip.Prefix) error {
 	check := CheckRange
@@ -203,7 +203,7 @@ func Translate(in netip.Prefix) error {
 			Name: chainNAT, Table: n.table, Type: nftables.ChainTypeNAT,
 			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
 		})
-		exprs := append(n.family.from(in), notAgents(expr.MetaKeyOIFNAME)...)
+		exprs := append(n.family.from(in), notEndpoints(expr.MetaKeyOIFNAME)...)
 		n.conn.AddRule(&nftables.Rule{
 			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Masq{}),
 			UserData: userdata.AppendString(nil, userdata.TypeComment, rangeWords(in)),
@@ -221,9 +221,9 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 	}
 }
 
-// Own has the host drop packets with a source in a range of agents that have not come by an agent's interface. The
-// programs of agents do not take them for agents' either; this keeps them from the host itself. It is like Translate in
-// what it does when it is called again.
+// Own has the host drop packets with a source in a range of endpoints that have not come by an endpoint's interface.
+// The programs of endpoints do not take them for endpoints' either; this keeps them from the host itself. It is like
+// Translate in what it does when it is called again.
 func Own(in netip.Prefix) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
@@ -240,7 +240,7 @@ func Own(in netip.Prefix) error {
 			Name: chainSource, Table: n.table, Type: nftables.ChainTypeFilter,
 			Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
 		})
-		exprs := append(n.family.from(in), notAgents(expr.MetaKeyIIFNAME)...)
+		exprs := append(n.family.from(in), notEndpoints(expr.MetaKeyIIFNAME)...)
 		n.conn.AddRule(&nftables.Rule{
 			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
 			UserData: userdata.AppendString(nil, userdata.TypeComment, words),
@@ -273,7 +273,7 @@ func (f *family) setForwarding(value string) error {
 	return nil
 }
 
-// Forward has the host forward IPv4 packets, if it does not yet: those from and to agents'
+// Forward has the host forward IPv4 packets, if it does not yet: those from and to endpoints'
 // interfaces alone, since a rule drops all others first. It reports whether it has changed
 // something. Where forwarding was on already, it adds no rule.
 func Forward() (changed bool, err error) { return ip4.doForward() }
@@ -307,7 +307,7 @@ func (f *family) doForward() (changed bool, err error) {
 	return changed, err
 }
 
-// guard adds the rule that drops what is neither from nor to an agent.
+// guard adds the rule that drops what is neither from nor to an endpoint.
 func (n *nft) guard() error {
 	have, err := n.comments(chainGuard)
 	if err != nil || len(have) > 0 {
@@ -318,7 +318,7 @@ func (n *nft) guard() error {
 		Name: chainGuard, Table: n.table, Type: nftables.ChainTypeFilter,
 		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
 	})
-	exprs := append(notAgents(expr.MetaKeyIIFNAME), notAgents(expr.MetaKeyOIFNAME)...)
+	exprs := append(notEndpoints(expr.MetaKeyIIFNAME), notEndpoints(expr.MetaKeyOIFNAME)...)
 	n.conn.AddRule(&nftables.Rule{
 		Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
 		UserData: userdata.AppendString(nil, userdata.TypeComment, guardWords),

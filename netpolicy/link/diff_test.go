@@ -98,8 +98,8 @@ var names = []string{"example.com", "*.example.com", "a.example.com", "b.a.examp
 func (r *random) makePolicy() {
 	r.addrs, r.ports, r.history, r.dirs = nil, nil, nil, nil
 	r.env = Environment{
-		Host:   []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.34"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("127.0.0.1")},
-		Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")},
+		Host:      []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.34"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("127.0.0.1")},
+		Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")},
 		Peers: []Peer{
 			{Address: netip.MustParseAddr("10.200.3.8"), Tags: []string{"db", "eu"}}, {Address: netip.MustParseAddr("fd77::3:8"), Tags: []string{"db"}},
 			{Address: netip.MustParseAddr("10.77.0.1"), Tags: []string{"eu"}},
@@ -173,7 +173,7 @@ func (r *random) makePolicy() {
 			}
 		}
 		if r.one(4) {
-			u.Agents = append(u.Agents, pick(r, "db", "eu", "none"))
+			u.Endpoints = append(u.Endpoints, pick(r, "db", "eu", "none"))
 		}
 		for range pick(r, 0, 1, 1, 1, 2) {
 			u.Protocols = append(u.Protocols, pick(r, TCP, UDP, ICMP, AnyProtocol))
@@ -241,7 +241,7 @@ func (r *random) payload() []byte {
 
 // answerTo makes a frame that belongs to one that passed before.
 func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
-	// f is as the receiver sees it: from the guest it has the agent's address, to
+	// f is as the receiver sees it: from the guest it has the endpoint's address, to
 	// the guest it has the guest's.
 	six := be.Uint16(f[12:]) == 0x86dd
 	var src, dst netip.Addr
@@ -536,7 +536,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			r.history, r.dirs = old.history, old.dirs
 			r.addrs = append(r.addrs, old.addrs[:min(len(old.addrs), 20)]...)
 		}
-		id := agent
+		id := endpoint
 		if r.one(8) {
 			id.Address6 = netip.Addr{}
 		}
@@ -544,7 +544,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 		if err != nil {
 			t.Fatalf("policy %d: %v", i, err)
 		}
-		// An agent is always there, so that flows with it are judged by the rules alone.
+		// An endpoint is always there, so that flows with it are judged by the rules alone.
 		peers := []Peer{{Address: netip.MustParseAddr("10.200.3.8")}, {Address: netip.MustParseAddr("fd77::3:8")}, {Address: netip.MustParseAddr("10.77.0.1")}}
 		if err := e.SetPeers(append(peers, r.env.Peers...)); err != nil {
 			t.Fatal(err)

@@ -37,7 +37,7 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 			n := r.Uint64N(2e6)
 			p.Quota.EgressBytes = &n
 		}
-		s, err := Compile(p, agent, Environment{})
+		s, err := Compile(p, endpoint, Environment{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -47,7 +47,7 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 		if err := e.ForgetState(); err != nil {
 			t.Fatal(err)
 		}
-		m := refmodel.New(p, agent, Environment{})
+		m := refmodel.New(p, endpoint, Environment{})
 		for i := range 1500 {
 			if r.IntN(4) == 0 {
 				now += r.Uint64N([]uint64{1e3, 1e5, 1e7, 1e9}[r.IntN(4)])

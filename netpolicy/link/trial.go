@@ -15,9 +15,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// Trial is an agent without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so that
-// what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its methods
-// may be called from any goroutine, but for Close, which must be the last.
+// Trial is an endpoint without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so
+// that what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its
+// methods may be called from any goroutine, but for Close, which must be the last.
 type Trial struct {
 	eng   *engine
 	link  bool             // the engine is a Link's
@@ -57,19 +57,19 @@ func NewTrial(s *netpolicy.Spec) (_ *Trial, err error) {
 	return t, t.eng.start(s, true)
 }
 
-// Trial is a trial of an agent that has a device, beside all others of its host: what it is told of, and its swaps, are
-// the agent's own. It ends before the Link does.
+// Trial is a trial of an endpoint that has a device, beside all others of its host: what it is told of, and its swaps,
+// are the endpoint's own. It ends before the Link does.
 func (l *Link) Trial() (_ *Trial, err error) {
 	calls, err := ebpf.LoadPinnedMap(filepath.Join(l.cfg.dir(), pinCalls), nil)
 	if err != nil {
-		return nil, fmt.Errorf("finding the programs of agent %s: %w", l.cfg.Agent, err)
+		return nil, fmt.Errorf("finding the programs of endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	defer calls.Close()
 	l.eng.mu.Lock()
 	spec := l.eng.spec
 	l.eng.mu.Unlock()
 	if spec == nil {
-		return nil, fmt.Errorf("trying the programs of agent %s: it was adopted and has had no policy since", l.cfg.Agent)
+		return nil, fmt.Errorf("trying the programs of endpoint %s: it was adopted and has had no policy since", l.cfg.Endpoint)
 	}
 	t := &Trial{eng: l.eng, link: true}
 	if err := t.load(calls, spec.Identity()); err != nil {
@@ -97,7 +97,7 @@ func (t *Trial) load(calls *ebpf.Map, id netpolicy.Identity) (err error) {
 	return err
 }
 
-// pair is a program that goes on with the agent's after some instructions, and one that lets everything pass after
+// pair is a program that goes on with the endpoint's after some instructions, and one that lets everything pass after
 // them.
 func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging, empty *ebpf.Program, err error) {
 	if judging, err = t.eng.entry(calls, dir, before...); err != nil {
@@ -211,7 +211,7 @@ func (t *Trial) EmptyFirst(frame []byte, times int) (each time.Duration, err err
 
 // opened is how many flows the guest has opened.
 func (t *Trial) opened() (uint64, error) {
-	var u bpf.AgentUsage
+	var u bpf.EndpointUsage
 	if err := t.eng.shared.usages.LookupWithFlags(t.eng.place.slot*2, &u, ebpf.LookupLock); err != nil {
 		return 0, fmt.Errorf("counting flows: %w", err)
 	}
@@ -229,8 +229,9 @@ func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, e
 // code is the number by which the programs know a direction.
 func code(d netpolicy.Direction) int { return max(0, slices.Index(netpolicy.Directions[:], d)) }
 
-// Memory is the kernel memory of what is the agent's own, in bytes, by its name: maps, the table, and programs. It is 0
-// where the kernel does not say. What agents share, the device, and what else the kernel keeps for it are not in it.
+// Memory is the kernel memory of what is the endpoint's own, in bytes, by its name: maps, the table, and programs. It
+// is 0 where the kernel does not say. What endpoints share, the device, and what else the kernel keeps for it are not
+// in it.
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}

@@ -21,9 +21,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// Bounds of a server, which is one agent's.
+// Bounds of a server, which is one endpoint's.
 const (
-	// MaxConnections of the agent are open at once; one more is reset. Each has one to a peer at most, and some
+	// MaxConnections of the endpoint are open at once; one more is reset. Each has one to a peer at most, and some
 	// 64 KiB of buffers.
 	MaxConnections = 128
 	// MaxHeaderBytes are those of a request's head; net/http adds 4 KiB. MaxHeaders are its fields.
@@ -114,7 +114,7 @@ type Event struct {
 	Secret string
 	// Status is that of the answer; 0 if there was none.
 	Status int
-	// Suppressed events came before this one, and were not told of, since there were 100 of their kind in a second.
+	// Suppressed events came before this one, and were not reported: there were 100 of their kind in a second.
 	Suppressed uint32
 }
 
@@ -128,14 +128,14 @@ type Config struct {
 	Roots *x509.CertPool
 	// Dial connects to a peer; nil is tlsname.Dial.
 	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
-	// Event is told of what has to be known. It is called from several goroutines. Nil is nobody.
+	// Event receives events. It is called from several goroutines. Nil is nobody.
 	Event func(Event)
 
 	// For tests; 0 is the constant of that name.
 	HeaderTimeout, IdleTimeout, SecretTimeout, heldTimeout, sweepInterval time.Duration
 }
 
-// Server is one agent's proxy. Its methods may be called from any goroutine.
+// Server is one endpoint's proxy. Its methods may be called from any goroutine.
 type Server struct {
 	cfg       Config
 	base      context.Context // ends with the server
@@ -149,15 +149,16 @@ type Server struct {
 
 	requests, tunnels, injected, refused, busy, cuts atomic.Uint64
 
-	mu     sync.Mutex // guards what follows
-	closed bool
-	guests map[*guestConn]struct{}
-	peers  map[*peerConn]struct{}
-	rate   rate
-	told   map[netpolicy.Reason]*told
+	mu       sync.Mutex // guards what follows
+	closed   bool
+	guests   map[*guestConn]struct{}
+	peers    map[*peerConn]struct{}
+	rate     rate
+	reported map[netpolicy.Reason]*eventCount
 }
 
-type told struct {
+// eventCount counts events of one kind in a second.
+type eventCount struct {
 	second     int64
 	count      int
 	suppressed uint32
@@ -182,7 +183,7 @@ func New(cfg Config) *Server {
 		cfg.Event = func(Event) {}
 	}
 	s := &Server{
-		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, told: map[netpolicy.Reason]*told{},
+		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, reported: map[netpolicy.Reason]*eventCount{},
 		handed: &queue{conns: make(chan net.Conn), done: make(chan struct{})},
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
@@ -192,7 +193,7 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the agent's interface alone.
+// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the endpoint's interface alone.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return tlsname.ListenAt(ctx, device, netpolicy.ProxyPort)
 }
@@ -344,7 +345,7 @@ func (s *Server) within(h http.HandlerFunc) http.Handler {
 	})
 }
 
-// listener admits connections of the agent.
+// listener admits connections of the endpoint.
 type listener struct {
 	*net.TCPListener
 	s *Server
@@ -373,7 +374,7 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// guestConn is a connection of the agent.
+// guestConn is a connection of the endpoint.
 type guestConn struct {
 	*net.TCPConn
 	s *Server
@@ -439,7 +440,7 @@ func (q *queue) Close() error {
 // Addr implements [net.Listener].
 func (q *queue) Addr() net.Addr { return &net.TCPAddr{} }
 
-// sweep resets connections of the agent on which nothing passes.
+// sweep resets connections of the endpoint on which nothing passes.
 func (s *Server) sweep() {
 	tick := time.NewTicker(s.cfg.sweepInterval)
 	defer tick.Stop()
@@ -475,13 +476,13 @@ func quiet(c *net.TCPConn) (idle time.Duration) {
 	return idle
 }
 
-// tell tells of an event, unless there were too many of its kind.
-func (s *Server) tell(e Event) {
+// report reports an event, unless there were too many of its kind.
+func (s *Server) report(e Event) {
 	s.mu.Lock()
-	t := s.told[e.Reason]
+	t := s.reported[e.Reason]
 	if t == nil {
-		t = &told{}
-		s.told[e.Reason] = t
+		t = &eventCount{}
+		s.reported[e.Reason] = t
 	}
 	if now := time.Now().Unix(); now != t.second {
 		t.second, t.count = now, 0

@@ -11,11 +11,11 @@ import (
 type kind string
 
 const (
-	isFloor   kind = "floor"
-	isHost    kind = "host"
-	isAgent   kind = "agent"
-	isPrivate kind = "private"
-	isPublic  kind = "public"
+	isFloor    kind = "floor"
+	isHost     kind = "host"
+	isEndpoint kind = "agent" // as in Rule: those whom its list agents can mean
+	isPrivate  kind = "private"
+	isPublic   kind = "public"
 )
 
 func in(a netip.Addr, prefixes ...string) bool {
@@ -57,9 +57,9 @@ func (m *Model) findKind(a netip.Addr) kind {
 	switch {
 	case slices.Contains(m.env.Host, a):
 		return isHost
-	case slices.ContainsFunc(m.env.Agents, func(p netip.Prefix) bool { return p.Contains(a) }),
+	case slices.ContainsFunc(m.env.Endpoints, func(p netip.Prefix) bool { return p.Contains(a) }),
 		slices.ContainsFunc(m.env.Peers, func(p netpolicy.Peer) bool { return p.Address == a }):
-		return isAgent
+		return isEndpoint
 	case slices.ContainsFunc(privateRanges, func(p netip.Prefix) bool { return p.Contains(a) }),
 		slices.ContainsFunc(m.env.OnLink, func(p netip.Prefix) bool { return p.Contains(a) }):
 		return isPrivate

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Model is the state of one agent. It is not for concurrent use.
+// Model is the state of one endpoint. It is not for concurrent use.
 type Model struct {
 	policy *netpolicy.Policy
 	id     netpolicy.Identity
@@ -29,7 +29,7 @@ type pin struct {
 	expires int64
 }
 
-// New is an agent that has no flows yet.
+// New is an endpoint that has no flows yet.
 func New(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environment) *Model {
 	m := &Model{flows: map[flowKey]*flow{}, aliases: map[flowKey]flowKey{}, pins: map[netip.Addr][]pin{}}
 	m.Swap(p, id, env)
@@ -69,8 +69,8 @@ type Frame struct {
 	Tagged bool
 	// BadChecksumRequest is that a checksum would be stored where it does not belong.
 	BadChecksumRequest bool
-	// By is whose interface a frame to the guest has come to the host by: that of another agent, by its address; the
-	// zero Addr if the host has made it; an address that is no agent's for all other interfaces.
+	// By is whose interface a frame to the guest has come to the host by: that of another endpoint, by its address; the
+	// zero Addr if the host has made it; an address that is no endpoint's for all other interfaces.
 	By netip.Addr
 }
 
@@ -264,16 +264,16 @@ func (m *Model) Judge(f Frame, now int64) Decision {
 	return d
 }
 
-// strange says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's,
-// or of another agent's.
-func (x *parsed) strange(a netip.Addr) bool {
+// spoofed says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's,
+// or of another endpoint's.
+func (x *parsed) spoofed(a netip.Addr) bool {
 	if x.egress {
 		return false
 	}
 	switch x.m.kindOf(a) {
 	case isHost:
 		return x.By.IsValid()
-	case isAgent:
+	case isEndpoint:
 		return x.By != a || !slices.ContainsFunc(x.m.env.Peers, func(p netpolicy.Peer) bool { return p.Address == a })
 	}
 	return false
@@ -314,7 +314,7 @@ func (x *parsed) decide(now int64) Decision {
 	if main, ok := m.aliases[key]; ok {
 		// From the host's end of a connection whose name is checked; the guest has no business there.
 		f := m.flows[main]
-		if x.strange(x.peer) {
+		if x.spoofed(x.peer) {
 			return x.denied(netpolicy.ReasonSrcInterface)
 		}
 		if x.egress || !f.fresh(now) || f.via != x.guestPort {
@@ -330,7 +330,7 @@ func (x *parsed) decide(now int64) Decision {
 			return x.denied(netpolicy.ReasonNoFlow)
 		}
 		x.via = f.via
-	} else if x.strange(x.peer) {
+	} else if x.spoofed(x.peer) {
 		return x.denied(netpolicy.ReasonSrcInterface)
 	}
 	var opens bool
@@ -428,14 +428,14 @@ func (x *parsed) decide(now int64) Decision {
 	if d.Verdict == netpolicy.Allow {
 		next.via = x.via
 		next.seen, next.opener, next.gen, next.fins = now, x.Direction, m.gen, map[netpolicy.Direction]bool{}
-		next.names = m.meant(m.question(x.Direction, key, port, now).Names)
+		next.names = m.namedByRules(m.question(x.Direction, key, port, now).Names)
 		m.flows[key] = next
 	}
 	return d
 }
 
-// meant are the names that a rule has.
-func (m *Model) meant(names []string) (out []string) {
+// namedByRules are the names that a rule has.
+func (m *Model) namedByRules(names []string) (out []string) {
 	for _, n := range names {
 		if slices.ContainsFunc(m.policy.Rules, func(r netpolicy.Rule) bool {
 			return slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, n) })

@@ -356,8 +356,8 @@ func (x *parsed) related(now int64) netpolicy.Reason {
 	if f := x.m.flows[key]; f.fresh(now) && f.via != 0 {
 		return netpolicy.ReasonNoFlow // the peer has no part in it
 	}
-	if x.By.IsValid() && x.strange(key.peer) {
-		return netpolicy.ReasonNoFlow // on that way there is nobody but the host and that agent
+	if x.By.IsValid() && x.spoofed(key.peer) {
+		return netpolicy.ReasonNoFlow // on that way there is nobody but the host and that endpoint
 	}
 	if x.m.kindOf(key.peer) == isFloor || x.m.live(key, now) == nil {
 		return netpolicy.ReasonNoFlow

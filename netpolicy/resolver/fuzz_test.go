@@ -66,7 +66,7 @@ func FuzzAnswer(f *testing.F) {
 		f.Fatal(err)
 	}
 	spec, err := netpolicy.Compile(p, netpolicy.Identity{Address4: netip.MustParseAddr("10.200.3.7"), Address6: netip.MustParseAddr("fd77::7")}, netpolicy.Environment{
-		Host: []netip.Addr{netip.MustParseAddr("93.184.216.99")}, Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")},
+		Host: []netip.Addr{netip.MustParseAddr("93.184.216.99")}, Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")},
 	})
 	if err != nil {
 		f.Fatal(err)

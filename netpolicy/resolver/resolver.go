@@ -53,7 +53,7 @@ type Config struct {
 	Now func() time.Time
 }
 
-// Resolver is an agent's DNS server. Its methods may be called from any goroutine.
+// Resolver is an endpoint's DNS server. Its methods may be called from any goroutine.
 type Resolver struct {
 	cfg   Config
 	slots chan struct{}
@@ -323,7 +323,7 @@ func allowed(p *netpolicy.Policy, name string) bool {
 }
 
 // Listen makes the sockets of a resolver: port 53 of the gateway's address, on the
-// agent's interface alone, as all agents have the same gateway.
+// endpoint's interface alone, as all endpoints have the same gateway.
 func Listen(ctx context.Context, device string) (net.PacketConn, net.Listener, error) {
 	cfg := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var inner error

@@ -34,7 +34,7 @@ const (
 	eventsPerSecond = 100
 )
 
-// Flows are the agent's: a link.Link.
+// Flows are the endpoint's: a link.Link.
 type Flows interface {
 	Checked(port uint16) (flow.Checked, error)
 	Lives(c flow.Checked) (bool, error)
@@ -117,7 +117,7 @@ func (s *Server) Stats() netpolicy.TLSStats {
 }
 
 // Listen makes the socket of a server: a port of the gateway's address that the kernel
-// chooses, on the agent's interface alone. The interface need not have the address yet.
+// chooses, on the endpoint's interface alone. The interface need not have the address yet.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return ListenAt(ctx, device, 0)
 }
