@@ -8,7 +8,7 @@
 // Policy is the model, read strictly from YAML or JSON by Parse. Compile is a pure
 // function from a policy, the endpoint's Identity and its Environment to a Spec: the rows
 // of the table that the programs read. A link.Link holds the programs of one TAP device
-// and swaps specs under them; package flow is the flow table and its log. Package refmodel decides the same from this
+// and swaps specs under them; package flow is the flow table and its log. Package refmodel matches rules from this
 // text alone, by a linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
 // server that finds the addresses of the names in rules, and package tlsname checks that
 // connections which are opened for a name ask for it in TLS.

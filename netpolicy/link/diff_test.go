@@ -19,6 +19,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
+	"github.com/drowse-vm/drowse/netpolicy/refmodel/flowtest"
 )
 
 // How many packets and policies TestPrograms_agree_with_the_model compares. Long runs
@@ -521,7 +522,7 @@ func TestPrograms_agree_with_the_model_about_names(t *testing.T) {
 
 func compareWithModel(t *testing.T, r *random) map[string]int {
 	e := newEngine(t, MaxFlows)
-	var m *refmodel.Model
+	var m *flowtest.Model
 	now := uint64(1e15) // later than the kernel's clock, on which the engine forgets pins
 	each := max(1, *packetsFlag / *policiesFlag)
 	reasons := map[string]int{}
@@ -553,7 +554,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			t.Fatal(err)
 		}
 		if m == nil {
-			m = refmodel.New(r.policy, id, r.env)
+			m = flowtest.New(r.policy, id, r.env)
 		} else {
 			m.Swap(r.policy, id, r.env)
 		}
@@ -595,7 +596,14 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			}
 			f, d, gso := r.frame()
 			by := r.way(f, d)
-			want := m.Judge(refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso, By: by}, int64(now))
+			frame := refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso, By: by}
+			want := m.Judge(frame, int64(now))
+			if d == Ingress && j%8 == 0 {
+				first := flowtest.New(r.policy, id, r.env).Judge(frame, int64(now)).Verdict == Allow
+				if opens := refmodel.New(r.policy, id, r.env).Opens(frame); opens != first {
+					t.Fatalf("policy %d, packet %d: opens: %v, and as the first packet: %v (%x)", i, j, opens, first, f)
+				}
+			}
 			ran, err := e.RunBy(d, f, gso, by)
 			if errors.Is(err, unix.EINVAL) && want.Reason == ReasonTruncated {
 				continue // BPF_PROG_RUN takes no frame whose IP header is cut off

@@ -225,7 +225,7 @@ func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 // named says whether a rule matches a peer by its names.
 func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	has := func(name string) bool {
-		return slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, name) })
+		return slices.ContainsFunc(r.Names, func(pattern string) bool { return NameMatches(pattern, name) })
 	}
 	if k != isPublic || !slices.ContainsFunc(q.Names, has) {
 		return false
@@ -236,7 +236,8 @@ func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	return true
 }
 
-func nameMatches(pattern, name string) bool {
+// NameMatches says whether a pattern of a rule means a name.
+func NameMatches(pattern, name string) bool {
 	if suffix, ok := strings.CutPrefix(pattern, "*"); ok {
 		return strings.HasSuffix(name, suffix) && len(name) > len(suffix)
 	}

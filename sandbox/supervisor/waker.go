@@ -207,8 +207,7 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
 		f.By = src
 	}
-	d := m.Judge(f, now.UnixNano())
-	return d.Verdict == netpolicy.Allow
+	return m.Opens(f)
 }
 
 // bring wakes a VM and gives it what is held for one of its addresses.
