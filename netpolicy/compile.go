@@ -183,13 +183,8 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}
-	named := false
-	for _, r := range rules {
-		named = named || len(r.Names) > 0
-	}
-
 	c.table = make([]row, 2) // the heads are filled in below
-	h := heads{names: named}
+	h := heads{names: slices.ContainsFunc(rules, func(r flat) bool { return len(r.Names) > 0 })}
 	var allow, reject bitset
 	for i, r := range rules {
 		switch r.Verdict {
@@ -325,34 +320,38 @@ func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 		if len(ranges) == 0 && r.Verdict != Allow {
 			ranges = []PortRange{AnyPort}
 		}
-		for _, pr := range ranges {
-			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1})
-			changes = append(changes, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
-		}
+		changes = append(changes, portChanges(i, ranges)...)
 	}
+	return c.ruleTree(changes, false)
+}
+
+// portChanges are where a rule begins and ends to match by some ports.
+func portChanges(rule int, ranges []PortRange) (changes []change) {
+	for _, r := range ranges {
+		changes = append(changes, change{number{lo: uint64(r.First)}, rule, 1, 1}, change{number{lo: uint64(r.Last) + 1}, rule, -1, 1})
+	}
+	return changes
+}
+
+// ruleTree is the tree of the sets of rules that match.
+func (c *compiler) ruleTree(changes []change, six bool) uint32 {
 	var leaves []leaf
 	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
 		leaves = append(leaves, leaf{at, c.set(sets[0])})
 	})
-	return c.tree(leaves, false)
+	return c.tree(leaves, six)
 }
 
 // checked is the tree of ports at which names of rules are checked; 0 if there are none.
 func (c *compiler) checked() uint32 {
 	var changes []change
 	for i := range c.rules {
-		for _, pr := range c.rules[i].checkedPorts() {
-			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1}, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
-		}
+		changes = append(changes, portChanges(i, c.rules[i].checkedPorts())...)
 	}
 	if len(changes) == 0 {
 		return 0
 	}
-	var leaves []leaf
-	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
-		leaves = append(leaves, leaf{at, c.set(sets[0])})
-	})
-	return c.tree(leaves, false)
+	return c.ruleTree(changes, false)
 }
 
 // TagHash is how the programs know a tag: never 0, which is none.
@@ -373,11 +372,7 @@ func (c *compiler) tags() uint32 {
 	if len(changes) == 0 {
 		return 0
 	}
-	var leaves []leaf
-	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
-		leaves = append(leaves, leaf{at, c.set(sets[0])})
-	})
-	return c.tree(leaves, true)
+	return c.ruleTree(changes, true)
 }
 
 // sweep goes through numbers in order and tells, at 0 and wherever something changes,

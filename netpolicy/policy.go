@@ -271,21 +271,15 @@ func (c *CIDR) UnmarshalText(text []byte) error {
 	if len(s) > 64 {
 		return fmt.Errorf("a CIDR of %d bytes: it has at most 64", len(s))
 	}
-	var p netip.Prefix
-	if strings.Contains(s, "/") {
-		var err error
-		if p, err = netip.ParsePrefix(s); err != nil {
-			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
-		}
-	} else {
-		a, err := netip.ParseAddr(s)
-		if err != nil {
-			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
-		}
+	p, err := netip.ParsePrefix(s)
+	if a, none := netip.ParseAddr(s); none == nil {
 		if a.Zone() != "" {
 			return fmt.Errorf("CIDR %q has a zone: leave it out", s)
 		}
-		p = netip.PrefixFrom(a, a.BitLen())
+		p, err = netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	if err != nil {
+		return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
 	}
 	if err := checkPrefix(p); err != nil {
 		return err

@@ -87,7 +87,7 @@ func (p *Policy) validateProxy() error {
 			return err
 		}
 		for k, h := range i.Hosts {
-			if !p.names(h) {
+			if !p.HasName(h) {
 				return fmt.Errorf("%s.hosts[%d]: %s: no rule has that name, so it cannot be reached: add it to the names of a rule that allows it", where, k, h)
 			}
 		}
@@ -105,11 +105,9 @@ func (p *Policy) validateProxy() error {
 	return nil
 }
 
-// names says whether a rule names a host.
-func (p *Policy) names(host string) bool {
-	return slices.ContainsFunc(p.Rules, func(r Rule) bool {
-		return slices.ContainsFunc(r.Names, func(pattern string) bool { return NameMatches(pattern, host) })
-	})
+// HasName says whether a rule has a name, in lower case and without a final dot.
+func (p *Policy) HasName(name string) bool {
+	return slices.ContainsFunc(p.Rules, func(r Rule) bool { return matchesAny(r.Names, name) })
 }
 
 const (
@@ -138,10 +136,8 @@ func (i *Injection) validate(where string) error {
 			return fmt.Errorf("%s.hosts[%d]: %w", where, k, err)
 		}
 	}
-	for k, pr := range i.Ports {
-		if pr.First == 0 || pr.First > pr.Last {
-			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, k, pr.First, pr.Last)
-		}
+	if err := validatePorts(where, i.Ports); err != nil {
+		return err
 	}
 	if i.Header == "" || len(i.Header) > MaxHeader || strings.Trim(i.Header, letters+digits+"!#$%&'*+-.^_`|~") != "" {
 		return fmt.Errorf("%s.header: %.80q is not the name of a header, such as Authorization (RFC 9110, 5.1), of at most %d bytes", where, i.Header, MaxHeader)

@@ -67,23 +67,38 @@ type Environment struct {
 // of all interfaces in this network namespace, but for the ones that are the floor's or
 // a gateway's anyway.
 func HostAddresses() ([]netip.Addr, error) {
-	all, err := net.InterfaceAddrs()
+	all, err := InterfaceAddresses()
 	if err != nil {
-		return nil, fmt.Errorf("listing the host's addresses: %w", err)
+		return nil, err
 	}
 	var out []netip.Addr
-	for _, a := range all {
-		n, ok := a.(*net.IPNet)
-		if !ok {
-			continue
-		}
-		addr, ok := netip.AddrFromSlice(n.IP)
-		addr = addr.Unmap().WithZone("")
-		if !ok || addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
+	for _, p := range all {
+		addr := p.Addr()
+		if addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
 			inside(netip.PrefixFrom(addr, addr.BitLen()), floor) || slices.Contains(out, addr) {
 			continue
 		}
 		out = append(out, addr)
+	}
+	return out, nil
+}
+
+// InterfaceAddresses are the addresses of all interfaces in this network namespace, each with the length of its
+// network.
+func InterfaceAddresses() ([]netip.Prefix, error) {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, fmt.Errorf("listing the host's addresses: %w", err)
+	}
+	var out []netip.Prefix
+	for _, a := range all {
+		if n, ok := a.(*net.IPNet); ok {
+			addr, _ := netip.AddrFromSlice(n.IP)
+			bits, _ := n.Mask.Size()
+			if p := netip.PrefixFrom(addr.Unmap(), bits); p.IsValid() {
+				out = append(out, p)
+			}
+		}
 	}
 	return out, nil
 }

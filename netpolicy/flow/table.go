@@ -84,15 +84,23 @@ const noRule = 0xffff
 
 // activity is how many flows were ever opened, and when a packet has last passed.
 func (t *Table) activity() (opened, active uint64, err error) {
-	for d := range uint32(2) {
-		var u bpf.EndpointUsage
-		if err := t.Usages.LookupWithFlags(t.Slot*2+d, &u, ebpf.LookupLock); err != nil {
-			return 0, 0, fmt.Errorf("reading the use of the network: %w", err)
+	for d := range netpolicy.Directions {
+		u, err := Usage(t.Usages, t.Slot, d)
+		if err != nil {
+			return 0, 0, err
 		}
 		opened += u.Opened
 		active = max(active, u.Active)
 	}
 	return opened, active, nil
+}
+
+// Usage reads the use of the network by an endpoint in a direction, by its number.
+func Usage(usages *ebpf.Map, slot uint32, direction int) (u bpf.EndpointUsage, err error) {
+	if err := usages.LookupWithFlags(slot*2+uint32(direction), &u, ebpf.LookupLock); err != nil {
+		return u, fmt.Errorf("reading the use of the network: %w", err)
+	}
+	return u, nil
 }
 
 // reader reads a flow table, some entries at a time: its buffers are used again.

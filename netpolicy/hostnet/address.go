@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io/fs"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -218,21 +217,12 @@ func take(dir string, addr netip.Addr, endpoint string) (*Address, error) {
 
 // clash refuses a range in which the host has a network of its own. env names the range.
 func clash(in netip.Prefix, env string) error {
-	all, err := net.InterfaceAddrs()
+	all, err := netpolicy.InterfaceAddresses()
 	if err != nil {
-		return fmt.Errorf("listing the host's addresses: %w", err)
+		return err
 	}
-	for _, a := range all {
-		n, ok := a.(*net.IPNet)
-		if !ok {
-			continue
-		}
-		addr, ok := netip.AddrFromSlice(n.IP)
-		ones, _ := n.Mask.Size()
-		if addr = addr.Unmap(); !ok || addr.Is4() != in.Addr().Is4() {
-			continue
-		}
-		if p := netip.PrefixFrom(addr, ones); in.Overlaps(p.Masked()) {
+	for _, p := range all {
+		if in.Overlaps(p.Masked()) {
 			return fmt.Errorf("%w: %v: the host has the address %v: name another range in $%s", ErrRange, in, p, env)
 		}
 	}

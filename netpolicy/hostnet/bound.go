@@ -72,12 +72,12 @@ func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 		if !usual && !has[words] {
 			changed = true
 			n.conn.AddChain(chain)
-			comment := userdata.AppendString(nil, userdata.TypeComment, words)
+			note := comment(words)
 			one := netip.PrefixFrom(own, own.BitLen())
 			// The last one that is inserted is the first.
-			n.conn.InsertRule(&nftables.Rule{Table: n.table, Chain: chain, UserData: comment, Exprs: append(n.family.opens(one), &expr.Verdict{Kind: expr.VerdictAccept})})
+			n.conn.InsertRule(&nftables.Rule{Table: n.table, Chain: chain, UserData: note, Exprs: append(n.family.opens(one), &expr.Verdict{Kind: expr.VerdictAccept})})
 			n.conn.InsertRule(&nftables.Rule{
-				Table: n.table, Chain: chain, UserData: comment,
+				Table: n.table, Chain: chain, UserData: note,
 				Exprs: append(n.family.opens(one), over(connections), &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
 			})
 		}
@@ -102,7 +102,7 @@ func (n *nft) boundEach(chain *nftables.Chain, in netip.Prefix, words string) er
 		return fmt.Errorf("changing nftables: %w: %w", ErrNAT, err)
 	}
 	n.conn.AddRule(&nftables.Rule{
-		Table: n.table, Chain: chain, UserData: userdata.AppendString(nil, userdata.TypeComment, words),
+		Table: n.table, Chain: chain, UserData: comment(words),
 		Exprs: slices.Concat(n.family.opens(in), []expr.Any{
 			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: n.family.source, Len: n.family.length},
 			&expr.Dynset{

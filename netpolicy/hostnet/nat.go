@@ -189,28 +189,36 @@ func Translate(in netip.Prefix) error {
 	if err := check(in); err != nil {
 		return err
 	}
+	return once(in, rangeWords(in), expr.MetaKeyOIFNAME, &expr.Masq{}, &nftables.Chain{
+		Name: chainNAT, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
+	})
+}
+
+// once adds a rule, if it is not there, for packets with a source in a range whose interface is not an endpoint's.
+func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any, chain *nftables.Chain) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
 		if err != nil {
 			return err
 		}
-		have, err := n.comments(chainNAT)
-		if err != nil || slices.Contains(have, rangeWords(in)) {
+		have, err := n.comments(chain.Name)
+		if err != nil || slices.Contains(have, words) {
 			return err
 		}
-		n.conn.AddTable(n.table)
-		chain := n.conn.AddChain(&nftables.Chain{
-			Name: chainNAT, Table: n.table, Type: nftables.ChainTypeNAT,
-			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
-		})
-		exprs := append(n.family.from(in), notEndpoints(expr.MetaKeyOIFNAME)...)
-		n.conn.AddRule(&nftables.Rule{
-			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Masq{}),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, rangeWords(in)),
-		})
-		return n.flush()
+		return n.add(chain, words, append(append(n.family.from(in), notEndpoints(interfaces)...), &expr.Counter{}, does))
 	})
 }
+
+// add adds a rule, with its chain and the table if these are not there.
+func (n *nft) add(chain *nftables.Chain, words string, exprs []expr.Any) error {
+	n.conn.AddTable(n.table)
+	chain.Table = n.table
+	n.conn.AddChain(chain)
+	n.conn.AddRule(&nftables.Rule{Table: n.table, Chain: chain, Exprs: exprs, UserData: comment(words)})
+	return n.flush()
+}
+
+func comment(words string) []byte { return userdata.AppendString(nil, userdata.TypeComment, words) }
 
 // from matches packets with a source in a range.
 func (f *family) from(in netip.Prefix) []expr.Any {
@@ -225,27 +233,8 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 // The programs of endpoints do not take them for endpoints' either; this keeps them from the host itself. It is like
 // Translate in what it does when it is called again.
 func Own(in netip.Prefix) error {
-	return locked(func() error {
-		n, err := open(familyOf(in))
-		if err != nil {
-			return err
-		}
-		words := ownPrefix + in.String()
-		have, err := n.comments(chainSource)
-		if err != nil || slices.Contains(have, words) {
-			return err
-		}
-		n.conn.AddTable(n.table)
-		chain := n.conn.AddChain(&nftables.Chain{
-			Name: chainSource, Table: n.table, Type: nftables.ChainTypeFilter,
-			Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
-		})
-		exprs := append(n.family.from(in), notEndpoints(expr.MetaKeyIIFNAME)...)
-		n.conn.AddRule(&nftables.Rule{
-			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, words),
-		})
-		return n.flush()
+	return once(in, ownPrefix+in.String(), expr.MetaKeyIIFNAME, &expr.Verdict{Kind: expr.VerdictDrop}, &nftables.Chain{
+		Name: chainSource, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
 	})
 }
 
@@ -313,17 +302,11 @@ func (n *nft) guard() error {
 	if err != nil || len(have) > 0 {
 		return err
 	}
-	n.conn.AddTable(n.table)
-	chain := n.conn.AddChain(&nftables.Chain{
-		Name: chainGuard, Table: n.table, Type: nftables.ChainTypeFilter,
-		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
-	})
+	chain := &nftables.Chain{
+		Name: chainGuard, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
+	}
 	exprs := append(notEndpoints(expr.MetaKeyIIFNAME), notEndpoints(expr.MetaKeyOIFNAME)...)
-	n.conn.AddRule(&nftables.Rule{
-		Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
-		UserData: userdata.AppendString(nil, userdata.TypeComment, guardWords),
-	})
-	return n.flush()
+	return n.add(chain, guardWords, append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}))
 }
 
 // keepAdvertised has interfaces that take routes from routers go on with it. Which
@@ -350,9 +333,7 @@ func (n *nft) keepAdvertised() error {
 		}
 		names = append(names, e.Name())
 		if !slices.Contains(noted, e.Name()) {
-			n.conn.AddRule(&nftables.Rule{
-				Table: n.table, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}, UserData: userdata.AppendString(nil, userdata.TypeComment, e.Name()),
-			})
+			n.conn.AddRule(&nftables.Rule{Table: n.table, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}, UserData: comment(e.Name())})
 		}
 	}
 	if err := n.flush(); err != nil {

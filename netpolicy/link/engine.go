@@ -134,8 +134,8 @@ func (e *engine) flowTable() *flow.Table {
 func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
-	for _, m := range []*ebpf.Map{e.flows, e.lasting, e.pinned, e.counts, e.events, e.current} {
-		errs = append(errs, m.Close())
+	for _, m := range e.maps() {
+		errs = append(errs, (*m).Close())
 	}
 	for i := range e.tables {
 		errs = append(errs, e.tables[i].close())
@@ -281,17 +281,8 @@ func pinKey(a netip.Addr, gen uint32) bpf.EndpointPinKey {
 
 // repin puts what the resolver has pinned into the map for the next generation.
 func (e *engine) repin(s *netpolicy.Spec) error {
-	now := flow.Now()
+	e.expire()
 	for a, names := range e.names {
-		for n, until := range names {
-			if until <= now {
-				delete(names, n)
-			}
-		}
-		if len(names) == 0 {
-			delete(e.names, a)
-			continue
-		}
 		if err := e.writePin(s, a, names); err != nil {
 			return err
 		}
@@ -381,29 +372,20 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 // makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that
 // asks for more names has the latest of them.
 func makeRoom(names map[string]uint64) {
-	now, first := flow.Now(), ""
-	for n, until := range names {
-		if until <= now {
-			delete(names, n)
-		} else if first == "" || until < names[first] {
-			first = n
-		}
+	if dropExpired(names); len(names) >= maxPinNames {
+		delete(names, slices.MinFunc(slices.Collect(maps.Keys(names)), func(a, b string) int { return cmp.Compare(names[a], names[b]) }))
 	}
-	if len(names) >= maxPinNames {
-		delete(names, first)
-	}
+}
+
+func dropExpired(names map[string]uint64) {
+	now := flow.Now()
+	maps.DeleteFunc(names, func(_ string, until uint64) bool { return until <= now })
 }
 
 // expire forgets pins whose time is up.
 func (e *engine) expire() {
-	now := flow.Now()
 	for a, names := range e.names {
-		for n, until := range names {
-			if until <= now {
-				delete(names, n)
-			}
-		}
-		if len(names) == 0 {
+		if dropExpired(names); len(names) == 0 {
 			delete(e.names, a)
 			// If it is not there, it has been removed with an old policy.
 			_ = e.pinned.Delete(pinKey(a, e.gen))
@@ -436,13 +418,9 @@ func (e *engine) counters() ([]netpolicy.Counter, error) {
 }
 
 func (e *engine) usage(d netpolicy.Direction) (netpolicy.Usage, error) {
-	i := e.place.slot * 2
-	if d == netpolicy.Ingress {
-		i++
-	}
-	var u bpf.EndpointUsage
-	if err := e.shared.usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
-		return netpolicy.Usage{}, fmt.Errorf("reading the use of the network: %w", err)
+	u, err := flow.Usage(e.shared.usages, e.place.slot, code(d))
+	if err != nil {
+		return netpolicy.Usage{}, err
 	}
 	out := netpolicy.Usage{Bytes: u.Used, Idle: -1}
 	if u.Active != 0 {

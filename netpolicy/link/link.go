@@ -108,11 +108,10 @@ func openUsages(dir string) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// own is what is pinned for an endpoint, by the names of the pins.
-func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
-	return map[string]pinnable{
-		pinCalls: calls, pinFlows: e.flows, pinLasting: e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events,
-		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
+// maps are the endpoint's own maps, by the names of their pins.
+func (e *engine) maps() map[string]**ebpf.Map {
+	return map[string]**ebpf.Map{
+		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
 	}
 }
 
@@ -223,21 +222,21 @@ func (e *engine) sides() map[uint32]*ebpf.Program {
 	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.entries[0], netlink.HANDLE_MIN_EGRESS: e.entries[1]}
 }
 
-// attach puts both programs on the interface, as filters of a clsact qdisc. They stay as
-// long as the interface does, whoever ends. TCX links would too, but to attach one the kernel waits until
-// all processors have passed through a quiet state, holding the lock of all its network
-// configuration: 20 ms for both, against less than 1 ms.
-func (l *Link) attach(nl netlink.Link) error {
+// addFilters puts programs on an interface, by the hooks of a clsact qdisc. They stay as long as the interface does,
+// whoever ends. TCX links would too, but to attach one the kernel waits until all processors have passed through a
+// quiet state, holding the lock of all its network configuration: 20 ms for both, against less than 1 ms.
+func addFilters(nl netlink.Link, programs map[uint32]*ebpf.Program) error {
+	index := nl.Attrs().Index
 	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
-		LinkIndex: l.index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+		LinkIndex: index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
 	}}
 	if err := netlink.QdiscReplace(qdisc); err != nil {
 		return fmt.Errorf("adding a clsact qdisc to %q: %w", nl.Attrs().Name, err)
 	}
-	for parent, prog := range l.eng.sides() {
+	for parent, prog := range programs {
 		err := netlink.FilterReplace(&netlink.BpfFilter{
 			FilterAttrs: netlink.FilterAttrs{
-				LinkIndex: l.index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
+				LinkIndex: index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
 			},
 			Fd: prog.FD(), Name: filterName, DirectAction: true,
 		})
@@ -322,9 +321,7 @@ func adoptEngine(cfg Config) (_ *engine, err error) {
 			err = errors.Join(err, e.close())
 		}
 	}()
-	for name, m := range map[string]**ebpf.Map{
-		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
-	} {
+	for name, m := range e.maps() {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
 			return nil, err
 		}
@@ -599,24 +596,23 @@ func giveBack(cfg Config, at place) error {
 
 // removeEndpoint is clearEndpoint, and removes the endpoint's directory.
 func removeEndpoint(cfg Config) error {
-	if err := clearEndpoint(cfg); err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return nil
-		}
-		return err
+	err := clearEndpoint(cfg)
+	if err == nil {
+		err = removePins(cfg.dir())
 	}
-	return removePins(cfg.dir())
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
-// removePins removes a directory of pins.
+// removePins removes a directory of pins, if there is one.
 func removePins(dir string) error {
-	if err := clearPins(dir); err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return nil
-		}
-		return err
+	err := clearPins(dir)
+	if err == nil {
+		err = os.Remove(dir)
 	}
-	if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("removing an endpoint's pins: %w", err)
 	}
 	return nil
@@ -651,16 +647,22 @@ func Remove(cfg Config) error {
 	return removeEndpoint(cfg)
 }
 
+// readRoot reads a root of pins, which is empty if there is none.
+func readRoot(root string) ([]os.DirEntry, error) {
+	err := ownedByUs(root)
+	var entries []os.DirEntry
+	if err == nil {
+		entries, err = os.ReadDir(root)
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	return entries, err
+}
+
 // Endpoints lists the names under a root of pins; empty is DefaultRoot.
 func Endpoints(root string) ([]string, error) {
-	root = Config{Root: root}.root()
-	if err := ownedByUs(root); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, nil
-		}
-		return nil, fmt.Errorf("listing endpoints: %w", err)
-	}
-	entries, err := os.ReadDir(root)
+	entries, err := readRoot(Config{Root: root}.root())
 	if err != nil {
 		return nil, fmt.Errorf("listing endpoints: %w", err)
 	}

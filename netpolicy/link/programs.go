@@ -6,10 +6,10 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -73,24 +73,20 @@ func (p *programs) byName() map[string]**ebpf.Map {
 	}
 }
 
-func (p *programs) close() error {
-	var errs []error
-	for _, m := range p.byName() {
-		if *m != nil {
-			errs = append(errs, (*m).Close())
-			*m = nil
-		}
-	}
-	return errors.Join(errs...)
-}
+func (p *programs) close() error { return p.closeBut() }
 
 // closeShared closes what an endpoint that has its slot does not need any more, and would only be
 // harmful in the wrong hands: with it, others' flows and events could be exchanged.
-func (p *programs) closeShared() error {
+func (p *programs) closeShared() error { return p.closeBut(pinPolicies, pinUsages) }
+
+// closeBut closes all maps but for some.
+func (p *programs) closeBut(names ...string) error {
 	var errs []error
-	for _, m := range []**ebpf.Map{&p.calls, &p.endpoints, &p.flows, &p.pins, &p.counters, &p.stream} {
-		errs = append(errs, (*m).Close())
-		*m = nil
+	for name, m := range p.byName() {
+		if !slices.Contains(names, name) {
+			errs = append(errs, (*m).Close()) // of nil, it does nothing
+			*m = nil
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -366,7 +362,7 @@ func (s *shared) release(endpoint string, p place) error {
 	}
 	progs, err := s.open()
 	if err == nil {
-		err = errors.Join(s.forget(endpoint, p.claim), progs.empty(p.slot), progs.close())
+		err = errors.Join(s.unregister(endpoint, p.claim), progs.empty(p.slot), progs.close())
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -411,16 +407,7 @@ func SweepOld(root string) error { return unloadIdle(Config{Root: root}.root(), 
 
 // unloadIdle keeps those of one version.
 func unloadIdle(root, keep string) error {
-	if err := ownedByUs(root); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		return fmt.Errorf("listing programs: %w", err)
-	}
-	entries, err := os.ReadDir(root)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
+	entries, err := readRoot(root)
 	if err != nil {
 		return fmt.Errorf("listing programs: %w", err)
 	}
@@ -540,16 +527,20 @@ func tagged(claim, edition uint32, tags []string) bpf.EndpointTagged {
 	return v
 }
 
-// introduce tells other endpoints an endpoint's tags, before its device is up. Its directory says
-// first what forget has to take back. Others who have had its addresses are forgotten, in
-// programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
-func (s *shared) introduce(p *programs, endpoint string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) error {
+// register puts an endpoint with its tags into the list of endpoints, before its device is up. Its directory says first
+// what unregister has to take back. Others who have had its addresses are unregistered in programs of other versions:
+// there, nobody knows this one, and a dead one's tags would count.
+func (s *shared) register(p *programs, endpoint string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("registering endpoint %s: %w", endpoint, err)
+		}
+	}()
 	mine := tagged(claim, 0, tags)
-	cookie, err := netnsCookie()
-	if err != nil {
-		return fmt.Errorf("telling other endpoints of %s: %w", endpoint, err)
+	mine.Ifindex = uint32(ifindex)
+	if mine.Netns, err = netnsCookie(); err != nil {
+		return err
 	}
-	mine.Ifindex, mine.Netns = uint32(ifindex), cookie
 	var keys [][16]byte
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
@@ -557,12 +548,9 @@ func (s *shared) introduce(p *programs, endpoint string, id netpolicy.Identity, 
 		}
 	}
 	others, err := filepath.Glob(programsDir(s.root, "*"))
-	if err != nil {
-		return fmt.Errorf("telling other endpoints of %s: %w", endpoint, err)
-	}
 	for _, dir := range others {
 		if dir != s.dir {
-			err = errors.Join(err, forgetIn(dir, keys, 0))
+			err = errors.Join(err, unregisterIn(dir, keys, 0))
 		}
 	}
 	for _, k := range keys {
@@ -573,10 +561,7 @@ func (s *shared) introduce(p *programs, endpoint string, id netpolicy.Identity, 
 			err = p.endpoints.Put(k, &mine)
 		}
 	}
-	if err != nil {
-		return fmt.Errorf("telling other endpoints of %s: %w", endpoint, err)
-	}
-	return nil
+	return err
 }
 
 // netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have
@@ -623,19 +608,19 @@ func (s *shared) retag(endpoint string, claim uint32, tags []string) error {
 	}
 	for i, k := range keys {
 		if err := m.Update(k, &next[i], ebpf.UpdateExist); err != nil {
-			return fmt.Errorf("telling other endpoints of %s: %w", endpoint, err)
+			return err
 		}
 	}
 	return nil
 }
 
-// forget takes back what introduce has told of an endpoint.
-func (s *shared) forget(endpoint string, claim uint32) error {
+// unregister takes back what register has done.
+func (s *shared) unregister(endpoint string, claim uint32) error {
 	keys, err := s.known(endpoint)
 	if err != nil {
 		return err
 	}
-	return forgetIn(s.dir, keys, claim)
+	return unregisterIn(s.dir, keys, claim)
 }
 
 // known are the addresses by which others know an endpoint.
@@ -654,8 +639,8 @@ func (s *shared) known(endpoint string) (keys [][16]byte, err error) {
 	return keys, nil
 }
 
-// forgetIn takes endpoints away by their addresses, but not those of another claim than this; 0 is any.
-func forgetIn(dir string, keys [][16]byte, claim uint32) error {
+// unregisterIn takes endpoints away by their addresses, but not those of another claim than this; 0 is any.
+func unregisterIn(dir string, keys [][16]byte, claim uint32) error {
 	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinEndpoints), nil)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil

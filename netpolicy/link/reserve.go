@@ -57,7 +57,7 @@ func reserve(cfg Config, flows int) (_ *Reserved, err error) {
 	if err := l.load(flows); err != nil {
 		return nil, err
 	}
-	if err := l.attach(nl); err != nil {
+	if err := addFilters(nl, l.eng.sides()); err != nil {
 		return nil, err
 	}
 	return &Reserved{link: l, flows: flows}, nil
@@ -81,7 +81,7 @@ func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err err
 			return nil, err
 		}
 	}
-	if err := l.introduce(spec.Identity()); err != nil {
+	if err := l.register(spec.Identity()); err != nil {
 		return nil, err
 	}
 	return l, l.eng.start(spec, false)
@@ -106,10 +106,15 @@ func (l *Link) load(flows int) error {
 		return fmt.Errorf("pinning the programs for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	defer calls.Close()
-	for name, x := range l.eng.own(calls) {
-		if err := l.pin(name, x); err != nil {
-			return err
-		}
+	err = l.pin(pinCalls, calls)
+	for name, m := range l.eng.maps() {
+		err = errors.Join(err, l.pin(name, *m))
+	}
+	for d, p := range l.eng.entries {
+		err = errors.Join(err, l.pin(pinEntries[d], p))
+	}
+	if err != nil {
+		return err
 	}
 	// The use of others' limits is nothing that this process should be able to change.
 	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
@@ -150,8 +155,8 @@ func (l *Link) place() (*programs, place, error) {
 	return p, at, err
 }
 
-// introduce tells others of the endpoint.
-func (l *Link) introduce(id netpolicy.Identity) error {
+// register puts the endpoint into the list that others look in.
+func (l *Link) register(id netpolicy.Identity) error {
 	s, err := lockShared(l.cfg.root(), l.eng.place.version)
 	if err != nil {
 		return err
@@ -164,7 +169,7 @@ func (l *Link) introduce(id netpolicy.Identity) error {
 	if err != nil {
 		return fmt.Errorf("attaching a policy for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
-	return s.introduce(l.eng.shared, l.cfg.Endpoint, id, l.eng.place.claim, l.index, l.cfg.Tags)
+	return s.register(l.eng.shared, l.cfg.Endpoint, id, l.eng.place.claim, l.index, l.cfg.Tags)
 }
 
 // track gives the endpoint other tables of flows, in which there are none.

@@ -12,7 +12,7 @@ import (
 	"github.com/cilium/ebpf/asm"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/bpf"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
 // Trial is an endpoint without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so
@@ -118,21 +118,26 @@ var firstPorts = []byte{1, 0, 443 >> 8, 443 & 0xff}
 // otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there
 // on to the peer's. The guest's is never 0, and the peer's not for the first eight million frames.
 func otherPorts(ports *ebpf.Map) asm.Instructions {
-	return asm.Instructions{
-		asm.Mov.Reg(asm.R6, asm.R1),
+	return store(portsAt,
 		asm.LoadMapValue(asm.R7, ports.FD(), 0),
 		asm.LoadMem(asm.R8, asm.R7, 0, asm.Word),
 		asm.Add.Imm(asm.R8, 2),
 		asm.StoreMem(asm.R7, 0, asm.R8, asm.Word),
 		asm.StoreMem(asm.RFP, -4, asm.R8, asm.Word),
-		asm.Mov.Imm(asm.R2, portsAt),
+	)
+}
+
+// store writes into a frame the four bytes that some instructions put on the stack.
+func store(at int32, put ...asm.Instruction) asm.Instructions {
+	return slices.Concat(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, put, asm.Instructions{
+		asm.Mov.Imm(asm.R2, at),
 		asm.Mov.Reg(asm.R3, asm.RFP),
 		asm.Add.Imm(asm.R3, -4),
 		asm.Mov.Imm(asm.R4, 4),
 		asm.Mov.Imm(asm.R5, 0),
 		asm.FnSkbStoreBytes.Call(),
 		asm.Mov.Reg(asm.R1, asm.R6),
-	}
+	})
 }
 
 // untranslated gives a frame the address again that it came with. The kernel runs a
@@ -143,17 +148,7 @@ func untranslated(dir int, id netpolicy.Identity) asm.Instructions {
 	if dir == 1 {
 		address = id.Address4
 	}
-	return asm.Instructions{
-		asm.Mov.Reg(asm.R6, asm.R1),
-		asm.StoreImm(asm.RFP, -4, int64(int32(binary.NativeEndian.Uint32(address.AsSlice()))), asm.Word),
-		asm.Mov.Imm(asm.R2, addressAt[dir]),
-		asm.Mov.Reg(asm.R3, asm.RFP),
-		asm.Add.Imm(asm.R3, -4),
-		asm.Mov.Imm(asm.R4, 4),
-		asm.Mov.Imm(asm.R5, 0),
-		asm.FnSkbStoreBytes.Call(),
-		asm.Mov.Reg(asm.R1, asm.R6),
-	}
+	return store(addressAt[dir], asm.StoreImm(asm.RFP, -4, int64(int32(binary.NativeEndian.Uint32(address.AsSlice()))), asm.Word))
 }
 
 // Close frees the programs.
@@ -211,11 +206,8 @@ func (t *Trial) EmptyFirst(frame []byte, times int) (each time.Duration, err err
 
 // opened is how many flows the guest has opened.
 func (t *Trial) opened() (uint64, error) {
-	var u bpf.EndpointUsage
-	if err := t.eng.shared.usages.LookupWithFlags(t.eng.place.slot*2, &u, ebpf.LookupLock); err != nil {
-		return 0, fmt.Errorf("counting flows: %w", err)
-	}
-	return u.Opened, nil
+	u, err := flow.Usage(t.eng.shared.usages, t.eng.place.slot, 0)
+	return u.Opened, err
 }
 
 func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, error) {
@@ -235,8 +227,8 @@ func code(d netpolicy.Direction) int { return max(0, slices.Index(netpolicy.Dire
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}
-	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "lasting": e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current} {
-		info, err := m.Info()
+	for name, m := range e.maps() {
+		info, err := (*m).Info()
 		if err != nil {
 			return nil, fmt.Errorf("looking at the map %s: %w", name, err)
 		}

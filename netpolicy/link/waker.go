@@ -12,7 +12,6 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
@@ -50,23 +49,7 @@ func GuardWaker(device netlink.Link, endpoints, endpoints6 netip.Prefix) error {
 		return fmt.Errorf("loading the packet waker's eBPF program: %w: %w", ErrKernel, err)
 	}
 	defer o.ToWaker.Close()
-	index := device.Attrs().Index
-	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
-		LinkIndex: index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
-	}}
-	if err := netlink.QdiscReplace(qdisc); err != nil {
-		return fmt.Errorf("adding a clsact qdisc to %q: %w", device.Attrs().Name, err)
-	}
-	err = netlink.FilterReplace(&netlink.BpfFilter{
-		FilterAttrs: netlink.FilterAttrs{
-			LinkIndex: index, Parent: netlink.HANDLE_MIN_EGRESS, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
-		},
-		Fd: o.ToWaker.FD(), Name: filterName, DirectAction: true,
-	})
-	if err != nil {
-		return fmt.Errorf("adding a filter to %q: %w", device.Attrs().Name, err)
-	}
-	return nil
+	return addFilters(device, map[uint32]*ebpf.Program{netlink.HANDLE_MIN_EGRESS: o.ToWaker})
 }
 
 // WakerMark is the mark of a socket (socket(7), SO_MARK) whose frames the programs of endpoints take for packets that

@@ -216,10 +216,7 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 			err = errors.New("no answer")
 		}
 		status, reason := explain(err)
-		secret := strings.Join(x.injected, ",")
-		if reason != 0 || secret != "" {
-			s.fail(x.target, err, reason, status, secret)
-		}
+		s.fail(x.target, err, reason, status, strings.Join(x.injected, ","))
 		why := err.Error()
 		if m := newMask(x.values); m != nil {
 			// What a server has said may be in it, in quotation marks, in which a secret need not look as it is.

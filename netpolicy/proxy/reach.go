@@ -49,11 +49,7 @@ func (c *peerConn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// cut resets the connection. Whoever uses it closes it as well.
-func (c *peerConn) cut() {
-	_ = c.SetLinger(0)
-	_ = c.TCPConn.Close()
-}
+func (c *peerConn) cut() { cut(c.TCPConn) }
 
 // reach connects to a target, if the policy lets the endpoint. With secure, whoever uses the connection sees to it
 // that its server name in TLS is the target's host where it is checked.

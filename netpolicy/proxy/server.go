@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"crypto/x509"
 	"errors"
@@ -49,10 +50,9 @@ const (
 	// It is long, so that a guest that is slow to read does not have a secret come in two parts.
 	HeldTimeout = 5 * time.Second
 
-	maxIdlePeers    = 16
-	idlePeer        = 30 * time.Second
-	sweepInterval   = 30 * time.Second
-	eventsPerSecond = 100
+	maxIdlePeers  = 16
+	idlePeer      = 30 * time.Second
+	sweepInterval = 30 * time.Second
 )
 
 // Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is
@@ -154,28 +154,16 @@ type Server struct {
 	guests   map[*guestConn]struct{}
 	peers    map[*peerConn]struct{}
 	rate     rate
-	reported map[netpolicy.Reason]*eventCount
-}
-
-// eventCount counts events of one kind in a second.
-type eventCount struct {
-	second     int64
-	count      int
-	suppressed uint32
+	reported map[netpolicy.Reason]*tlsname.EventLimit
 }
 
 // New makes a server, which refuses everything until it has a policy.
 func New(cfg Config) *Server {
-	def := func(d *time.Duration, v time.Duration) {
-		if *d == 0 {
-			*d = v
-		}
-	}
-	def(&cfg.HeaderTimeout, HeaderTimeout)
-	def(&cfg.IdleTimeout, IdleTimeout)
-	def(&cfg.SecretTimeout, SecretTimeout)
-	def(&cfg.heldTimeout, HeldTimeout)
-	def(&cfg.sweepInterval, sweepInterval)
+	cfg.HeaderTimeout = cmp.Or(cfg.HeaderTimeout, HeaderTimeout)
+	cfg.IdleTimeout = cmp.Or(cfg.IdleTimeout, IdleTimeout)
+	cfg.SecretTimeout = cmp.Or(cfg.SecretTimeout, SecretTimeout)
+	cfg.heldTimeout = cmp.Or(cfg.heldTimeout, HeldTimeout)
+	cfg.sweepInterval = cmp.Or(cfg.sweepInterval, sweepInterval)
 	if cfg.Dial == nil {
 		cfg.Dial = tlsname.Dial
 	}
@@ -183,7 +171,7 @@ func New(cfg Config) *Server {
 		cfg.Event = func(Event) {}
 	}
 	s := &Server{
-		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, reported: map[netpolicy.Reason]*eventCount{},
+		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, reported: map[netpolicy.Reason]*tlsname.EventLimit{},
 		handed: &queue{conns: make(chan net.Conn), done: make(chan struct{})},
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
@@ -391,10 +379,12 @@ func (c *guestConn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// cut resets the connection. Whoever uses it closes it as well.
-func (c *guestConn) cut() {
+func (c *guestConn) cut() { cut(c.TCPConn) }
+
+// cut resets a connection. Whoever uses it closes it as well.
+func cut(c *net.TCPConn) {
 	_ = c.SetLinger(0)
-	_ = c.TCPConn.Close()
+	_ = c.Close()
 }
 
 // ended is a connection whose TLS ends here.
@@ -479,20 +469,13 @@ func quiet(c *net.TCPConn) (idle time.Duration) {
 // report reports an event, unless there were too many of its kind.
 func (s *Server) report(e Event) {
 	s.mu.Lock()
-	t := s.reported[e.Reason]
-	if t == nil {
-		t = &eventCount{}
-		s.reported[e.Reason] = t
+	if s.reported[e.Reason] == nil {
+		s.reported[e.Reason] = &tlsname.EventLimit{}
 	}
-	if now := time.Now().Unix(); now != t.second {
-		t.second, t.count = now, 0
-	}
-	if t.count++; t.count > eventsPerSecond {
-		t.suppressed++
-		s.mu.Unlock()
-		return
-	}
-	e.Suppressed, t.suppressed = t.suppressed, 0
+	var ok bool
+	e.Suppressed, ok = s.reported[e.Reason].Take()
 	s.mu.Unlock()
-	s.cfg.Event(e)
+	if ok {
+		s.cfg.Event(e)
+	}
 }

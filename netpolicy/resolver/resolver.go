@@ -147,7 +147,7 @@ func (r *Resolver) Answer(ctx context.Context, q *dns.Msg) *dns.Msg {
 	}
 	question := q.Question[0]
 	name, ok := normal(question.Name)
-	if policy == nil || !ok || question.Qclass != dns.ClassINET || !allowed(policy, name) {
+	if policy == nil || !ok || question.Qclass != dns.ClassINET || !policy.HasName(name) {
 		return r.refuse(q, dns.RcodeRefused)
 	}
 	switch question.Qtype {
@@ -308,18 +308,6 @@ func normal(fqdn string) (string, bool) {
 	ok := n != "" && len(n) <= 253 && strings.Count(n, ".") < maxLabels &&
 		strings.Trim(n, "abcdefghijklmnopqrstuvwxyz0123456789-_.") == "" // no escapes
 	return n, ok
-}
-
-// allowed says whether a rule names a name.
-func allowed(p *netpolicy.Policy, name string) bool {
-	for i := range p.Rules {
-		for _, pattern := range p.Rules[i].Names {
-			if netpolicy.NameMatches(pattern, name) {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // Listen makes the sockets of a resolver: port 53 of the gateway's address, on the
