@@ -197,7 +197,7 @@ rules:
 
 // A packet that has waited for its VM to wake is put on the device by the host: it is taken for another VM's only with
 // the mark of the packet waker, which has seen where it came by.
-func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
+func TestAttach_frame_of_the_packet_waker_is_of_whom_it_says(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
