@@ -99,7 +99,7 @@ func (s *surroundings) parse() (id netpolicy.Identity, env netpolicy.Environment
 		if err != nil {
 			return id, env, usageError{fmt.Errorf("--agents: %w", err)}
 		}
-		env.Agents = append(env.Agents, p)
+		env.Endpoints = append(env.Endpoints, p)
 	}
 	for _, p := range s.peers {
 		addr, tags, _ := strings.Cut(p, "=")
@@ -190,7 +190,7 @@ func warnings(p *netpolicy.Policy) []string {
 			where += fmt.Sprintf(" (%s)", r.Name)
 		}
 		var missing []string
-		if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
+		if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Endpoints) == 0 {
 			missing = append(missing, "peers (cidrs, groups, names or agents)")
 		}
 		if len(r.Protocols) == 0 {

@@ -360,15 +360,9 @@ func (e *engine) expire() {
 			}
 			continue
 		}
-		switch {
-		case c.state == stateHandshake, c.state == stateRequested && c.say&sayRequest != 0:
-			// The guest has not heard of it.
-			e.stats.refused.Add(1)
-			e.drop(c)
-		case c.state == stateRequested:
-			e.stats.refused.Add(1)
-			e.abort(c)
-		default:
+		if c.state == stateHandshake || c.state == stateRequested {
+			e.refuse(c)
+		} else {
 			e.abort(c)
 		}
 	}

@@ -85,6 +85,7 @@ var rules = []rule{
 	{"netpolicy", nil},
 	{"netpolicy/bpf", nil},
 	{"netpolicy/refmodel", []string{"netpolicy"}},
+	{"netpolicy/refmodel/flowtest", []string{"netpolicy", "netpolicy/refmodel"}},
 	{"netpolicy/flow", []string{"netpolicy", "netpolicy/bpf"}},
 	{"netpolicy/link", []string{"netpolicy", "netpolicy/bpf", "netpolicy/flow", "internal/osfile"}},
 	{"netpolicy/...", []string{"netpolicy", "netpolicy/flow", "netpolicy/tlsname", "netpolicy/resolver", "internal/osfile"}},
@@ -132,7 +133,7 @@ var testsOf = map[string][]string{
 	// Each error that any package exports has its answer: one test names them all.
 	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "snapshot", "vmm/..."},
 	// Policies are compared with what the reference model says, and their parts are tested together.
-	"netpolicy/link":      {"netpolicy/refmodel", "netpolicy/hostnet", "netpolicy/resolver"},
+	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},
 	"netpolicy/resolver":  {"netpolicy/link"},
 	"netpolicy/tlsname":   {"netpolicy/link"},
 	"netpolicy/proxy":     {"netpolicy/refmodel"},

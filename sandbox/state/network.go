@@ -19,7 +19,7 @@ func removeLeftNetwork(r *Record) error {
 		return nil
 	}
 	id := cmp.Or(r.NetworkID, r.ID)
-	err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+	err := link.Remove(link.Config{Endpoint: id, Interface: hostnet.InterfaceName(id)})
 	if err != nil && !errors.Is(err, link.ErrBusy) {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}
@@ -33,7 +33,7 @@ func SweepNetworks() error {
 	if os.Geteuid() != 0 {
 		return nil
 	}
-	names, err := link.Agents("")
+	names, err := link.Endpoints("")
 	if err != nil {
 		return err
 	}
@@ -45,7 +45,7 @@ func SweepNetworks() error {
 		if _, err := net.InterfaceByName(hostnet.InterfaceName(id)); err == nil {
 			continue
 		}
-		err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+		err := link.Remove(link.Config{Endpoint: id, Interface: hostnet.InterfaceName(id)})
 		if err != nil && !errors.Is(err, link.ErrBusy) {
 			errs = append(errs, err)
 		}
