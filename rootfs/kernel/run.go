@@ -112,6 +112,12 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	}
 }
 
+// exited says that a program has run to its end and failed, by itself.
+func exited(ctx context.Context, err error) bool {
+	var exit *exec.ExitError
+	return ctx.Err() == nil && errors.As(err, &exit)
+}
+
 // environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the
 // like, which would change what is built and are in no hash, nor the locale, since their messages are parsed.
 func environment() []string {
