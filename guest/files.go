@@ -98,26 +98,26 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 // are missing as well.
 func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, parents bool) error {
 	a := audit.Action{Kind: audit.KindMkdir, Path: path}
-	return recorded(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
+	return done(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
 }
 
 // Remove removes a file or an empty directory, or with recursive a whole tree,
 // which need not exist.
 func (c *Client) Remove(ctx context.Context, path string, recursive bool) error {
 	a := audit.Action{Kind: audit.KindRemove, Path: path, Recursive: recursive}
-	return recorded(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
+	return done(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
 }
 
 // Rename renames a file or directory.
 func (c *Client) Rename(ctx context.Context, from, to string) error {
 	a := audit.Action{Kind: audit.KindRename, Path: from, To: to}
-	return recorded(ctx, c, a, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
+	return done(ctx, c, a, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
 }
 
 // Symlink makes a symbolic link at path.
 func (c *Client) Symlink(ctx context.Context, target, path string) error {
 	a := audit.Action{Kind: audit.KindSymlink, Path: path, To: target}
-	return recorded(ctx, c, a, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
+	return done(ctx, c, a, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
 }
 
 // Readlink reads a symbolic link.
