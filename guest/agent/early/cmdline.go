@@ -111,18 +111,20 @@ func (c *Config) set(key, value string) error {
 		}
 		c.TmpInRAM = true
 	case "volume":
-		v, err := parseVolume(value)
+		name, dir, readOnly, err := parseMount("SERIAL", value, maxSerial)
 		if err != nil {
 			return err
 		}
+		v := Volume{Serial: name, Dir: dir, ReadOnly: readOnly}
 		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
 			return fmt.Errorf("more than %d volumes", maxVolumes)
 		}
 	case "share":
-		s, err := parseShare(value)
+		name, dir, readOnly, err := parseMount("TAG", value, maxTag)
 		if err != nil {
 			return err
 		}
+		s := Share{Tag: name, Dir: dir, ReadOnly: readOnly}
 		if c.Shares = append(c.Shares, s); len(c.Shares) > maxShares {
 			return fmt.Errorf("more than %d shares", maxShares)
 		}
@@ -134,14 +136,14 @@ func (c *Config) set(key, value string) error {
 	return nil
 }
 
-// parseVolume reads SERIAL,rw,DIR or SERIAL,ro,DIR.
-func parseVolume(value string) (Volume, error) {
-	serial, rest, _ := strings.Cut(value, ",")
+// parseMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
+func parseMount(what, value string, most int) (name, dir string, readOnly bool, err error) {
+	name, rest, _ := strings.Cut(value, ",")
 	mode, dir, _ := strings.Cut(rest, ",")
-	if serial == "" || len(serial) > maxSerial || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
-		return Volume{}, fmt.Errorf("want SERIAL,rw,/DIR or SERIAL,ro,/DIR")
+	if name == "" || len(name) > most || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
+		err = fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
 	}
-	return Volume{Serial: serial, Dir: dir, ReadOnly: mode == "ro"}, nil
+	return name, dir, mode == "ro", err
 }
 
 // parseNet6 reads ADDRESS/BITS[,GATEWAY].
