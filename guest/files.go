@@ -526,8 +526,8 @@ func (t *transfer) fail(err error) error {
 	return fail(t.op, t.ch.conn.err(err))
 }
 
-// converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What f
-// reads ends when the guest is. A slow f slows the guest down.
+// converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What
+// f reads ends when the guest is. A slow f slows the guest down.
 func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 	// What f has to say to a guest that is done finds nobody.
 	writing, stop := context.WithCancel(t.ctx)
