@@ -148,33 +148,32 @@ func parseMount(what, value string, most int) (name, dir string, readOnly bool, 
 
 // parseNet6 reads ADDRESS/BITS[,GATEWAY].
 func parseNet6(value string) (*Net, error) {
-	text, gateway, _ := strings.Cut(value, ",")
-	addr, err := netip.ParsePrefix(text)
-	if err != nil || !addr.Addr().Is6() || addr.Addr().Is4In6() {
-		return nil, fmt.Errorf("want an IPv6 address with its prefix length, as fd00::2/64")
+	addr, gateway, _ := strings.Cut(value, ",")
+	return parseAddr(addr, gateway, "an IPv6 address", "fd00::2/64", func(a netip.Addr) bool { return a.Is6() && !a.Is4In6() && a.Zone() == "" })
+}
+
+// parseAddr reads an address with its prefix length, and a gateway if there is one, of the family is.
+func parseAddr(addr, gateway, what, as string, is func(netip.Addr) bool) (*Net, error) {
+	prefix, err := netip.ParsePrefix(addr)
+	if err != nil || !is(prefix.Addr()) {
+		return nil, fmt.Errorf("want %s with its prefix length, as %s", what, as)
 	}
-	n := &Net{Addr: addr}
+	n := &Net{Addr: prefix}
 	if gateway != "" {
-		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !n.Gateway.Is6() || n.Gateway.Is4In6() || n.Gateway.Zone() != "" {
-			return nil, fmt.Errorf("gateway %q is not an IPv6 address", gateway)
+		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !is(n.Gateway) {
+			return nil, fmt.Errorf("gateway %q is not %s", gateway, what)
 		}
 	}
 	return n, nil
 }
 
 func parseNet(value string) (*Net, error) {
-	parts := strings.Split(value, ",")
-	addr, err := netip.ParsePrefix(parts[0])
-	if err != nil || !addr.Addr().Is4() {
-		return nil, fmt.Errorf("want an IPv4 address with its prefix length, as 10.0.0.2/24")
+	parts := append(strings.Split(value, ","), "")
+	n, err := parseAddr(parts[0], parts[1], "an IPv4 address", "10.0.0.2/24", netip.Addr.Is4)
+	if err != nil {
+		return nil, err
 	}
-	n := &Net{Addr: addr}
-	if len(parts) > 1 && parts[1] != "" {
-		if n.Gateway, err = netip.ParseAddr(parts[1]); err != nil || !n.Gateway.Is4() {
-			return nil, fmt.Errorf("gateway %q is not an IPv4 address", parts[1])
-		}
-	}
-	for _, s := range parts[min(2, len(parts)):] {
+	for _, s := range parts[min(2, len(parts)-1) : len(parts)-1] {
 		dns, err := netip.ParseAddr(s)
 		if err != nil {
 			return nil, fmt.Errorf("name server %q is not an IP address", s)

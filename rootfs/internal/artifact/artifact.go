@@ -1,6 +1,7 @@
 package artifact
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -190,6 +191,38 @@ func (c *countingWriter) Write(p []byte) (int, error) {
 	c.n += int64(len(p))
 	c.tell(c.n)
 	return len(p), nil
+}
+
+// LineWriter calls Line for each line that is written to it, of which it keeps the first Max bytes. A carriage return
+// ends a line too.
+type LineWriter struct {
+	Max  int
+	Line func(line string)
+	part []byte
+}
+
+// Write implements io.Writer.
+func (w *LineWriter) Write(p []byte) (int, error) {
+	for rest := p; len(rest) > 0; {
+		n := bytes.IndexAny(rest, "\r\n")
+		piece := rest
+		if n >= 0 {
+			piece = rest[:n]
+		}
+		w.part = append(w.part, piece[:min(len(piece), w.Max-len(w.part))]...)
+		if n < 0 {
+			break
+		}
+		w.Flush()
+		rest = rest[n+1:]
+	}
+	return len(p), nil
+}
+
+// Flush ends a line that has no end yet.
+func (w *LineWriter) Flush() {
+	w.Line(string(w.part))
+	w.part = w.part[:0]
 }
 
 // ReadFile reads a whole file of at most limit bytes.
