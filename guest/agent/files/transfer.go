@@ -207,16 +207,14 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 		return nil, err
 	}
 	if m.Offset > 0 {
-		if _, err := f.Seek(m.Offset, io.SeekStart); err != nil {
-			f.Close()
-			return nil, err
-		}
+		_, err = f.Seek(m.Offset, io.SeekStart)
 	}
-	if m.Mode != 0 { // whatever umask and an old file have
-		if err := f.Chmod(mode); err != nil {
-			f.Close()
-			return nil, err
-		}
+	if err == nil && m.Mode != 0 { // whatever umask and an old file have
+		err = f.Chmod(mode)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
 	}
 	return f, nil
 }

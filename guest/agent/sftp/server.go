@@ -350,64 +350,49 @@ func setstat(path string, r *reader, follow bool) error {
 	flags := 0
 	if !follow {
 		flags = unix.AT_SYMLINK_NOFOLLOW
+		a.flags &^= attrSize
 	}
-	if a.flags&attrSize != 0 && follow {
-		if a.size > 1<<63-1 {
-			return unix.EINVAL
-		}
-		if err := unix.Truncate(path, int64(a.size)); err != nil {
-			return err
-		}
-	}
-	if a.flags&attrOwner != 0 {
-		if err := unix.Fchownat(unix.AT_FDCWD, path, int(a.uid), int(a.gid), flags); err != nil {
-			return err
-		}
-	}
-	// After the owner, whose change takes set-id bits away.
-	if a.flags&attrPermissions != 0 {
-		if err := unix.Fchmodat(unix.AT_FDCWD, path, a.permissions&0o7777, flags); err != nil {
-			return err
-		}
-	}
-	if a.flags&attrTimes != 0 {
-		ts := []unix.Timespec{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}}
-		if err := unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags); err != nil {
-			return err
-		}
-	}
-	return nil
+	return a.set(
+		func(size int64) error { return unix.Truncate(path, size) },
+		func(uid, gid int) error { return unix.Fchownat(unix.AT_FDCWD, path, uid, gid, flags) },
+		func(mode uint32) error { return unix.Fchmodat(unix.AT_FDCWD, path, mode, flags) },
+		func(ts []unix.Timespec) error { return unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags) })
 }
 
 // fsetstat changes an open file, whatever its name is by now.
 func fsetstat(f *os.File, r *reader) error {
-	a := r.attrs()
+	a, fd := r.attrs(), int(f.Fd())
 	if r.bad {
 		return errMessage
 	}
+	return a.set(f.Truncate,
+		func(uid, gid int) error { return unix.Fchown(fd, uid, gid) },
+		func(mode uint32) error { return unix.Fchmod(fd, mode) },
+		func(ts []unix.Timespec) error {
+			return unix.Futimes(fd, []unix.Timeval{{Sec: ts[0].Sec}, {Sec: ts[1].Sec}})
+		})
+}
+
+// set sets the attributes that there are.
+func (a attrs) set(size func(int64) error, owner func(uid, gid int) error, mode func(uint32) error, times func([]unix.Timespec) error) error {
+	var err error
 	if a.flags&attrSize != 0 {
 		if a.size > 1<<63-1 {
 			return unix.EINVAL
 		}
-		if err := f.Truncate(int64(a.size)); err != nil {
-			return err
-		}
+		err = size(int64(a.size))
 	}
-	fd := int(f.Fd())
-	if a.flags&attrOwner != 0 {
-		if err := unix.Fchown(fd, int(a.uid), int(a.gid)); err != nil {
-			return err
-		}
+	if err == nil && a.flags&attrOwner != 0 {
+		err = owner(int(a.uid), int(a.gid))
 	}
-	if a.flags&attrPermissions != 0 {
-		if err := unix.Fchmod(fd, a.permissions&0o7777); err != nil {
-			return err
-		}
+	// After the owner, whose change takes set-id bits away.
+	if err == nil && a.flags&attrPermissions != 0 {
+		err = mode(a.permissions & 0o7777)
 	}
-	if a.flags&attrTimes != 0 {
-		return unix.Futimes(fd, []unix.Timeval{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}})
+	if err == nil && a.flags&attrTimes != 0 {
+		err = times([]unix.Timespec{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}})
 	}
-	return nil
+	return err
 }
 
 func (s *server) readdir(id uint32, h *handle) error {

@@ -49,8 +49,8 @@ func hashedName(of string) string {
 // the copy has made it. base is the last element of the tree's path at its source.
 func Marker(base string) string { return hashedName("tree\x00" + base) }
 
-// isPart says of a name's last element that it is one of an unfinished file, or a marker.
-func isPart(base string) bool {
+// Unfinished says of a name's last element that it is one of an unfinished file, or a marker, which no copy has.
+func Unfinished(base string) bool {
 	rest, ok := strings.CutPrefix(base, partPrefix)
 	if !ok || len(rest) != partDigits {
 		return false
@@ -58,9 +58,6 @@ func isPart(base string) bool {
 	_, err := hex.DecodeString(rest)
 	return err == nil
 }
-
-// Unfinished says of a name's last element that it is one of an unfinished file, which no copy has.
-func Unfinished(base string) bool { return isPart(base) }
 
 // part is an unfinished file. Until it is closed nobody else writes to it.
 type part struct {
