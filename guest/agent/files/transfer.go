@@ -22,15 +22,10 @@ import (
 
 // transfer is one Transfer stream.
 type transfer struct {
-	stream agentpb.Agent_TransferServer
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	window flow.Window
-	acker  flow.Acker
-
-	data chan []byte   // received and not yet consumed, within a window
-	end  chan struct{} // closed when the host has sent everything
-	rest []byte        // of the message being read
+	stream     agentpb.Agent_TransferServer
+	ctx        context.Context
+	cancel     context.CancelCauseFunc
+	*flow.Pipe // to and from the host, at its end when the host has sent everything
 }
 
 // errEnded says that the host has sent all that it sends.
@@ -42,8 +37,13 @@ func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServe
 	if err != nil {
 		return err
 	}
-	t := &transfer{stream: stream, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
+	t := &transfer{stream: stream}
 	t.ctx, t.cancel = context.WithCancelCause(ctx)
+	t.Pipe = flow.NewPipe(t.ctx, t.ctx, func(data []byte) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: data}})
+	}, func(n uint64) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}})
+	})
 	defer t.cancel(errEnded)
 	go func() { t.cancel(t.receive()) }()
 
@@ -87,80 +87,21 @@ func (t *transfer) receive() error {
 		}
 		switch m := m.Msg.(type) {
 		case *agentpb.TransferRequest_Ack:
-			if err := t.window.Ack(m.Ack); err != nil {
+			if err := t.Ack(m.Ack); err != nil {
 				return status.Error(codes.InvalidArgument, err.Error())
 			}
 		case *agentpb.TransferRequest_Data:
-			select {
-			case t.data <- m.Data:
-			default:
+			if !t.Put(m.Data) {
 				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
 			}
 		case *agentpb.TransferRequest_End:
 			if !ended {
 				ended = true
-				close(t.end)
+				t.End()
 			}
 		default:
 			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
 		}
-	}
-}
-
-// Write sends p as data messages: transfer is an io.Writer.
-func (t *transfer) Write(p []byte) (int, error) {
-	sent := 0
-	for sent < len(p) {
-		n := min(len(p)-sent, agentpb.MaxChunk)
-		if _, err := t.window.Acquire(t.ctx); err != nil {
-			return sent, err
-		}
-		err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: p[sent : sent+n]}})
-		if err != nil {
-			return sent, err
-		}
-		sent += n
-	}
-	return sent, nil
-}
-
-// Read returns the data that the host sends, io.EOF after its end message.
-func (t *transfer) Read(p []byte) (int, error) {
-	for len(t.rest) == 0 {
-		data, err := t.next()
-		if err != nil {
-			return 0, err
-		}
-		t.rest = data
-		if n, due := t.acker.Consumed(len(data)); due {
-			if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}}); err != nil {
-				return 0, err
-			}
-		}
-	}
-	n := copy(p, t.rest)
-	t.rest = t.rest[n:]
-	return n, nil
-}
-
-func (t *transfer) next() ([]byte, error) {
-	select {
-	case data := <-t.data:
-		return data, nil
-	default:
-	}
-	select {
-	case data := <-t.data:
-		return data, nil
-	case <-t.end:
-		select { // data that came before the end message
-		case data := <-t.data:
-			return data, nil
-		default:
-			return nil, io.EOF
-		}
-	case <-t.ctx.Done():
-		return nil, t.ctx.Err()
 	}
 }
 
@@ -266,16 +207,14 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 		return nil, err
 	}
 	if m.Offset > 0 {
-		if _, err := f.Seek(m.Offset, io.SeekStart); err != nil {
-			f.Close()
-			return nil, err
-		}
+		_, err = f.Seek(m.Offset, io.SeekStart)
 	}
-	if m.Mode != 0 { // whatever umask and an old file have
-		if err := f.Chmod(mode); err != nil {
-			f.Close()
-			return nil, err
-		}
+	if err == nil && m.Mode != 0 { // whatever umask and an old file have
+		err = f.Chmod(mode)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
 	}
 	return f, nil
 }
