@@ -9,7 +9,6 @@ import (
 	"io"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -74,7 +73,7 @@ with -o json as a line of JSON each.`,
 					fmt.Fprintf(w, "%s was made from snapshot %s; what was done before is in the trail of the VM that that is of\n", is.Name, is.Snapshot)
 				}
 				var rows bytes.Buffer
-				t := tabwriter.NewWriter(&rows, 0, 8, 2, ' ', 0)
+				t := columns(&rows)
 				fmt.Fprintln(t, auditColumns)
 				for _, e := range entries {
 					fmt.Fprintln(t, auditRow(e))

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -18,11 +17,7 @@ func (a *app) statsCommand() *cobra.Command {
 		Long: `Say what a running VM uses, as its guest and its host count it, since the guest's boot or the
 beginning of the VM's process. It is measured once, now: nothing in the guest runs for it
 before or after. A VM that sleeps is not woken.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			st, err := s.Sandbox(args[0]).Stats(cmd.Context())
 			if err != nil {
 				return err
@@ -31,7 +26,7 @@ before or after. A VM that sleeps is not woken.`,
 				a.log.Warn("the guest could not be asked", "vm", st.Name, "problem", st.Problem)
 			}
 			return a.print(st, func(w io.Writer) { writeVMStats(w, st) })
-		},
+		}),
 	}
 }
 
@@ -70,7 +65,7 @@ func writeGuestStats(w io.Writer, g *guest.Stats) {
 		took(c.User), took(c.System), took(c.Idle), took(c.IOWait), took(c.IRQ), took(c.Steal))
 	fmt.Fprintf(w, "         memory %s, %s available, %s free, %s cached, %d major faults\n",
 		sizeText(m.Total), sizeText(m.Available), sizeText(m.Free), sizeText(m.Cached), g.MajorFaults)
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	if len(g.FileSystems) > 0 {
 		fmt.Fprintln(t, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE")
 		for _, f := range g.FileSystems {
