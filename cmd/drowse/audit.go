@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -110,10 +109,7 @@ func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o a
 		_, err := io.WriteString(a.stdout, text)
 		return err
 	})
-	if errors.Is(err, context.Canceled) {
-		return nil // by Ctrl-C
-	}
-	return err
+	return followed(true, err)
 }
 
 // sinceTime reads --since.

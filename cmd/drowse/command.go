@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -51,6 +53,14 @@ func (a *app) launching() (*sandbox.Host, pool.Launcher, error) {
 	}
 	l, err := a.launcher()
 	return s, l, err
+}
+
+// followed is how a command ended that goes on until it is interrupted, if follow says that it does.
+func followed(follow bool, err error) error {
+	if follow && errors.Is(err, context.Canceled) {
+		return nil // by Ctrl-C
+	}
+	return err
 }
 
 // group is a command that only has others.

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,8 +28,7 @@ ends, which ends all; those that are open are not printed before. With -o json, 
 object on a line for each.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			p := a.flowPrinter(follow)
-			err := s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)
-			if err != nil && !(follow && errors.Is(err, context.Canceled)) { // by Ctrl-C
+			if err := followed(follow, s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)); err != nil {
 				return err
 			}
 			return p.end()

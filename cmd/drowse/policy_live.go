@@ -318,11 +318,7 @@ a line for each, whatever -o says. The last 1024 are kept. With --follow, go on 
 that come, until the VM sleeps or ends.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			e := json.NewEncoder(a.stdout)
-			err := s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) })
-			if follow && errors.Is(err, context.Canceled) {
-				return nil // by Ctrl-C
-			}
-			return err
+			return followed(follow, s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
 		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that come")

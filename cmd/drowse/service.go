@@ -298,11 +298,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 				return err
 			}
 			if !a.json() {
-				err := s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow)
-				if follow && errors.Is(err, context.Canceled) {
-					return nil // by Ctrl-C
-				}
-				return err
+				return followed(follow, s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
 			}
 			if follow {
 				return usageError{errors.New("--follow has no end, and so no JSON document")}

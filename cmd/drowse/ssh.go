@@ -204,11 +204,7 @@ func (a *app) sshProxyCommand() *cobra.Command {
 				return err
 			}
 			server := &sshd.Server{HostKey: key, Env: env, Use: func(ctx context.Context, f func(*guest.Client) error) error { return d.use(ctx, f) }}
-			err = server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)})
-			if errors.Is(err, context.Canceled) {
-				return nil
-			}
-			return err
+			return followed(true, server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)}))
 		}),
 	}
 }
