@@ -12,7 +12,6 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -62,11 +61,7 @@ func (a *app) demoCommand() *cobra.Command {
 		Use: "demo", Annotations: makesState,
 		Short: "Show the main job: boot, run a program, sleep, wake, and find everything as it was",
 		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
 			if err != nil {
 				return err
@@ -81,7 +76,7 @@ func (a *app) demoCommand() *cobra.Command {
 				return errors.New("the demo ran, and not everything came back as it was")
 			}
 			return err
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.StringVar(&spec.Image, "image", "debian-python", "an image with python3")
@@ -311,7 +306,7 @@ func (d *demo) cleanUp(ctx context.Context) error {
 }
 
 func (d *demo) text(w io.Writer) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	r := d.result
 	for _, row := range []struct{ stage, meaning string }{
 		{"boot", "from nothing to an agent that answers"},
