@@ -57,6 +57,7 @@ func BenchmarkList(b *testing.B) {
 	})
 	b.Run("read before", func(b *testing.B) {
 		f := fleet.New(vms, fleet.Options{})
+		list(b, f)
 		for b.Loop() {
 			list(b, f)
 		}
