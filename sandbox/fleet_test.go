@@ -24,16 +24,7 @@ import (
 func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	begin := time.Now()
 	defer func() { t.Logf("it took %v", time.Since(begin).Round(time.Millisecond)) }()
-	db, err := records.Open(t.Context(), e.Store.State.Dir(), records.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := db.Close(); err != nil {
-			t.Error(err)
-		}
-	}()
-	f := fleet.New(fleet.OfHost(e.Store, e.Launcher), fleet.Options{Records: db})
+	f := fleet.New(fleet.OfHost(e.Store, e.Launcher), fleet.Options{})
 	// It is asked by its API, which promises the same.
 	c := overHTTP(t, e, f)
 
@@ -102,7 +93,7 @@ func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
 		t.Fatal(err)
 	}
 	server := api.New(api.Options{
-		Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) { return f, func() {}, nil },
+		Fleet: f,
 		VMs: api.OfHost(e.Store, func(ctx context.Context, name string) error {
 			_, err := f.Wake(ctx, name)
 			return err

@@ -140,7 +140,7 @@ func (l *lifeLeft) named(root string) (left []string, err error) {
 }
 
 // lifeKept are the files of a store that belong to no sandbox, up to the star.
-var lifeKept = []string{"cache", "images", "kernels", "events", "import.lock", "pool.lock", "records.lock", "records.db*"}
+var lifeKept = []string{"cache", "images", "kernels", "events", "import.lock", "pool.lock", "removed"}
 
 // files are those in the store that are there though it has no sandbox and no snapshot.
 func (l *lifeLeft) files() (left []string, err error) {
@@ -263,7 +263,7 @@ func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 			}
 			lifePlant(t, filepath.Join(l.proc, "net", "unix"), "")
 			lifePlant(t, filepath.Join(l.cgroups, "cpu", "drowse-"+other, "tasks"), "")
-			for _, kept := range []string{"records.db-wal", "import.lock", "layers/ext4-1024", "cache/agent"} {
+			for _, kept := range []string{"removed/1-2-a.json", "import.lock", "layers/ext4-1024", "cache/agent"} {
 				lifePlant(t, filepath.Join(l.store, kept), "")
 			}
 			if err := os.Mkdir(filepath.Join(l.store, "vms"), 0o700); err != nil {

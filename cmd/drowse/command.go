@@ -42,7 +42,7 @@ func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) ru
 }
 
 func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
-	return opened(a.bareFleet, do)
+	return opened(a.fleet, do)
 }
 
 // launching is the store with what starts VMs.

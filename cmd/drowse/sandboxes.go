@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -17,40 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// fleet is the sandboxes of the state directory. Records that cannot be used are said, and done without. done closes
-// them.
-func (a *app) fleet(ctx context.Context, check bool) (f *fleet.Fleet, done func(), err error) {
-	s, err := a.store()
-	if err != nil {
-		return nil, nil, err
-	}
-	db, err := records.Open(ctx, s.State.Dir(), records.Options{Check: check})
-	if ctx.Err() != nil {
-		return nil, nil, errors.Join(ctx.Err(), err)
-	}
-	done = func() {}
-	if err != nil {
-		a.log.Warn("the records of sandboxes cannot be used: lists are made from the files, and there is no history", "cause", err)
-	} else {
-		a.warnMoved(db)
-		done = func() {
-			if err := db.Close(); err != nil {
-				a.log.Warn("closing the records of sandboxes", "error", err)
-			}
-		}
-	}
-	return fleet.New(fleet.OfHostLazily(s, a.launcher), fleet.Options{Records: db}), done, nil
-}
-
-func (a *app) warnMoved(db *records.DB) {
-	if m := db.Moved; m != nil {
-		a.log.Warn("the records of sandboxes were damaged: they are made anew from the files, without the history of removed sandboxes",
-			"put_aside", m.To, "cause", m.Cause)
-	}
-}
-
-// bareFleet is fleet without records, for what needs none.
-func (a *app) bareFleet() (*fleet.Fleet, error) {
+// fleet is the sandboxes of the state directory.
+func (a *app) fleet() (*fleet.Fleet, error) {
 	s, err := a.store()
 	if err != nil {
 		return nil, err
@@ -144,11 +111,10 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 			if err := f.Check(); err != nil {
 				return usageError{err}
 			}
-			fl, done, err := a.fleet(cmd.Context(), false)
+			fl, err := a.fleet()
 			if err != nil {
 				return err
 			}
-			defer done()
 			if all {
 				f.Limit = records.MaxPage
 			}
@@ -240,11 +206,10 @@ removed can be named as well, by its name or its id, for 30 days.`,
 			if span.Limit < 1 || span.Limit > records.MaxPage {
 				return usageError{fmt.Errorf("--limit %d: use 1 to %d", span.Limit, records.MaxPage)}
 			}
-			fl, done, err := a.fleet(cmd.Context(), false)
+			fl, err := a.fleet()
 			if err != nil {
 				return err
 			}
-			defer done()
 			h, err := fl.History(cmd.Context(), args[0], span)
 			if err != nil {
 				return err
@@ -266,7 +231,7 @@ func printHistory(w io.Writer, h fleet.History) {
 	s := h.Sandbox
 	line := fmt.Sprintf("%s %s, %s", s.Name, s.ID, s.Status)
 	if !s.Removed.IsZero() {
-		line = fmt.Sprintf("%s %s, removed by %s", s.Name, s.ID, s.Removed.Local().Format(historyTime))
+		line = fmt.Sprintf("%s %s, removed at %s", s.Name, s.ID, s.Removed.Local().Format(historyTime))
 	}
 	fmt.Fprintln(w, line)
 	if len(h.Runs) > 0 {
@@ -360,7 +325,7 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 			if c.Spec.Policy, err = policyFrom(policy); err != nil {
 				return err
 			}
-			fl, err := a.bareFleet()
+			fl, err := a.fleet()
 			if err != nil {
 				return err
 			}
@@ -419,11 +384,10 @@ func (a *app) pruneCommand() *cobra.Command {
 --class"), and delete sleep snapshots, disk layers and cached pages that nothing keeps.
 Snapshots that were asked for, and those with a tag, stay. "drowse serve" does so every minute.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			fl, done, err := a.fleet(cmd.Context(), true)
+			fl, err := a.fleet()
 			if err != nil {
 				return err
 			}
-			defer done()
 			p, err := fl.Prune(cmd.Context(), dry)
 			if err != nil {
 				return err

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -55,7 +57,7 @@ func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 	writeVM(t, state, "b", strings.Repeat("b", 32), `{"version":1,"class":"resumable","owner":"build","tags":["ci"]}`)
 	writeVM(t, state, "c", strings.Repeat("c", 32), `{"version":1,"class":"resumable","owner":"build","expires":"2020-01-01T00:00:00Z"}`)
 	all := []string{"a asleep workspace", "b asleep resumable", "c expired resumable"}
-	check := func(t *testing.T, warned bool) {
+	check := func(t *testing.T) {
 		t.Helper()
 		for _, tt := range []struct {
 			args string
@@ -68,42 +70,12 @@ func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 			if !slices.Equal(got, tt.want) {
 				t.Errorf("ls %s: %q, want %q", tt.args, got, tt.want)
 			}
-			if (stderr != "") != warned {
-				t.Errorf("ls %s: stderr %q, want something there: %v", tt.args, stderr, warned)
+			if strings.Contains(stderr, "lack") {
+				t.Errorf("ls %s: stderr %q", tt.args, stderr)
 			}
 		}
 	}
-	path := filepath.Join(state, "records.db")
-	t.Run("with new records", func(t *testing.T) { check(t, false) })
-	t.Run("with damaged records, which are said and made anew", func(t *testing.T) {
-		if err := os.WriteFile(path, []byte(strings.Repeat("no database ", 1000)), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if got, stderr := ls(t, state); !slices.Equal(got, all) || !strings.Contains(stderr, "records.db.damaged-") {
-			t.Errorf("it lists %q and says %q", got, stderr)
-		}
-		check(t, false)
-	})
-	t.Run("without records that can be used", func(t *testing.T) {
-		if err := os.RemoveAll(path); err != nil {
-			t.Fatal(err)
-		}
-		for _, suffix := range []string{"-wal", "-shm"} {
-			if err := os.RemoveAll(path + suffix); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if err := os.Mkdir(path, 0o700); err != nil {
-			t.Fatal(err)
-		}
-		check(t, true)
-		if code, _, stderr := drowse(t, state, "history", "a"); code != exitFailed || !strings.Contains(stderr, "no records") {
-			t.Errorf("history: exit status %d, %q", code, stderr)
-		}
-		if err := os.Remove(path); err != nil {
-			t.Fatal(err)
-		}
-	})
+	t.Run("as they are", check)
 	t.Run("with metadata that is damaged", func(t *testing.T) {
 		writeVM(t, state, "d", strings.Repeat("d", 32), "{")
 		if got, _ := ls(t, state, "--after", "c"); !slices.Equal(got, []string{"d asleep workspace"}) {
@@ -166,8 +138,14 @@ func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
 	if code, _, stderr := drowse(t, state, "update", "b", "--class", "ephemeral"); code != exitUsage || !strings.Contains(stderr, "does not sleep") {
 		t.Errorf("ephemeral while it sleeps: exit status %d, %q", code, stderr)
 	}
-	if code, _, stderr := drowse(t, state, "rm", "b"); code != 0 {
+	if err := os.WriteFile(filepath.Join(state, "records.db"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if code, _, stderr := drowse(t, state, "rm", "b"); code != 0 || strings.Contains(stderr, "not all") {
 		t.Fatal(code, stderr)
+	}
+	if _, err := os.Stat(filepath.Join(state, "records.db")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the database of an earlier version is still there: %v", err)
 	}
 	var h struct {
 		Sandbox struct{ Name, Removed string }

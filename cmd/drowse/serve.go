@@ -106,10 +106,9 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		}
 	}
 	vms := spans.Watch(figures.Watch(bare))
-	fl := &fleets{a: a, dir: s.State.Dir(), vms: vms}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
-		Fleet: fl.get, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Fleet: fleet.New(vms, fleet.Options{}), Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
 			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.State.Events()), Long: true}),
 		VMs: withSpans(spans, api.OfHost(s, func(ctx context.Context, name string) error {

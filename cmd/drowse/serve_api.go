@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,8 +14,6 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -92,61 +89,6 @@ func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 	return out, nil
 }
 
-// fleets gives requests their Fleets. Those at once share one use of the records, which are closed when nobody uses
-// them: who has to put a damaged database aside does not wait for this process's end.
-type fleets struct {
-	a   *app
-	dir string
-	vms fleet.VMs
-
-	mu    sync.Mutex // guards what follows, and is held while they are opened
-	db    *records.DB
-	users int
-	said  time.Time // when it was logged that they cannot be used
-}
-
-// openTime bounds how long the opening of the records may take, and sayEvery how often its failure is logged.
-const (
-	openTime = 10 * time.Second
-	sayEvery = time.Minute
-)
-
-func (f *fleets) get(ctx context.Context, want bool) (*fleet.Fleet, func(), error) {
-	if !want {
-		return fleet.New(f.vms, fleet.Options{}), func() {}, nil
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.db == nil {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), openTime)
-		defer cancel()
-		db, err := records.Open(ctx, f.dir, records.Options{})
-		if err != nil {
-			if time.Since(f.said) > sayEvery {
-				f.said = time.Now()
-				f.a.log.Warn("the records of sandboxes cannot be used: lists are made from the files, and there is no history", "cause", err)
-			}
-			return fleet.New(f.vms, fleet.Options{}), func() {}, nil
-		}
-		f.a.warnMoved(db)
-		f.db = db
-	}
-	f.users++
-	return fleet.New(f.vms, fleet.Options{Records: f.db}), f.release, nil
-}
-
-func (f *fleets) release() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.users--; f.users > 0 {
-		return
-	}
-	if err := f.db.Close(); err != nil {
-		f.a.log.Warn("closing the records of sandboxes", "error", err)
-	}
-	f.db = nil
-}
-
 // readiness are the checks of /readyz: what a wake needs of the host.
 func readiness(s *sandbox.Host) []api.Check {
 	return []api.Check{
@@ -158,13 +100,6 @@ func readiness(s *sandbox.Host) []api.Check {
 			return f.Close()
 		}},
 		{Name: "store", Do: func(context.Context) error { return writable(s.State.Dir()) }},
-		{Name: "records", Do: func(ctx context.Context) error {
-			db, err := records.Open(ctx, s.State.Dir(), records.Options{})
-			if err != nil {
-				return err
-			}
-			return db.Close()
-		}},
 		{Name: "bpffs", Do: func(context.Context) error {
 			var st unix.Statfs_t
 			if err := unix.Statfs(bpffs, &st); err != nil {

@@ -35,7 +35,7 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 		if cmd.Flags().Changed("secret") || cmd.Flags().Changed("timeout") {
 			return usageError{errors.New("a timer has neither --secret nor --timeout")}
 		}
-		f, err := a.bareFleet()
+		f, err := a.fleet()
 		if err != nil {
 			return err
 		}

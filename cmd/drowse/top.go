@@ -123,6 +123,7 @@ type topper struct {
 	use func(pid int) (cpu time.Duration, memory int64, err error)
 	now func() time.Time
 
+	fleet  *fleet.Fleet      // made by the first look
 	before map[string]topUse // by name
 }
 
@@ -152,10 +153,12 @@ func (t *topper) run(ctx context.Context, every time.Duration, do func(topDoc) e
 // look says what was used since the look before; nothing of those that were not there then.
 func (t *topper) look(ctx context.Context) (topDoc, error) {
 	d := topDoc{Version: 1, Counts: map[string]int{}, Sandboxes: []topRow{}}
-	fl := fleet.New(t.vms, fleet.Options{})
+	if t.fleet == nil {
+		t.fleet = fleet.New(t.vms, fleet.Options{})
+	}
 	var live []records.Sandbox
 	for after := ""; ; {
-		page, err := fl.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
+		page, err := t.fleet.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
 		if err != nil {
 			return d, err
 		}

@@ -367,15 +367,18 @@ func (a *app) rmCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			f, done, err := a.fleet(cmd.Context(), false)
+			f, err := a.fleet()
 			if err != nil {
 				return err
 			}
-			defer done()
 			var errs []error
 			removed := []string{}
 			for _, name := range args {
-				if _, err := f.Remove(cmd.Context(), name, force); err != nil {
+				freed, err := f.Remove(cmd.Context(), name, force)
+				for _, p := range freed.Problems {
+					a.log.Warn("removed, but not all could be done", "name", name, "cause", printable(p))
+				}
+				if err != nil {
 					errs = append(errs, err)
 					continue
 				}

@@ -39,10 +39,10 @@ var rules = []rule{
 	// As programs elsewhere use the library.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest"}},
-	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
+	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
-	{"sandbox/records", []string{"sandbox/lifetime", "internal/osfile"}},
+	{"sandbox/records", []string{"sandbox/lifetime"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
@@ -297,13 +297,31 @@ func TestProgramOfAVMHasNoMoreThanAVMNeeds(t *testing.T) {
 	}
 	for _, unwanted := range []string{
 		"bench", "cmd/drowse", "rootfs/image/builder", "rootfs/image/debian", "rootfs/image/drowsefile", "rootfs/image/layers", "rootfs/image/oci", "sandbox/api", "sandbox/build", "sandbox/fleet", "sandbox/metrics", "sandbox/records", "sandbox/supervisor", "sandbox/traces",
-		"github.com/google/go-containerregistry", "github.com/spf13/cobra", "github.com/prometheus", "go.opentelemetry.io", "modernc.org/sqlite", "html/template", "testing",
+		"github.com/google/go-containerregistry", "github.com/spf13/cobra", "github.com/prometheus", "go.opentelemetry.io", "html/template", "testing",
 	} {
 		for name, by := range from {
 			if name == unwanted || strings.HasPrefix(name, unwanted+"/") {
 				t.Errorf("drowse-vmm has %s, by %s", name, by)
 			}
 		}
+	}
+}
+
+// What is kept is in files: docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
+func TestNoPackageAndNoDependencyIsADatabase(t *testing.T) {
+	for _, s := range sources(t) {
+		for _, i := range s.file.Imports {
+			if strings.Contains(i.Path.Value, "sqlite") || i.Path.Value == `"database/sql"` {
+				t.Errorf("%s imports %s", s.path, i.Path.Value)
+			}
+		}
+	}
+	mod, err := os.ReadFile("../../go.mod")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(string(mod), "sqlite") {
+		t.Error("go.mod requires SQLite")
 	}
 }
 

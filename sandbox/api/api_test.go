@@ -129,29 +129,15 @@ type served struct {
 	end    func() // of the server
 }
 
-// serve makes a server over VMs in memory, with records, that listens on a Unix socket; what it answers is checked
+// serve makes a server over VMs in memory that listens on a Unix socket; what it answers is checked
 // against its description.
 func serve(t *testing.T, change ...func(*api.Options)) *served {
 	t.Helper()
 	dir := t.TempDir()
-	db, err := records.Open(t.Context(), dir, records.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := db.Close(); err != nil {
-			t.Error(err)
-		}
-	})
 	s := &served{vms: &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}, path: filepath.Join(dir, api.SocketFile)}
 	o := api.Options{
 		VMs: s.vms, Version: "test", Tokens: api.Tokens{Path: filepath.Join(dir, api.TokensFile)},
-		Fleet: func(_ context.Context, want bool) (*fleet.Fleet, func(), error) {
-			if !want {
-				return fleet.New(s.vms, fleet.Options{}), func() {}, nil
-			}
-			return fleet.New(s.vms, fleet.Options{Records: db}), func() {}, nil
-		},
+		Fleet: fleet.New(s.vms, fleet.Options{}),
 	}
 	for _, c := range change {
 		c(&o)

@@ -100,11 +100,6 @@ var sentinels = map[string]answered{
 
 	"lifetime.ErrKeep":   {lifetime.ErrKeep, "metadata", 400, ""},
 	"records.ErrInvalid": {records.ErrInvalid, "invalid", 400, ""},
-	"records.ErrNotFound": {
-		records.ErrNotFound, "not-found", 404, "",
-	},
-	"records.ErrNewer":   {records.ErrNewer, fleet.CodeNoRecords, 503, ""},
-	"records.ErrDamaged": {records.ErrDamaged, fleet.CodeNoRecords, 503, ""},
 
 	"image.ErrNotFound":          {image.ErrNotFound, "image-not-found", 404, ""},
 	"image.ErrAmbiguous":         {image.ErrAmbiguous, "image-ambiguous", 400, ""},
@@ -314,9 +309,7 @@ func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T)
 			_, err := vms.Wake(ctx, name)
 			return err
 		})
-		o.Fleet = func(ctx context.Context, _ bool) (*fleet.Fleet, func(), error) {
-			return fleet.New(vms, fleet.Options{}), func() {}, nil
-		}
+		o.Fleet = fleet.New(vms, fleet.Options{})
 	})
 	for name, row := range map[string]struct {
 		method, path, body string

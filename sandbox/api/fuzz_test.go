@@ -2,7 +2,6 @@ package api_test
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -60,7 +59,7 @@ func FuzzRequests(f *testing.F) {
 		}
 		vms := &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}
 		fl := fleet.New(vms, fleet.Options{})
-		s := api.New(api.Options{VMs: vms, Tokens: tokens, Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) { return fl, func() {}, nil }})
+		s := api.New(api.Options{VMs: vms, Tokens: tokens, Fleet: fl})
 		if _, err := fl.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}}); err != nil {
 			t.Fatal(err)
 		}

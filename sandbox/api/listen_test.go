@@ -120,9 +120,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	// A server serves once.
-	tcp := api.New(api.Options{VMs: s.vms, Tokens: tokens, Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) {
-		return fleet.New(s.vms, fleet.Options{}), func() {}, nil
-	}, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
+	tcp := api.New(api.Options{VMs: s.vms, Tokens: tokens, Fleet: fleet.New(s.vms, fleet.Options{}), Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
 	go func() { done <- tcp.Serve(ctx, l) }()
 	defer func() {
 		cancel()

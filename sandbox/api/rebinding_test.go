@@ -29,9 +29,7 @@ func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tcp := &served{vms: s.vms, server: api.New(api.Options{VMs: s.vms, Tokens: tokens, Hosts: []string{named}, Fleet: func(context.Context, bool) (*fleet.Fleet, func(), error) {
-		return fleet.New(s.vms, fleet.Options{}), func() {}, nil
-	}})}
+	tcp := &served{vms: s.vms, server: api.New(api.Options{VMs: s.vms, Tokens: tokens, Hosts: []string{named}, Fleet: fleet.New(s.vms, fleet.Options{})})}
 	tcp.run(t, l)
 	const unix, both = 1, 3 // which listeners answer
 	rows := map[string]struct {

@@ -29,9 +29,7 @@ import (
 func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(name string) *client.Client) {
 	t.Helper()
 	o.VMs, o.Tokens = s.vms, api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
-	o.Fleet = func(context.Context, bool) (*fleet.Fleet, func(), error) {
-		return fleet.New(s.vms, fleet.Options{}), func() {}, nil
-	}
+	o.Fleet = fleet.New(s.vms, fleet.Options{})
 	if _, err := o.Tokens.Create("first", api.ScopeRead); err != nil {
 		t.Fatal(err) // there has to be one
 	}

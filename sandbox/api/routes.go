@@ -87,15 +87,10 @@ func (r *request) name() string { return r.PathValue("name") }
 // ok is how most end.
 func ok[T any](v T, err error) (int, any, error) { return http.StatusOK, v, err }
 
-// onFleet serves with a Fleet that may have the records.
-func onFleet[T any](records bool, do func(ctx context.Context, f *fleet.Fleet, r *request) (T, error)) func(*Server, *request) (int, any, error) {
+// onFleet serves what a Fleet does.
+func onFleet[T any](do func(ctx context.Context, f *fleet.Fleet, r *request) (T, error)) func(*Server, *request) (int, any, error) {
 	return func(s *Server, r *request) (int, any, error) {
-		f, release, err := s.o.Fleet(r.Context(), records)
-		if err != nil {
-			return 0, nil, err
-		}
-		defer release()
-		return ok(do(r.Context(), f, r))
+		return ok(do(r.Context(), s.o.Fleet, r))
 	}
 }
 
@@ -112,13 +107,13 @@ func routes() []route {
 				{name: "class", says: "only those of this class"}, {name: "status", says: "only those with this status; may be given several times", many: true},
 				{name: "limit", says: "at most so many", integer: true}, {name: "after", says: "only those with names after this one: next of the page before"},
 			},
-			serve: onFleet(true, list),
+			serve: onFleet(list),
 		},
 		{method: post, path: "/v1/sandboxes", scope: ScopeWrite, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: fleet.Sandbox{}, needsBody: true, created: true, serve: create},
-		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: fleet.Sandbox{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: fleet.Sandbox{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
 			return f.Get(ctx, r.name())
 		})},
-		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: fleet.Sandbox{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: fleet.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
 			c, err := r.body.(*wire.Changes).Fleet()
 			if err == nil {
 				err = mayPromote(r, c.Persist)
@@ -128,14 +123,14 @@ func routes() []route {
 			}
 			return f.Update(ctx, r.name(), c)
 		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (state.Freed, error) {
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (state.Freed, error) {
 			return f.Delete(ctx, r.name())
 		})},
 	}, lifecycle(), reading(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
 			return ok(s.snapshots(func(state.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (state.SnapshotInfo, error) {
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (state.SnapshotInfo, error) {
 			return f.TagSnapshot(ctx, r.PathValue("id"), r.body.(*wire.Tags).Tags)
 		})},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
@@ -145,7 +140,7 @@ func routes() []route {
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
-		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
+		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
@@ -164,7 +159,7 @@ func routes() []route {
 func lifecycle() []route {
 	type of = func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error)
 	act := func(verb, says string, takes any, do of) route {
-		return route{method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: fleet.Sandbox{}, serve: onFleet(false, do)}
+		return route{method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: fleet.Sandbox{}, serve: onFleet(do)}
 	}
 	sure := func(rt route) route {
 		rt.needsBody = true
@@ -179,7 +174,7 @@ func lifecycle() []route {
 		}),
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
-			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
+			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				return f.Sleep(ctx, r.name(), sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
@@ -189,7 +184,7 @@ func lifecycle() []route {
 		},
 		{
 			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
-			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
+			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
 				b := r.body.(*wire.Snapshot)
 				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
 			}),
@@ -197,7 +192,7 @@ func lifecycle() []route {
 		{
 			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
 			takes: wire.Empty{}, gives: wire.Promoted{}, limit: control.PromoteTime + writeTime,
-			serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
+			serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
 				copies, err := f.Promote(ctx, r.name())
 				if copies == nil {
 					copies = []control.Promoted{}
@@ -210,7 +205,7 @@ func lifecycle() []route {
 		})),
 		{
 			method: http.MethodPost, path: onOne + "/fork", scope: ScopeWrite, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
-			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(false, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
+			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
 				var children []fleet.Child
 				for _, c := range r.body.(*wire.Fork).Children {
 					children = append(children, fleet.Child{Name: c.Name, Tags: c.Tags})
@@ -246,7 +241,7 @@ func reading() []route {
 		{
 			method: get, path: onOne + "/history", scope: ScopeRead, op: "history", says: "Say what was run in a sandbox and when it slept, the newest first. One that was removed can be named as well.", gives: wire.History{},
 			query: []param{{name: "limit", says: "at most so many commands, and so many sleeps", integer: true}, {name: "before", says: "only what was before this time (RFC 3339)"}},
-			serve: onFleet(true, func(ctx context.Context, f *fleet.Fleet, r *request) (wire.History, error) {
+			serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.History, error) {
 				var span records.Span
 				limit, err := r.number("limit", records.DefaultPage, 1, records.MaxPage)
 				if err != nil {
@@ -269,12 +264,7 @@ func reading() []route {
 			}),
 		},
 		{method: get, path: onOne + "/snapshots", scope: ScopeRead, op: "list snapshots", says: "List the snapshots of a sandbox.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
-			f, release, err := s.o.Fleet(r.Context(), false)
-			if err != nil {
-				return 0, nil, err
-			}
-			defer release()
-			is, err := f.Get(r.Context(), r.name())
+			is, err := s.o.Fleet.Get(r.Context(), r.name())
 			if err != nil {
 				return 0, nil, err
 			}
@@ -352,11 +342,6 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 }
 
 func create(s *Server, r *request) (int, any, error) {
-	f, release, err := s.o.Fleet(r.Context(), false)
-	if err != nil {
-		return 0, nil, err
-	}
-	defer release()
 	b := r.body.(*wire.Create)
 	if strings.Contains(b.Spec.Kernel, "/") && !CallerOf(r.Context()).Local {
 		// It would be a file of the host's, of which a token is no right to read.
@@ -371,13 +356,13 @@ func create(s *Server, r *request) (int, any, error) {
 	}
 	want := fleet.Request{Spec: b.Spec, Metadata: b.Metadata}
 	if b.GetOrCreate {
-		is, made, err := f.GetOrCreate(r.Context(), want)
+		is, made, err := s.o.Fleet.GetOrCreate(r.Context(), want)
 		if made {
 			return http.StatusCreated, is, err
 		}
 		return ok(is, err)
 	}
-	is, err := f.Create(r.Context(), want)
+	is, err := s.o.Fleet.Create(r.Context(), want)
 	return http.StatusCreated, is, err
 }
 
@@ -403,12 +388,7 @@ func stop(s *Server, r *request) (int, any, error) {
 	if err := s.o.VMs.Stop(ctx, r.name(), b.Kill); err != nil {
 		return 0, nil, err
 	}
-	f, release, err := s.o.Fleet(r.Context(), false)
-	if err != nil {
-		return 0, nil, err
-	}
-	defer release()
-	return ok(f.Get(r.Context(), r.name()))
+	return ok(s.o.Fleet.Get(r.Context(), r.name()))
 }
 
 func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, error) {

@@ -32,11 +32,9 @@ const (
 
 // Options of New.
 type Options struct {
-	// Fleet gives a Fleet for one request: with the records if records is set, and it needs no others if it cannot have
-	// them. release is called when the request is done.
-	Fleet func(ctx context.Context, records bool) (f *fleet.Fleet, release func(), err error)
-	// VMs are those of the Fleet.
-	VMs VMs
+	// Fleet is what requests work on, and VMs are those of it.
+	Fleet *fleet.Fleet
+	VMs   VMs
 	// Version is the program's.
 	Version string
 	// Tokens are those of callers that do not come by the Unix socket.
@@ -374,7 +372,7 @@ var statuses = byCode(map[int][]fleet.Code{
 	// What the host, or the guest, has no room or no means for now.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
-		fleet.CodeCanceled, fleet.CodeNoRecords, wire.CodeBusy,
+		fleet.CodeCanceled, wire.CodeBusy,
 	},
 	http.StatusGatewayTimeout:      {fleet.CodeTimeout},
 	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},

@@ -2,7 +2,6 @@
 // done in them, and operations that may be repeated and called at once.
 //
 // A [Fleet] works on [VMs]: those of a [sandbox.Store] by [OfHost], or those in memory of package fleettest, for tests
-// of programs that embed it and have no /dev/kvm. What is true is in the files of the store; the database of package
-// records is an index and a history, and the Fleet works without it: see
-// docs/adr/0041-records-are-an-index-beside-the-files.md.
+// of programs that embed it and have no /dev/kvm. Lists and histories are read from the files of the store: see
+// docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
 package fleet

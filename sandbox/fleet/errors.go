@@ -16,10 +16,9 @@ type Code string
 // The codes that a Fleet gives by itself. Others are those of sandbox.ErrorCode, such as "not-found", "exists",
 // "running", "not-running", "expired", "metadata" and "invalid".
 const (
-	CodeCanceled  Code = "canceled"
-	CodeTimeout   Code = "timeout"
-	CodeNoRecords Code = "no-records" // there is no database, or it cannot be used now
-	CodeOther     Code = "error"
+	CodeCanceled Code = "canceled"
+	CodeTimeout  Code = "timeout"
+	CodeOther    Code = "error"
 )
 
 // remedies say what to do about an error of a code.
@@ -100,7 +99,6 @@ var remedies = map[Code]string{
 	"guest-failed":       "see the cause, which is the guest's",
 	CodeCanceled:         "try again: what had begun can be repeated",
 	CodeTimeout:          "try again with more time: what had begun can be repeated",
-	CodeNoRecords:        "see the cause; what runs and sleeps does not depend on it",
 }
 
 // Error is an error of a Fleet's. Its text is that of its cause.
@@ -146,8 +144,6 @@ func CodeOf(err error) Code {
 		return "invalid"
 	case errors.Is(err, lifetime.ErrKeep):
 		return "metadata"
-	case errors.Is(err, records.ErrNotFound):
-		return "not-found"
 	}
 	// That the guest does not answer says less than that the time is up.
 	code := control.ErrorCode(err)
@@ -159,8 +155,6 @@ func CodeOf(err error) Code {
 		return CodeTimeout
 	case errors.Is(err, context.Canceled):
 		return CodeCanceled
-	case errors.Is(err, errNoRecords), errors.Is(err, records.ErrNewer), errors.Is(err, records.ErrDamaged):
-		return CodeNoRecords
 	}
 	return CodeOther
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -22,24 +23,24 @@ type Sandbox = records.Sandbox
 // not known. Errors are *Error.
 type Fleet struct {
 	vms VMs
-	db  *records.DB
 	now func() time.Time
+
+	mu    sync.Mutex // guards cache, and is held while files are read for it
+	cache map[string]cached
 }
 
 // Options of New.
 type Options struct {
-	// Records are the index and history; nil does without: lists are made from the files, and there is no history.
-	Records *records.DB
 	// Now is the clock; nil is the host's.
 	Now func() time.Time
 }
 
-// New makes a Fleet. Close the records when it is not used any more.
+// New makes a Fleet.
 func New(vms VMs, o Options) *Fleet {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Fleet{vms: vms, db: o.Records, now: o.Now}
+	return &Fleet{vms: vms, now: o.Now}
 }
 
 // Request is a sandbox that is wanted.
@@ -100,7 +101,7 @@ func (f *Fleet) GetOrCreate(ctx context.Context, r Request) (s Sandbox, created 
 	}
 }
 
-// Get returns a sandbox. It reads its files, never the database.
+// Get returns a sandbox.
 func (f *Fleet) Get(_ context.Context, name string) (Sandbox, error) {
 	s, err := f.get(name)
 	return s, fail("get", name, err)
@@ -376,9 +377,9 @@ func (f *Fleet) TagSnapshot(_ context.Context, snapshot string, tags []string) (
 }
 
 // Delete removes a sandbox, also one that runs, and says what that has freed. One that is not there is left alone. Its
-// history stays in the records for some time, unless it is ephemeral.
+// history stays for state.HistoryTime, unless it is ephemeral.
 func (f *Fleet) Delete(ctx context.Context, name string) (state.Freed, error) {
-	freed, err := f.remove(ctx, name, true)
+	freed, err := f.vms.RemoveFreed(ctx, name, true)
 	if errors.Is(err, sandbox.ErrNotFound) {
 		return state.Freed{}, nil
 	}
@@ -387,25 +388,6 @@ func (f *Fleet) Delete(ctx context.Context, name string) (state.Freed, error) {
 
 // Remove is Delete for one that has to be there, and, unless force is set, must not run: sandbox.Sandbox.Delete.
 func (f *Fleet) Remove(ctx context.Context, name string, force bool) (state.Freed, error) {
-	freed, err := f.remove(ctx, name, force)
-	return freed, fail("remove", name, err)
-}
-
-func (f *Fleet) remove(ctx context.Context, name string, force bool) (state.Freed, error) {
-	// What was done in it goes with it; what cannot be taken over is in nobody's way.
-	f.briefly(ctx, func(ctx context.Context) { _ = f.takeOver(ctx, name) })
 	freed, err := f.vms.RemoveFreed(ctx, name, force)
-	if err == nil {
-		f.briefly(ctx, func(ctx context.Context) { _ = f.reconcile(ctx) })
-	}
-	return freed, err
-}
-
-// briefTime is how long the records may delay what does not depend on them.
-const briefTime = time.Second
-
-func (f *Fleet) briefly(ctx context.Context, do func(context.Context)) {
-	ctx, cancel := context.WithTimeout(ctx, briefTime)
-	defer cancel()
-	do(ctx)
+	return freed, fail("remove", name, err)
 }

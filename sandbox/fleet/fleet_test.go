@@ -41,27 +41,13 @@ func (c *clock) add(d time.Duration) {
 	c.at = c.at.Add(d)
 }
 
-func openRecords(t *testing.T, dir string) *records.DB {
-	t.Helper()
-	db, err := records.Open(t.Context(), dir, records.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := db.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return db
-}
-
 // rig is a Fleet over VMs in memory, with a clock of its own.
 func rig(t *testing.T) (*fleet.Fleet, *fleettest.VMs, *clock) {
 	t.Helper()
 	c := &clock{at: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
 	vms := fleettest.New()
 	vms.Now = c.now
-	return fleet.New(vms, fleet.Options{Records: openRecords(t, t.TempDir()), Now: c.now}), vms, c
+	return fleet.New(vms, fleet.Options{Now: c.now}), vms, c
 }
 
 func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
@@ -76,38 +62,29 @@ func create(t *testing.T, f *fleet.Fleet, name string, l state.Metadata) fleet.S
 }
 
 func TestConformanceOfVMsInMemory(t *testing.T) {
-	for _, with := range []string{"with records", "without records"} {
-		t.Run(with, func(t *testing.T) {
-			vms := fleettest.New()
-			f := fleet.New(vms, fleet.Options{})
-			if with == "with records" {
-				f = fleet.New(vms, fleet.Options{Records: openRecords(t, t.TempDir())})
+	vms := fleettest.New()
+	f := fleet.New(vms, fleet.Options{})
+	fleettest.Conformance(t, fleettest.Subject{
+		Fleet: f, Spec: sandbox.Spec{Image: "debian"},
+		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
+			if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
+				t.Fatal(err)
 			}
-			s := fleettest.Subject{
-				Fleet: f, Spec: sandbox.Spec{Image: "debian"},
-				Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
-					if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
-						t.Fatal(err)
-					}
-				},
-				Write: func(t *testing.T, name, word string) {
-					if err := vms.Write(name, word); err != nil {
-						t.Fatal(err)
-					}
-				},
-				Read: func(t *testing.T, name string) string {
-					word, err := vms.Read(name)
-					if err != nil {
-						t.Fatal(err)
-					}
-					return word
-				},
-				Kill:      func(_ *testing.T, name string) { vms.Kill(name) },
-				NoHistory: with != "with records",
+		},
+		Write: func(t *testing.T, name, word string) {
+			if err := vms.Write(name, word); err != nil {
+				t.Fatal(err)
 			}
-			fleettest.Conformance(t, s)
-		})
-	}
+		},
+		Read: func(t *testing.T, name string) string {
+			word, err := vms.Read(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return word
+		},
+		Kill: func(_ *testing.T, name string) { vms.Kill(name) },
+	})
 }
 
 func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
@@ -212,7 +189,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 			return err
 		}, "running", sandbox.ErrRunning},
 		"forking into no child": {func(ctx context.Context) error { _, err := f.Fork(ctx, "runs", nil); return err }, "invalid", sandbox.ErrSpec},
-		"a history of nobody":   {func(ctx context.Context) error { _, err := f.History(ctx, "nobody", records.Span{}); return err }, "not-found", records.ErrNotFound},
+		"a history of nobody":   {func(ctx context.Context) error { _, err := f.History(ctx, "nobody", records.Span{}); return err }, "not-found", sandbox.ErrNotFound},
 		"a page that is too long": {func(ctx context.Context) error {
 			_, err := f.List(ctx, records.Filter{Limit: records.MaxPage + 1})
 			return err
@@ -281,7 +258,7 @@ func TestPruneDoesWhatMetadataSays(t *testing.T) {
 	if prune(false); names() != "ephemeral running, lasting running, resumable running, workspace running" {
 		t.Errorf("before the hour there are %s", names())
 	}
-	if _, err := f.History(t.Context(), ended.ID, records.Span{}); !errors.Is(err, records.ErrNotFound) {
+	if _, err := f.History(t.Context(), ended.ID, records.Span{}); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Errorf("of an ephemeral one something is left: %v", err)
 	}
 	c.add(time.Hour)
@@ -292,7 +269,7 @@ func TestPruneDoesWhatMetadataSays(t *testing.T) {
 	if p := prune(false); len(p.Remove) != 1 || p.Freed.Snapshots != 1 || p.Bytes == 0 || names() != "lasting running, workspace expired" {
 		t.Errorf("after two hours: %+v, and there are %s", p, names())
 	}
-	c.add(records.HistoryTime + time.Hour)
+	c.add(state.HistoryTime + time.Hour)
 	if p := prune(false); p.Histories != 1 {
 		t.Errorf("%d histories were forgotten, want 1", p.Histories)
 	}
@@ -495,76 +472,98 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 	if h, err := f.History(t.Context(), "t", records.Span{}); err != nil || len(h.Runs) != 0 || h.Sandbox.ID == id {
 		t.Errorf("the new one has a history of %+v (%v)", h, err)
 	}
+	there, err := f.Get(t.Context(), "t")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h, err := f.History(t.Context(), there.ID, records.Span{}); err != nil || h.Sandbox.Name != "t" || !h.Sandbox.Removed.IsZero() {
+		t.Errorf("by its id, the new one has a history of %+v (%v)", h, err)
+	}
 	if h, err := f.History(t.Context(), id, records.Span{}); err != nil || len(h.Runs) != 1 || h.Sandbox.Removed.IsZero() {
 		t.Errorf("the one before has a history of %+v (%v)", h, err)
 	}
 }
 
-func TestWhatWasDoneWithoutRecordsIsInThemLater(t *testing.T) {
-	vms, dir := fleettest.New(), t.TempDir()
-	without := fleet.New(vms, fleet.Options{})
-	create(t, without, "a", state.Metadata{Owner: "build"})
-	gone := create(t, without, "gone", state.Metadata{})
-	with := fleet.New(vms, fleet.Options{Records: openRecords(t, dir)})
+func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
+	vms := fleettest.New()
+	f, kept := fleet.New(vms, fleet.Options{}), fleet.New(vms, fleet.Options{})
+	create(t, f, "a", state.Metadata{Owner: "build"})
+	gone := create(t, f, "gone", state.Metadata{})
 	same := func(what string) {
 		t.Helper()
-		got, err := with.List(t.Context(), records.Filter{})
-		want, werr := without.List(t.Context(), records.Filter{})
+		got, err := kept.List(t.Context(), records.Filter{})
+		want, werr := fleet.New(vms, fleet.Options{}).List(t.Context(), records.Filter{})
 		if err != nil || werr != nil || len(got.Problems) != 0 {
 			t.Fatal(err, werr, got.Problems)
 		}
 		if g, w := fmt.Sprintf("%+v", got), fmt.Sprintf("%+v", want); g != w {
-			t.Errorf("%s: the records say\n%s\nand the files\n%s", what, g, w)
+			t.Errorf("%s: it says\n%s\nand a new one\n%s", what, g, w)
+		}
+		for _, s := range got.Sandboxes { // the caller's own
+			if len(s.Tags) > 0 {
+				s.Tags[0] = "changed"
+			}
 		}
 	}
 	same("at first")
-	if _, err := without.Delete(t.Context(), "gone"); err != nil {
+	if _, err := f.Delete(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, without, "gone", state.Metadata{Owner: "tests"})
+	create(t, f, "gone", state.Metadata{Owner: "tests", Tags: []string{"a"}})
 	same("when one was replaced")
-	if _, err := without.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := without.Rename(t.Context(), "a", "b"); err != nil {
+	if _, err := f.Rename(t.Context(), "a", "b"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, without, "a", state.Metadata{})
+	create(t, f, "a", state.Metadata{})
 	same("when one was renamed and its name taken")
+	owner := "other"
+	if _, err := f.Update(t.Context(), "b", fleet.Changes{Owner: &owner}); err != nil {
+		t.Fatal(err)
+	}
+	same("when the metadata of one that sleeps was changed")
 	vms.Kill("gone")
 	same("when one was killed")
-	if h, err := with.History(t.Context(), gone.ID, records.Span{}); err != nil || h.Sandbox.Removed.IsZero() {
+	same("when nothing has changed")
+	if h, err := kept.History(t.Context(), gone.ID, records.Span{}); err != nil || h.Sandbox.Removed.IsZero() {
 		t.Errorf("what was replaced is %+v (%v)", h, err)
 	}
 }
 
-func TestRecordsThatCannotBeUsedAreInNobodysWay(t *testing.T) {
-	vms := fleettest.New()
-	db, err := records.Open(t.Context(), t.TempDir(), records.Options{})
-	if err != nil {
-		t.Fatal(err)
+// reads counts how often the record of a VM is read.
+type reads struct {
+	fleet.VMs
+	n int
+}
+
+func (r *reads) Get(name string) (*state.Record, error) {
+	r.n++
+	return r.VMs.Get(name)
+}
+
+func TestListReadsNothingAgainThatSleepsAndHasNotChanged(t *testing.T) {
+	vms := &reads{VMs: fleettest.New()}
+	f := fleet.New(vms, fleet.Options{})
+	for _, name := range []string{"a", "b", "c"} {
+		create(t, f, name, state.Metadata{})
 	}
-	f := fleet.New(vms, fleet.Options{Records: db})
-	create(t, f, "s", state.Metadata{Owner: "build"})
-	if err := db.Close(); err != nil {
-		t.Fatal(err)
+	for _, name := range []string{"a", "b"} {
+		if _, err := f.Sleep(t.Context(), name, sandbox.SleepOptions{}); err != nil {
+			t.Fatal(err)
+		}
 	}
-	list, err := f.List(t.Context(), records.Filter{Owner: "build"})
-	if err != nil || len(list.Sandboxes) != 1 || len(list.Problems) == 0 {
-		t.Errorf("the list says %+v (%v): want it from the files, and a problem", list, err)
+	read := func() int {
+		before := vms.n
+		list, err := f.List(t.Context(), records.Filter{})
+		if err != nil || len(list.Sandboxes) != 3 {
+			t.Fatalf("the list has %+v (%v)", list, err)
+		}
+		return vms.n - before
 	}
-	if _, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{}); err != nil {
-		t.Error(err)
-	}
-	if _, err := f.Wake(t.Context(), "s"); err != nil {
-		t.Error(err)
-	}
-	var e *fleet.Error
-	if _, err := f.History(t.Context(), "s", records.Span{}); !errors.As(err, &e) || e.Code != fleet.CodeNoRecords || e.Remedy == "" {
-		t.Errorf("a history: got %v, want code no-records", err)
-	}
-	if _, err := f.Delete(t.Context(), "s"); err != nil {
-		t.Error(err)
+	if first, second := read(), read(); first != 3 || second != 1 {
+		t.Errorf("the first list reads %d records, the second %d: want 3, and then the one that runs", first, second)
 	}
 }
 

@@ -9,7 +9,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
-	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -23,7 +22,7 @@ type Pruned struct {
 	DryRun bool `json:"dry_run,omitempty"`
 	// Abandoned are the disks that sandboxes have left which were taken back: Prune deletes them, Keep does not.
 	Abandoned []lifetime.Step `json:"abandoned,omitempty"`
-	// Histories is of how many removed sandboxes the history was deleted, since it was too old.
+	// Histories is of how many removed sandboxes the history was deleted, since it was too old or there were too many.
 	Histories int64 `json:"histories"`
 	// Problems are steps that were not taken, and why: the next pruning tries again.
 	Problems []string `json:"problems,omitempty"`
@@ -34,6 +33,7 @@ func (p *Pruned) add(f state.Freed) {
 	p.Layers += f.Layers
 	p.CacheFiles += f.CacheFiles
 	p.Bytes += f.Bytes
+	p.Problems = append(p.Problems, f.Problems...)
 }
 
 // Prune does what metadata say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
@@ -125,6 +125,8 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 		p.add(freed)
 		problem(err)
 	}
+	p.Histories, err = f.vms.ForgetRemoved(f.now().Add(-state.HistoryTime))
+	problem(err)
 	// It looks again by itself, with everything locked that it has to be sure of.
 	sweep := f.vms.Sweep
 	if abandoned {
@@ -136,14 +138,6 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 		return p, ctx.Err()
 	}
 	problem(err)
-	problem(f.reconcile(ctx))
-	if f.db != nil {
-		problem(f.db.Update(ctx, func(tx *records.Tx) error {
-			var err error
-			p.Histories, err = tx.ForgetRemovedBefore(f.now().Add(-records.HistoryTime))
-			return err
-		}))
-	}
 	return p, nil
 }
 
@@ -194,9 +188,6 @@ var (
 // expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
 // before, and then it stays, or finds it gone.
 func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Freed, err error) {
-	if step.Why != lifetime.WhyEnded {
-		_ = f.takeOver(ctx, step.Name)
-	}
 	_, err = f.vms.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
 		r, err := f.vms.Get(step.Name)
 		if err != nil {

@@ -2,6 +2,7 @@ package fleet
 
 import (
 	"context"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -45,6 +46,9 @@ type VMs interface {
 	// state.Store.SweepAbandoned.
 	SweepAbandoned(ctx context.Context) (state.Freed, error)
 	Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error)
+	// Removed is what is kept of a VM that was removed, and ForgetRemoved deletes what is too old.
+	Removed(nameOrID string) (*state.Removed, error)
+	ForgetRemoved(before time.Time) (int64, error)
 }
 
 // hostVMs are the VMs of a host.

@@ -85,7 +85,7 @@ func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version stri
 		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: name, Help: help}, func() float64 { return float64(f()) })
 	}
 	m.registry.MustRegister(
-		m.operations, m.stages, build, &files{vms: vms},
+		m.operations, m.stages, build, &files{vms: vms, fleet: fleet.New(vms, fleet.Options{})},
 		number("drowse_listener_connections", "Connections to published TCP ports that are carried now.", func() float64 { return float64(counters.Connections.Load()) }),
 		count("drowse_listener_refused_total", "Connections to published TCP ports that found no way to their VM.", counters.Refused.Load),
 		count("drowse_packet_waker_packets_held_total", "Packets to sandboxes that sleep which were kept while these woke.", counters.Held.Load),
@@ -206,7 +206,8 @@ func (w watched) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (
 
 // files are the figures that are read from the files of the VMs, whoever has changed them.
 type files struct {
-	vms fleet.VMs
+	vms   fleet.VMs
+	fleet *fleet.Fleet
 
 	mu        sync.Mutex // guards what follows, and is held while they are read
 	at        time.Time
@@ -261,9 +262,8 @@ func (f *files) look() {
 	f.statuses, f.snapshots, f.stored, f.failed = map[records.Status]int{}, map[string]int{}, 0, false
 	ctx, cancel := context.WithTimeout(context.Background(), lookEvery)
 	defer cancel()
-	fl := fleet.New(f.vms, fleet.Options{})
 	for after := ""; ; {
-		page, err := fl.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
+		page, err := f.fleet.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
 		for _, s := range page.Sandboxes {
 			f.statuses[s.Status]++
 		}

@@ -40,7 +40,7 @@ var Statuses = []Status{Creating, Running, Waiting, Asleep, Stopped, Crashed, Fa
 // Live says that a sandbox has a process, or is about to, so that its status may change without a change of its files.
 func (s Status) Live() bool { return s == Creating || s == Running || s == Waiting }
 
-// Sandbox is a row of the index. Its JSON is that of `drowse ls -o json`: fields are added, and never change their
+// Sandbox is a row of a list. Its JSON is that of `drowse ls -o json`: fields are added, and never change their
 // meaning.
 type Sandbox struct {
 	ID      string         `json:"id"`
@@ -70,11 +70,11 @@ type Sandbox struct {
 	Created time.Time     `json:"created"`
 	Expires time.Time     `json:"expires,omitzero"`
 	Keep    lifetime.Keep `json:"keep,omitzero"`
-	// NextWake is when it is woken by a timer. It is not in the database.
+	// NextWake is when it is woken by a timer.
 	NextWake time.Time `json:"next_wake,omitzero"`
-	// Persist says what of it does not persist over its sleeps. It is not in the database.
+	// Persist says what of it does not persist over its sleeps.
 	Persist lifetime.Persist `json:"persist,omitzero"`
-	// Removed is when it was found to be gone. Only a history has such ones.
+	// Removed is when it was removed. Only a history has such ones.
 	Removed time.Time `json:"removed,omitzero"`
 
 	// Parent and ParentID are the VM that it is a fork of, ForkPoint the snapshot that it was made from, and Generation
@@ -122,40 +122,22 @@ type Run struct {
 	Error      string  `json:"error,omitempty"`
 }
 
-// Bounds of what is kept, in bytes and rows. What is longer is cut, except where a field would be another one then:
-// that is refused.
+// Bounds of texts, in bytes, and of lists.
 const (
 	MaxOwner   = 128
 	MaxPurpose = 1024
 	MaxTag     = 64
 	MaxTags    = 64
 	maxName    = 64
-	maxText    = 4096 // an error
-	maxField   = 1024
-	maxID      = 128
 	maxCommand = 4096 // all arguments of a run together
 	maxArgs    = 256
-	// MaxRuns and MaxSleeps are kept of one sandbox, the newest ones.
-	MaxRuns   = 10_000
-	MaxSleeps = 10_000
 	// MaxPage is the most rows of an answer, and DefaultPage how many there are if nothing is said.
 	MaxPage     = 1000
 	DefaultPage = 100
-	// HistoryTime is how long what is left of a removed sandbox is kept.
-	HistoryTime = 30 * 24 * time.Hour
 )
 
-// Errors that callers may want to tell apart.
-var (
-	// ErrNewer: a newer version has written the database. It is left alone.
-	ErrNewer = errors.New("the records were written by a newer version")
-	// ErrDamaged: the database is not readable, and could not be put aside.
-	ErrDamaged = errors.New("the records are damaged")
-	// ErrInvalid: what is asked for, or to be kept, is out of bounds.
-	ErrInvalid = errors.New("invalid record")
-	// ErrNotFound: there is no such sandbox in the records.
-	ErrNotFound = errors.New("no such sandbox in the records")
-)
+// ErrInvalid: what is asked for is out of bounds.
+var ErrInvalid = errors.New("invalid record")
 
 // CheckText refuses a text that is too long, or that a terminal or a log could take for something else.
 func CheckText(what, text string, limit int) error {
@@ -195,27 +177,8 @@ func cut(s string, n int) string {
 	return strings.ToValidUTF8(s, "?")
 }
 
-// bounded is the row as it is kept.
-func (s Sandbox) bounded() (Sandbox, error) {
-	if s.ID == "" || len(s.ID) > maxID || s.Name == "" || len(s.Name) > maxName {
-		return s, fmt.Errorf("%w: a sandbox of id %q and name %q", ErrInvalid, cut(s.ID, maxID), cut(s.Name, maxName))
-	}
-	s.Owner, s.Purpose = cut(s.Owner, MaxOwner), cut(s.Purpose, MaxPurpose)
-	for _, p := range []*string{&s.Problem, &s.Image, &s.ImageID, &s.Kernel, &s.Network, &s.Policy, &s.Hooks, &s.Parent, &s.ParentID, &s.ForkPoint, &s.Snapshot} {
-		*p = cut(*p, maxField)
-	}
-	tags := make([]string, 0, len(s.Tags))
-	for _, t := range s.Tags[:min(len(s.Tags), MaxTags)] {
-		tags = append(tags, cut(t, MaxTag))
-	}
-	s.Tags = tags
-	return s, nil
-}
-
-func (r Run) bounded() (Run, error) {
-	if r.ID == "" || len(r.ID) > maxID {
-		return r, fmt.Errorf("%w: a run of id %q", ErrInvalid, cut(r.ID, maxID))
-	}
+// Bounded is the run as an answer has it: its command and user are cut to 4 KiB, 256 arguments and MaxOwner bytes.
+func (r Run) Bounded() Run {
 	room := maxCommand
 	argv := []string{}
 	for _, a := range r.Command[:min(len(r.Command), maxArgs)] {
@@ -226,14 +189,6 @@ func (r Run) bounded() (Run, error) {
 		room -= len(a) + 1
 		argv = append(argv, a)
 	}
-	r.Command = argv
-	r.User, r.State, r.Error = cut(r.User, MaxOwner), cut(r.State, maxID), cut(r.Error, maxText)
-	return r, nil
-}
-
-func (s Sleep) bounded() (Sleep, error) {
-	if s.Snapshot == "" || len(s.Snapshot) > maxID {
-		return s, fmt.Errorf("%w: a sleep in snapshot %q", ErrInvalid, cut(s.Snapshot, maxID))
-	}
-	return s, nil
+	r.Command, r.User = argv, cut(r.User, MaxOwner)
+	return r
 }

@@ -42,6 +42,8 @@ type Freed struct {
 	// CacheFiles had decompressed pages of snapshots that are gone.
 	CacheFiles int   `json:"cache_files"`
 	Bytes      int64 `json:"bytes"`
+	// Problems are of histories, and in nobody's way: one that a removal could not keep, or a sweep could not delete.
+	Problems []string `json:"problems,omitempty"`
 }
 
 // HostHookFailure is one hook that has not done what it should.

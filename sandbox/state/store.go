@@ -153,6 +153,7 @@ func (r *Record) Inherit(from *Record) {
 //	layers/ID-N            layers of writable disks; ID is the VM's that wrote it
 //	layers/ext4-*          the empty file systems that these begin with
 //	snapshots/ID/          snapshots
+//	removed/               histories of removed VMs: Removed
 //	events/        what became of VMs: package events
 //	hooks.d/       the operator's, for what becomes of VMs: package hosthooks
 //	volumes/NAME/          volumes: package volume
@@ -870,9 +871,9 @@ func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 
 // Remove deletes a VM with its disk and its sleep snapshot, and says what that has freed. One that runs is refused with
 // ErrRunning, and one whose record cannot be read with ErrRecord, unless force is set; whoever has its lock then is
-// waited for. The VM may be gone although
-// there is an error: then what only it needed is not all deleted, which the next sweep does, and sandbox.removed is
-// told with what was freed by then.
+// waited for. Its history stays for HistoryTime, unless it is ephemeral: see Store.Removed. If that cannot be kept, the
+// VM is removed all the same, and Freed.Problems says so. The VM may be gone although there is an error: then what only
+// it needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
 func (s *Store) Remove(ctx context.Context, name string, force bool) (Freed, error) {
 	r, err := s.Get(name)
 	e := events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx)}
@@ -904,11 +905,15 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone
 	}
 	defer l.Release()
 	var now Exempt
+	var problems []string
 	if r, err := s.Load(name); err == nil {
 		now.of(r)
 		// A process that was killed when the record said already that it sleeps.
 		if err := removeLeftNetwork(r); err != nil {
 			return freed, false, err
+		}
+		if err := s.keepHistory(ctx, r); err != nil {
+			problems = append(problems, err.Error())
 		}
 	} else if errors.Is(err, spec.ErrRecord) {
 		// What else it may have needed goes when it has its age.
@@ -917,7 +922,15 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone
 		}
 	}
 	_, own := DiskUsage(s.VMDir(name))
-	if err := os.RemoveAll(s.VMDir(name)); err != nil {
+	// The record goes first, durably: a removal that is cut short leaves a VM with all its files, or none.
+	err = os.RemoveAll(s.RecordPath(name))
+	if err == nil {
+		err = osfile.SyncDir(s.VMDir(name))
+	}
+	if err == nil {
+		err = os.RemoveAll(s.VMDir(name))
+	}
+	if err != nil {
 		// Without its record it is no VM any more, whatever else of it is still there.
 		_, lerr := s.Load(name)
 		return freed, errors.Is(lerr, spec.ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
@@ -929,6 +942,7 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone
 	l.Release() // who holds a VM's lock does not wait for the store's
 	freed, err = s.SweepExcept(ctx, now)
 	freed.Bytes += own
+	freed.Problems = append(problems, freed.Problems...)
 	if err != nil {
 		err = fmt.Errorf("VM %s is removed, but not all that only it needed: `drowse prune` tries that again: %w", name, err)
 	}

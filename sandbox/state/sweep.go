@@ -118,6 +118,9 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed Freed, err e
 			errs = append(errs, s.joinAlone(ctx, r.Spec.Name, have))
 		}
 	}
+	if err := s.sweepRemoved(); err != nil {
+		freed.Problems = append(freed.Problems, err.Error()) // in nobody's way
+	}
 	errs = append(errs, ctx.Err(), SweepNetworks())
 	return freed, errors.Join(errs...)
 }

@@ -3,20 +3,16 @@ package supervisor
 import (
 	"cmp"
 	"context"
-	"errors"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
 const (
 	// DefaultPruneEvery is how often sandboxes are looked at whose time may be over.
 	DefaultPruneEvery = time.Minute
-	// gatherEvery is how often sleeps that are not kept any more are looked for, and what was run is taken over from
-	// the trails of all sandboxes; checkEvery is how often all of the records is checked.
-	gatherEvery = time.Hour
-	checkEvery  = 24 * time.Hour
+	// sweepEvery is how often sleeps are looked for that are not kept any more, and histories that are too old.
+	sweepEvery = time.Hour
 )
 
 // keep does what metadata say is to be done by now, again and again until ctx ends. What it returns is closed when it
@@ -25,7 +21,7 @@ func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		k := keeper{v: v}
+		k := keeper{v: v, fleet: fleet.New(fleet.OfHost(v.store, v.launcher), fleet.Options{})}
 		tick := time.NewTicker(cmp.Or(v.o.PruneEvery, DefaultPruneEvery))
 		defer tick.Stop()
 		for {
@@ -44,42 +40,23 @@ func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 
 // keeper is what is remembered from one look to the next.
 type keeper struct {
-	v                 *supervisor
-	gathered, checked time.Time
+	v     *supervisor
+	fleet *fleet.Fleet
+	swept time.Time
 }
 
-// once does what is due. It opens the records for one look: nobody who has to put a damaged database aside waits for a
-// supervisor's end.
-func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
-	s, log := k.v.store, k.v.log
-	all := now.Sub(k.gathered) >= gatherEvery
+// once does what is due.
+func (k *keeper) once(ctx context.Context, now time.Time) error {
+	log := k.v.log
+	all := now.Sub(k.swept) >= sweepEvery
 	if !all {
 		// In nearly every minute there is nothing to do.
-		due, err := fleet.New(fleet.OfHost(s, k.v.launcher), fleet.Options{}).Due()
+		due, err := k.fleet.Due()
 		if err != nil || !due {
 			return err
 		}
 	}
-	check := now.Sub(k.checked) >= checkEvery
-	db, err := records.Open(ctx, s.State.Dir(), records.Options{Check: check})
-	if err != nil {
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		// What is to be done is in the files.
-		log.Warn("the records of sandboxes cannot be used", "error", err)
-	} else {
-		defer func() { err = errors.Join(err, db.Close()) }()
-		if check {
-			k.checked = now
-		}
-		if m := db.Moved; m != nil {
-			log.Warn("the records of sandboxes were damaged: they are made anew from the files, without the history of removed sandboxes",
-				"put_aside", m.To, "cause", m.Cause)
-		}
-	}
-	f := fleet.New(fleet.OfHost(s, k.v.launcher), fleet.Options{Records: db})
-	p, err := f.Keep(ctx)
+	p, err := k.fleet.Keep(ctx)
 	for _, step := range p.Sleep {
 		log.Info("put to sleep", "sandbox", step.Name, "why", step.Why)
 	}
@@ -95,12 +72,9 @@ func (k *keeper) once(ctx context.Context, now time.Time) (err error) {
 	if err != nil || !all {
 		return err
 	}
-	k.gathered = now
-	if err := s.State.Events().Trim(); err != nil {
+	k.swept = now
+	if err := k.v.store.State.Events().Trim(); err != nil {
 		log.Warn("old events stay", "error", err)
 	}
-	if db == nil {
-		return nil
-	}
-	return f.Gather(ctx)
+	return nil
 }

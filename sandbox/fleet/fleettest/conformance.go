@@ -49,8 +49,6 @@ type Subject struct {
 	Read  func(t *testing.T, name string) string
 	// Kill kills its process.
 	Kill func(t *testing.T, name string)
-	// NoHistory says that the Fleet has no records.
-	NoHistory bool
 }
 
 // Conformance checks what package fleet promises of sandboxes, with names that begin with "conf". It uses few
@@ -362,9 +360,6 @@ func Conformance(t *testing.T, s Subject) {
 		list, err := f.List(ctx, records.Filter{Owner: "build"})
 		if err != nil || len(list.Sandboxes) != 0 {
 			t.Errorf("the list says %+v (%v)", list, err)
-		}
-		if s.NoHistory {
-			return
 		}
 		h, err := f.History(ctx, later, records.Span{})
 		if err != nil || len(h.Sleeps) < 4 || h.Sandbox.Removed.IsZero() {

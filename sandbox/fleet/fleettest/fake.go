@@ -40,6 +40,7 @@ type VMs struct {
 	mu    sync.Mutex // guards what follows
 	vms   map[string]*vm
 	snaps map[string]*snap
+	gone  []*state.Removed // the newest last
 	stamp int
 	boots int
 	wakes int
@@ -629,7 +630,31 @@ func (v *VMs) RemoveFreed(ctx context.Context, name string, force bool) (state.F
 		return state.Freed{}, fmt.Errorf("%w: %s", sandbox.ErrRunning, name)
 	}
 	delete(v.vms, name)
+	if m.label.Class != lifetime.Ephemeral {
+		v.gone = append(v.gone, &state.Removed{Version: 1, Time: v.now(), Record: &m.record, Metadata: m.label, Runs: m.runs})
+	}
 	return v.sweep(), nil
+}
+
+// Removed implements fleet.VMs.
+func (v *VMs) Removed(nameOrID string) (*state.Removed, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, g := range slices.Backward(v.gone) {
+		if g.Record.Spec.Name == nameOrID || g.Record.ID == nameOrID {
+			return g, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: %s", sandbox.ErrNotFound, nameOrID)
+}
+
+// ForgetRemoved implements fleet.VMs.
+func (v *VMs) ForgetRemoved(before time.Time) (int64, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	n := len(v.gone)
+	v.gone = slices.DeleteFunc(v.gone, func(g *state.Removed) bool { return g.Time.Before(before) })
+	return int64(n - len(v.gone)), nil
 }
 
 // Get implements fleet.VMs.

@@ -28,7 +28,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
-	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -122,16 +121,12 @@ func (h *host) print(s string) {
 
 func newHost(t *testing.T) *host {
 	t.Helper()
-	db, err := records.Open(t.Context(), t.TempDir(), records.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { db.Close() })
 	h := &host{VMs: fleettest.New(), tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}}
+	var err error
 	if h.writes, err = h.tokens.Create("writer", api.ScopeWrite); err != nil {
 		t.Fatal(err)
 	}
-	h.fleet = fleet.New(h, fleet.Options{Records: db})
+	h.fleet = fleet.New(h, fleet.Options{})
 	if h.page, err = web.Handler(); err != nil {
 		t.Fatal(err)
 	}
@@ -143,7 +138,7 @@ func (h *host) serve(t *testing.T) {
 	t.Helper()
 	o := api.Options{
 		VMs: h, Tokens: h.tokens, Version: "test",
-		Fleet:  func(context.Context, bool) (*fleet.Fleet, func(), error) { return h.fleet, func() {}, nil },
+		Fleet:  h.fleet,
 		Mounts: []api.Mount{{Pattern: "GET /{$}", Handler: h.page}, {Pattern: "GET " + web.Prefix, Handler: h.page}},
 	}
 	if h.events {
