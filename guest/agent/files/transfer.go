@@ -21,32 +21,16 @@ import (
 )
 
 // transfer is one Transfer stream.
-type transfer struct {
-	stream agentpb.Agent_TransferServer
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	window flow.Window
-	acker  flow.Acker
-
-	data chan []byte   // received and not yet consumed, within a window
-	end  chan struct{} // closed when the host has sent everything
-	rest []byte        // of the message being read
-}
-
-// errEnded says that the host has sent all that it sends.
-var errEnded = errors.New("the session has ended")
+type transfer struct{ *flow.Transfer }
 
 // Transfer implements agentpb.AgentService.
 func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) error {
-	first, err := stream.Recv()
+	of, first, err := flow.Accept(ctx, stream)
 	if err != nil {
 		return err
 	}
-	t := &transfer{stream: stream, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
-	t.ctx, t.cancel = context.WithCancelCause(ctx)
-	defer t.cancel(errEnded)
-	go func() { t.cancel(t.receive()) }()
-
+	defer of.End()
+	t := transfer{of}
 	var done *agentpb.TransferDone
 	switch m := first.Msg.(type) {
 	case *agentpb.TransferRequest_Read:
@@ -65,106 +49,16 @@ func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServe
 		err = status.Error(codes.InvalidArgument, agentpb.NoTransfer)
 	}
 	if err != nil {
-		if cause := context.Cause(t.ctx); cause != nil && errors.Is(err, context.Canceled) {
+		if cause := context.Cause(t.Context); cause != nil && errors.Is(err, context.Canceled) {
 			return cause
 		}
 		return err
 	}
 	f.settle()
-	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
+	return t.Done(done)
 }
 
-// receive handles what the host sends. It always returns an error.
-func (t *transfer) receive() error {
-	ended := false
-	for {
-		m, err := t.stream.Recv()
-		if err != nil {
-			if errors.Is(err, io.EOF) {
-				err = errEnded
-			}
-			return err
-		}
-		switch m := m.Msg.(type) {
-		case *agentpb.TransferRequest_Ack:
-			if err := t.window.Ack(m.Ack); err != nil {
-				return status.Error(codes.InvalidArgument, err.Error())
-			}
-		case *agentpb.TransferRequest_Data:
-			select {
-			case t.data <- m.Data:
-			default:
-				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
-			}
-		case *agentpb.TransferRequest_End:
-			if !ended {
-				ended = true
-				close(t.end)
-			}
-		default:
-			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
-		}
-	}
-}
-
-// Write sends p as data messages: transfer is an io.Writer.
-func (t *transfer) Write(p []byte) (int, error) {
-	sent := 0
-	for sent < len(p) {
-		n := min(len(p)-sent, agentpb.MaxChunk)
-		if _, err := t.window.Acquire(t.ctx); err != nil {
-			return sent, err
-		}
-		err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: p[sent : sent+n]}})
-		if err != nil {
-			return sent, err
-		}
-		sent += n
-	}
-	return sent, nil
-}
-
-// Read returns the data that the host sends, io.EOF after its end message.
-func (t *transfer) Read(p []byte) (int, error) {
-	for len(t.rest) == 0 {
-		data, err := t.next()
-		if err != nil {
-			return 0, err
-		}
-		t.rest = data
-		if n, due := t.acker.Consumed(len(data)); due {
-			if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}}); err != nil {
-				return 0, err
-			}
-		}
-	}
-	n := copy(p, t.rest)
-	t.rest = t.rest[n:]
-	return n, nil
-}
-
-func (t *transfer) next() ([]byte, error) {
-	select {
-	case data := <-t.data:
-		return data, nil
-	default:
-	}
-	select {
-	case data := <-t.data:
-		return data, nil
-	case <-t.end:
-		select { // data that came before the end message
-		case data := <-t.data:
-			return data, nil
-		default:
-			return nil, io.EOF
-		}
-	case <-t.ctx.Done():
-		return nil, t.ctx.Err()
-	}
-}
-
-func (t *transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
+func (t transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -188,7 +82,7 @@ func (t *transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) 
 			return nil, err
 		}
 	}
-	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
+	if err := t.Info(info); err != nil {
 		return nil, err
 	}
 	var r io.Reader = f
@@ -201,7 +95,7 @@ func (t *transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) 
 
 const defaultFileMode = 0o644
 
-func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error) {
+func (t transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -280,7 +174,7 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 	return f, nil
 }
 
-func (t *transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
+func (t transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
 	n, err := io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
 	if err != nil {
 		return n, err
@@ -309,7 +203,7 @@ func commit(tmp, path string) error {
 	return dir.Sync()
 }
 
-func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
+func (t transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -318,7 +212,7 @@ func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, er
 	if err != nil {
 		return nil, err
 	}
-	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
+	if err := t.Info(info); err != nil {
 		return nil, err
 	}
 	name := filepath.Base(path)
@@ -331,18 +225,18 @@ func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, er
 		return nil, err
 	}
 	if resume {
-		res, err := treetar.PackResumed(t.ctx, t, src, name)
+		res, err := treetar.PackResumed(t.Context, t, src, name)
 		return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 	}
 	w := bufio.NewWriterSize(t, agentpb.MaxChunk)
-	res, err := treetar.Pack(t.ctx, w, src, name)
+	res, err := treetar.Pack(t.Context, w, src, name)
 	if err == nil {
 		err = w.Flush()
 	}
 	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 }
 
-func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
+func (t transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -370,7 +264,7 @@ func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone
 			return treetar.UnpackResumed(ctx, t, root, o)
 		}
 	}
-	res, err := unpack(t.ctx, t, root, o)
+	res, err := unpack(t.Context, t, root, o)
 	if err != nil {
 		return nil, fmt.Errorf("unpack into %s: %w", m.Path, err)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/fswatch"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 const (
@@ -131,7 +132,7 @@ func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks cha
 	for {
 		m, err := stream.Recv()
 		if err != nil {
-			return errEnded
+			return flow.ErrEnded
 		}
 		ack, ok := m.Msg.(*agentpb.WatchRequest_Ack)
 		if !ok {
@@ -140,7 +141,7 @@ func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks cha
 		select {
 		case acks <- ack.Ack:
 		case <-ctx.Done():
-			return errEnded
+			return flow.ErrEnded
 		}
 	}
 }
