@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
@@ -239,6 +240,82 @@ func TestIdle_VM_goes_to_sleep_and_its_statistics_can_be_had_before(t *testing.T
 			t.Fatalf("it is %s after a minute", r.Phase)
 		}
 	}
+}
+
+func TestVM_that_is_held_is_woken_stays_awake_and_sleeps_when_it_is_asked_to(t *testing.T) {
+	h := open(t, &sandboxtest.VMs{})
+	b := create(t, h, sandbox.Spec{Name: "a", Idle: spec.Idle{SleepSeconds: 1, CPUPercent: 100}, Network: spec.NetworkTAP})
+	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	_, lock, err := b.WakeWithLock(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Release()
+	if lock.Network() == nil {
+		t.Error("it says nothing of its network")
+	}
+	time.Sleep(1500 * time.Millisecond)
+	want(t, h, "a", state.Running)
+	go func() {
+		<-lock.Done()
+		lock.Release()
+	}()
+	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	want(t, h, "a", state.Asleep)
+}
+
+func TestSecrets_policies_and_tags_are_those_of_the_record_and_of_the_process(t *testing.T) {
+	h := open(t, &sandboxtest.VMs{})
+	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
+	if err := b.SetSecrets(t.Context(), spec.Secret{SecretFile: spec.SecretFile{Name: "key"}, Value: []byte("value")}); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := b.Secrets(t.Context()); err != nil || len(got) != 1 || !got[0].Present || got[0].Size != 5 {
+		t.Errorf("its secrets are %+v, %v", got, err)
+	}
+	if res, err := b.SetTags(t.Context(), []string{"web"}, nil); err != nil || !res.Live || len(res.Tags) != 1 {
+		t.Errorf("its tags are %+v, %v", res, err)
+	}
+	bad := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: "sideways"}}}
+	if _, err := b.SetPolicy(t.Context(), bad); !errors.Is(err, netpolicy.ErrPolicy) {
+		t.Errorf("a policy that is none: %v", err)
+	}
+	if _, err := b.NetworkStats(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if _, err := b.SetService(t.Context(), spec.Service{Name: "web", Argv: []string{"web"}}); err == nil {
+		t.Error("a guest in memory has a service")
+	}
+	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if r := want(t, h, "a", state.Asleep); len(r.Secrets) != 1 || len(r.Spec.Tags) != 1 {
+		t.Errorf("the record has secrets %+v and tags %q", r.Secrets, r.Spec.Tags)
+	}
+}
+
+func TestHost_without_a_launcher_uses_VMs_that_another_one_has_started(t *testing.T) {
+	v := &sandboxtest.VMs{}
+	h := open(t, v)
+	create(t, h, sandbox.Spec{Name: "a"})
+	other, err := sandbox.Open(h.State.Dir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := other.Sandbox("a").Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.Sandbox("a").Wake(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := other.Sandbox("a").Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	want(t, h, "a", state.Stopped)
 }
 
 func TestFiles_and_trees_are_copied_both_ways(t *testing.T) {
