@@ -103,7 +103,7 @@ func (g *Guest) write(m *agentpb.WriteFile, data []byte) error {
 	}
 	return g.change(func(files fstest.MapFS) error {
 		f := &fstest.MapFile{Mode: fs.FileMode(m.Mode & 0o777), ModTime: time.Now()}
-		if was := files[at]; was != nil {
+		if was := files[at]; was != nil && !was.Mode.IsDir() {
 			if f.Mode == 0 {
 				f.Mode = was.Mode
 			}

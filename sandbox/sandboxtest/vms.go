@@ -39,7 +39,7 @@ type VMs struct {
 	// "policy". Its error is that of the operation. It may be called from several goroutines.
 	Fail func(op, name string) error
 
-	mu  sync.Mutex // guards it
+	mu  sync.Mutex // guards all
 	all []*proc    // by number
 }
 
