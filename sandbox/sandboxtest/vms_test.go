@@ -102,7 +102,7 @@ func TestVMs_do_what_a_fleet_promises(t *testing.T) {
 func TestKilled_VM_boots_with_its_disk_and_without_its_memory(t *testing.T) {
 	v := &sandboxtest.VMs{}
 	h := open(t, v)
-	b := create(t, h, sandbox.Spec{Name: "a"})
+	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
 	for _, name := range []string{"/run/word", "/root/word"} {
 		if err := v.Guest("a").WriteFile(name, []byte("word")); err != nil {
 			t.Fatal(err)
@@ -198,11 +198,12 @@ func TestOperations_that_fail_leave_the_VM_as_it_was(t *testing.T) {
 	}
 	want(t, h, "a", state.Running)
 	failing = "fork"
-	if _, err := b.Fork(t.Context(), sandbox.ForkOptions{Name: "child"}); err == nil || !strings.Contains(err.Error(), broken.Error()) {
-		t.Errorf("the fork: %v", err)
+	_, ferr := b.Fork(t.Context(), sandbox.ForkOptions{Name: "child"})
+	if ferr == nil || !strings.Contains(ferr.Error(), broken.Error()) {
+		t.Errorf("the fork: %v", ferr)
 	}
 	if _, err := h.State.Get("child"); !errors.Is(err, sandbox.ErrNotFound) {
-		t.Errorf("the child: %v", err)
+		t.Errorf("the child: %v; the fork: %v", err, ferr)
 	}
 	failing = "restore"
 	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
